@@ -1,0 +1,1 @@
+"""Weight synchronisation from trainer to rollout: manifest, engines, registry and manager."""

@@ -1,0 +1,1 @@
+"""LoRA on Megatron-Core with Hugging Face PEFT checkpoints."""

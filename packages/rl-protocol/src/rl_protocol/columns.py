@@ -1,0 +1,347 @@
+"""The three kinds of column. Each is immutable, has N rows, and is made of a few flat buffers.
+
+    kind     buffers              row i
+    dense    values [N, *dims]    values[i]
+    ragged   values [T, *dims],   values[offsets[i] : offsets[i + 1]]
+             offsets [N + 1]
+    object   data [bytes],        msgpack of data[offsets[i] : offsets[i + 1]]
+             offsets [N + 1]
+
+A ragged column stays ragged when all its rows have one length; empty rows and N = 0 are legal everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rl_protocol.dtypes import dtype_name, storage_dtype
+from rl_protocol.errors import BatchError, SchemaError
+
+Kind = Literal["dense", "ragged", "object"]
+AnyArray: TypeAlias = npt.NDArray[Any]
+Offsets: TypeAlias = npt.NDArray[np.int64]
+
+
+def frozen(array: AnyArray) -> AnyArray:
+    """The same memory as a C-contiguous array that refuses writes."""
+    view = np.ascontiguousarray(array).view()
+    view.flags.writeable = False
+    return view
+
+
+def check_offsets(offsets: AnyArray, total: int) -> Offsets:
+    """Offsets as int64 [N + 1], checked to start at 0, never fall, and end at `total`.
+
+    Raises:
+        SchemaError: they do not.
+    """
+    checked: Offsets = frozen(np.asarray(offsets, dtype=np.int64))
+    ok = checked.ndim == 1 and checked.size >= 1 and checked[0] == 0 and checked[-1] == total
+    if not ok or bool(np.any(np.diff(checked) < 0)):
+        raise SchemaError(
+            f"Offsets of a ragged column must be one-dimensional, start at 0, never decrease and end at {total}; got "
+            f"shape {checked.shape}, first {checked.flat[:1].tolist()}, last {checked.flat[-1:].tolist()}."
+        )
+    return checked
+
+
+def offsets_from_lengths(lengths: AnyArray | Sequence[int]) -> Offsets:
+    """Row lengths [N] -> offsets [N + 1]."""
+    counts = np.asarray(lengths, dtype=np.int64)
+    offsets = np.zeros(counts.size + 1, dtype=np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
+
+
+def gather_ranges(offsets: Offsets, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], Offsets]:
+    """Flat positions of the chosen rows, in order, and the offsets they get."""
+    lengths = np.diff(offsets)[rows]
+    new = offsets_from_lengths(lengths)
+    flat = np.arange(new[-1], dtype=np.int64) + np.repeat(offsets[:-1][rows] - new[:-1], lengths)
+    return flat, new
+
+
+def _check_storage(values: AnyArray, dtype: str) -> AnyArray:
+    want = storage_dtype(dtype)
+    if values.dtype != want:
+        raise SchemaError(f"Values of a {dtype} column must be stored as {want.name}; got {values.dtype.name}.")
+    return frozen(values)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseColumn:
+    """Rows of one shape. `values` [N, *dims] in the storage dtype of `dtype`."""
+
+    values: AnyArray
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.values.ndim < 1:
+            raise SchemaError("A dense column needs a row dimension; got a scalar.")
+        object.__setattr__(self, "values", _check_storage(self.values, self.dtype))
+
+    @property
+    def kind(self) -> Kind:
+        return "dense"
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return tuple(self.values.shape[1:])
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+    @property
+    def buffers(self) -> tuple[AnyArray, ...]:
+        return (self.values,)
+
+    def __len__(self) -> int:
+        return int(self.values.shape[0])
+
+    def row(self, i: int) -> AnyArray:
+        return self.values[i]
+
+    def take(self, rows: npt.NDArray[np.int64]) -> DenseColumn:
+        return DenseColumn(self.values[rows], self.dtype)
+
+    def span(self, start: int, stop: int) -> DenseColumn:
+        """Rows start..stop without copying."""
+        return DenseColumn(self.values[start:stop], self.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RaggedColumn:
+    """Rows of different length. `values` [T, *dims] in the storage dtype of `dtype`; `offsets` int64 [N + 1]."""
+
+    values: AnyArray
+    offsets: Offsets
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.values.ndim < 1:
+            raise SchemaError("A ragged column needs a flat values array; got a scalar.")
+        object.__setattr__(self, "values", _check_storage(self.values, self.dtype))
+        object.__setattr__(self, "offsets", check_offsets(self.offsets, int(self.values.shape[0])))
+
+    @property
+    def kind(self) -> Kind:
+        return "ragged"
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return tuple(self.values.shape[1:])
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.offsets.nbytes
+
+    @property
+    def buffers(self) -> tuple[AnyArray, ...]:
+        return (self.values, self.offsets)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Length of every row, int64 [N]."""
+        return np.diff(self.offsets)
+
+    def __len__(self) -> int:
+        return int(self.offsets.size - 1)
+
+    def row(self, i: int) -> AnyArray:
+        i = range(len(self))[i]
+        return self.values[self.offsets[i] : self.offsets[i + 1]]
+
+    def rows(self) -> list[AnyArray]:
+        """All rows as views."""
+        return [self.row(i) for i in range(len(self))]
+
+    def take(self, rows: npt.NDArray[np.int64]) -> RaggedColumn:
+        flat, offsets = gather_ranges(self.offsets, rows)
+        return RaggedColumn(self.values[flat], offsets, self.dtype)
+
+    def span(self, start: int, stop: int) -> RaggedColumn:
+        """Rows start..stop; the values are not copied."""
+        part = self.offsets[start : stop + 1]
+        return RaggedColumn(self.values[part[0] : part[-1]], part - part[0], self.dtype)
+
+    def padded(self, width: int | None = None, fill: float = 0) -> AnyArray:
+        """Right-padded copy [N, width, *dims]; `width` defaults to the longest row.
+
+        Raises:
+            BatchError: a row is longer than `width`.
+        """
+        lengths = self.lengths
+        longest = int(lengths.max(initial=0))
+        width = longest if width is None else width
+        if longest > width:
+            raise BatchError(f"Row {int(lengths.argmax())} has {longest} elements, more than the width {width}.")
+        out = np.full((len(self), width, *self.dims), fill, dtype=self.values.dtype)
+        out[np.arange(width)[None, :] < lengths[:, None]] = self.values
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ObjectColumn:
+    """Strings, bytes and records (anything msgpack can say), kept encoded and decoded when read.
+
+    `data` uint8 [bytes]; `offsets` int64 [N + 1]. Build it with `from_values`.
+    """
+
+    data: AnyArray
+    offsets: Offsets
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", _check_storage(self.data, "uint8"))
+        object.__setattr__(self, "offsets", check_offsets(self.offsets, int(self.data.size)))
+
+    @classmethod
+    def from_values(cls, values: Iterable[Any]) -> ObjectColumn:
+        """Encode each value.
+
+        Raises:
+            SchemaError: a value that msgpack can't say; names the row.
+        """
+        parts: list[bytes] = []
+        for i, value in enumerate(values):
+            try:
+                parts.append(msgspec.msgpack.encode(value))
+            except (TypeError, NotImplementedError, OverflowError, RecursionError) as error:
+                raise SchemaError(
+                    f"Row {i} of an object column, a {type(value).__name__}, can't be encoded: {error}."
+                ) from error
+        data = np.frombuffer(b"".join(parts), dtype=np.uint8)
+        return cls(data, offsets_from_lengths([len(p) for p in parts]))
+
+    @property
+    def kind(self) -> Kind:
+        return "object"
+
+    @property
+    def dtype(self) -> str:
+        return "object"
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.offsets.nbytes
+
+    @property
+    def buffers(self) -> tuple[AnyArray, ...]:
+        return (self.data, self.offsets)
+
+    def __len__(self) -> int:
+        return int(self.offsets.size - 1)
+
+    def row(self, i: int) -> Any:
+        i = range(len(self))[i]
+        return msgspec.msgpack.decode(self.data[self.offsets[i] : self.offsets[i + 1]].data)
+
+    def values(self) -> list[Any]:
+        """Every row decoded."""
+        return [self.row(i) for i in range(len(self))]
+
+    def take(self, rows: npt.NDArray[np.int64]) -> ObjectColumn:
+        flat, offsets = gather_ranges(self.offsets, rows)
+        return ObjectColumn(self.data[flat], offsets)
+
+    def span(self, start: int, stop: int) -> ObjectColumn:
+        """Rows start..stop; the data is not copied."""
+        part = self.offsets[start : stop + 1]
+        return ObjectColumn(self.data[part[0] : part[-1]], part - part[0])
+
+
+Column: TypeAlias = DenseColumn | RaggedColumn | ObjectColumn
+
+
+def dense(values: AnyArray | Sequence[Any], dtype: str | None = None) -> DenseColumn:
+    """A dense column from an array [N, *dims]; `dtype` names the element type where numpy has no such type (bfloat16, fp8)."""
+    array = np.asarray(values)
+    return DenseColumn(array, dtype_name(array) if dtype is None else dtype)
+
+
+def ragged(rows: Sequence[AnyArray | Sequence[Any]], dtype: str) -> RaggedColumn:
+    """A ragged column from a list of rows [L_i, *dims] of element type `dtype`.
+
+    Raises:
+        SchemaError: the rows do not agree in their trailing dimensions.
+    """
+    store = storage_dtype(dtype)
+    arrays = [np.asarray(row, dtype=store) for row in rows]
+    arrays = [a.reshape(0, *_dims_of(arrays)) if a.size == 0 else a for a in arrays]
+    if len({a.shape[1:] for a in arrays}) > 1:
+        raise SchemaError(
+            f"Rows of a ragged column must agree in all but the first dimension; got {[a.shape for a in arrays][:8]}."
+        )
+    values = np.concatenate(arrays) if arrays else np.zeros(0, store)
+    return RaggedColumn(values, offsets_from_lengths([a.shape[0] for a in arrays]), dtype)
+
+
+def _dims_of(arrays: Sequence[AnyArray]) -> tuple[int, ...]:
+    return next((a.shape[1:] for a in arrays if a.size), ())
+
+
+def concat_columns(parts: Sequence[Column], name: str) -> Column:
+    """Stack columns of one kind, element type and dims; a single part is returned as it is.
+
+    Raises:
+        BatchError: the parts differ; names the column.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    shapes = {(p.kind, p.dtype, p.dims) for p in parts}
+    if len(shapes) > 1:
+        raise BatchError(
+            f"Column {name!r} differs between the parts to concatenate (kind, dtype, dims): {sorted(map(str, shapes))}."
+        )
+    first = parts[0]
+    flat = np.concatenate([p.buffers[0] for p in parts])
+    if isinstance(first, DenseColumn):
+        return DenseColumn(flat, first.dtype)
+    offsets = offsets_from_lengths(np.concatenate([np.diff(p.buffers[1]) for p in parts]))
+    return RaggedColumn(flat, offsets, first.dtype) if isinstance(first, RaggedColumn) else ObjectColumn(flat, offsets)
+
+
+def column_from_buffers(
+    kind: str, dtype: str, dims: tuple[int, ...], rows: int, buffers: Sequence[memoryview]
+) -> Column:
+    """Rebuild a column as views of raw buffers (the inverse of `buffers`).
+
+    Raises:
+        SchemaError: sizes, offsets or names do not fit together.
+    """
+    if kind == "dense":
+        (raw,) = _expect(buffers, 1, kind)
+        return DenseColumn(_view(raw, dtype, (rows, *dims)), dtype)
+    raw, raw_offsets = _expect(buffers, 2, kind)
+    offsets = _view(raw_offsets, "int64", (rows + 1,))
+    if kind == "object":
+        return ObjectColumn(_view(raw, "uint8", (raw.nbytes,)), offsets)
+    if kind == "ragged":
+        item = storage_dtype(dtype).itemsize * int(np.prod(dims, dtype=np.int64))
+        length = raw.nbytes // item if item else int(offsets[-1])
+        return RaggedColumn(_view(raw, dtype, (length, *dims)), offsets, dtype)
+    raise SchemaError(f"Unknown column kind {kind!r}; known are dense, ragged, object.")
+
+
+def _expect(buffers: Sequence[memoryview], count: int, kind: str) -> Sequence[memoryview]:
+    if len(buffers) != count:
+        raise SchemaError(f"A {kind} column has {count} buffer(s); got {len(buffers)}.")
+    return buffers
+
+
+def _view(raw: memoryview, dtype: str, shape: tuple[int, ...]) -> AnyArray:
+    store = storage_dtype(dtype)
+    want = store.itemsize * int(np.prod(shape, dtype=np.int64))
+    if any(d < 0 for d in shape) or raw.nbytes != want:
+        raise SchemaError(f"A {dtype} buffer of shape {shape} has {want} bytes; got {raw.nbytes}.")
+    return np.frombuffer(raw, dtype=store).reshape(shape) if want else np.zeros(shape, store)

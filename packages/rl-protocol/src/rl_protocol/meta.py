@@ -1,0 +1,160 @@
+"""KVBatchMeta: what the control plane hands about instead of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self, TypeAlias
+
+from rl_protocol.errors import BatchError, UnknownNameError
+from rl_protocol.partition import Indices, RowOps, check_indices
+
+Scalar: TypeAlias = bool | int | float | str | None
+Tag: TypeAlias = dict[str, Scalar]
+"""Small facts about one row: status, policy version, lengths."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVBatchMeta(RowOps):
+    """Names of N rows of one partition, with their tags and the columns they are known to have.
+
+    >>> meta = KVBatchMeta(partition="train", keys=("a", "b"), tags=({"n": 1}, {"n": 2}), fields=("score",))
+    >>> [part.keys for part in meta.chunk(2)], KVBatchMeta.concat(meta.chunk(2)) == meta
+    ([('a',), ('b',)], True)
+
+    Raises:
+        BatchError: keys that repeat, or not one tag per key.
+    """
+
+    partition: str
+    """The partition of the plane that holds the rows."""
+    keys: tuple[str, ...]
+    """[N] unique names."""
+    tags: tuple[Tag, ...] = ()
+    """[N], or empty: rows without tags."""
+    fields: tuple[str, ...] = ()
+    """Columns all rows have; empty: not known."""
+    extra_info: dict[str, Scalar] = field(default_factory=dict[str, Scalar])
+    """Facts about the whole batch (temperature, policy version); never metrics."""
+
+    def __post_init__(self) -> None:
+        if len(set(self.keys)) != len(self.keys):
+            seen: set[str] = set()
+            twice = next(key for key in self.keys if key in seen or seen.add(key))
+            raise BatchError(f"Keys of a KVBatchMeta must be unique; {twice!r} occurs more than once.")
+        if self.tags and len(self.tags) != len(self.keys):
+            raise BatchError(
+                f"A KVBatchMeta needs one tag per key or none at all; got {len(self.keys)} keys, {len(self.tags)} tags."
+            )
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __bool__(self) -> bool:
+        return len(self.keys) > 0
+
+    def tag_values(self, name: str) -> list[Scalar]:
+        """One tag of every row, [N].
+
+        Raises:
+            UnknownNameError: a row without that tag.
+        """
+        for key, tag in zip(self.keys, self.tags or ({},) * len(self), strict=True):
+            if name not in tag:
+                raise UnknownNameError(f"Row {key!r} has no tag {name!r}; it has {sorted(tag)}.")
+        return [tag[name] for tag in self.tags]
+
+    def select_rows(self, rows: Indices) -> Self:
+        """The rows in the order given, tags with them."""
+        index = check_indices(rows, len(self)).tolist()
+        tags = tuple(self.tags[i] for i in index) if self.tags else ()
+        return replace(self, keys=tuple(self.keys[i] for i in index), tags=tags)
+
+    def select_keys(self, keys: Sequence[str]) -> Self:
+        """The named rows in the order given.
+
+        Raises:
+            UnknownNameError: a key that is not there.
+        """
+        place = {key: i for i, key in enumerate(self.keys)}
+        missing = [key for key in keys if key not in place]
+        if missing:
+            raise UnknownNameError(
+                f"{len(missing)} keys are not in this batch of partition {self.partition!r}, the first is {missing[0]!r}."
+            )
+        return self.select_rows([place[key] for key in keys])
+
+    def select_fields(self, names: Sequence[str]) -> Self:
+        """The same rows, said to have only these columns.
+
+        Raises:
+            UnknownNameError: a column the batch is not known to have.
+        """
+        missing = [name for name in names if name not in self.fields]
+        if missing:
+            raise UnknownNameError(
+                f"No column {missing[0]!r} in this batch; it has {', '.join(self.fields) or 'none that are known'}."
+            )
+        return replace(self, fields=tuple(names))
+
+    def without_tags(self) -> Self:
+        """The same rows without tags: what a worker that only needs the keys is sent."""
+        return replace(self, tags=())
+
+    def union(self, other: Self) -> Self:
+        """The same rows with the columns, tags and extra_info of both.
+
+        Raises:
+            BatchError: other rows, or a tag or fact that both have with different values.
+        """
+        if (other.partition, other.keys) != (self.partition, self.keys):
+            raise BatchError(
+                "union needs the same partition and the same keys in the same order; select_keys one like the other first."
+            )
+        mine, theirs = self.tags or ({},) * len(self), other.tags or ({},) * len(self)
+        tags = tuple(_merge(a, b, f"row {key!r}") for key, a, b in zip(self.keys, mine, theirs, strict=True))
+        return replace(
+            self,
+            tags=tags if any(tags) else (),
+            fields=tuple(dict.fromkeys((*self.fields, *other.fields))),
+            extra_info=_merge(self.extra_info, other.extra_info, "extra_info"),
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """Rows of all parts in order. Parts must agree in partition, columns and extra_info, and in whether they have tags.
+
+        Raises:
+            BatchError: no parts, or parts that do not agree.
+        """
+        if not parts:
+            raise BatchError("concat needs at least one part; got none.")
+        first = parts[0]
+        for number, part in enumerate(parts):
+            if (part.partition, set(part.fields), part.extra_info) != (
+                first.partition,
+                set(first.fields),
+                first.extra_info,
+            ):
+                raise BatchError(
+                    f"Part {number} differs from part 0 in partition, fields or extra_info: "
+                    f"({part.partition!r}, {sorted(part.fields)}, {part.extra_info}) against "
+                    f"({first.partition!r}, {sorted(first.fields)}, {first.extra_info})."
+                )
+        tagged = {bool(part.tags) for part in parts if part}
+        if len(tagged) > 1:
+            raise BatchError(
+                "Some parts have tags and some have none; concat would lose them: use without_tags on all or on none."
+            )
+        return replace(
+            first,
+            keys=tuple(key for part in parts for key in part.keys),
+            tags=tuple(tag for part in parts for tag in part.tags),
+        )
+
+
+def _merge(a: Mapping[str, Scalar], b: Mapping[str, Scalar], where: str) -> Tag:
+    for name in a.keys() & b.keys():
+        if a[name] != b[name]:
+            raise BatchError(f"union: {name!r} of {where} is {a[name]!r} in one batch and {b[name]!r} in the other.")
+    return {**a, **b}

@@ -1,0 +1,111 @@
+"""The RL columns all parts agree on. Transports (rl_transferqueue, rl_ckpt_engine) never import this module.
+
+A prompt row (key: uid) holds what its n trajectories share; a trajectory row (key: RowKey text) holds the rest. N rows, R_i response tokens.
+"""
+
+from __future__ import annotations
+
+from rl_protocol.schema import BatchSchema, ColumnSpec, SameLength
+
+TRAIN_PARTITION = "train"
+VALIDATION_PARTITION = "val"
+PROMPT_SUFFIX = "/prompts"
+"""Prompt rows live in the partition of their trajectories with this suffix."""
+
+PROMPT_SCHEMA = BatchSchema(
+    (
+        ColumnSpec(name="prompts", kind="ragged", dtype="int64", writer="rollout", meaning="prompt token ids"),
+        ColumnSpec(name="data_source", kind="object", writer="rollout", meaning="name of the data set, str"),
+        ColumnSpec(
+            name="ground_truth", kind="object", writer="rollout", meaning="what the reward function compares with, str"
+        ),
+    )
+)
+"""Columns of prompt rows."""
+
+TRAJECTORY_SCHEMA = BatchSchema(
+    (
+        ColumnSpec(
+            name="responses", kind="ragged", dtype="int64", writer="rollout", meaning="response token ids, eos included"
+        ),
+        ColumnSpec(
+            name="response_mask",
+            kind="ragged",
+            dtype="bool",
+            writer="rollout",
+            meaning="true where the policy made the token",
+        ),
+        ColumnSpec(
+            name="rollout_log_probs",
+            kind="ragged",
+            dtype="float32",
+            writer="rollout",
+            meaning="log-prob when sampled, nats",
+        ),
+        ColumnSpec(
+            name="scores", kind="dense", dtype="float32", writer="reward", meaning="score of the whole response"
+        ),
+        ColumnSpec(
+            name="acc", kind="dense", dtype="float32", writer="reward", meaning="1 where the answer is right, else 0"
+        ),
+        ColumnSpec(
+            name="old_log_probs",
+            kind="ragged",
+            dtype="float32",
+            writer="old_log_prob",
+            meaning="log-prob before the update, nats",
+        ),
+        ColumnSpec(
+            name="entropy",
+            kind="ragged",
+            dtype="float32",
+            writer="old_log_prob",
+            meaning="entropy before the update, nats",
+        ),
+        ColumnSpec(
+            name="ref_log_prob",
+            kind="ragged",
+            dtype="float32",
+            writer="ref",
+            meaning="log-prob of the reference policy, nats",
+        ),
+        ColumnSpec(
+            name="values",
+            kind="ragged",
+            dtype="float32",
+            writer="values",
+            meaning="V(s_t) of the critic before the update",
+        ),
+        ColumnSpec(
+            name="advantages",
+            kind="ragged",
+            dtype="float32",
+            writer="adv",
+            meaning="advantage per token, 0 where masked",
+        ),
+        ColumnSpec(
+            name="returns", kind="ragged", dtype="float32", writer="adv", meaning="return per token, 0 where masked"
+        ),
+    ),
+    laws=(
+        SameLength(
+            (
+                "responses",
+                "response_mask",
+                "rollout_log_probs",
+                "old_log_probs",
+                "entropy",
+                "ref_log_prob",
+                "values",
+                "advantages",
+                "returns",
+            )
+        ),
+    ),
+)
+"""Columns of trajectory rows."""
+
+
+def prompt_partition(partition: str) -> str:
+    """Where the prompt rows of a partition live."""
+    return partition + PROMPT_SUFFIX

@@ -1,0 +1,145 @@
+"""Bridge to torch and tensordict (extra `[torch]`): the only module here that imports them."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from rl_protocol.batch import BatchData
+from rl_protocol.columns import AnyArray, Column, DenseColumn, ObjectColumn, RaggedColumn, offsets_from_lengths
+from rl_protocol.dtypes import storage_dtype
+from rl_protocol.errors import SchemaError
+from rl_protocol.weights import WeightTensor
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        "bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
+        "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
+    )
+}  # fmt: skip
+"""Name of each element type -> torch dtype."""
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def torch_dtype_name(dtype: torch.dtype) -> str:
+    """The name of a torch element type.
+
+    Raises:
+        SchemaError: it has none here.
+    """
+    try:
+        return _NAMES[dtype]
+    except KeyError:
+        raise SchemaError(f"Tensors of {dtype} can't be stored; use one of {', '.join(TORCH_DTYPES)}.") from None
+
+
+def to_array(tensor: torch.Tensor) -> tuple[AnyArray, str]:
+    """A CPU tensor as a numpy array in storage dtype, sharing memory when contiguous, and its element type's name."""
+    name = torch_dtype_name(tensor.dtype)
+    store = storage_dtype(name)
+    plain = tensor.detach().contiguous().cpu()
+    if plain.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+        plain = plain.view(torch.uint16 if store.itemsize == 2 else torch.uint8)
+    return plain.numpy(), name
+
+
+def to_tensor(array: AnyArray, dtype: str) -> torch.Tensor:
+    """The array as a tensor of the named type, sharing memory. Treat it as read-only: other readers may see the same memory."""
+    writable = array
+    if not array.flags.writeable:  # torch warns about read-only memory; the contract above is what protects it
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        writable = np.asarray(_Memory(interface, array)) if array.size else array.copy()
+    tensor = torch.from_numpy(writable)
+    want = TORCH_DTYPES[dtype]
+    return tensor if tensor.dtype == want else tensor.view(want)
+
+
+class _Memory:
+    """Holds an array alive while its memory is seen through another array object."""
+
+    def __init__(self, interface: dict[str, object], owner: AnyArray) -> None:
+        self.__array_interface__ = interface
+        self._owner = owner
+
+
+def column_from_tensor(tensor: torch.Tensor) -> Column:
+    """A strided tensor [N, *dims] becomes dense; a jagged nested tensor (ragged in its second dimension) becomes ragged.
+
+    Raises:
+        SchemaError: a nested tensor of another layout, or a scalar.
+    """
+    if not tensor.is_nested:
+        return DenseColumn(*to_array(tensor))
+    if tensor.layout != torch.jagged:
+        raise SchemaError(
+            f"Nested tensors must have the jagged layout; got {tensor.layout}. Build them with torch.nested.nested_tensor_from_jagged."
+        )
+    nested = cast(Any, tensor)  # torch's stubs know no jagged tensors
+    if nested.lengths() is not None:  # a view with holes: rows are copied out
+        rows = [to_array(row) for row in nested.unbind()]
+        offsets = offsets_from_lengths([row.shape[0] for row, _ in rows])
+        return RaggedColumn(np.concatenate([row for row, _ in rows]), offsets, rows[0][1])
+    values, name = to_array(nested.values())
+    offsets, _ = to_array(nested.offsets().to(torch.int64))
+    return RaggedColumn(values, offsets, name)
+
+
+def tensor_from_column(column: DenseColumn | RaggedColumn) -> torch.Tensor:
+    """The inverse of `column_from_tensor`, sharing memory; a ragged column always becomes a jagged nested tensor."""
+    if isinstance(column, DenseColumn):
+        return to_tensor(column.values, column.dtype)
+    lengths = column.lengths
+    return torch.nested.nested_tensor_from_jagged(
+        to_tensor(column.values, column.dtype),
+        offsets=to_tensor(column.offsets, "int64"),
+        min_seqlen=int(lengths.min(initial=0)),
+        max_seqlen=int(lengths.max(initial=0)),
+    )
+
+
+def to_tensordict(batch: BatchData) -> TensorDict:
+    """The batch as a TensorDict of batch size [N]: tensors share memory, object columns become NonTensorStack."""
+    items: dict[str, object] = {}
+    for name, column in batch.columns.items():
+        items[name] = (
+            NonTensorStack(*column.values()) if isinstance(column, ObjectColumn) else tensor_from_column(column)
+        )
+    return TensorDict(items, batch_size=[len(batch)])
+
+
+def from_tensordict(data: TensorDict) -> BatchData:
+    """A TensorDict of batch size [N] as a batch; CPU tensors are shared, not copied.
+
+    Raises:
+        SchemaError: the TensorDict has no batch dimension, or a value of a kind that can't be stored.
+    """
+    if len(data.batch_size) != 1:
+        raise SchemaError(f"A TensorDict must have batch size [N]; got {list(data.batch_size)}.")
+    columns: dict[str, Column] = {}
+    for name in data.keys():  # noqa: SIM118 - iterating a TensorDict yields rows
+        value = data.get(name)
+        if isinstance(value, torch.Tensor):
+            columns[str(name)] = column_from_tensor(value)
+        elif isinstance(value, NonTensorStack):
+            columns[str(name)] = ObjectColumn.from_values(value.tolist())
+        else:
+            raise SchemaError(
+                f"Field {name!r} of the TensorDict is a {type(value).__name__}; tensors and NonTensorStack can be stored."
+            )
+    return BatchData(columns, int(data.batch_size[0]))
+
+
+def to_weight(name: str, tensor: torch.Tensor) -> WeightTensor:
+    """A tensor as a WeightTensor; CPU tensors that are contiguous are shared, not copied."""
+    array, dtype = to_array(tensor)
+    return WeightTensor(name, dtype, tuple(tensor.shape), array.reshape(-1).view(np.uint8))
+
+
+def from_weight(weight: WeightTensor) -> torch.Tensor:
+    """The inverse of `to_weight`, sharing memory; treat it as read-only."""
+    return to_tensor(weight.data.view(storage_dtype(weight.dtype)), weight.dtype).reshape(weight.shape)

@@ -1,0 +1,42 @@
+"""Model weights on their way from trainer to rollout: names, element types, shapes and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_protocol.columns import frozen
+from rl_protocol.dtypes import storage_dtype
+from rl_protocol.errors import SchemaError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightTensor:
+    """One named tensor in host memory.
+
+    Attributes:
+        name: parameter name as in the Hugging Face checkpoint of the model.
+        dtype: element type (see rl_protocol.dtypes).
+        shape: any, scalars and empty tensors included.
+        data: uint8 [nbytes], C order, little-endian; treat as read-only, it may be shared.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: npt.NDArray[np.uint8]
+
+    def __post_init__(self) -> None:
+        want = storage_dtype(self.dtype).itemsize * int(np.prod(self.shape, dtype=np.int64))
+        if self.data.dtype != np.uint8 or self.data.ndim != 1 or self.data.nbytes != want:
+            raise SchemaError(
+                f"Weight {self.name!r} of type {self.dtype} and shape {self.shape} needs a flat uint8 array of {want} bytes; "
+                f"got {self.data.dtype} {self.data.shape}."
+            )
+        object.__setattr__(self, "data", frozen(self.data))
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes

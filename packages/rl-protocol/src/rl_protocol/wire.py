@@ -1,0 +1,148 @@
+"""Wire format of BatchData, version 1.
+
+    offset  size  content
+    0       4     magic b"RLB1" (the last byte is the version)
+    4       4     H, length of the header, little-endian unsigned
+    8       H     header, msgpack of `Header`
+    ..            zero bytes up to the next multiple of 64: here the payload begins
+    P             the buffers, each starting at a multiple of 64 from P, zero bytes between them
+
+* A writer MUST emit the buffers in the order of the header's columns, each column's in the order of `Column.buffers`.
+* All numbers MUST be little-endian. Offsets in the header count from P.
+* A reader MUST refuse another magic, unknown header fields, buffers that overlap the end, and sizes that do not fit kind, dtype and dims.
+* A reader MUST NOT execute or resolve anything found in the bytes: there is no pickle and there are no type names beyond `dtypes`.
+* Changing any of this means a new magic.
+
+`encode` returns a list of buffers to be written one after the other without joining them (scatter/gather); `decode` returns views into the
+bytes it is given and copies nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from rl_protocol.batch import BatchData
+from rl_protocol.columns import Column, column_from_buffers
+from rl_protocol.errors import SchemaError, WireError
+
+MAGIC = b"RLB1"
+ALIGN = 64
+_PREFIX = 8
+
+Buffer = bytes | memoryview
+
+
+class ColumnHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Description of one column; `buffers` holds (offset from P, number of bytes) of each buffer."""
+
+    name: str
+    kind: str
+    dtype: str
+    dims: tuple[int, ...]
+    buffers: tuple[tuple[int, int], ...]
+
+
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Description of a batch of `rows` rows whose payload takes `payload` bytes."""
+
+    rows: int
+    payload: int
+    columns: tuple[ColumnHeader, ...]
+
+
+_decoder = msgspec.msgpack.Decoder(Header)
+
+
+def aligned(size: int) -> int:
+    """The next multiple of 64."""
+    return -(-size // ALIGN) * ALIGN
+
+
+def plan(batch: BatchData) -> Header:
+    """Where each buffer of the batch will lie in the payload."""
+    at = 0
+    columns: list[ColumnHeader] = []
+    for name, column in batch.columns.items():
+        places: list[tuple[int, int]] = []
+        for buffer in column.buffers:
+            places.append((at, buffer.nbytes))
+            at += aligned(buffer.nbytes)
+        columns.append(ColumnHeader(name, column.kind, column.dtype, column.dims, tuple(places)))
+    return Header(len(batch), at, tuple(columns))
+
+
+def write_payload(batch: BatchData, header: Header, target: memoryview) -> None:
+    """Copy the buffers of the batch to their places in writable memory of `header.payload` bytes: the one copy of a put."""
+    out = np.frombuffer(target, dtype=np.uint8)
+    for spec in header.columns:
+        for (start, size), buffer in zip(spec.buffers, batch[spec.name].buffers, strict=True):
+            if size:
+                out[start : start + size] = buffer.reshape(-1).view(np.uint8)
+
+
+def read_payload(header: Header, payload: Buffer, fields: Sequence[str] | None = None) -> BatchData:
+    """The batch as views of its payload; `fields` selects columns.
+
+    Raises:
+        WireError: the header does not fit the payload.
+    """
+    raw = memoryview(payload).cast("B")
+    columns: dict[str, Column] = {}
+    for spec in header.columns:
+        if fields is not None and spec.name not in fields:
+            continue
+        for start, size in spec.buffers:
+            if start < 0 or size < 0 or start % ALIGN or start + size > raw.nbytes:
+                raise WireError(
+                    f"Column {spec.name!r}: buffer at {start} of {size} bytes is not within the payload of {raw.nbytes} bytes."
+                )
+        if spec.name in columns:
+            raise WireError(f"Column {spec.name!r} occurs twice in the header.")
+        try:
+            views = [raw[start : start + size] for start, size in spec.buffers]
+            columns[spec.name] = column_from_buffers(spec.kind, spec.dtype, spec.dims, header.rows, views)
+        except SchemaError as error:
+            raise WireError(f"Column {spec.name!r} can't be read: {error}") from error
+    return BatchData(columns, header.rows)
+
+
+def encode(batch: BatchData) -> list[Buffer]:
+    """The batch as buffers to be written one after the other; the column buffers are not copied."""
+    header = plan(batch)
+    packed = msgspec.msgpack.encode(header)
+    start = aligned(_PREFIX + len(packed))
+    head = MAGIC + len(packed).to_bytes(4, "little") + packed
+    out: list[Buffer] = [head.ljust(start, b"\0")]
+    for spec in header.columns:
+        for (_, size), buffer in zip(spec.buffers, batch[spec.name].buffers, strict=True):
+            if size:
+                out.append(buffer.reshape(-1).view(np.uint8).data)
+                out.append(bytes(aligned(size) - size))
+    return [part for part in out if len(part)]
+
+
+def decode(data: Buffer) -> BatchData:
+    """Read a batch; its columns are views of `data`.
+
+    Raises:
+        WireError: the bytes are not a batch of this version, or are cut short.
+    """
+    raw = memoryview(data).cast("B")
+    if bytes(raw[:4]) != MAGIC:
+        raise WireError(f"Not a batch in wire format {MAGIC!r}: the bytes begin with {bytes(raw[:4])!r}.")
+    length = int.from_bytes(raw[4:8], "little")
+    start = aligned(_PREFIX + length)
+    if raw.nbytes < _PREFIX + length:
+        raise WireError(f"Header of {length} bytes announced, {raw.nbytes - _PREFIX} bytes left.")
+    try:
+        header = _decoder.decode(raw[_PREFIX : _PREFIX + length])
+    except msgspec.DecodeError as error:
+        raise WireError(f"The header can't be read: {error}.") from error
+    if header.rows < 0 or raw.nbytes < start + header.payload:
+        raise WireError(
+            f"Payload of {header.payload} bytes announced for {header.rows} rows, {raw.nbytes - start} bytes left."
+        )
+    return read_payload(header, raw[start : start + header.payload])

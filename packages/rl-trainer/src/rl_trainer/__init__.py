@@ -1,0 +1,1 @@
+"""PPO and GRPO trainer whose driver handles only metadata."""
