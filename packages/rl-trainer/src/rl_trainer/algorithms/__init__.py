@@ -1,0 +1,1 @@
+"""Pure algorithms: advantages over ragged numpy data, losses over torch tensors."""

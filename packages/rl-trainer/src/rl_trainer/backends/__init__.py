@@ -1,0 +1,1 @@
+"""Training backends behind the PolicyBackend and CriticBackend ports."""

@@ -1,0 +1,53 @@
+"""Prompts and their order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from rl_protocol import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRow:
+    """One row of a data set."""
+
+    prompt_ids: tuple[int, ...]
+    """[P] token ids, P >= 1."""
+    data_source: str
+    ground_truth: str
+
+
+class PromptDataset(Protocol):
+    """Rows by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> PromptRow: ...
+
+
+class PromptOrder:
+    """Which rows each step trains on: every epoch is a fresh permutation drawn from (seed, epoch); a step may span two epochs.
+
+    Any step can be asked for at any time, so that a resumed run sees what the first one would have seen.
+
+    Raises:
+        ConfigError: the data set is empty.
+    """
+
+    def __init__(self, size: int, batch_size: int, seed: int) -> None:
+        if size < 1:
+            raise ConfigError("The training data set is empty; set data.train_size to at least 1.")
+        self._size = size
+        self._batch_size = batch_size
+        self._seed = seed
+
+    def rows(self, step: int) -> list[int]:
+        """[train_batch_size] row numbers of step `step` (the first is 0)."""
+        start = step * self._batch_size
+        wanted = range(start, start + self._batch_size)
+        epochs = {place // self._size for place in wanted}
+        orders = {e: np.random.default_rng((self._seed, e)).permutation(self._size) for e in epochs}
+        return [int(orders[place // self._size][place % self._size]) for place in wanted]

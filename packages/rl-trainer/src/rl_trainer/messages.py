@@ -1,0 +1,46 @@
+"""What the driver says to workers and what they answer: names and numbers only, as msgspec structs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rl_protocol import KVBatchMeta
+from rl_protocol.ports import SamplingParams
+
+
+class PromptRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One prompt to be rolled out: its uid in this step and its row in the data set."""
+
+    uid: str
+    row: int
+
+
+class RolloutCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Generate `n` responses for each prompt and put them into `partition`."""
+
+    partition: str
+    split: str
+    """Which data set the rows are of: train or val."""
+    step: int
+    prompts: tuple[PromptRef, ...]
+    n: int
+    sampling: SamplingParams
+
+
+class StageCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Run one stage over these rows."""
+
+    step: int
+    batch: KVBatchMeta
+
+
+class StageResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a stage reports."""
+
+    metrics: dict[str, float] = {}
+
+
+class SaveCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Write the policy as a Hugging Face checkpoint."""
+
+    path: str

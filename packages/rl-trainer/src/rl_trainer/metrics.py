@@ -1,0 +1,68 @@
+"""Mask-aware reductions. Metrics are plain floats from here on; names follow verl's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+
+def stats(name: str, values: npt.ArrayLike, mask: npt.NDArray[np.bool_] | None = None) -> dict[str, float]:
+    """`name/mean`, `name/max`, `name/min` of the unmasked values; nothing at all where there are none."""
+    array = np.asarray(values, dtype=np.float64)
+    chosen = array if mask is None else array[mask]
+    if chosen.size == 0:
+        return {}
+    return {
+        f"{name}/mean": float(chosen.mean()),
+        f"{name}/max": float(chosen.max()),
+        f"{name}/min": float(chosen.min()),
+    }
+
+
+def length_stats(name: str, lengths: npt.ArrayLike, longest_allowed: int) -> dict[str, float]:
+    """Statistics of lengths in tokens, and `name/clip_ratio`: the share that reached the configured maximum."""
+    array = np.asarray(lengths, dtype=np.int64)
+    out = stats(name, array)
+    if array.size:
+        out[f"{name}/clip_ratio"] = float((array >= longest_allowed).mean())
+    return out
+
+
+class WeightedMeans:
+    """Means over parts of different size: each part adds its sum and its weight.
+
+    >>> m = WeightedMeans()
+    >>> m.add({"loss": 6.0}, weight=3); m.add({"loss": 2.0}, weight=1)
+    >>> m.result()
+    {'loss': 2.0}
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+
+    def add(self, sums: Mapping[str, float], weight: float) -> None:
+        """Add sums over `weight` elements."""
+        for name, value in sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+            self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def result(self) -> dict[str, float]:
+        """Sum / weight of every name that has weight."""
+        return {name: self._sums[name] / w for name, w in self._weights.items() if w > 0}
+
+
+def explained_variance(values: npt.NDArray[np.float64], returns: npt.NDArray[np.float64]) -> float:
+    """1 - Var(returns - values) / Var(returns); 0 where the returns do not vary."""
+    spread = float(returns.var()) if returns.size else 0.0
+    return 1.0 - float((returns - values).var()) / spread if spread > 0 else 0.0
+
+
+def mean_by_group(values: Iterable[float], groups: Iterable[str]) -> dict[str, float]:
+    """Mean of the values of each group, groups in order of first appearance."""
+    sums: dict[str, list[float]] = {}
+    for value, name in zip(values, groups, strict=True):
+        sums.setdefault(name, []).append(value)
+    return {name: float(np.mean(items)) for name, items in sums.items()}

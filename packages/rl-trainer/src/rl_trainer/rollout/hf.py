@@ -1,0 +1,171 @@
+"""Rollout with transformers' own generation: KV cache, left padding, seeds by counter."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+
+from rl_protocol import RolloutError, WeightSyncError, WeightTensor
+from rl_protocol.ports import Generation, GenerationRequest, SamplingParams
+from rl_protocol.torch import from_weight, torch_dtype_name
+from rl_trainer.backends.torch_policy import load_model
+
+
+def uniforms(seed: int, request: GenerationRequest, count: int) -> np.ndarray[Any, Any]:
+    """[count] numbers in [0, 1): the random stream of one response, drawn from (seed, uid, session) alone by Philox.
+
+    Neither the batch it is generated in, nor the worker, nor the order of arrival enters.
+    """
+    digest = hashlib.sha256(f"{seed}/{request.uid}/{request.session}".encode()).digest()
+    key = np.frombuffer(digest[:16], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).random(count)
+
+
+class InverseCDFSampler(LogitsProcessor):
+    """Turns greedy search into exact sampling: leaves only the token in whose share of the unit interval the row's number lies.
+
+    Args:
+        numbers: [B, max_new_tokens] in [0, 1).
+        prompt_width: tokens before the first generated one.
+    """
+
+    def __init__(self, numbers: torch.Tensor, prompt_width: int) -> None:
+        self._numbers = numbers
+        self._prompt_width = prompt_width
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        step = input_ids.shape[1] - self._prompt_width
+        cumulative = torch.softmax(scores.double(), dim=-1).cumsum(-1)
+        target = self._numbers[:, step : step + 1] * cumulative[:, -1:]
+        token = torch.searchsorted(cumulative, target, right=True).clamp(max=scores.shape[-1] - 1)
+        only = torch.full_like(scores, float("-inf"))
+        return cast(torch.FloatTensor, only.scatter_(1, token, 0.0))
+
+
+class TemperatureScaler(LogitsProcessor):
+    """Divides the logits by the temperature."""
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        del input_ids
+        return cast(torch.FloatTensor, scores / self._temperature)
+
+
+class HFRolloutEngine:
+    """RolloutEngine over a transformers causal language model in this process.
+
+    Args:
+        path: Hugging Face checkpoint folder; its weights are version 0.
+        max_batch_size: responses generated side by side.
+    """
+
+    def __init__(self, path: str | Path, *, max_batch_size: int = 512) -> None:
+        self._model = load_model(path)
+        self._max_batch_size = max_batch_size
+        self._version = 0
+        config = self._model.generation_config
+        self._eos_id = int(config.eos_token_id if config.eos_token_id is not None else self._model.config.eos_token_id)
+        self._pad_id = int(self._model.config.pad_token_id or 0)
+        self._context = int(self._model.config.max_position_embeddings)
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the active weights."""
+        return self._version
+
+    def load_weights(self, weights: Iterable[WeightTensor], version: int) -> None:
+        """See rl_protocol.ports.WeightReceiver.load_weights."""
+        state: dict[str, torch.Tensor] = self._model.state_dict()
+        given = {weight.name: weight for weight in weights}
+        missing, unknown = sorted(state.keys() - given.keys()), sorted(given.keys() - state.keys())
+        if missing or unknown:
+            raise WeightSyncError(
+                f"Weights of version {version} do not fit the rollout model: missing {missing[:4]}, unknown {unknown[:4]}."
+            )
+        for name, weight in given.items():
+            want = (torch_dtype_name(state[name].dtype), tuple(state[name].shape))
+            if (weight.dtype, weight.shape) != want:
+                raise WeightSyncError(
+                    f"Weight {name!r} of version {version} is {weight.dtype} {weight.shape}; the rollout model has {want}."
+                )
+        with torch.no_grad():
+            for name, weight in given.items():
+                state[name].copy_(from_weight(weight))
+        self._version = version
+
+    async def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Generation]:
+        """See rl_protocol.ports.RolloutEngine.generate. Runs in the calling thread until all requests are done."""
+        for request in requests:
+            self._check(request, params)
+        out: list[Generation] = []
+        for start in range(0, len(requests), self._max_batch_size):
+            out.extend(self._generate_batch(requests[start : start + self._max_batch_size], params))
+        return out
+
+    def _check(self, request: GenerationRequest, params: SamplingParams) -> None:
+        total = len(request.prompt_ids) + params.max_new_tokens
+        if not request.prompt_ids:
+            raise RolloutError(f"Prompt {request.uid!r} is empty; every prompt needs at least one token.")
+        if total > self._context:
+            raise RolloutError(
+                f"Prompt {request.uid!r} has {len(request.prompt_ids)} tokens; with rollout.response_length={params.max_new_tokens} "
+                f"that is {total}, more than the model's context of {self._context}."
+            )
+
+    def _generate_batch(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Generation]:
+        width = max(len(r.prompt_ids) for r in requests)
+        ids = torch.full((len(requests), width), self._pad_id, dtype=torch.int64)
+        attention = torch.zeros_like(ids)
+        for i, request in enumerate(requests):
+            ids[i, width - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
+            attention[i, width - len(request.prompt_ids) :] = 1
+        with torch.no_grad():
+            output = self._model.generate(
+                input_ids=ids,
+                attention_mask=attention,
+                do_sample=False,
+                max_new_tokens=params.max_new_tokens,
+                eos_token_id=None if params.ignore_eos else self._eos_id,
+                pad_token_id=self._pad_id,
+                logits_processor=self._processors(requests, params, width),
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+            tokens: torch.Tensor = output.sequences[:, width:]
+            logits = torch.stack(output.logits, dim=1).float()
+            log_probs = torch.log_softmax(logits / (params.temperature or 1.0), dim=-1)
+            chosen = log_probs.gather(-1, tokens[..., None]).squeeze(-1)
+        return [self._generation(t, p, params) for t, p in zip(tokens.tolist(), chosen.tolist(), strict=True)]
+
+    def _processors(
+        self, requests: Sequence[GenerationRequest], params: SamplingParams, width: int
+    ) -> LogitsProcessorList:
+        processors = LogitsProcessorList()
+        if params.temperature == 0:
+            return processors
+        processors.append(TemperatureScaler(params.temperature))
+        if params.top_k:
+            processors.append(TopKLogitsWarper(params.top_k))
+        if params.top_p < 1:
+            processors.append(TopPLogitsWarper(params.top_p))
+        numbers = np.stack([uniforms(params.seed, request, params.max_new_tokens) for request in requests])
+        processors.append(InverseCDFSampler(torch.from_numpy(numbers), width))
+        return processors
+
+    def _generation(self, tokens: list[int], log_probs: list[float], params: SamplingParams) -> Generation:
+        stop = not params.ignore_eos and self._eos_id in tokens
+        length = tokens.index(self._eos_id) + 1 if stop else len(tokens)
+        return Generation(
+            response_ids=tuple(tokens[:length]),
+            log_probs=tuple(log_probs[:length]),
+            finish_reason="stop" if stop else "length",
+            weight_version=self._version,
+        )

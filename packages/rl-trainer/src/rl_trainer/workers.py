@@ -1,0 +1,300 @@
+"""Workers: they hold the models and move columns between the data plane and them. None knows Ray, torch or vLLM.
+
+Every handler takes and returns one message, so that any process runtime can carry the calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeGuard
+
+import msgspec
+import numpy as np
+
+from rl_protocol import BatchData, KVBatchMeta, ObjectColumn, RewardError, RowKey, Tag, WorkerError, dense, ragged
+from rl_protocol.ports import (
+    CriticBackend,
+    DataPlane,
+    Generation,
+    GenerationRequest,
+    PolicyBackend,
+    RewardFunction,
+    RolloutEngine,
+)
+from rl_protocol.rl_columns import PROMPT_SCHEMA, TRAJECTORY_SCHEMA, prompt_partition
+from rl_trainer.config import AlgorithmConfig
+from rl_trainer.data import PromptDataset
+from rl_trainer.messages import RolloutCall, SaveCall, StageCall, StageResult
+from rl_trainer.metrics import mean_by_group
+from rl_trainer.scoring import estimate_advantages
+from rl_trainer.stages import Stage, StepGraph
+
+Handler = Callable[[Any], Awaitable[Any]]
+
+
+class Worker:
+    """Base of all workers: `handlers` names what can be called, with the type of each message."""
+
+    handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {}
+
+    async def handle(self, method: str, payload: bytes) -> bytes:
+        """Decode the message, run the handler, encode its answer.
+
+        Raises:
+            WorkerError: no such handler, or a message that does not fit it.
+        """
+        kind = self.handlers.get(method)
+        if kind is None:
+            raise WorkerError(f"{type(self).__name__} has no handler {method!r}; it has {', '.join(self.handlers)}.")
+        try:
+            message = msgspec.msgpack.decode(payload, type=kind)
+        except msgspec.DecodeError as error:
+            raise WorkerError(
+                f"{type(self).__name__}.{method} was sent something that is not a {kind.__name__}: {error}."
+            ) from error
+        handler: Handler = getattr(self, method)
+        return msgspec.msgpack.encode(await handler(message))
+
+
+async def fetch(plane: DataPlane, batch: KVBatchMeta, fields: Sequence[str]) -> BatchData:
+    """Columns of trajectories; those that belong to the prompt are read from its row once and repeated here.
+
+    Raises:
+        MissingDataError: see DataPlane.get.
+    """
+    own = [name for name in fields if name in TRAJECTORY_SCHEMA]
+    shared = [name for name in fields if name in PROMPT_SCHEMA]
+    data = await plane.get(batch, own)
+    if not shared:
+        return data
+    uids = [RowKey.parse(key).uid for key in batch.keys]
+    place = {uid: i for i, uid in enumerate(dict.fromkeys(uids))}
+    prompts = await plane.get(KVBatchMeta(partition=prompt_partition(batch.partition), keys=tuple(place)), shared)
+    return prompts.select_rows([place[uid] for uid in uids]).union(data)
+
+
+async def store(plane: DataPlane, batch: KVBatchMeta, stage: Stage, data: BatchData) -> None:
+    """Put exactly the columns the stage declares, checked against the schema."""
+    columns = data.select_fields(stage.writes)
+    TRAJECTORY_SCHEMA.check(columns)
+    await plane.put(batch.partition, batch.keys, columns)
+
+
+class RolloutWorker(Worker):
+    """Generates trajectories from prompts of its own copy of the data sets; the driver only names rows."""
+
+    handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"rollout": RolloutCall}
+
+    def __init__(self, plane: DataPlane, engine: RolloutEngine, datasets: Mapping[str, PromptDataset]) -> None:
+        self._plane = plane
+        self._engine = engine
+        self._datasets = datasets
+
+    async def rollout(self, call: RolloutCall) -> StageResult:
+        """Generate, then put the prompt rows and the trajectory rows; tags carry step, weight version and lengths."""
+        rows = [self._datasets[call.split][ref.row] for ref in call.prompts]
+        requests = [
+            GenerationRequest(uid=ref.uid, session=session, prompt_ids=row.prompt_ids)
+            for ref, row in zip(call.prompts, rows, strict=True)
+            for session in range(call.n)
+        ]
+        generations = await self._engine.generate(requests, call.sampling)
+        prompts = BatchData(
+            {
+                "prompts": ragged([row.prompt_ids for row in rows], "int64"),
+                "data_source": ObjectColumn.from_values(row.data_source for row in rows),
+                "ground_truth": ObjectColumn.from_values(row.ground_truth for row in rows),
+            }
+        )
+        PROMPT_SCHEMA.check(prompts)
+        await self._plane.put(prompt_partition(call.partition), [ref.uid for ref in call.prompts], prompts)
+        await self._put_trajectories(call, requests, generations)
+        return StageResult()
+
+    async def _put_trajectories(
+        self, call: RolloutCall, requests: Sequence[GenerationRequest], generations: Sequence[Generation]
+    ) -> None:
+        responses = ragged([g.response_ids for g in generations], "int64")
+        data = BatchData(
+            {
+                "responses": responses,
+                "response_mask": dataclasses.replace(
+                    responses, values=np.ones(responses.values.shape, np.bool_), dtype="bool"
+                ),
+                "rollout_log_probs": ragged([g.log_probs for g in generations], "float32"),
+            }
+        )
+        TRAJECTORY_SCHEMA.check(data)
+        tags: list[Tag] = [
+            {
+                "step": call.step,
+                "version": g.weight_version,
+                "prompt_len": len(r.prompt_ids),
+                "response_len": len(g.response_ids),
+            }
+            for r, g in zip(requests, generations, strict=True)
+        ]
+        await self._plane.put(call.partition, [RowKey(r.uid, r.session).text for r in requests], data, tags=tags)
+
+
+class RewardWorker(Worker):
+    """Scores responses and turns scores into advantages, next to the data and without any model."""
+
+    handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
+        "reward": StageCall,
+        "evaluate": StageCall,
+        "adv": StageCall,
+    }
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        graph: StepGraph,
+        reward: RewardFunction,
+        decode: Callable[[Sequence[int]], str],
+        algorithm: AlgorithmConfig,
+        response_length: int,
+    ) -> None:
+        self._plane = plane
+        self._graph = graph
+        self._reward = reward
+        self._decode = decode
+        self._algorithm = algorithm
+        self._response_length = response_length
+
+    async def reward(self, call: StageCall) -> StageResult:
+        """Write `scores` and `acc` of every trajectory."""
+        stage = self._graph["reward"]
+        data = await fetch(self._plane, call.batch, stage.reads)
+        scores, acc = self._score(call.batch, data)
+        await store(self._plane, call.batch, stage, BatchData({"scores": dense(scores), "acc": dense(acc)}))
+        return StageResult()
+
+    async def evaluate(self, call: StageCall) -> StageResult:
+        """Score validation trajectories and report means by data source: val-core/<source>/acc/mean@n, val-aux/<source>/score/mean@n."""
+        data = await fetch(self._plane, call.batch, self._graph["reward"].reads)
+        scores, acc = self._score(call.batch, data)
+        sources = data.objects("data_source").values()
+        prompts = {RowKey.parse(key).uid for key in call.batch.keys}
+        n = len(call.batch) // max(len(prompts), 1)
+        metrics = {
+            f"val-core/{source}/acc/mean@{n}": mean for source, mean in mean_by_group(acc.tolist(), sources).items()
+        }
+        metrics |= {
+            f"val-aux/{source}/score/mean@{n}": mean for source, mean in mean_by_group(scores.tolist(), sources).items()
+        }
+        return StageResult(metrics=metrics)
+
+    async def adv(self, call: StageCall) -> StageResult:
+        """Write `advantages` and `returns`; report the statistics of the batch."""
+        stage = self._graph["adv"]
+        data = await fetch(self._plane, call.batch, stage.reads)
+        columns, metrics = estimate_advantages(call.batch, data, self._algorithm, self._response_length)
+        await store(self._plane, call.batch, stage, columns)
+        return StageResult(metrics=metrics)
+
+    def _score(self, batch: KVBatchMeta, data: BatchData) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        scores, acc = np.zeros(len(batch), np.float32), np.zeros(len(batch), np.float32)
+        rows = zip(
+            batch.keys,
+            data.ragged("responses").rows(),
+            data.objects("data_source").values(),
+            data.objects("ground_truth").values(),
+            strict=True,
+        )
+        for i, (key, tokens, source, truth) in enumerate(rows):
+            result = self._reward(source, self._decode(tokens.tolist()), truth)
+            named = result if isinstance(result, Mapping) else {"score": result}
+            score = named.get("score")
+            if not _finite(score):
+                raise RewardError(
+                    f"The reward function returned {score!r} for sample {key!r} of {source!r}; it must return a finite number."
+                )
+            scores[i] = score
+            acc[i] = named.get("acc", score)
+        return scores, acc
+
+
+def _finite(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+class ActorWorker(Worker):
+    """The policy under training."""
+
+    handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
+        "old_log_prob": StageCall,
+        "update_actor": StageCall,
+        "save": SaveCall,
+    }
+
+    def __init__(self, plane: DataPlane, graph: StepGraph, backend: PolicyBackend, temperature: float) -> None:
+        self._plane = plane
+        self._graph = graph
+        self._backend = backend
+        self._temperature = temperature
+
+    async def old_log_prob(self, call: StageCall) -> StageResult:
+        """Write `old_log_probs` and `entropy` under the policy before its update."""
+        stage = self._graph["old_log_prob"]
+        data = await fetch(self._plane, call.batch, stage.reads)
+        out = self._backend.compute_log_probs(data, temperature=self._temperature)
+        columns = BatchData({"old_log_probs": out["log_probs"], "entropy": out["entropy"]})
+        await store(self._plane, call.batch, stage, columns)
+        return StageResult()
+
+    async def update_actor(self, call: StageCall) -> StageResult:
+        """Optimise the policy over the batch."""
+        data = await fetch(self._plane, call.batch, self._graph["update_actor"].reads)
+        return StageResult(metrics=self._backend.update(data, temperature=self._temperature))
+
+    async def save(self, call: SaveCall) -> StageResult:
+        """Write the Hugging Face checkpoint."""
+        self._backend.save_pretrained(Path(call.path))
+        return StageResult()
+
+
+class ReferenceWorker(Worker):
+    """The frozen policy that the divergence is measured from."""
+
+    handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"ref": StageCall}
+
+    def __init__(self, plane: DataPlane, graph: StepGraph, backend: PolicyBackend, temperature: float) -> None:
+        self._plane = plane
+        self._graph = graph
+        self._backend = backend
+        self._temperature = temperature
+
+    async def ref(self, call: StageCall) -> StageResult:
+        """Write `ref_log_prob`."""
+        stage = self._graph["ref"]
+        data = await fetch(self._plane, call.batch, stage.reads)
+        out = self._backend.compute_log_probs(data, temperature=self._temperature)
+        await store(self._plane, call.batch, stage, BatchData({"ref_log_prob": out["log_probs"]}))
+        return StageResult()
+
+
+class CriticWorker(Worker):
+    """The value function under training."""
+
+    handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"values": StageCall, "update_critic": StageCall}
+
+    def __init__(self, plane: DataPlane, graph: StepGraph, backend: CriticBackend) -> None:
+        self._plane = plane
+        self._graph = graph
+        self._backend = backend
+
+    async def values(self, call: StageCall) -> StageResult:
+        """Write `values` under the critic before its update."""
+        stage = self._graph["values"]
+        data = await fetch(self._plane, call.batch, stage.reads)
+        await store(self._plane, call.batch, stage, self._backend.compute_values(data))
+        return StageResult()
+
+    async def update_critic(self, call: StageCall) -> StageResult:
+        """Optimise the value function over the batch."""
+        data = await fetch(self._plane, call.batch, self._graph["update_critic"].reads)
+        return StageResult(metrics=self._backend.update(data))
