@@ -12,6 +12,7 @@ A ragged column stays ragged when all its rows have one length; empty rows and N
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_protocol.dtypes import dtype_name, storage_dtype
-from rl_protocol.errors import BatchError, SchemaError
+from rl_protocol.errors import BatchError, SchemaError, WireError
 
 Kind = Literal["dense", "ragged", "object"]
 AnyArray: TypeAlias = npt.NDArray[Any]
@@ -243,8 +244,16 @@ class ObjectColumn:
         return int(self.offsets.size - 1)
 
     def row(self, i: int) -> Any:
+        """Row i decoded.
+
+        Raises:
+            WireError: its bytes, received from elsewhere, are not msgpack.
+        """
         i = range(len(self))[i]
-        return msgspec.msgpack.decode(self.data[self.offsets[i] : self.offsets[i + 1]].data)
+        try:
+            return msgspec.msgpack.decode(self.data[self.offsets[i] : self.offsets[i + 1]].data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise WireError(f"Row {i} of an object column is not msgpack: {error}.") from error
 
     def values(self) -> list[Any]:
         """Every row decoded."""
@@ -270,14 +279,17 @@ def dense(values: AnyArray | Sequence[Any], dtype: str | None = None) -> DenseCo
 
 
 def ragged(rows: Sequence[AnyArray | Sequence[Any]], dtype: str) -> RaggedColumn:
-    """A ragged column from a list of rows [L_i, *dims] of element type `dtype`.
+    """A ragged column from a list of rows [L_i, *dims] of element type `dtype`. An empty list fits any dims.
+
+    Rows of bfloat16 and fp8 are given as arrays of their bits (uint16, uint8): numpy has no such types.
 
     Raises:
-        SchemaError: the rows do not agree in their trailing dimensions.
+        SchemaError: the rows do not agree in their trailing dimensions, or hold values that `dtype` can't; names the row.
     """
     store = storage_dtype(dtype)
-    arrays = [np.asarray(row, dtype=store) for row in rows]
-    arrays = [a.reshape(0, *_dims_of(arrays)) if a.size == 0 else a for a in arrays]
+    arrays = [_as_storage(row, store, f"Row {i} of a ragged {dtype} column") for i, row in enumerate(rows)]
+    dims = next((a.shape[1:] for a in arrays if a.shape != (0,)), ())
+    arrays = [a.reshape(0, *dims) if a.shape == (0,) else a for a in arrays]
     if len({a.shape[1:] for a in arrays}) > 1:
         raise SchemaError(
             f"Rows of a ragged column must agree in all but the first dimension; got {[a.shape for a in arrays][:8]}."
@@ -286,8 +298,19 @@ def ragged(rows: Sequence[AnyArray | Sequence[Any]], dtype: str) -> RaggedColumn
     return RaggedColumn(values, offsets_from_lengths([a.shape[0] for a in arrays]), dtype)
 
 
-def _dims_of(arrays: Sequence[AnyArray]) -> tuple[int, ...]:
-    return next((a.shape[1:] for a in arrays if a.size), ())
+def _as_storage(row: AnyArray | Sequence[Any], store: np.dtype[np.generic], where: str) -> AnyArray:
+    """The row in its storage dtype; floats may lose precision, nothing else may change its value."""
+    array = np.asarray(row)
+    if array.ndim < 1:
+        raise SchemaError(f"{where} must be a sequence of elements; got the scalar {row!r}.")
+    if array.dtype == store or array.size == 0:
+        return array.astype(store, copy=False)
+    if array.dtype.kind not in "biuf" or (array.dtype.kind == "f" and store.kind in "iu"):
+        raise SchemaError(f"{where} is stored as {store.name} and can't take {array.dtype.name} values.")
+    out = array.astype(store)
+    if store.kind in "iu" and not np.can_cast(array.dtype, store) and not np.array_equal(out, array):
+        raise SchemaError(f"{where}: values {array.min()}..{array.max()} do not fit {store.name}.")
+    return out
 
 
 def concat_columns(parts: Sequence[Column], name: str) -> Column:
@@ -325,10 +348,12 @@ def column_from_buffers(
     raw, raw_offsets = _expect(buffers, 2, kind)
     offsets = _view(raw_offsets, "int64", (rows + 1,))
     if kind == "object":
+        if (dtype, dims) != ("object", ()):
+            raise SchemaError(f"An object column has dtype 'object' and no dims; got {dtype!r}, {dims}.")
         return ObjectColumn(_view(raw, "uint8", (raw.nbytes,)), offsets)
     if kind == "ragged":
-        item = storage_dtype(dtype).itemsize * int(np.prod(dims, dtype=np.int64))
-        length = raw.nbytes // item if item else int(offsets[-1])
+        item = storage_dtype(dtype).itemsize * math.prod(dims)
+        length = raw.nbytes // item if item else int(offsets.flat[-1])
         return RaggedColumn(_view(raw, dtype, (length, *dims)), offsets, dtype)
     raise SchemaError(f"Unknown column kind {kind!r}; known are dense, ragged, object.")
 
@@ -341,7 +366,10 @@ def _expect(buffers: Sequence[memoryview], count: int, kind: str) -> Sequence[me
 
 def _view(raw: memoryview, dtype: str, shape: tuple[int, ...]) -> AnyArray:
     store = storage_dtype(dtype)
-    want = store.itemsize * int(np.prod(shape, dtype=np.int64))
+    want = store.itemsize * math.prod(shape)
     if any(d < 0 for d in shape) or raw.nbytes != want:
         raise SchemaError(f"A {dtype} buffer of shape {shape} has {want} bytes; got {raw.nbytes}.")
-    return np.frombuffer(raw, dtype=store).reshape(shape) if want else np.zeros(shape, store)
+    try:
+        return np.frombuffer(raw, dtype=store).reshape(shape) if want else np.zeros(shape, store)
+    except ValueError as error:  # more dimensions, or larger ones beside a 0, than numpy can say
+        raise SchemaError(f"No {dtype} array can have shape {shape}: {error}.") from error

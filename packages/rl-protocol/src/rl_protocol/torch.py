@@ -74,13 +74,19 @@ def column_from_tensor(tensor: torch.Tensor) -> Column:
         SchemaError: a nested tensor of another layout, or a scalar.
     """
     if not tensor.is_nested:
+        if tensor.layout != torch.strided:
+            raise SchemaError(f"Tensors must be strided or jagged; got the layout {tensor.layout}.")
         return DenseColumn(*to_array(tensor))
     if tensor.layout != torch.jagged:
         raise SchemaError(
             f"Nested tensors must have the jagged layout; got {tensor.layout}. Build them with torch.nested.nested_tensor_from_jagged."
         )
     nested = cast(Any, tensor)  # torch's stubs know no jagged tensors
-    if nested.lengths() is not None:  # a view with holes: rows are copied out
+    if getattr(nested, "_ragged_idx", 1) != 1:
+        raise SchemaError(
+            f"Nested tensors must be ragged in dimension 1, right after the rows; got dimension {nested._ragged_idx}."
+        )
+    if nested.lengths() is not None and nested.shape[0]:  # a view with holes: rows are copied out
         rows = [to_array(row) for row in nested.unbind()]
         offsets = offsets_from_lengths([row.shape[0] for row, _ in rows])
         return RaggedColumn(np.concatenate([row for row, _ in rows]), offsets, rows[0][1])

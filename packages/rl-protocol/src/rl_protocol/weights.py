@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +30,7 @@ class WeightTensor:
     data: npt.NDArray[np.uint8]
 
     def __post_init__(self) -> None:
-        want = storage_dtype(self.dtype).itemsize * int(np.prod(self.shape, dtype=np.int64))
+        want = storage_dtype(self.dtype).itemsize * math.prod(self.shape)
         if self.data.dtype != np.uint8 or self.data.ndim != 1 or self.data.nbytes != want:
             raise SchemaError(
                 f"Weight {self.name!r} of type {self.dtype} and shape {self.shape} needs a flat uint8 array of {want} bytes; "

@@ -9,7 +9,7 @@
 
 * A writer MUST emit the buffers in the order of the header's columns, each column's in the order of `Column.buffers`.
 * All numbers MUST be little-endian. Offsets in the header count from P.
-* A reader MUST refuse another magic, unknown header fields, buffers that overlap the end, and sizes that do not fit kind, dtype and dims.
+* A reader MUST refuse another magic, unknown header fields, negative sizes, more than 2**31 - 1 rows, buffers that overlap the end, and sizes that do not fit kind, dtype and dims.
 * A reader MUST NOT execute or resolve anything found in the bytes: there is no pickle and there are no type names beyond `dtypes`.
 * Changing any of this means a new magic.
 
@@ -30,6 +30,8 @@ from rl_protocol.errors import SchemaError, WireError
 
 MAGIC = b"RLB1"
 ALIGN = 64
+MAX_ROWS = 2**31 - 1
+"""Most rows one batch on the wire may announce."""
 _PREFIX = 8
 
 Buffer = bytes | memoryview
@@ -139,9 +141,9 @@ def decode(data: Buffer) -> BatchData:
         raise WireError(f"Header of {length} bytes announced, {raw.nbytes - _PREFIX} bytes left.")
     try:
         header = _decoder.decode(raw[_PREFIX : _PREFIX + length])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"The header can't be read: {error}.") from error
-    if header.rows < 0 or raw.nbytes < start + header.payload:
+    if not 0 <= header.rows <= MAX_ROWS or header.payload < 0 or raw.nbytes < start + header.payload:
         raise WireError(
             f"Payload of {header.payload} bytes announced for {header.rows} rows, {raw.nbytes - start} bytes left."
         )

@@ -1,0 +1,8 @@
+"""`uv run apps/ppo`."""
+
+import sys
+
+from rl_app_ppo.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

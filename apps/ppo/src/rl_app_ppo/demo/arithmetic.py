@@ -1,0 +1,108 @@
+"""The demo task: two-digit addition, "37+45=" -> "280", the sum written with its units first and three digits always.
+
+With the units first a carry is known before it is needed, which lets a model of a third of a million parameters learn the task.
+The same module knows the careless answer, the sum without any carry: the bad habit that the warm-up teaches and training removes.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from rl_protocol import ConfigError
+
+OPERAND_DIGITS = 2
+ANSWER_DIGITS = OPERAND_DIGITS + 1
+ALPHABET = "0123456789+="
+"""Every character of a prompt or an answer."""
+DATA_SOURCE = "two_digit_addition"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One addition."""
+
+    prompt: str
+    """6 characters: both operands with their leading zeros, "+" and "="."""
+    answer: str
+    """3 digits, units first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Problems to train on and problems to measure with. No sum of one is in the other, in either order of its operands."""
+
+    train: tuple[Problem, ...]
+    validation: tuple[Problem, ...]
+
+    def __post_init__(self) -> None:
+        shared = {_operands(p) for p in self.train} & {_operands(p) for p in self.validation}
+        if shared:
+            raise ConfigError(
+                f"{len(shared)} problems are in both splits, such as {min(shared)}; a problem may be in one only."
+            )
+
+
+def make_split(seed: int, *, train_size: int, validation_size: int) -> Split:
+    """Draw both splits. Equal arguments give equal splits, and the validation split does not depend on `train_size`.
+
+    Each unordered pair of operands makes one problem; a coin decides which operand comes first.
+
+    Raises:
+        ConfigError: a size is negative, or there are fewer than train_size + validation_size problems.
+    """
+    limit = 10**OPERAND_DIGITS
+    pairs = [(a, b) for a in range(limit) for b in range(a, limit)]
+    if min(train_size, validation_size) < 0 or train_size + validation_size > len(pairs):
+        raise ConfigError(
+            f"There are {len(pairs)} problems; got data.train_size={train_size} and data.val_size={validation_size}. "
+            f"Set sizes of at least 0 whose sum is at most {len(pairs)}."
+        )
+    draw = random.Random(seed)  # noqa: S311 - problems, not secrets
+    draw.shuffle(pairs)
+    problems = [_problem(*pair) if draw.random() < 0.5 else _problem(*reversed(pair)) for pair in pairs]
+    return Split(
+        train=tuple(problems[validation_size : validation_size + train_size]),
+        validation=tuple(problems[:validation_size]),
+    )
+
+
+def careless_answer(problem: Problem) -> str:
+    """The answer of someone who forgets every carry: right where the sum has none, which is so for 3 problems in 10."""
+    a, b = _operands_in_order(problem)
+    return _digits_units_first([(x + y) % 10 for x, y in zip(_places(a), _places(b), strict=True)])
+
+
+def score(response_text: str, ground_truth: str) -> float:
+    """1.0 when the response is the answer and nothing else, else 0.0.
+
+    Args:
+        response_text: decoded response without special tokens. Spaces and anything after the answer make it wrong.
+        ground_truth: `Problem.answer`.
+    """
+    return float(response_text == ground_truth)
+
+
+def _problem(a: int, b: int) -> Problem:
+    return Problem(
+        prompt=f"{a:0{OPERAND_DIGITS}d}+{b:0{OPERAND_DIGITS}d}=",
+        answer=_digits_units_first(_places(a + b)),
+    )
+
+
+def _places(number: int) -> list[int]:
+    """Digits of a number, units first, as many as an answer has."""
+    return [number // 10**place % 10 for place in range(ANSWER_DIGITS)]
+
+
+def _digits_units_first(places: list[int]) -> str:
+    return "".join(str(digit) for digit in places)
+
+
+def _operands_in_order(problem: Problem) -> tuple[int, int]:
+    a, b = problem.prompt.removesuffix("=").split("+")
+    return int(a), int(b)
+
+
+def _operands(problem: Problem) -> tuple[int, ...]:
+    return tuple(sorted(_operands_in_order(problem)))

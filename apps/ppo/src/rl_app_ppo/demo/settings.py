@@ -1,0 +1,80 @@
+"""What determines the demo's base model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+
+from rl_protocol import ConfigError
+
+RECIPE = 1
+"""Raised whenever the code turns equal settings into another model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """Shape of the demo's Qwen2 model: 333,184 parameters as it stands."""
+
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    layers: int = 2
+    heads: int = 4
+    context: int = 64
+    """Most tokens of prompt and response together."""
+    rope_theta: float = 100.0
+    initializer_range: float = 0.06
+    """Standard deviation of fresh weights; with the usual 0.02 a model this narrow needs three times the warm-up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUpSettings:
+    """The supervised warm-up that makes the base model.
+
+    A share of its targets are careless answers, so the base model has the right answer in it but prefers the careless one.
+    """
+
+    seed: int = 0
+    """Fresh weights, order of problems, and which targets are careless."""
+    data_seed: int = 0
+    train_size: int = 4000
+    """Problems it may see; the first ones of the training split."""
+    validation_size: int = 512
+    """Problems it is measured with and never sees."""
+    target_probability: float = 0.43
+    """Ends when the model gives the right answer this much probability on average, measured on training problems it may have
+    seen. A model that had learnt its targets perfectly would give 0.30 + 0.70 * (1 - careless_share) = 0.475."""
+    max_steps: int = 400
+    """Ends here at the latest. About 200 are usual."""
+    batch_size: int = 192
+    """Problems per step."""
+    careless_share: float = 0.75
+    """Probability that a target is the careless answer, drawn afresh each time a problem is shown."""
+    lr: float = 2e-3
+    lr_warmup_steps: int = 20
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    check_every: int = 10
+    """Steps between two measurements."""
+    model: ModelSettings = field(default_factory=ModelSettings)
+
+    def __post_init__(self) -> None:
+        for name in ("max_steps", "batch_size", "train_size", "validation_size", "lr_warmup_steps", "check_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} of the warm-up must be at least 1; got {getattr(self, name)!r}.")
+        for name in ("careless_share", "target_probability"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} of the warm-up must be in [0, 1]; got {getattr(self, name)!r}.")
+
+
+def content_hash(settings: WarmUpSettings) -> str:
+    """64 hex digits that change with whatever changes the base model: settings, recipe, torch and transformers.
+
+    The number of threads is left out: it changes the last bits of a sum, and with them the weights, but not what was learnt.
+    """
+    content = asdict(settings)
+    content |= {"recipe": RECIPE, "torch": version("torch"), "transformers": version("transformers")}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

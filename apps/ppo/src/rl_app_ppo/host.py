@@ -1,0 +1,104 @@
+"""Inside a worker process: builds the worker of its role and answers calls. Knows no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+
+from rl_app_ppo.runtime.messages import BuildCall, Role, WarmupProgress, WeightCall
+from rl_ckpt_engine import ReceiverEndpoint, SenderEndpoint
+from rl_protocol import WorkerError
+from rl_trainer import Worker
+
+
+class Host:
+    """One worker with its models, its data plane client and its end of the weight synchronisation.
+
+    Lifecycle: made with the process; `build` loads everything; then handlers of the worker and `weights.*` are called.
+    """
+
+    def __init__(self, role: Role, name: str, log_path: Path, threads: int) -> None:
+        self._role: Role = role
+        self._threads = threads
+        self._worker: Worker | None = None
+        self._weights: SenderEndpoint | ReceiverEndpoint | None = None
+        handler = logging.FileHandler(log_path)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logging.getLogger().addHandler(handler)
+        logging.getLogger().setLevel(logging.INFO)
+        logging.captureWarnings(capture=True)
+        logging.getLogger(__name__).info("worker %s starts as %s", name, role)
+        if role != "reward":
+            from rl_app_ppo.wiring import models  # torch and transformers: the reward process does without them
+
+            models.configure(threads)
+
+    async def call(self, method: str, payload: bytes) -> bytes:
+        """Answer one call.
+
+        Raises:
+            RLError: whatever the handler raised.
+            WorkerError: no such method, or not built yet.
+        """
+        if method == "build":
+            return await self._build(msgspec.msgpack.decode(payload, type=BuildCall))
+        if method.startswith("weights."):
+            return await self._weights_call(
+                method.removeprefix("weights."), msgspec.msgpack.decode(payload, type=WeightCall)
+            )
+        if self._worker is None:
+            raise WorkerError(f"{method!r} was called before build.")
+        return await self._worker.handle(method, payload)
+
+    async def warm_up(self, config: str) -> AsyncIterator[WarmupProgress]:
+        """Make the demo model, or find it in the cache, and tell about it; the last item carries its path."""
+        from rl_app_ppo.wiring import models
+
+        queue: asyncio.Queue[WarmupProgress] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def report(step: int, total: int, loss: float) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, WarmupProgress(step=step, total=total, loss=loss))
+
+        work = asyncio.create_task(asyncio.to_thread(models.demo_model, config, report))
+        while not work.done() or not queue.empty():
+            getter = asyncio.create_task(queue.get())
+            await asyncio.wait({getter, work}, return_when=asyncio.FIRST_COMPLETED)
+            if getter.done():
+                yield getter.result()
+            else:
+                getter.cancel()
+        yield WarmupProgress(path=str(work.result()))
+
+    async def _build(self, call: BuildCall) -> bytes:
+        from rl_app_ppo.wiring import roles
+
+        self._worker, self._weights = await roles.build(self._role, call)
+        return b""
+
+    async def _weights_call(self, method: str, call: WeightCall) -> bytes:
+        end = self._weights
+        match end, method:
+            case SenderEndpoint(), "send":
+                return await end.send(call.version, call.timeout_s)
+            case SenderEndpoint(), "finalize":
+                await end.finalize(call.version)
+            case SenderEndpoint(), "abort":
+                await end.abort()
+            case ReceiverEndpoint(), "pause":
+                await end.pause(call.timeout_s)
+            case ReceiverEndpoint(), "receive":
+                return msgspec.msgpack.encode(await end.receive(call.manifest, call.timeout_s))
+            case ReceiverEndpoint(), "activate":
+                return msgspec.msgpack.encode(await end.activate(call.version, call.timeout_s))
+            case ReceiverEndpoint(), "resume":
+                await end.resume(call.timeout_s)
+            case _:
+                raise WorkerError(
+                    f"weights.{method} was called on a {self._role} worker, which has no such end of the sync."
+                )
+        return b""

@@ -1,0 +1,143 @@
+"""The command line: `uv run apps/ppo [key=value ...]`.
+
+Exit codes: 0 done, 1 a run that failed, 2 wrong configuration or output folder, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from rl_app_ppo.config import load_config, options, presets, to_yaml
+from rl_app_ppo.outputs import create_run_folder
+from rl_app_ppo.schema import AppConfig
+from rl_protocol import ConfigError, OutputError, RLError
+
+USAGE = """\
+usage: uv run apps/ppo [--help] [--cfg] [--config FILE] [key=value ...]
+
+Trains a language model with PPO or GRPO. Without arguments: the demo, on this machine, without a GPU.
+
+  algorithm=NAME   start from a preset: {presets}
+  key=value        set any key below, for instance actor.optim.lr=1e-5 rollout.n=8
+  --config FILE    read settings from YAML (overrides win)
+  --cfg            print the resolved configuration and exit
+  --help           print this and exit
+
+keys:
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A command line taken apart."""
+
+    overrides: tuple[str, ...] = ()
+    config_file: Path | None = None
+    print_config: bool = False
+    print_help: bool = False
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    """Take a command line apart.
+
+    Raises:
+        ConfigError: an unknown flag, or --config without a file.
+    """
+    overrides: list[str] = []
+    config_file: Path | None = None
+    flags: set[str] = set()
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if word in ("-h", "--help", "--cfg"):
+            flags.add(word)
+        elif word == "--config":
+            if not rest:
+                raise ConfigError("--config needs a file, for instance --config my.yaml.")
+            config_file = Path(rest.pop(0))
+        elif word.startswith("-"):
+            raise ConfigError(
+                f"Unknown flag {word!r}; there are --help, --cfg and --config FILE. Settings are given as key=value."
+            )
+        else:
+            overrides.append(word)
+    return Arguments(tuple(overrides), config_file, "--cfg" in flags, bool(flags & {"-h", "--help"}))
+
+
+def help_text() -> str:
+    """Usage, and every key with its default and meaning."""
+    lines = [USAGE.format(presets=", ".join(presets()))]
+    listed = list(options())
+    width = max(len(option.key) for option in listed)
+    lines += [f"  {o.key:<{width}}  {o.type:<5}  {o.default!s:<9}  {o.help}\n" for o in listed]
+    return "".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    try:
+        arguments = parse(sys.argv[1:] if argv is None else argv)
+        if arguments.print_help:
+            out.print(Text(help_text()), end="", soft_wrap=True)
+            return 0
+        config = load_config(arguments.overrides, arguments.config_file)
+        if arguments.print_config:
+            out.print(Text(to_yaml(config)), end="", soft_wrap=True)
+            return 0
+        return _train(config, out)
+    except RLError as error:
+        wrong_input = isinstance(error, ConfigError | OutputError)
+        err.print(Text(f"{'error' if wrong_input else 'the run failed'}: {error}"), soft_wrap=True)
+        return 2 if wrong_input else 1
+    except KeyboardInterrupt:
+        err.print(Text("interrupted; everything written so far is kept"))
+        return 130
+
+
+def _train(config: AppConfig, out: Console) -> int:
+    from rl_app_ppo.console import Screen  # these pull in Ray, which --help and --cfg do without
+    from rl_app_ppo.run import RunFiles, preflight, run, write_config
+
+    preflight(config)
+    name = config.trainer.run_name or time.strftime(
+        f"%Y-%m-%d_%H-%M-%S_{config.algorithm.name}_seed{config.trainer.seed}"
+    )
+    files = RunFiles(folder=create_run_folder(Path(config.trainer.output_dir), name, config.trainer.min_free_disk_mb))
+    write_config(config, files)
+    logging.basicConfig(
+        filename=files.logs / "driver.log", level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.captureWarnings(capture=True)
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    screen = Screen(out)
+    screen.header(config, config.model.path or "demo model", files.folder)
+    start = time.perf_counter()
+    recorder = asyncio.run(run(config, files, screen))
+    screen.curve(recorder.curves)
+    first, last = (recorder.validation[i][1] if recorder.validation else float("nan") for i in (0, -1))
+    out.print(Text(f"validation accuracy {first:.3f} -> {last:.3f} in {time.perf_counter() - start:.0f} s"))
+    screen.paths(
+        {
+            "config": files.config,
+            "metrics": files.metrics,
+            "tensorboard": files.tensorboard,
+            "curve": files.curve,
+            "checkpoint": files.checkpoint,
+        }
+    )
+    return 0
+
+
+def _as_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,129 @@
+"""What a run writes: `outputs/<run>/` with config, metrics, TensorBoard events, curve and checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from rl_protocol import OutputError
+
+
+@contextmanager
+def writing(path: Path) -> Generator[None]:
+    """Turn a failing write into an OutputError that names the path and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"Can't write {path}: {error.strerror or error}. Free some space, make the folder writable, or set trainer.output_dir to another place."
+        ) from error
+
+
+def create_run_folder(output_dir: Path, run_name: str, min_free_mb: int) -> Path:
+    """Make the folder of a new run and check that it can be written and has room.
+
+    Raises:
+        OutputError: it exists already, can't be written, or the disk has less than `min_free_mb` MiB left.
+    """
+    folder = output_dir.expanduser() / run_name
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            raise OutputError(
+                f"{folder} exists already; nothing is overwritten. Set trainer.run_name to another name."
+            ) from None
+        probe = folder / ".probe"
+        probe.write_bytes(b"\0" * 4096)
+        probe.unlink()
+        free = shutil.disk_usage(folder).free // 2**20
+    if free < min_free_mb:
+        folder.rmdir()
+        raise OutputError(
+            f"{output_dir} has {free} MiB of free space, less than trainer.min_free_disk_mb={min_free_mb}. "
+            "Free some space or set trainer.output_dir to another place."
+        )
+    return folder
+
+
+class JSONLSink:
+    """MetricSink: one JSON object per step, flushed at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with writing(path):
+            self._file: TextIO | None = path.open("w", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line."""
+        if self._file is not None:
+            with writing(self._path):
+                self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+                self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; safe to call twice."""
+        file, self._file = self._file, None
+        if file is not None:
+            with writing(self._path):
+                file.close()
+
+
+class TensorBoardSink:
+    """MetricSink: event files that `tensorboard --logdir` reads, written by the tensorboard package itself."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto import (
+            event_pb2,
+            summary_pb2,
+        )  # an import of a second, needed once a run is under way
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event: Any = event_pb2  # generated at run time, unknown to type checkers
+        self._summary: Any = summary_pb2
+        self._folder = folder
+        with writing(folder):
+            self._writer = EventFileWriter(str(folder))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add one event with all metrics."""
+        values = [self._summary.Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        with writing(self._folder):
+            self._writer.add_event(
+                self._event.Event(step=step, summary=self._summary.Summary(value=values), wall_time=time.time())
+            )
+
+    def close(self) -> None:
+        """Write out what is buffered; safe to call twice."""
+        with writing(self._folder):
+            self._writer.close()
+
+
+def publish_folder(temporary: Path, final: Path) -> None:
+    """Move a finished folder to its name in one step, so that nobody ever sees half of it."""
+    with writing(final):
+        os.replace(temporary, final)  # noqa: PTH105 - Path.replace would hide that this is the atomic step
+
+
+def draw_curve(path: Path, curves: Mapping[str, Sequence[tuple[int, float]]], title: str) -> None:
+    """Learning curves as a PNG; each curve is (step, value) points."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second to import, needed once
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, points in curves.items():
+        axes.plot([step for step, _ in points], [value for _, value in points], marker=".", label=name)
+    axes.set(xlabel="step", title=title, ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with writing(path):
+        figure.savefig(path, dpi=120)

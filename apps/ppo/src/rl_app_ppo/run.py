@@ -1,0 +1,259 @@
+"""One run from a checked configuration to the written checkpoint: starts the parts, wires them, trains, and takes everything down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rl_app_ppo.config import to_yaml
+from rl_app_ppo.console import Screen, step_line, validation_accuracy
+from rl_app_ppo.outputs import JSONLSink, TensorBoardSink, draw_curve, publish_folder, writing
+from rl_app_ppo.rewards import load_reward
+from rl_app_ppo.runtime.cluster import RayWorker, ray_session
+from rl_app_ppo.runtime.messages import BuildCall, Role
+from rl_app_ppo.schema import AppConfig
+from rl_app_ppo.wiring.weights import RemoteReceiver, RemoteSender
+from rl_ckpt_engine import CheckpointEngineManager, CheckpointEngineRegistry
+from rl_protocol import ConfigError
+from rl_protocol.ports import DataPlane, MetricSink
+from rl_trainer import (
+    PPOTrainer,
+    PromptOrder,
+    StepGraph,
+    TrainerParts,
+    Workers,
+    build_graph,
+    needs_critic,
+    needs_reference,
+)
+from rl_transferqueue import LocalPlane, connect, start_local_plane
+
+logger = logging.getLogger(__name__)
+
+
+def preflight(config: AppConfig) -> StepGraph:
+    """Everything that can be known to be wrong before a process starts.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    graph = build_graph(config.algorithm, config.actor)
+    load_reward(config.reward.function)
+    CheckpointEngineRegistry().get(config.checkpoint_engine.backend)
+    path = _given_model(config)
+    if path is not None:
+        _check_model(path)
+    return graph
+
+
+def _given_model(config: AppConfig) -> Path | None:
+    return Path(config.model.path).expanduser() if config.model.path else None
+
+
+def _check_model(path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        try:
+            (path / name).read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"model.path={str(path)!r} is not a readable Hugging Face checkpoint folder: {name}: {error.strerror}. "
+                "Give a folder written by save_pretrained, or leave model.path empty for the demo model."
+            ) from error
+    if not list(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"model.path={str(path)!r} holds no *.safetensors file; give a folder written by save_pretrained."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """Paths of one run, all below its folder."""
+
+    folder: Path
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.folder / "tensorboard"
+
+    @property
+    def curve(self) -> Path:
+        return self.folder / "curve.png"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint"
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+
+class Recorder:
+    """Takes the metrics of each step to the sinks and the screen, and keeps the curves."""
+
+    def __init__(self, screen: Screen, sinks: list[MetricSink], total: int) -> None:
+        self._screen = screen
+        self._sinks = sinks
+        self._total = total
+        self.reward: list[tuple[int, float]] = []
+        self.validation: list[tuple[int, float]] = []
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step; step 0 is the validation before training."""
+        accuracy = validation_accuracy(metrics)
+        if accuracy is not None:
+            self.validation.append((step, accuracy))
+        if "critic/acc/mean" in metrics:
+            self.reward.append((step, metrics["critic/acc/mean"]))
+        for sink in self._sinks:
+            sink.log(step, metrics)
+        if step:
+            self._screen.note(step_line(step, self._total, metrics))
+        elif accuracy is not None:
+            self._screen.note(f"before training: validation accuracy {accuracy:.3f}")
+        self._screen.bar("training", step, self._total)
+
+    @property
+    def curves(self) -> dict[str, list[tuple[int, float]]]:
+        return {"validation accuracy": self.validation, "training accuracy": self.reward}
+
+
+async def run(config: AppConfig, files: RunFiles, screen: Screen) -> Recorder:
+    """Train as configured.
+
+    Raises:
+        RLError: whatever went wrong; processes are down and files closed by then.
+    """
+    graph = preflight(config)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(screen)
+        sinks: list[MetricSink] = []
+        recorder = Recorder(screen, sinks, config.trainer.total_training_steps)
+        plane_process = await stack.enter_async_context(_local_plane(config, files.logs))
+        await stack.enter_async_context(ray_session(config.ray, config.trainer))
+        processes = _start_processes(config, files.logs)
+        stack.callback(_kill, processes)
+        workers = _workers(processes)
+        model_path = _given_model(config) or await _demo_model(config, processes["actor"], screen)
+        await _build(config, workers, model_path, plane_process)
+        plane = await connect(plane_process.descriptor)
+        stack.push_async_callback(plane.close)
+        for sink in (JSONLSink(files.metrics), TensorBoardSink(files.tensorboard)):
+            sinks.append(sink)
+            stack.callback(sink.close)
+        trainer = PPOTrainer(_parts(config, graph, plane, workers, recorder))
+        try:
+            await trainer.fit()
+        finally:
+            _write_curve(files, recorder)
+        temporary = files.folder / ".checkpoint"
+        await trainer.save(temporary)
+        publish_folder(temporary, files.checkpoint)
+    return recorder
+
+
+def _parts(config: AppConfig, graph: StepGraph, plane: DataPlane, workers: Workers, recorder: Recorder) -> TrainerParts:
+    sync = None
+    if config.checkpoint_engine.enabled:
+        receivers = [RemoteReceiver(worker) for worker in workers.rollout]
+        sync = CheckpointEngineManager(RemoteSender(workers.actor), receivers, config.checkpoint_engine)
+    return TrainerParts(
+        graph=graph,
+        plane=plane,
+        workers=workers,
+        weight_sync=sync,
+        train_order=PromptOrder(config.data.train_size, config.data.train_batch_size, config.trainer.seed),
+        validation_size=config.data.val_size,
+        rollout=config.rollout,
+        critic=config.critic,
+        loop=config.trainer,
+        on_step=recorder.on_step,
+    )
+
+
+@asynccontextmanager
+async def _local_plane(config: AppConfig, logs: Path) -> AsyncGenerator[LocalPlane]:
+    plane = await asyncio.to_thread(start_local_plane, config.transfer_queue, log_dir=logs)
+    try:
+        yield plane
+    finally:
+        await asyncio.to_thread(plane.close)
+
+
+def _start_processes(config: AppConfig, logs: Path) -> dict[str, RayWorker]:
+    roles: dict[str, Role] = {"actor": "actor"}  # first: it makes the demo model while the others start
+    roles |= {f"rollout-{i}": "rollout" for i in range(config.rollout.num_workers)}
+    if needs_reference(config.algorithm, config.actor):
+        roles["ref"] = "ref"
+    if needs_critic(config.algorithm):
+        roles["critic"] = "critic"
+    roles["reward"] = "reward"
+    threads = config.trainer.threads_per_worker
+    return {name: RayWorker(role, name, logs / f"{name}.log", threads) for name, role in roles.items()}
+
+
+def _workers(processes: Mapping[str, RayWorker]) -> Workers:
+    return Workers(
+        rollout=[process for process in processes.values() if process.role == "rollout"],
+        reward=processes["reward"],
+        actor=processes["actor"],
+        ref=processes.get("ref"),
+        critic=processes.get("critic"),
+    )
+
+
+def _kill(processes: Mapping[str, RayWorker]) -> None:
+    for process in processes.values():
+        process.kill()
+
+
+async def _demo_model(config: AppConfig, actor: RayWorker, screen: Screen) -> Path:
+    start, path, worked = time.perf_counter(), "", False
+    screen.bar("starting workers", 0, 1)
+    async for progress in actor.warm_up(to_yaml(config)):
+        if progress.path:
+            path = progress.path
+            continue
+        worked = True
+        screen.bar("warm-up", progress.step, progress.total)
+    screen.clear_bar()
+    how = (
+        f"supervised warm-up took {time.perf_counter() - start:.0f} s with the start of the workers"
+        if worked
+        else "from the cache, no warm-up"
+    )
+    screen.note(f"base model: {how} ({path})")
+    return Path(path)
+
+
+async def _build(config: AppConfig, workers: Workers, model_path: Path, plane: LocalPlane) -> None:
+    call = BuildCall(config=to_yaml(config), model_path=str(model_path), plane=msgspec.json.encode(plane.descriptor))
+    payload = msgspec.msgpack.encode(call)
+    await asyncio.gather(*(w.call("build", payload, timeout_s=config.ray.start_timeout_s) for w in workers.all()))
+
+
+def _write_curve(files: RunFiles, recorder: Recorder) -> None:
+    if recorder.validation or recorder.reward:
+        draw_curve(files.curve, recorder.curves, "accuracy")
+
+
+def write_config(config: AppConfig, files: RunFiles) -> None:
+    """Write the resolved configuration, first of all files."""
+    with writing(files.config):
+        files.config.write_text(to_yaml(config), encoding="utf-8")
+        files.logs.mkdir()

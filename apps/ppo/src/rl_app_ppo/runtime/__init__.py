@@ -1,0 +1,1 @@
+"""Processes: the only modules that import Ray."""

@@ -1,0 +1,128 @@
+"""Ray: starting it, one actor class for all worker processes, and handles that speak bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from rl_app_ppo.runtime.messages import Role, WarmupProgress
+from rl_app_ppo.schema import RayConfig, TrainerConfig
+from rl_protocol import RLError, WorkerError
+
+logger = logging.getLogger(__name__)
+OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MiB; batches do not travel through it
+
+
+@ray.remote
+class WorkerProcess:
+    """Hosts one worker; `call` is the only way in, and it carries bytes."""
+
+    def __init__(self, role: Role, name: str, log_path: str, threads: int) -> None:
+        from rl_app_ppo.host import Host  # imported where it runs: the driver loads neither torch nor transformers
+
+        self._host = Host(role, name, Path(log_path), threads)
+
+    async def call(self, method: str, payload: bytes) -> bytes:
+        """See Host.call."""
+        return await self._host.call(method, payload)
+
+    async def warm_up(self, config: str) -> AsyncGenerator[bytes]:
+        """See Host.warm_up."""
+        async for progress in self._host.warm_up(config):
+            yield msgspec.msgpack.encode(progress)
+
+
+class RayWorker:
+    """WorkerHandle over a WorkerProcess."""
+
+    def __init__(self, role: Role, name: str, log_path: Path, threads: int) -> None:
+        self.name = name
+        self.role: Role = role
+        self.bytes_moved = 0
+        self._log_path = log_path
+        remote: Any = WorkerProcess
+        self._actor: Any = remote.options(num_cpus=0, max_restarts=0, max_concurrency=16).remote(
+            role, name, str(log_path), threads
+        )
+
+    async def call(self, method: str, payload: bytes, *, timeout_s: float) -> bytes:
+        """See rl_trainer.WorkerHandle.call."""
+        self.bytes_moved += len(payload)
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer: bytes = await self._actor.call.remote(method, payload)
+        except (RayTaskError, RayActorError, TimeoutError) as error:
+            raise self._translate(method, error, timeout_s) from None
+        self.bytes_moved += len(answer)
+        return answer
+
+    async def warm_up(self, config: str) -> AsyncIterator[WarmupProgress]:
+        """Make the demo model in this worker, or find it in the cache; the last item carries its path."""
+        try:
+            async for item in self._actor.warm_up.options(num_returns="streaming").remote(config):
+                yield msgspec.msgpack.decode(await item, type=WarmupProgress)
+        except (RayTaskError, RayActorError) as error:
+            raise self._translate("warm_up", error, 0.0) from None
+
+    def kill(self) -> None:
+        """End the process."""
+        ray.kill(self._actor)
+
+    def _translate(self, method: str, error: Exception, timeout_s: float) -> RLError:
+        log = f"Its log: {self._log_path}"
+        if isinstance(error, RayTaskError):
+            cause: object = getattr(error, "cause", None)
+            if isinstance(cause, RLError):
+                return cause
+            return WorkerError(f"Worker {self.name} failed in {method}: {type(cause).__name__}: {cause}. {log}")
+        if isinstance(error, RayActorError):
+            reason = str(error).strip().splitlines()
+            return WorkerError(
+                f"Worker {self.name} died during {method}: {reason[0] if reason else 'no reason given'} {log}"
+            )
+        return WorkerError(
+            f"Worker {self.name} did not answer {method} within {timeout_s:g} s; raise trainer.stage_timeout_s or see its log. {log}"
+        )
+
+
+@asynccontextmanager
+async def ray_session(config: RayConfig, trainer: TrainerConfig) -> AsyncGenerator[None]:
+    """Ray, started on this machine (or joined), and left as it was found.
+
+    Raises:
+        WorkerError: Ray did not start in time, or the cluster can't be joined.
+    """
+    # One uv environment serves driver and workers of a machine; Ray's hook would package and start uv for each of them (20 s more).
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ["OMP_NUM_THREADS"] = str(trainer.threads_per_worker)
+    local = config.address == "local"
+    sizes: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False} if local else {}
+    try:
+        async with asyncio.timeout(config.start_timeout_s):
+            await asyncio.to_thread(
+                ray.init,
+                address=config.address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=True,
+                **sizes,
+            )
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        raise WorkerError(
+            f"Ray did not start ({config.address}): {error}. Stop a stale session with 'ray stop', or set ray.address to a running cluster."
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()

@@ -1,0 +1,36 @@
+"""Messages between the driver and the worker processes that are about processes, not about training."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Role = Literal["rollout", "reward", "actor", "ref", "critic"]
+
+
+class BuildCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Load the models and connect to the data plane."""
+
+    config: str
+    """The resolved configuration, YAML."""
+    model_path: str
+    plane: bytes
+    """PlaneDescriptor, JSON."""
+
+
+class WeightCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One call of the weight synchronisation; which fields matter depends on the method."""
+
+    version: int = 0
+    manifest: bytes = b""
+    timeout_s: float = 60.0
+
+
+class WarmupProgress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far the warm-up of the demo model is; the last one carries the path."""
+
+    step: int = 0
+    total: int = 0
+    loss: float = 0.0
+    path: str = ""

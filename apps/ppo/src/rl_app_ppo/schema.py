@@ -1,0 +1,124 @@
+"""The typed schema of the application's configuration: each component's own settings, and what only the app knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rl_ckpt_engine import CheckpointEngineConfig
+from rl_trainer.config import (
+    ActorConfig,
+    AlgorithmConfig,
+    CriticConfig,
+    LoopConfig,
+    RolloutConfig,
+    group,
+    option,
+    require,
+)
+from rl_transferqueue import TransferQueueConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The demo task and how it is fed."""
+
+    train_batch_size: int = option(64, "prompts per step")
+    train_size: int = option(4000, "problems in the training split")
+    val_size: int = option(256, "problems in the validation split; the splits never overlap")
+    seed: int = option(0, "which problems are drawn, and into which split they go")
+
+    def __post_init__(self) -> None:
+        require(self.train_batch_size >= 1, "data.train_batch_size", "at least 1", self.train_batch_size)
+        require(self.train_size >= 1, "data.train_size", "at least 1", self.train_size)
+        require(self.val_size >= 1, "data.val_size", "at least 1", self.val_size)
+        require(self.seed >= 0, "data.seed", "at least 0", self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Where the policy starts from."""
+
+    path: str = option(
+        "", "Hugging Face checkpoint folder; empty: the demo model, made by a short supervised warm-up and cached"
+    )
+    cache_dir: str = option("~/.cache/rl-app-ppo", "where warmed-up demo models are kept, by content hash")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """How responses are scored."""
+
+    function: str = option(
+        "exact_match", "a built-in reward function, or one installed under the entry points rl_app_ppo.rewards"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig(LoopConfig):
+    """The run and what it writes."""
+
+    output_dir: str = option("outputs", "folder in which each run gets a folder of its own")
+    run_name: str = option("", "name of that folder; empty: date, time, algorithm and seed")
+    min_free_disk_mb: int = option(100, "refuse to start with less free space than this in output_dir")
+    threads_per_worker: int = option(1, "compute threads of each worker process")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.output_dir), "trainer.output_dir", "a folder", self.output_dir)
+        require("/" not in self.run_name, "trainer.run_name", "a name without slashes", self.run_name)
+        require(self.min_free_disk_mb >= 0, "trainer.min_free_disk_mb", "at least 0", self.min_free_disk_mb)
+        require(self.threads_per_worker >= 1, "trainer.threads_per_worker", "at least 1", self.threads_per_worker)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayConfig:
+    """The Ray cluster that hosts the workers."""
+
+    address: str = option(
+        "local", "local: start Ray on this machine and stop it at the end; auto or host:port: join a cluster"
+    )
+    start_timeout_s: float = option(120.0, "longest wait for Ray and for the workers to start, seconds")
+
+    def __post_init__(self) -> None:
+        require(bool(self.address), "ray.address", "local, auto or host:port", self.address)
+        require(self.start_timeout_s > 0, "ray.start_timeout_s", "greater than 0", self.start_timeout_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppConfig:
+    """Everything `uv run apps/ppo` can be told."""
+
+    algorithm: AlgorithmConfig = group(AlgorithmConfig, "advantages")
+    data: DataConfig = group(DataConfig, "task and batches")
+    model: ModelConfig = group(ModelConfig, "initial policy")
+    reward: RewardConfig = group(RewardConfig, "scoring")
+    actor: ActorConfig = group(ActorConfig, "policy training")
+    critic: CriticConfig = group(CriticConfig, "value training")
+    rollout: RolloutConfig = group(RolloutConfig, "generation")
+    transfer_queue: TransferQueueConfig = group(TransferQueueConfig, "data plane")
+    checkpoint_engine: CheckpointEngineConfig = group(CheckpointEngineConfig, "weight synchronisation")
+    trainer: TrainerConfig = group(TrainerConfig, "loop and outputs")
+    ray: RayConfig = group(RayConfig, "processes")
+
+    def __post_init__(self) -> None:
+        batch = self.data.train_batch_size
+        for key, mini in (
+            ("actor.ppo_mini_batch_size", self.actor.ppo_mini_batch_size),
+            ("critic.ppo_mini_batch_size", self.critic.ppo_mini_batch_size),
+        ):
+            require(batch % mini == 0, "data.train_batch_size", f"divisible by {key} ({mini})", batch)
+        require(
+            batch <= self.data.train_size,
+            "data.train_batch_size",
+            f"at most data.train_size ({self.data.train_size})",
+            batch,
+        )
+        lonely = self.algorithm.adv_estimator == "grpo" and self.rollout.n < 2
+        require(
+            not lonely,
+            "rollout.n",
+            "at least 2 with adv_estimator=grpo, which compares the responses of a prompt",
+            self.rollout.n,
+        )
+        workers = self.rollout.num_workers
+        require(workers <= batch, "rollout.num_workers", f"at most data.train_batch_size ({batch})", workers)

@@ -1,0 +1,1 @@
+"""Where concrete classes meet: which class plays which role."""

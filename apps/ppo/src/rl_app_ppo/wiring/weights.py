@@ -1,0 +1,64 @@
+"""The handles through which the CheckpointEngineManager on the driver reaches the worker processes."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rl_app_ppo.runtime.messages import WeightCall
+from rl_ckpt_engine import ReceiveAck
+from rl_trainer import WorkerHandle
+
+MARGIN_S = 5.0  # the worker's own deadline passes first, so that its message, which knows more, is the one that is seen
+
+
+class RemoteSender:
+    """SenderHandle over a worker process."""
+
+    def __init__(self, worker: WorkerHandle) -> None:
+        self._worker = worker
+
+    async def send(self, version: int, timeout_s: float) -> bytes:
+        """Pack the weights as `version`; returns the manifest."""
+        return await _call(self._worker, "send", WeightCall(version=version, timeout_s=timeout_s))
+
+    async def finalize(self, version: int) -> None:
+        """Everybody has the version: its buffers may be used again."""
+        await _call(self._worker, "finalize", WeightCall(version=version))
+
+    async def abort(self) -> None:
+        """Give the sync up."""
+        await _call(self._worker, "abort", WeightCall())
+
+
+class RemoteReceiver:
+    """ReceiverHandle over a worker process."""
+
+    def __init__(self, worker: WorkerHandle) -> None:
+        self._worker = worker
+
+    @property
+    def name(self) -> str:
+        """Name of the replica."""
+        return self._worker.name
+
+    async def pause(self, timeout_s: float) -> None:
+        """Stop admitting requests."""
+        await _call(self._worker, "pause", WeightCall(timeout_s=timeout_s))
+
+    async def receive(self, manifest: bytes, timeout_s: float) -> ReceiveAck:
+        """Fetch and verify into staging."""
+        answer = await _call(self._worker, "receive", WeightCall(manifest=manifest, timeout_s=timeout_s))
+        return msgspec.msgpack.decode(answer, type=ReceiveAck)
+
+    async def activate(self, version: int, timeout_s: float) -> int:
+        """Generate with the staged weights from now on; returns the version that is active then."""
+        answer = await _call(self._worker, "activate", WeightCall(version=version, timeout_s=timeout_s))
+        return msgspec.msgpack.decode(answer, type=int)
+
+    async def resume(self, timeout_s: float) -> None:
+        """Admit requests again."""
+        await _call(self._worker, "resume", WeightCall(timeout_s=timeout_s))
+
+
+async def _call(worker: WorkerHandle, method: str, call: WeightCall) -> bytes:
+    return await worker.call(f"weights.{method}", msgspec.msgpack.encode(call), timeout_s=call.timeout_s + MARGIN_S)

@@ -1,0 +1,41 @@
+"""Settings of weight synchronisation."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+
+from rl_protocol.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointEngineConfig:
+    """How weights go from trainer to rollout.
+
+    Raises:
+        ConfigError: a value that can't be used; says what to set.
+    """
+
+    backend: str = field(
+        default="shm",
+        metadata={"help": "short name of a checkpoint engine: naive, shm, or one that an installed package offers"},
+    )
+    enabled: bool = field(default=True, metadata={"help": "false: rollout keeps the initial weights; the run says so"})
+    timeout_s: float = field(
+        default=60.0,
+        metadata={"help": "deadline in seconds of each phase: pause, send, receive, activate, resume"},
+    )
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.backend):
+            raise ConfigError(
+                f"checkpoint_engine.backend must be a short name of letters, digits, '_' and '-'; got {self.backend!r}. "
+                "Module paths are not accepted: install the package that offers the engine and set its name."
+            )
+        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
+            raise ConfigError(
+                f"checkpoint_engine.timeout_s must be a finite number of seconds above 0; got {self.timeout_s}. The default is 60."
+            )

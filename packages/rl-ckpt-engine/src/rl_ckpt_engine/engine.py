@@ -1,0 +1,131 @@
+"""The contract of a checkpoint engine: how one process hands a version of the weights to others.
+
+Lifecycle, names as in verl's checkpoint engines; one object plays one role, sender or receiver:
+
+    both      prepare -> (build_topology, wherever all metadata meet) -> init_process_group
+    sender    send_weights -> finalize | abort, for each version
+    receiver  receive_weights -> confirm -> (the weights are loaded) -> confirm, for each version
+    both      close
+
+Memory taken for one sync is kept for the next. A sender keeps the bytes of the version last finalized until the one after has been
+finalized, so that a late joiner can still receive it; the views a receiver got are good for the same time, and `confirm` tells whether
+that time has passed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import msgspec
+
+from rl_ckpt_engine.manifest import Manifest
+from rl_protocol.weights import WeightTensor
+
+ENGINE_API_VERSION = 1
+"""Version of the contract in this module; an engine declares the one it was written against."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What an engine can do.
+
+    Attributes:
+        same_host_only: sender and receivers must run on one host.
+        zero_copy: receivers get views of memory the sender owns, not copies.
+        elastic: receivers come and go without the others noticing; no group of fixed size is formed.
+        devices: where the weights may lie while they are moved.
+    """
+
+    same_host_only: bool
+    zero_copy: bool
+    elastic: bool
+    devices: tuple[str, ...]
+
+
+class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What each member needs for `init_process_group`, in the engine's own encoding."""
+
+    sender: bytes
+    receivers: tuple[bytes, ...]
+    """In the order of the metadata given to `build_topology`."""
+
+
+class CheckpointEngine(ABC):
+    """Moves named tensors from one sender to receivers. All errors are WeightSyncError and name phase and peer.
+
+    Coroutines give way to the event loop at least every 16 MiB and check their deadline there. One coroutine of an object runs at a time.
+    """
+
+    API_VERSION: ClassVar[int]
+    """Every engine class states `API_VERSION = 1` in its own body; the registry compares it with ENGINE_API_VERSION."""
+    name: ClassVar[str]
+    """Short name, as written into manifests."""
+    capabilities: ClassVar[Capabilities]
+
+    @abstractmethod
+    def prepare(self) -> bytes:
+        """This member's metadata for `build_topology`; calling it again returns the same."""
+
+    @classmethod
+    @abstractmethod
+    def build_topology(cls, sender_metadata: bytes, receiver_metadatas: Sequence[bytes]) -> Topology:
+        """Pure: what each member needs to know of the others.
+
+        Raises:
+            WeightSyncError: these members can't work together; says which and why.
+        """
+
+    @abstractmethod
+    def init_process_group(self, member: bytes) -> None:
+        """Join with this member's part of the topology; calling it again replaces what was known.
+
+        Raises:
+            WeightSyncError: `member` is not this engine's.
+        """
+
+    @abstractmethod
+    async def send_weights(self, weights: Iterable[WeightTensor], version: int, *, timeout_s: float) -> Manifest:
+        """Publish `version`. `weights` is consumed once, tensor by tensor, in the calling thread; it must yield at least one.
+
+        Returns when the bytes have been read from `weights` for good (no background work is left) unless the engine is zero_copy within
+        the process, and receivers may begin. The version stays published until `finalize` of a later one, or `abort`.
+
+        Raises:
+            WeightSyncError: the former version was neither finalized nor aborted, the version does not grow, the deadline passed, or the
+                memory could not be had. Nothing is published then, and the version finalized last is still there.
+        """
+
+    @abstractmethod
+    async def receive_weights(self, manifest: Manifest, *, timeout_s: float) -> list[WeightTensor]:
+        """Get and verify every tensor of the manifest, in its order.
+
+        Raises:
+            WeightSyncError: the sender is gone, the version was overwritten, a digest does not fit, or the deadline passed.
+        """
+
+    @abstractmethod
+    def confirm(self, manifest: Manifest) -> None:
+        """Make sure that what `receive_weights` returned for this manifest has not been given up by the sender since.
+
+        Raises:
+            WeightSyncError: it has; what was read from the tensors after the last successful confirm may be of two versions.
+        """
+
+    @abstractmethod
+    def finalize(self, version: int) -> None:
+        """Sender: no receiver needs any version before `version` any more, their memory may be used again. May be repeated.
+
+        Raises:
+            WeightSyncError: `version` is not the one sent last.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Sender: take back the version being sent, or sent and not finalized; without one, nothing happens."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release all memory; safe to call twice. Views handed out stay readable until their last user drops them."""

@@ -1,0 +1,146 @@
+"""Anonymous shared memory for one version of the weights. Nothing has a name in the file system, so nothing can be left behind there.
+
+    byte 0      header, 64 bytes: magic, version, state, sync_id, digest of the manifest
+    byte 4096   payload
+
+* The writer MUST put the header into state WRITING before it touches the payload and into COMPLETE after it.
+* The memory MUST be sealed against shrinking: a reader that mapped it is never killed by SIGBUS.
+* A reader MUST find the same COMPLETE header before it reads the payload and after its last use of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import weakref
+from contextlib import closing
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_ckpt_engine.manifest import Manifest
+from rl_protocol.errors import WeightSyncError
+
+PAYLOAD_START = 4096
+_HEADER = struct.Struct("<8sQQ16s16s8x")
+_MAGIC = b"RLCKPT\x00\x01"
+_WRITING, _COMPLETE = 1, 2
+
+
+def complete_header(manifest: Manifest) -> bytes:
+    """The header of memory that holds exactly this manifest's payload."""
+    return _HEADER.pack(_MAGIC, manifest.version, _COMPLETE, manifest.sync_id, manifest.digest)
+
+
+class Slot:
+    """Sender's side: memory for one version, reused for later ones and growing with them. Owns one file descriptor."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("rl_ckpt_engine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    @property
+    def inode(self) -> int:
+        return os.fstat(self._fd).st_ino
+
+    def open_for_writing(self) -> None:
+        """Withdraw whatever was complete; the payload may be overwritten from here on."""
+        _write(self._fd, memoryview(_HEADER.pack(_MAGIC, 0, _WRITING, bytes(16), bytes(16))), 0)
+
+    def write(self, offset: int, piece: memoryview) -> None:
+        """Copy a piece to its place in the payload; the memory grows as needed.
+
+        Raises:
+            OSError: there is no memory left.
+        """
+        _write(self._fd, piece, PAYLOAD_START + offset)
+
+    def complete(self, manifest: Manifest) -> None:
+        """Declare the payload whole; tensors of 0 bytes may end beyond the last byte written, so the memory is extended to its size."""
+        size = PAYLOAD_START + manifest.payload_nbytes
+        if os.fstat(self._fd).st_size < size:
+            os.ftruncate(self._fd, size)
+        _write(self._fd, memoryview(complete_header(manifest)), 0)
+
+    def close(self) -> None:
+        """Give the memory back once no reader maps it; safe to call twice."""
+        self._close()
+
+
+class Mapping:
+    """Receiver's side: read-only view of a sender's slot, kept between versions.
+
+    Args:
+        path: /proc/<pid>/fd/<n> of the sender.
+        inode: of the slot; tells it from whatever else may have got that number since.
+        nbytes: payload bytes needed.
+
+    Raises:
+        WeightSyncError: the sender is gone, may not be read, or offers something else.
+    """
+
+    def __init__(self, path: str, inode: int, nbytes: int) -> None:
+        size = PAYLOAD_START + nbytes
+        try:
+            with closing(_OwnedFd(os.open(path, os.O_RDONLY | os.O_CLOEXEC))) as owned:
+                _check_file(owned.fd, path, inode, size)
+                memory = mmap.mmap(owned.fd, size, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise gone(path, error) from error
+        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
+        self.inode = inode
+        self.nbytes = nbytes
+
+    @property
+    def header(self) -> bytes:
+        """The header as it is now."""
+        return self._bytes[: _HEADER.size].tobytes()
+
+    def payload(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """View of a part of the payload; it keeps the mapping alive."""
+        start = PAYLOAD_START + offset
+        return self._bytes[start : start + nbytes]
+
+
+def gone(path: str, error: OSError) -> WeightSyncError:
+    """The error for a sender's memory that can't be opened."""
+    return WeightSyncError(
+        f"The sender's memory {path} can't be opened ({error.strerror}): the sender died or closed, or runs under another user or "
+        "in another container. A new sync is needed."
+    )
+
+
+class _OwnedFd:
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def _check_file(fd: int, path: str, inode: int, size: int) -> None:
+    """Raises OSError when it is no memfd at all: only those have seals."""
+    status = os.fstat(fd)
+    if status.st_ino != inode:
+        raise WeightSyncError(
+            f"{path} is not the memory of the manifest any more; the sender was replaced. A new sync is needed."
+        )
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise WeightSyncError(f"{path} is not sealed against shrinking; it was not made by engine 'shm'.")
+    if status.st_size < size:
+        raise WeightSyncError(
+            f"{path} holds {status.st_size} bytes; the manifest needs {size}. The send was cut short."
+        )
+
+
+def _write(fd: int, data: memoryview, at: int) -> None:
+    while data.nbytes:
+        done = os.pwrite(fd, data, at)
+        data, at = data[done:], at + done

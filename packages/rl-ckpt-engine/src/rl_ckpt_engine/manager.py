@@ -1,0 +1,205 @@
+"""Brings one version of the weights from the trainer to every rollout replica, or says why not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from rl_ckpt_engine.config import CheckpointEngineConfig
+from rl_ckpt_engine.handles import ReceiverHandle, SenderHandle
+from rl_ckpt_engine.manifest import Manifest
+from rl_ckpt_engine.phases import call_one, listed
+from rl_ckpt_engine.rounds import SyncRound
+from rl_protocol.errors import ConfigError, WeightSyncError
+from rl_protocol.ports import WeightSyncReport
+
+_log = logging.getLogger(__name__)
+_GIB = 1 << 30
+
+
+class CheckpointEngineManager:
+    """Implements the port WeightSync over one sender and named receivers.
+
+    A sync pauses all, sends once, lets everybody receive and verify, activates where that worked, and resumes whatever happens. A
+    receiver that fails while another succeeds is quarantined: it stays paused, is never called again, and is named in `quarantined`
+    until it is removed or added anew. When nobody succeeds the fault lies with the version rather than with them: all go on with their
+    old weights and `update_weights` raises. Only a receiver that can't even resume is quarantined then.
+
+    Args:
+        sender: has the newest weights.
+        receivers: replicas with distinct names; more may be added later.
+        config: `timeout_s` is the deadline of each phase.
+
+    Raises:
+        ConfigError: two receivers have one name.
+    """
+
+    def __init__(
+        self, sender: SenderHandle, receivers: Iterable[ReceiverHandle], config: CheckpointEngineConfig | None = None
+    ) -> None:
+        self._sender = sender
+        self._config = CheckpointEngineConfig() if config is None else config
+        self._receivers: dict[str, ReceiverHandle] = {}
+        for handle in receivers:
+            self._check_new(handle.name)
+            self._receivers[handle.name] = handle
+        self._quarantined: dict[str, str] = {}
+        self._lock = asyncio.Lock()
+        self._syncing: int | None = None
+        self._committed: Manifest | None = None
+        self._last_report: WeightSyncReport | None = None
+        self._metrics: dict[str, float] = {}
+        self._said_disabled = False
+
+    @property
+    def receivers(self) -> tuple[str, ...]:
+        """Names of the receivers in good standing."""
+        return tuple(self._receivers)
+
+    @property
+    def quarantined(self) -> Mapping[str, str]:
+        """Name of each receiver that fell out -> why. Send them no requests."""
+        return MappingProxyType(self._quarantined)
+
+    @property
+    def version(self) -> int | None:
+        """The version that was committed last; None before the first."""
+        return None if self._committed is None else self._committed.version
+
+    @property
+    def last_report(self) -> WeightSyncReport | None:
+        """What the last successful sync did."""
+        return self._last_report
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Plain numbers of the last successful sync: bytes of one copy of the model, seconds in all and by phase (a phase ends with its
+        slowest receiver), GiB of one copy per second in all, version, number of receivers and of those in quarantine."""
+        return dict(self._metrics)
+
+    async def update_weights(self, version: int) -> WeightSyncReport:
+        """Send, verify and activate `version` on every receiver.
+
+        Raises:
+            WeightSyncError: another sync runs, the version does not grow, there is no receiver, the sender failed, or no receiver could
+                activate the version; names each and why. Every receiver that can resumes with the weights it had.
+        """
+        if not self._config.enabled:
+            return self._disabled_report(version)
+        if self._syncing is not None:
+            raise WeightSyncError(
+                f"Version {version} can't be synchronised while version {self._syncing} is; await that first."
+            )
+        self._check_version(version)
+        self._syncing = version
+        try:
+            async with self._lock:
+                return await self._update(version)
+        finally:
+            self._syncing = None
+
+    async def add_receiver(self, handle: ReceiverHandle) -> None:
+        """Take in a replica, new or back from quarantine, and bring it to the version committed last. Waits for a sync that runs.
+
+        Raises:
+            ConfigError: a receiver in good standing has that name.
+            WeightSyncError: it could not catch up; it was not taken in and stays paused.
+        """
+        async with self._lock:
+            self._check_new(handle.name)
+            if self._committed is not None and self._config.enabled:
+                await self._catch_up(handle, self._committed)
+            self._quarantined.pop(handle.name, None)
+            self._receivers[handle.name] = handle
+
+    def remove_receiver(self, name: str) -> None:
+        """Forget a replica, in good standing or in quarantine; a sync that runs no longer waits for it to be of use.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        if self._receivers.pop(name, None) is None and self._quarantined.pop(name, None) is None:
+            raise ConfigError(
+                f"There is no receiver {name!r}; there are {sorted({*self._receivers, *self._quarantined})}."
+            )
+
+    # ------------------------------------------------------------------------------------------------------------ one sync
+
+    async def _update(self, version: int) -> WeightSyncReport:
+        if not self._receivers:
+            raise WeightSyncError(f"Version {version} has no receiver to go to; add one.{listed(self._quarantined)}")
+        start = time.monotonic()
+        sync = SyncRound(self._sender, self._receivers, version, self._config.timeout_s)
+        try:
+            await sync.run()
+        finally:
+            self._quarantine(sync.stuck)
+        self._quarantine(sync.failed)
+        self._committed = sync.manifest
+        if not sync.active:
+            raise WeightSyncError(f"Version {version} is active, yet no receiver resumed.{listed(sync.stuck)}")
+        return self._report(sync, time.monotonic() - start)
+
+    def _report(self, sync: SyncRound, seconds: float) -> WeightSyncReport:
+        assert sync.manifest is not None, "a sync that succeeded has sent something"
+        version, num_bytes = sync.manifest.version, sync.manifest.tensor_nbytes
+        self._last_report = WeightSyncReport(
+            version=version, num_bytes=num_bytes, seconds=seconds, receivers=sync.active
+        )
+        self._metrics = {
+            "weight_sync/version": float(version),
+            "weight_sync/bytes": float(num_bytes),
+            "weight_sync/seconds": seconds,
+            "weight_sync/gib_per_second": num_bytes / _GIB / seconds,
+            "weight_sync/receivers": float(len(sync.active)),
+            "weight_sync/quarantined": float(len(self._quarantined)),
+            **{f"weight_sync/{phase}_seconds": spent for phase, spent in sync.seconds.items()},
+        }
+        return self._last_report
+
+    def _quarantine(self, reasons: Mapping[str, str]) -> None:
+        for name, reason in reasons.items():
+            if self._receivers.pop(name, None) is not None:  # it may have been removed meanwhile
+                self._quarantined[name] = reason
+                _log.warning("Receiver %s is quarantined: %s.", name, reason)
+
+    async def _catch_up(self, handle: ReceiverHandle, manifest: Manifest) -> None:
+        limit, name, version = self._config.timeout_s, handle.name, manifest.version
+        try:
+            await call_one("pause", name, limit, handle.pause(limit))
+            ack = await call_one("receive", name, limit, handle.receive(manifest.encode(), limit))
+            if (ack.version, ack.digest) != (version, manifest.digest):
+                raise WeightSyncError(f"receive: {name} acknowledged version {ack.version}: not what was sent")
+            active = await call_one("activate", name, limit, handle.activate(version, limit))
+            if active != version:
+                raise WeightSyncError(f"activate: {name} reports version {active}")
+            await call_one("resume", name, limit, handle.resume(limit))
+        except WeightSyncError as error:
+            raise WeightSyncError(
+                f"Receiver {name!r} could not catch up with version {version} and stays out, paused: {error}. If the sender has gone on, a new "
+                "sync is needed: call update_weights with a later version, then add it again.",
+                peer=name,
+            ) from error
+
+    # ------------------------------------------------------------------------------------------------------------ checks
+
+    def _check_new(self, name: str) -> None:
+        if name in self._receivers:
+            raise ConfigError(f"Two receivers are called {name!r}; names must be unique.")
+
+    def _check_version(self, version: int) -> None:
+        if version < 0 or (self._committed is not None and version <= self._committed.version):
+            raise WeightSyncError(
+                f"Version {version} can't be synchronised: versions start at 0 and must grow; the last one was {self.version}."
+            )
+
+    def _disabled_report(self, version: int) -> WeightSyncReport:
+        if not self._said_disabled:
+            self._said_disabled = True
+            _log.warning(
+                "Weight synchronisation is off (checkpoint_engine.enabled): rollout keeps its initial weights."
+            )
+        return WeightSyncReport(version=version, num_bytes=0, seconds=0.0, receivers=())

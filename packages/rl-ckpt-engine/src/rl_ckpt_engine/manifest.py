@@ -1,0 +1,197 @@
+"""What is sent: the names, element types, shapes, places and digests of one version's tensors.
+
+A manifest is msgpack of `Manifest`; the payload it describes is one run of bytes in which each tensor begins at a multiple of 64.
+
+* A reader MUST refuse unknown or missing fields, tensors that overlap, are out of order, are not aligned, leave the payload, or whose size
+  does not fit element type and shape, two tensors of one name, and a manifest whose own digest does not fit.
+* Digests are xxh3-128, 16 bytes: they catch corruption and torn reads, they are no defence against a forger.
+* Tensors of 0 bytes and scalars (shape ()) are listed like any other. Tied weights are sent once under each of their names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Self, TypeVar
+
+import msgspec
+import xxhash
+
+from rl_protocol.dtypes import storage_dtype
+from rl_protocol.errors import SchemaError, WeightSyncError
+from rl_protocol.weights import WeightTensor
+
+ALIGN = 64
+DIGEST_BYTES = 16
+_MAX_VERSION = 2**63 - 1
+S = TypeVar("S")
+
+
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Where one tensor lies in the payload and what it must look like."""
+
+    name: str
+    dtype: str
+    """Element type, see rl_protocol.dtypes."""
+    shape: tuple[int, ...]
+    offset: int
+    """First byte, counted from the start of the payload; a multiple of 64."""
+    nbytes: int
+    digest: bytes
+    """xxh3-128 of the bytes, 16 bytes."""
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One version of the weights as sent by one sender."""
+
+    version: int
+    """Weight version, >= 0."""
+    sync_id: bytes
+    """Random, 16 bytes: tells two sends of the same version apart."""
+    engine: str
+    """Name of the engine that sent it; only that engine can receive it."""
+    tensors: tuple[TensorEntry, ...]
+    """In the order of the source, which is the order of offsets."""
+    payload_nbytes: int
+    """From the first byte to the end of the last tensor, padding included."""
+    sender: bytes
+    """The sender's metadata, as its engine's `prepare` returned it."""
+    placement: bytes
+    """Where the payload is, in the engine's own encoding."""
+    digest: bytes = b""
+    """xxh3-128 over the manifest encoded with this field empty."""
+
+    @property
+    def tensor_nbytes(self) -> int:
+        """Bytes of all tensors, padding excluded."""
+        return sum(entry.nbytes for entry in self.tensors)
+
+    def sealed(self) -> Self:
+        """The same manifest with its digest filled in.
+
+        Raises:
+            WeightSyncError: the manifest breaks a rule of this module.
+        """
+        filled = msgspec.structs.replace(self, digest=_self_digest(self))
+        check(filled)
+        return filled
+
+    def encode(self) -> bytes:
+        """Msgpack bytes; the inverse of `decode`."""
+        return _encoder.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Manifest:
+        """Read and check a manifest.
+
+        Raises:
+            WeightSyncError: the bytes are cut short or changed, or describe something that can't be.
+        """
+        manifest = decode_struct(_decoder, data, "weight manifest")
+        check(manifest)
+        return manifest
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Manifest)
+
+
+def decode_struct(decoder: msgspec.msgpack.Decoder[S], data: bytes, what: str) -> S:
+    """Decode msgpack bytes that came from another process.
+
+    Raises:
+        WeightSyncError: the bytes are not `what`.
+    """
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets broken UTF-8 through as the latter
+        raise WeightSyncError(f"The {len(data)} bytes received are no {what}: {error}.") from error
+
+
+def digest_of(data: bytes | memoryview) -> bytes:
+    """xxh3-128 of the bytes, 16 bytes."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def plan(weights: Iterable[WeightTensor]) -> Iterator[tuple[WeightTensor, int]]:
+    """Each tensor with the offset of its first byte, lazily, so that a source need not hold the whole model at once.
+
+    Offsets depend only on the sizes of the tensors before: the same model always gets the same layout.
+
+    Raises:
+        WeightSyncError: a name occurs twice.
+    """
+    seen: set[str] = set()
+    end = 0
+    for weight in weights:
+        if weight.name in seen:
+            raise WeightSyncError(f"Tensor {weight.name!r} occurs twice in the weights; names must be unique.")
+        seen.add(weight.name)
+        yield weight, end
+        end = aligned(end + weight.nbytes)
+
+
+def aligned(size: int) -> int:
+    """The next multiple of 64."""
+    return -(-size // ALIGN) * ALIGN
+
+
+def payload_size(tensors: Sequence[TensorEntry]) -> int:
+    """Bytes from the start of the payload to the end of its last tensor."""
+    return max((entry.offset + entry.nbytes for entry in tensors), default=0)
+
+
+def check(manifest: Manifest) -> None:
+    """Refuse a manifest that breaks a rule of this module.
+
+    Raises:
+        WeightSyncError: names the tensor and the rule.
+    """
+    what = f"Manifest of version {manifest.version}"
+    if not 0 <= manifest.version <= _MAX_VERSION:
+        raise WeightSyncError(f"{what}: versions run from 0 to 2**63 - 1.")
+    if len(manifest.sync_id) != DIGEST_BYTES:
+        raise WeightSyncError(f"{what}: sync_id has {len(manifest.sync_id)} bytes instead of {DIGEST_BYTES}.")
+    if manifest.digest != _self_digest(manifest):
+        raise WeightSyncError(f"{what}: its digest does not fit its content; the manifest was changed on its way.")
+    end = 0
+    names: set[str] = set()
+    for entry in manifest.tensors:
+        _check_entry(entry, end, manifest.payload_nbytes, what)
+        if entry.name in names:
+            raise WeightSyncError(f"{what}: tensor {entry.name!r} occurs twice.")
+        names.add(entry.name)
+        end = entry.offset + entry.nbytes
+    if end != manifest.payload_nbytes:
+        raise WeightSyncError(f"{what}: the tensors end at byte {end}, the payload at {manifest.payload_nbytes}.")
+
+
+def _check_entry(entry: TensorEntry, previous_end: int, payload_nbytes: int, what: str) -> None:
+    where = f"{what}: tensor {entry.name!r}"
+    try:
+        itemsize = storage_dtype(entry.dtype).itemsize
+    except SchemaError as error:
+        raise WeightSyncError(f"{where}: {error}") from error
+    if any(size < 0 for size in entry.shape):
+        raise WeightSyncError(f"{where} has the impossible shape {entry.shape}.")
+    want = itemsize * math.prod(entry.shape)
+    if entry.nbytes != want:
+        raise WeightSyncError(
+            f"{where} of type {entry.dtype} and shape {entry.shape} takes {want} bytes; the manifest says {entry.nbytes}."
+        )
+    if entry.offset % ALIGN:
+        raise WeightSyncError(f"{where} begins at byte {entry.offset}, which is no multiple of {ALIGN}.")
+    if entry.offset < previous_end:
+        raise WeightSyncError(
+            f"{where} begins at byte {entry.offset}, before the end of its predecessor at {previous_end}."
+        )
+    if entry.offset + entry.nbytes > payload_nbytes:
+        raise WeightSyncError(
+            f"{where} ends at byte {entry.offset + entry.nbytes}, beyond the payload of {payload_nbytes} bytes."
+        )
+    if len(entry.digest) != DIGEST_BYTES:
+        raise WeightSyncError(f"{where} has a digest of {len(entry.digest)} bytes instead of {DIGEST_BYTES}.")
+
+
+def _self_digest(manifest: Manifest) -> bytes:
+    return digest_of(_encoder.encode(msgspec.structs.replace(manifest, digest=b"")))

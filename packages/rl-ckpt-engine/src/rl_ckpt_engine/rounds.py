@@ -1,0 +1,134 @@
+"""One synchronisation from pause to resume."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
+
+from rl_ckpt_engine.handles import ReceiveAck, ReceiverHandle, SenderHandle
+from rl_ckpt_engine.manifest import Manifest
+from rl_ckpt_engine.phases import call_all, call_one, listed
+from rl_protocol.errors import WeightSyncError
+
+_log = logging.getLogger(__name__)
+_SENDER = "the sender"
+T = TypeVar("T")
+
+
+class SyncRound:
+    """Moves one version, once: make it, await `run`, read the attributes (they are filled in even when `run` raises).
+
+    Args:
+        sender: has the weights.
+        receivers: name -> replica.
+        version: to be sent.
+        timeout_s: deadline of each phase in seconds.
+
+    Attributes:
+        manifest: what was sent; None when sending failed.
+        active: names of the receivers that have the version and admit requests.
+        failed: name -> why it does not have the version.
+        stuck: name -> why it does not admit requests, although it was asked to.
+        seconds: phase -> seconds until its slowest receiver answered.
+    """
+
+    def __init__(
+        self, sender: SenderHandle, receivers: Mapping[str, ReceiverHandle], version: int, timeout_s: float
+    ) -> None:
+        self._sender = sender
+        self._receivers = dict(receivers)
+        self._version = version
+        self._timeout_s = timeout_s
+        self.manifest: Manifest | None = None
+        self.active: tuple[str, ...] = ()
+        self.failed: dict[str, str] = {}
+        self.stuck: dict[str, str] = {}
+        self.seconds: dict[str, float] = {}
+        self._moved = False
+
+    async def run(self) -> None:
+        """Pause, send, receive and verify, activate; then, whatever happened, resume, and finalize or abort the sender.
+
+        Resumed are the receivers that activated the version, or all with their old weights when none did.
+
+        Raises:
+            WeightSyncError: the sender failed, or no receiver activated the version; names each and why.
+        """
+        try:
+            await self._transfer()
+        finally:
+            try:
+                await self._resume()
+            finally:
+                await self._settle()
+
+    async def _transfer(self) -> None:
+        limit = self._timeout_s
+        paused = await self._phase("pause", tuple(self._receivers), lambda handle: handle.pause(limit))
+        data, manifest = await self._send()
+        acks = await self._phase("receive", tuple(paused), lambda handle: handle.receive(data, limit))
+        verified = [name for name, ack in acks.items() if self._agrees(name, ack, manifest)]
+        self._require(verified)
+        echoes = await self._phase("activate", verified, lambda handle: handle.activate(self._version, limit))
+        for name, version in echoes.items():
+            if version != self._version:
+                self.failed[name] = f"activate: {name} reports version {version}"
+        active = tuple(name for name in echoes if name not in self.failed)
+        self._require(active)
+        self.active = active
+        self._moved = True
+
+    async def _send(self) -> tuple[bytes, Manifest]:
+        start = time.monotonic()
+        data = await call_one("send", _SENDER, self._timeout_s, self._sender.send(self._version, self._timeout_s))
+        self.seconds["send"] = time.monotonic() - start
+        manifest = Manifest.decode(data)
+        if manifest.version != self._version:
+            raise WeightSyncError(f"send: {_SENDER} was asked for version {self._version} and sent {manifest.version}.")
+        self.manifest = manifest
+        return data, manifest
+
+    async def _phase(
+        self, phase: str, names: tuple[str, ...] | list[str], call: Callable[[ReceiverHandle], Awaitable[T]]
+    ) -> dict[str, T]:
+        """Name -> answer of those that answered; raises when none did."""
+        start = time.monotonic()
+        outcome = await call_all(phase, {name: self._receivers[name] for name in names}, self._timeout_s, call)
+        self.seconds[phase] = time.monotonic() - start
+        self.failed.update(outcome.failed)
+        self._require(outcome.done)
+        return outcome.done
+
+    def _agrees(self, name: str, ack: ReceiveAck, manifest: Manifest) -> bool:
+        if (ack.version, ack.digest) == (manifest.version, manifest.digest):
+            return True
+        self.failed[name] = (
+            f"receive: {name} acknowledged version {ack.version}, digest {ack.digest.hex()}: not what was sent"
+        )
+        return False
+
+    def _require(self, left: object) -> None:
+        if not left:
+            raise WeightSyncError(
+                f"No receiver confirmed version {self._version} as active.{listed(self.failed)}",
+                failed=dict(self.failed),
+            )
+
+    async def _resume(self) -> None:
+        names = self.active or tuple(self._receivers)
+        start = time.monotonic()
+        handles = {name: self._receivers[name] for name in names}
+        outcome = await call_all("resume", handles, self._timeout_s, lambda handle: handle.resume(self._timeout_s))
+        self.seconds["resume"] = time.monotonic() - start
+        self.stuck = outcome.failed
+        self.active = tuple(name for name in self.active if name in outcome.done)
+
+    async def _settle(self) -> None:
+        """Let the sender use the memory of older versions again, or take this one back; a failure is logged and met again at the next send."""
+        done = self._sender.finalize(self._version) if self._moved else self._sender.abort()
+        try:
+            await call_one("finalize" if self._moved else "abort", _SENDER, self._timeout_s, done)
+        except WeightSyncError as error:
+            _log.warning("After the sync of version %d: %s.", self._version, error)

@@ -1,0 +1,124 @@
+"""Moving and hashing bytes in pieces: deadlines are met and the event loop stays alive without any thread.
+
+Threads are avoided on purpose: a copy that a cancelled call left running could write into memory that was given to the next version,
+and a source on a GPU would find itself on the wrong device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import xxhash
+
+from rl_ckpt_engine.manifest import Manifest, TensorEntry, plan
+from rl_protocol.errors import WeightSyncError
+from rl_protocol.weights import WeightTensor
+
+CHUNK_BYTES = 16 << 20
+"""Most bytes touched between two looks at the clock: a few milliseconds."""
+
+
+class Deadline:
+    """A time limit of one phase with one peer, which another call may also cut short.
+
+    Args:
+        timeout_s: seconds from now.
+        phase: what is being done, for the message.
+        peer: with whom, for the message.
+    """
+
+    def __init__(self, timeout_s: float, phase: str, peer: str) -> None:
+        self._timeout_s = timeout_s
+        self._end = time.monotonic() + timeout_s
+        self._what = f"{phase} ({peer})"
+        self._cancelled = ""
+
+    def cancel(self, reason: str) -> None:
+        """Make the next `check` fail."""
+        self._cancelled = reason
+
+    def check(self) -> None:
+        """Go on, or not.
+
+        Raises:
+            WeightSyncError: the time is over, or `cancel` was called.
+        """
+        if self._cancelled:
+            raise WeightSyncError(f"{self._what} was stopped: {self._cancelled}.")
+        if time.monotonic() >= self._end:
+            raise WeightSyncError(
+                f"{self._what} did not finish within {self._timeout_s} s; raise checkpoint_engine.timeout_s or look at the peer."
+            )
+
+
+class Pacer:
+    """Counts bytes, and every CHUNK_BYTES lets others run and looks at the clock."""
+
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline = deadline
+        self._since = 0
+
+    async def advance(self, nbytes: int) -> None:
+        """Account for work done.
+
+        Raises:
+            WeightSyncError: see Deadline.check.
+        """
+        self._since += nbytes
+        if self._since >= CHUNK_BYTES:
+            self._since = 0
+            await asyncio.sleep(0)
+        self._deadline.check()
+
+
+def chunks(data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Pieces of at most CHUNK_BYTES with their offsets."""
+    for start in range(0, data.nbytes, CHUNK_BYTES):
+        yield start, data[start : start + CHUNK_BYTES]
+
+
+async def emit(
+    weights: Iterable[WeightTensor], write: Callable[[int, memoryview], None], deadline: Deadline
+) -> tuple[TensorEntry, ...]:
+    """Hash every tensor and hand its bytes, in pieces, to `write(offset in the payload, piece)`.
+
+    Raises:
+        WeightSyncError: no tensor, a name twice, the deadline passed; also whatever `weights` and `write` raise.
+    """
+    entries: list[TensorEntry] = []
+    pacer = Pacer(deadline)
+    deadline.check()
+    for weight, offset in plan(weights):
+        digest = xxhash.xxh3_128()
+        for start, piece in chunks(weight.data.data):
+            digest.update(piece)
+            write(offset + start, piece)
+            await pacer.advance(piece.nbytes)
+        entries.append(TensorEntry(weight.name, weight.dtype, weight.shape, offset, weight.nbytes, digest.digest()))
+        deadline.check()
+    if not entries:
+        raise WeightSyncError("The source of the weights yielded no tensor; a version can't be empty.")
+    return tuple(entries)
+
+
+async def verify(manifest: Manifest, weights: Iterable[WeightTensor], deadline: Deadline) -> None:
+    """Compare the digest of every tensor with the manifest's, in order.
+
+    Raises:
+        WeightSyncError: names the first tensor that differs; or the deadline passed.
+    """
+    pacer = Pacer(deadline)
+    deadline.check()
+    for entry, weight in zip(manifest.tensors, weights, strict=True):
+        digest = xxhash.xxh3_128()
+        for _, piece in chunks(weight.data.data):
+            digest.update(piece)
+            await pacer.advance(piece.nbytes)
+        if digest.digest() != entry.digest:
+            raise WeightSyncError(
+                f"Tensor {entry.name!r} of version {manifest.version} arrived damaged: its digest is {digest.hexdigest()}, "
+                f"the sender's {entry.digest.hex()}. The active weights stay; send the version again."
+            )
+        deadline.check()

@@ -1,0 +1,242 @@
+"""Conformance suite that every checkpoint engine must pass. Subclass `EngineConformance` under pytest and return your engine.
+
+    class TestMyEngine(EngineConformance):
+        def make_engine(self) -> CheckpointEngine:
+            return MyEngine()
+
+Sender and receiver are two objects in one process here; what only shows between processes is for the engine's own tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rl_ckpt_engine.engine import ENGINE_API_VERSION, CheckpointEngine
+from rl_ckpt_engine.manifest import Manifest
+from rl_protocol.dtypes import STORAGE_DTYPES
+from rl_protocol.errors import WeightSyncError
+from rl_protocol.weights import WeightTensor
+
+_TIMEOUT_S = 20.0
+
+
+def make_weights(shapes: Sequence[tuple[int, ...]], *, dtype: str = "float32", seed: int = 0) -> list[WeightTensor]:
+    """Tensors `w0`, `w1`, ... of random bytes, so NaN and every other bit pattern occur."""
+    draw = np.random.default_rng(seed)
+    itemsize = STORAGE_DTYPES[dtype].itemsize
+    sizes = [itemsize * int(np.prod(shape, dtype=np.int64)) for shape in shapes]
+    return [
+        WeightTensor(f"w{i}", dtype, shape, np.frombuffer(draw.bytes(size), dtype=np.uint8))
+        for i, (shape, size) in enumerate(zip(shapes, sizes, strict=True))
+    ]
+
+
+def assert_same(got: Sequence[WeightTensor], want: Sequence[WeightTensor]) -> None:
+    """Same names, element types, shapes and bytes, in the same order."""
+    assert [(w.name, w.dtype, w.shape) for w in got] == [(w.name, w.dtype, w.shape) for w in want]
+    for one, other in zip(got, want, strict=True):
+        assert np.array_equal(one.data, other.data), f"the bytes of {one.name!r} differ"
+
+
+def refusal(call: object) -> str:
+    """The message of the WeightSyncError that awaiting or calling `call` must raise."""
+    try:
+        if asyncio.iscoroutine(call):
+            asyncio.run(call)
+        elif callable(call):
+            call()
+    except WeightSyncError as error:
+        return error.message
+    raise AssertionError(f"{call!r} raised no WeightSyncError")
+
+
+class EngineConformance:
+    """One sender and one receiver of the engine under test, joined anew for every test."""
+
+    @abstractmethod
+    def make_engine(self) -> CheckpointEngine:
+        """A new engine."""
+
+    def joined(self) -> tuple[CheckpointEngine, CheckpointEngine]:
+        """Sender and receiver after the handshake."""
+        sender, receiver = self.make_engine(), self.make_engine()
+        topology = type(sender).build_topology(sender.prepare(), [receiver.prepare()])
+        sender.init_process_group(topology.sender)
+        receiver.init_process_group(topology.receivers[0])
+        return sender, receiver
+
+    def send(self, sender: CheckpointEngine, weights: Sequence[WeightTensor], version: int) -> Manifest:
+        """Send, and pass the manifest through its encoding."""
+        manifest = asyncio.run(sender.send_weights(iter(weights), version, timeout_s=_TIMEOUT_S))
+        assert manifest.version == version
+        return Manifest.decode(manifest.encode())
+
+    def move(
+        self, sender: CheckpointEngine, receiver: CheckpointEngine, weights: Sequence[WeightTensor], version: int
+    ) -> None:
+        """One whole sync, checked bit by bit."""
+        manifest = self.send(sender, weights, version)
+        assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S)), weights)
+        receiver.confirm(manifest)
+        sender.finalize(version)
+
+    def test_declares_what_it_is(self) -> None:
+        engine = self.make_engine()
+        assert engine.API_VERSION == ENGINE_API_VERSION
+        assert engine.name
+        assert engine.capabilities.devices
+        assert engine.prepare() == engine.prepare()
+        engine.close()
+
+    def test_every_element_type_arrives_bit_for_bit(self) -> None:
+        sender, receiver = self.joined()
+        for version, dtype in enumerate(STORAGE_DTYPES):
+            self.move(sender, receiver, make_weights([(3, 5), (), (0, 4), (7,)], dtype=dtype, seed=version), version)
+        _close(sender, receiver)
+
+    def test_odd_shapes_arrive(self) -> None:
+        sender, receiver = self.joined()
+        self.move(sender, receiver, make_weights([(), (0,), (1,), (63,), (1, 1, 17), (5, 0, 2), (2**22 + 1,), (0,)]), 1)
+        self.move(sender, receiver, make_weights([(0,)]), 2)
+        _close(sender, receiver)
+
+    def test_model_may_grow_and_shrink(self) -> None:
+        sender, receiver = self.joined()
+        for version, rows in enumerate([1, 1000, 10, 300_000, 0, 300_001]):
+            self.move(sender, receiver, make_weights([(rows, 3), (5,)], seed=version), version)
+        _close(sender, receiver)
+
+    def test_twenty_syncs_need_no_more_resources_than_three(self) -> None:
+        sender, receiver = self.joined()
+        counts: list[tuple[int, int]] = []
+        for version in range(20):
+            self.move(sender, receiver, make_weights([(1000, 100), (33,)], seed=version), version)
+            counts.append(_resources())
+        _close(sender, receiver)
+        assert counts[-1][0] <= counts[2][0], f"file descriptors and maps per sync: {counts}"
+        assert counts[-1][1] <= counts[2][1] + 4, f"file descriptors and maps per sync: {counts}"
+
+    def test_received_tensors_are_read_only(self) -> None:
+        sender, receiver = self.joined()
+        manifest = self.send(sender, make_weights([(4,)]), 1)
+        (weight,) = asyncio.run(receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S))
+        assert not weight.data.flags.writeable
+        _close(sender, receiver)
+
+    def test_committed_version_stays_for_late_joiners_until_the_next_is_finalized(self) -> None:
+        sender, receiver = self.joined()
+        first, second = make_weights([(100,)], seed=1), make_weights([(100,)], seed=2)
+        manifest = self.send(sender, first, 1)
+        sender.finalize(1)
+        self.send(sender, second, 2)
+        assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S)), first)
+        sender.finalize(2)
+        _close(sender, receiver)
+
+    def test_stale_manifest_is_refused(self) -> None:
+        sender, receiver = self.joined()
+        stale = self.send(sender, make_weights([(100,)], seed=1), 1)
+        sender.finalize(1)
+        for version in (2, 3):
+            self.move(sender, receiver, make_weights([(100,)], seed=version), version)
+        assert "ersion 1" in refusal(receiver.receive_weights(stale, timeout_s=_TIMEOUT_S))
+        _close(sender, receiver)
+
+    def test_confirm_tells_that_the_sender_went_on(self) -> None:
+        sender, receiver = self.joined()
+        manifest = self.send(sender, make_weights([(100,)], seed=1), 1)
+        asyncio.run(receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S))
+        receiver.confirm(manifest)
+        sender.abort()
+        assert "ersion 1" in refusal(lambda: receiver.confirm(manifest))
+        _close(sender, receiver)
+
+    def test_an_unfinished_version_is_not_overwritten(self) -> None:
+        sender, receiver = self.joined()
+        first = make_weights([(100,)], seed=1)
+        manifest = self.send(sender, first, 1)
+        assert "version 1" in refusal(sender.send_weights(first, 2, timeout_s=_TIMEOUT_S))
+        assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S)), first)
+        sender.abort()
+        self.move(sender, receiver, first, 1)
+        _close(sender, receiver)
+
+    def test_failed_send_leaves_the_committed_version(self) -> None:
+        sender, receiver = self.joined()
+        first = make_weights([(100,)], seed=1)
+        manifest = self.send(sender, first, 1)
+        sender.finalize(1)
+        assert "broke" in refusal(sender.send_weights(_broken_source(), 2, timeout_s=_TIMEOUT_S))
+        assert "w0" in refusal(sender.send_weights([*first, *first], 2, timeout_s=_TIMEOUT_S))
+        assert "no tensor" in refusal(sender.send_weights([], 2, timeout_s=_TIMEOUT_S))
+        assert "did not finish" in refusal(sender.send_weights(first, 2, timeout_s=0.0))
+        assert "must grow" in refusal(sender.send_weights(first, 1, timeout_s=_TIMEOUT_S))
+        assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S)), first)
+        self.move(sender, receiver, make_weights([(100,)], seed=2), 2)
+        _close(sender, receiver)
+
+    def test_a_send_can_be_aborted_midway(self) -> None:
+        sender, receiver = self.joined()
+        big = make_weights([(10 << 20,)])
+
+        async def abort_midway() -> None:
+            sending = asyncio.create_task(sender.send_weights(big, 1, timeout_s=_TIMEOUT_S))
+            await asyncio.sleep(0)
+            sender.abort()
+            await sending
+
+        assert "abort" in refusal(abort_midway())
+        self.move(sender, receiver, make_weights([(3,)]), 1)
+        _close(sender, receiver)
+
+    def test_receive_keeps_its_deadline(self) -> None:
+        sender, receiver = self.joined()
+        manifest = self.send(sender, make_weights([(4,)]), 7)
+        message = refusal(receiver.receive_weights(manifest, timeout_s=0.0))
+        assert "Receiving version 7" in message
+        assert "engine" in message
+        _close(sender, receiver)
+
+    def test_truncated_manifest_is_refused(self) -> None:
+        sender, receiver = self.joined()
+        manifest = self.send(sender, make_weights([(4,), (6,)]), 1)
+        data = manifest.encode()
+        for cut in (0, 1, len(data) // 2, len(data) - 1):
+            assert "manifest" in refusal(lambda size=cut: Manifest.decode(data[:size])).lower()
+        _close(sender, receiver)
+
+    def test_closed_sender_is_noticed(self) -> None:
+        sender, receiver = self.joined()
+        manifest = self.send(sender, make_weights([(4,)]), 1)
+        _close(sender, sender)
+        assert refusal(receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S))
+        _close(sender, receiver)
+
+    def test_receiver_must_have_joined(self) -> None:
+        sender, receiver = self.joined()
+        manifest = self.send(sender, make_weights([(4,)]), 1)
+        stranger = self.make_engine()
+        assert refusal(stranger.receive_weights(manifest, timeout_s=_TIMEOUT_S))
+        assert refusal(lambda: stranger.init_process_group(b"\x00rubbish"))
+        assert refusal(lambda: type(sender).build_topology(b"\x00rubbish", []))
+        _close(sender, receiver, stranger)
+
+
+def _broken_source() -> Iterator[WeightTensor]:
+    yield make_weights([(5,)])[0]
+    raise WeightSyncError("the source broke")
+
+
+def _close(*engines: CheckpointEngine) -> None:
+    for engine in engines:
+        engine.close()
+
+
+def _resources() -> tuple[int, int]:
+    """Open file descriptors and memory maps of this process."""
+    return len(list(Path("/proc/self/fd").iterdir())), len(Path("/proc/self/maps").read_text().splitlines())

@@ -1,0 +1,385 @@
+"""Conformance suite of the DataPlane port: what every plane must do, one test per sentence of the port.
+
+Subclass it in a test module, say how to open a plane, and pytest runs it all:
+
+    class TestMyPlane(DataPlaneSuite):
+        @asynccontextmanager
+        async def open_plane(self) -> AsyncIterator[DataPlane]:
+            yield MyPlane()
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
+
+import numpy as np
+import pytest
+
+from rl_protocol.batch import BatchData
+from rl_protocol.columns import Column, DenseColumn, ObjectColumn, RaggedColumn, dense, ragged
+from rl_protocol.dtypes import STORAGE_DTYPES
+from rl_protocol.errors import BatchError, DuplicateKeyError, MissingDataError, PlaneTimeout
+from rl_protocol.meta import KVBatchMeta
+from rl_protocol.ports import DataPlane
+
+_SOON_S = 0.05
+"""Long enough for a wrong answer to show, short enough for tests."""
+
+
+def keys_of(rows: Iterable[int]) -> list[str]:
+    """Names for rows, so that tests can speak of numbers."""
+    return [f"row{i}" for i in rows]
+
+
+def numbers(values: Iterable[int], name: str = "x") -> BatchData:
+    """A batch of one dense int64 column."""
+    return BatchData({name: dense(np.array(list(values), dtype=np.int64))})
+
+
+def assert_same_column(got: Column, want: Column) -> None:
+    """Kind, element type, shape and every byte are equal."""
+    assert (got.kind, got.dtype, got.dims, len(got)) == (want.kind, want.dtype, want.dims, len(want))
+    for a, b in zip(got.buffers, want.buffers, strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        assert a.tobytes() == b.tobytes()
+
+
+def every_kind(rows: int) -> BatchData:
+    """A batch with a dense and a ragged column of every element type, ragged rows that are empty, and objects."""
+    rng = np.random.default_rng(rows)
+    columns: dict[str, Column] = {}
+    for name, dtype in STORAGE_DTYPES.items():
+        raw = rng.integers(0, 2 if name == "bool" else 256, (rows, 3, dtype.itemsize), dtype=np.uint8)
+        columns[f"dense_{name}"] = DenseColumn(raw.view(dtype).reshape(rows, 3), name)
+        parts = [rng.integers(0, 2, (i * 7) % 4).astype(dtype) for i in range(rows)]
+        columns[f"ragged_{name}"] = ragged(parts, name)
+    columns["nothing"] = DenseColumn(np.zeros((rows, 0), np.float32), "float32")
+    columns["all_empty"] = RaggedColumn(np.zeros((0, 2), np.float32), np.zeros(rows + 1, np.int64), "float32")
+    columns["equal_lengths"] = ragged([[i, i] for i in range(rows)], "int32")
+    pool = ["text", b"bytes", None, {"a": [1, 2.5, True]}, "", 7, "\u00fc"]
+    columns["objects"] = ObjectColumn.from_values(pool[i % len(pool)] for i in range(rows))
+    return BatchData(columns)
+
+
+class DataPlaneSuite:
+    """Subclass and override `open_plane`; every test opens a fresh, empty plane."""
+
+    def open_plane(self) -> AbstractAsyncContextManager[DataPlane]:
+        """An empty plane, released when the context ends."""
+        raise NotImplementedError
+
+    def run(self, body: Callable[[DataPlane], Awaitable[None]]) -> None:
+        """Open a plane and run the body of a test on it."""
+
+        async def main() -> None:
+            async with self.open_plane() as plane:
+                await asyncio.wait_for(body(plane), 60)
+
+        asyncio.run(main())
+
+    # ------------------------------------------------------------------------------------------------------------ put and get
+    def test_every_kind_of_column_comes_back_bit_equal(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            batch = every_kind(5)
+            meta = await plane.put("p", keys_of(range(5)), batch)
+            got = await plane.get(meta)
+            assert got.field_names == batch.field_names
+            for name in batch.field_names:
+                assert_same_column(got[name], batch[name])
+            order = [4, 1, 3]
+            got = await plane.get(meta.select_rows(order))
+            for name in batch.field_names:
+                assert_same_column(got[name], batch.select_rows(order)[name])
+
+        self.run(body)
+
+    def test_rows_from_several_puts_come_in_the_order_of_the_keys(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            whole = every_kind(9)
+            for start in (3, 0, 6):
+                await plane.put("p", keys_of(range(start, start + 3)), whole.slice(start, start + 3))
+            for order in (list(range(9)), [8, 0, 4, 5, 1], [2, 3], [1, 0]):
+                got = await plane.get(KVBatchMeta(partition="p", keys=tuple(keys_of(order))), whole.field_names)
+                for name in whole.field_names:
+                    assert_same_column(got[name], whole.select_rows(order)[name])
+
+        self.run(body)
+
+    def test_put_describes_what_was_given(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            meta = await plane.put("p", ["a", "b"], numbers([1, 2]), tags=[{"n": 1}, {"n": 2}])
+            assert (meta.partition, meta.keys, meta.fields) == ("p", ("a", "b"), ("x",))
+            assert meta.tags == ({"n": 1}, {"n": 2})
+            later = await plane.put("p", ["b"], numbers([3], "y"))
+            assert (later.keys, later.fields, later.tags) == (("b",), ("y",), ())
+
+        self.run(body)
+
+    def test_columns_arrive_later(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            await plane.put("p", ["a", "b"], numbers([1, 2]))
+            await plane.put("p", ["b", "a"], numbers([20, 10], "y"))
+            meta = await plane.list_rows("p")
+            assert (meta.keys, set(meta.fields)) == (("a", "b"), {"x", "y"})
+            got = await plane.get(meta)
+            assert got.dense("x").values.tolist() == [1, 2]
+            assert got.dense("y").values.tolist() == [10, 20]
+
+        self.run(body)
+
+    def test_a_column_put_again_replaces_the_former(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            meta = await plane.put("p", ["a", "b", "c"], numbers([1, 2, 3]))
+            before = await plane.get(meta)
+            await plane.put("p", ["b"], numbers([20]))
+            assert (await plane.get(meta)).dense("x").values.tolist() == [1, 20, 3]
+            assert before.dense("x").values.tolist() == [1, 2, 3]
+            await plane.put("p", ["a", "b", "c"], BatchData({"x": ragged([[1], [], [2, 3]], "int32")}))
+            assert (await plane.get(meta)).ragged("x").lengths.tolist() == [1, 0, 2]
+
+        self.run(body)
+
+    def test_fields_select_columns(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            data = BatchData({"x": dense([1, 2]), "y": dense([3, 4]), "z": dense([5, 6])})
+            meta = await plane.put("p", ["a", "b"], data)
+            got = await plane.get(meta, ["z", "x"])
+            assert got.field_names == ("z", "x")
+            assert (await plane.get(meta.select_fields(["y"]))).field_names == ("y",)
+            assert len(await plane.get(meta, [])) == 2
+
+        self.run(body)
+
+    def test_putting_the_same_again_changes_nothing(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            meta = await plane.put("p", ["a", "b"], numbers([1, 2]), tags=[{"n": 1}, {}])
+            assert await plane.put("p", ["a", "b"], numbers([1, 2]), tags=[{"n": 1}, {}]) == meta
+            assert (await plane.list_rows("p")).keys == ("a", "b")
+            assert (await plane.get(meta)).dense("x").values.tolist() == [1, 2]
+
+        self.run(body)
+
+    def test_nothing_is_legal(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            meta = await plane.put("p", [], numbers([]))
+            assert (meta.keys, meta.fields) == ((), ("x",))
+            assert len(await plane.get(meta)) == 0
+            assert (await plane.list_rows("nowhere")).keys == ()
+            assert (await plane.wait_ready("nowhere", count=0, timeout_s=1)).keys == ()
+
+        self.run(body)
+
+    # ------------------------------------------------------------------------------------------------------------------- tags
+    def test_tags_are_merged_and_the_later_value_wins(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            await plane.put("p", ["a", "b"], tags=[{"n": 1, "s": "new"}, {"f": 0.5}])
+            await plane.put("p", ["a"], tags=[{"s": "done", "none": None, "yes": True}])
+            meta = await plane.list_rows("p")
+            assert meta.tags == ({"n": 1, "s": "done", "none": None, "yes": True}, {"f": 0.5})
+            assert [type(value) for value in meta.tags[0].values()] == [int, str, type(None), bool]
+
+        self.run(body)
+
+    def test_list_rows_by_tag_oldest_first(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            await plane.put("p", ["c", "a", "b"], tags=[{"k": 1}, {"k": 2}, {"k": 1, "m": None}])
+            await plane.put("p", ["a", "d"], numbers([1, 2]), tags=[{"k": 1}, {"k": 1}])
+            meta = await plane.list_rows("p", where={"k": 1})
+            assert (meta.keys, meta.fields) == (("c", "a", "b", "d"), ())
+            assert (await plane.list_rows("p", where={"m": None})).keys == ("b",)
+            assert (await plane.list_rows("p", where={"k": 1, "m": 2})).keys == ()
+            await plane.clear("p", ["c", "b"])
+            assert (await plane.list_rows("p")).fields == ("x",)
+
+        self.run(body)
+
+    def test_partitions_are_apart(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            one = await plane.put("one", ["a"], numbers([1]))
+            two = await plane.put("two", ["a"], numbers([2]))
+            assert (await plane.get(one)).dense("x").values.tolist() == [1]
+            assert await plane.clear("one") == 1
+            assert (await plane.get(two)).dense("x").values.tolist() == [2]
+
+        self.run(body)
+
+    # ------------------------------------------------------------------------------------------------------------------ errors
+    def test_a_put_that_is_refused_stores_nothing(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            with pytest.raises(DuplicateKeyError, match="twin"):
+                await plane.put("p", ["a", "twin", "twin"], numbers([1, 2, 3]))
+            with pytest.raises(BatchError):
+                await plane.put("p", ["a"], numbers([1, 2]))
+            with pytest.raises(BatchError):
+                await plane.put("p", ["a"], numbers([1]), tags=[])
+            assert (await plane.list_rows("p")).keys == ()
+            assert (await plane.stats()).bytes_used == 0
+
+        self.run(body)
+
+    def test_reads_are_strict(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            await plane.put("p", ["a", "b"], numbers([1, 2]))
+            await plane.put("p", ["a"], numbers([1], "only_a"))
+            with pytest.raises(MissingDataError, match="ghost"):
+                await plane.get(KVBatchMeta(partition="p", keys=("a", "ghost")), ["x"])
+            with pytest.raises(MissingDataError, match="ghost"):
+                await plane.get(KVBatchMeta(partition="p", keys=("ghost",)), [])
+            with pytest.raises(MissingDataError, match=r"'b'.*only_a|only_a.*'b'"):
+                await plane.get(KVBatchMeta(partition="p", keys=("a", "b")), ["x", "only_a"])
+            with pytest.raises(MissingDataError, match="never"):
+                await plane.get(KVBatchMeta(partition="p", keys=("a",)), ["never"])
+            with pytest.raises(MissingDataError):
+                await plane.get(KVBatchMeta(partition="nowhere", keys=("a",)), ["x"])
+
+        self.run(body)
+
+    # ------------------------------------------------------------------------------------------------------------------- waiting
+    def test_wait_ready_wakes_when_the_last_condition_is_met(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            wish = plane.wait_ready("p", count=2, fields=["x", "y"], where={"go": True}, timeout_s=30)
+            waiting = asyncio.ensure_future(wish)
+            await asyncio.sleep(_SOON_S)
+            await plane.put("p", ["a", "b", "c"], numbers([1, 2, 3]), tags=[{"go": True}, {"go": True}, {"go": True}])
+            await plane.put("p", ["c"], numbers([3], "y"))
+            await plane.put("p", ["b"], numbers([2], "y"), tags=[{"go": False}])
+            await asyncio.sleep(_SOON_S)
+            assert not waiting.done()
+            await plane.put("p", ["b"], tags=[{"go": True, "n": 2}])
+            meta = await waiting
+            assert meta.keys == ("b", "c")
+            assert meta.tags == ({"go": True, "n": 2}, {"go": True})
+            assert set(meta.fields) == {"x", "y"}
+            assert (await plane.get(meta)).dense("y").values.tolist() == [2, 3]
+
+        self.run(body)
+
+    def test_wait_ready_gives_exactly_the_oldest(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            await plane.put("p", keys_of(range(6)), numbers(range(6)))
+            await plane.clear("p", keys_of([0]))
+            await plane.put("p", keys_of([0]), numbers([0]))
+            meta = await plane.wait_ready("p", count=3, timeout_s=1)
+            assert list(meta.keys) == keys_of([1, 2, 3])
+            again = await plane.wait_ready("p", count=6, timeout_s=1)
+            assert list(again.keys) == keys_of([1, 2, 3, 4, 5, 0])
+
+        self.run(body)
+
+    def test_a_task_gets_each_row_once(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            first = asyncio.ensure_future(plane.wait_ready("p", count=3, task="train", timeout_s=30))
+            second = asyncio.ensure_future(plane.wait_ready("p", count=3, task="train", timeout_s=30))
+            other = asyncio.ensure_future(plane.wait_ready("p", count=6, task="score", timeout_s=30))
+            for i in range(6):
+                await plane.put("p", keys_of([i]), numbers([i]))
+            taken = [*(await first).keys, *(await second).keys]
+            assert sorted(taken) == sorted(keys_of(range(6)))
+            assert list((await other).keys) == keys_of(range(6))
+            with pytest.raises(PlaneTimeout):
+                await plane.wait_ready("p", count=1, task="train", timeout_s=_SOON_S)
+            assert len(await plane.wait_ready("p", count=6, timeout_s=1)) == 6
+
+        self.run(body)
+
+    def test_a_row_made_anew_is_not_consumed(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            await plane.put("p", ["a"], numbers([1]), tags=[{"old": 1}])
+            await plane.wait_ready("p", count=1, task="t", timeout_s=1)
+            await plane.clear("p", ["a"])
+            await plane.put("p", ["a"], numbers([2], "y"))
+            meta = await plane.wait_ready("p", count=1, task="t", timeout_s=1)
+            assert (meta.fields, meta.tags) == (("y",), ({},))
+            with pytest.raises(MissingDataError):
+                await plane.get(meta, ["x"])
+
+        self.run(body)
+
+    def test_the_timeout_says_how_many_rows_were_ready(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            await plane.put("p", ["a", "b", "c"], numbers([1, 2, 3]))
+            await plane.wait_ready("p", count=1, task="t", timeout_s=1)
+            with pytest.raises(PlaneTimeout, match=r"\b2 of 5\b"):
+                await plane.wait_ready("p", count=5, fields=["x"], task="t", timeout_s=_SOON_S)
+            meta = await plane.wait_ready("p", count=2, fields=["x"], task="t", timeout_s=1)
+            assert meta.keys == ("b", "c")
+
+        self.run(body)
+
+    def test_a_cancelled_wait_takes_nothing(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            gone = asyncio.ensure_future(plane.wait_ready("p", count=1, task="t", timeout_s=30))
+            await asyncio.sleep(_SOON_S)
+            gone.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await gone
+            await plane.put("p", ["a"], numbers([1]))
+            assert (await plane.wait_ready("p", count=1, task="t", timeout_s=5)).keys == ("a",)
+
+        self.run(body)
+
+    def test_cleared_rows_are_not_waited_for(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            waiting = asyncio.ensure_future(plane.wait_ready("p", count=2, timeout_s=30))
+            await asyncio.sleep(_SOON_S)
+            await plane.put("p", ["a"], numbers([1]))
+            await plane.clear("p")
+            await plane.put("p", ["b"], numbers([1]))
+            await asyncio.sleep(_SOON_S)
+            assert not waiting.done()
+            await plane.put("p", ["a"], numbers([1]))
+            assert (await waiting).keys == ("b", "a")
+
+        self.run(body)
+
+    # ------------------------------------------------------------------------------------------------------------------ clearing
+    def test_clear_counts_what_was_there(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            await plane.put("p", keys_of(range(4)), numbers(range(4)))
+            assert await plane.clear("p", [*keys_of([1, 2]), "ghost", "row1"]) == 2
+            assert await plane.clear("p", keys_of([1, 2])) == 0
+            assert list((await plane.list_rows("p")).keys) == keys_of([0, 3])
+            assert await plane.clear("p", []) == 0
+            assert await plane.clear("p") == 2
+            assert await plane.clear("p") == 0
+            assert await plane.clear("nowhere", ["a"]) == 0
+
+        self.run(body)
+
+    def test_what_was_read_stays_as_it_was(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            meta = await plane.put("p", keys_of(range(4)), numbers(range(4)))
+            got = (await plane.get(meta)).dense("x").values
+            await plane.clear("p")
+            for i in range(20):
+                await plane.put("q", keys_of(range(4)), numbers([i + 100] * 4))
+            assert got.tolist() == [0, 1, 2, 3]
+
+        self.run(body)
+
+    # ------------------------------------------------------------------------------------------------------------- stats, closing
+    def test_stats_and_traffic(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            data = numbers(range(100))
+            meta = await plane.put("p", keys_of(range(100)), data)
+            assert len(await plane.get(meta)) == 100
+            stats = await plane.stats()
+            assert stats.rows["p"] == 100
+            assert stats.bytes_used >= data.nbytes
+            traffic = plane.traffic()
+            assert (traffic.data_written, traffic.data_read) == (data.nbytes, data.nbytes)
+            await plane.clear("p")
+            stats = await plane.stats()
+            assert (stats.rows.get("p", 0), stats.bytes_used) == (0, 0)
+
+        self.run(body)
+
+    def test_close_twice(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            await plane.close()
+            await plane.close()
+
+        self.run(body)

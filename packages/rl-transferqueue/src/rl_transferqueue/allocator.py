@@ -1,0 +1,102 @@
+"""Which bytes of an arena are taken. Pure bookkeeping: no memory is touched here.
+
+Free ranges are kept in bins by size (bin k: 2^k <= size < 2^(k+1)) and in two maps by their ends, so that taking, giving back and
+merging neighbours take constant time. A range is served from the smallest bin that surely fits, after a short look into the bin that
+may fit; the untouched end of the arena is the largest range and so is used last.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+ALIGN = 64
+_LOOK = 16
+"""Ranges of the first bin that are looked at before a larger bin is cut."""
+
+
+def rounded(nbytes: int) -> int:
+    """Bytes a request takes: at least one unit of alignment, and a multiple of it."""
+    return max(ALIGN, -(-nbytes // ALIGN) * ALIGN)
+
+
+class Allocator:
+    """Ranges of an arena of `capacity` bytes (a multiple of 64).
+
+    >>> space = Allocator(256)
+    >>> first, second = space.take(100), space.take(10)
+    >>> first, second, space.take(100), space.used
+    (0, 128, None, 192)
+    >>> space.give(0), space.give(128), space.largest
+    (128, 64, 256)
+    """
+
+    def __init__(self, capacity: int) -> None:
+        assert capacity > 0
+        assert capacity % ALIGN == 0
+        self.capacity = capacity
+        self.used = 0
+        self.high_water = 0
+        """End of the highest range ever taken."""
+        self._taken: dict[int, int] = {}
+        self._free: dict[int, int] = {}
+        self._ends: dict[int, int] = {}
+        self._bins: list[dict[int, None]] = [{} for _ in range(capacity.bit_length())]
+        self._insert(0, capacity)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest free range."""
+        for members in reversed(self._bins):
+            if members:
+                return max(self._free[start] for start in members)
+        return 0
+
+    def take(self, nbytes: int) -> int | None:
+        """Start of a range of at least `nbytes` bytes, or None: no free range is long enough."""
+        size = rounded(nbytes)
+        start = self._find(size)
+        if start is None:
+            return None
+        length = self._remove(start)
+        if length > size:
+            self._insert(start + size, length - size)
+        self._taken[start] = size
+        self.used += size
+        self.high_water = max(self.high_water, start + size)
+        return start
+
+    def give(self, start: int) -> int:
+        """Give back the range that begins at `start`; returns its bytes."""
+        size = self._taken.pop(start)
+        self.used -= size
+        low, high = start, start + size
+        if high in self._free:
+            high += self._remove(high)
+        if low in self._ends:
+            low = self._ends[low]
+            self._remove(low)
+        self._insert(low, high - low)
+        return size
+
+    def _find(self, size: int) -> int | None:
+        first = size.bit_length() - 1
+        if first >= len(self._bins):
+            return None
+        for start in islice(self._bins[first], _LOOK):
+            if self._free[start] >= size:
+                return start
+        for members in self._bins[first + 1 :]:
+            if members:
+                return next(iter(members))
+        return next((start for start in self._bins[first] if self._free[start] >= size), None)
+
+    def _insert(self, start: int, size: int) -> None:
+        self._free[start] = size
+        self._ends[start + size] = start
+        self._bins[size.bit_length() - 1][start] = None
+
+    def _remove(self, start: int) -> int:
+        size = self._free.pop(start)
+        del self._ends[start + size]
+        del self._bins[size.bit_length() - 1][start]
+        return size

@@ -1,0 +1,66 @@
+"""Shared memory of one storage unit: one anonymous file (memfd) of the unit's whole capacity, whose pages exist once touched.
+
+A memfd has no name in any file system, so nothing can stay behind, and the size of /dev/shm does not matter. A client on the same host
+maps it through /proc/<pid of the unit>/fd/<number>.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+
+from rl_protocol.errors import DataPlaneError, PlaneLostError
+from rl_transferqueue.descriptor import UnitAddress
+
+_MADV_POPULATE_WRITE = 23  # linux/mman.h since 5.14; the mmap module names it from Python 3.13 on
+
+
+class Arena:
+    """The unit's side. Lifecycle: made with its final size, pages filled in by `populate` or on first write, ends with the process."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.fd = os.memfd_create("rl-transferqueue", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, nbytes)
+        self.memory = mmap.mmap(self.fd, nbytes)
+
+    def populate(self, start: int, nbytes: int) -> bool:
+        """Bring pages in ahead of need; False: this kernel can't, pages come in on first write."""
+        try:
+            self.memory.madvise(_MADV_POPULATE_WRITE, start, nbytes)
+        except OSError:
+            return False
+        return True
+
+
+_mappings: weakref.WeakValueDictionary[tuple[UnitAddress, bool], mmap.mmap] = weakref.WeakValueDictionary()
+
+
+def map_arena(unit: UnitAddress, *, writable: bool) -> mmap.mmap:
+    """The arena of a unit in this process's memory, shared by all who ask for it here.
+
+    Raises:
+        PlaneLostError: the unit is gone.
+        DataPlaneError: this process may not open the unit's memory.
+    """
+    mapping = _mappings.get((unit, writable))
+    if mapping is not None:
+        return mapping
+    path = f"/proc/{unit.process.pid}/fd/{unit.arena_fd}"
+    try:
+        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise PlaneLostError(f"The storage unit with pid {unit.process.pid} is gone: {error}.") from error
+    except PermissionError as error:
+        raise DataPlaneError(
+            f"The memory of the storage unit with pid {unit.process.pid} can't be opened: {error}. Clients must run as the user that "
+            "started the plane, in the same pid namespace."
+        ) from error
+    try:
+        mapping = mmap.mmap(fd, unit.arena_bytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+    except (ValueError, OSError) as error:
+        raise DataPlaneError(f"{path} can't be mapped with {unit.arena_bytes} bytes: {error}.") from error
+    finally:
+        os.close(fd)
+    _mappings[(unit, writable)] = mapping
+    return mapping

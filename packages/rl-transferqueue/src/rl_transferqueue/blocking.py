@@ -1,0 +1,99 @@
+"""The data plane without async: one thread with one event loop per process runs the calls of all who wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
+
+from rl_protocol.ports import DataPlane
+from rl_transferqueue.client import connect
+from rl_transferqueue.descriptor import PlaneDescriptor
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Portal:
+    """A thread that runs coroutines for other threads. Lifecycle: running from the start until `close`; daemonic."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rl-transferqueue-portal", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine there and wait for it; an interrupt here cancels it there.
+
+        Raises:
+            RuntimeError: called from the portal's own thread, which would wait for itself.
+        """
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError(
+                "A blocking call inside the portal's own loop would wait for itself; await the async one."
+            )
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def blocking(self, method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+        """The sync twin of an async method, with the same arguments."""
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            return self.run(method(*args, **kwargs))
+
+        return call
+
+    def close(self) -> None:
+        """Stop the thread; calls under way are cancelled."""
+        self.run(_cancel_all())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+_portals: dict[int, Portal] = {}
+_lock = threading.Lock()
+
+
+def portal() -> Portal:
+    """The portal of this process, started when first asked for."""
+    with _lock:
+        pid = os.getpid()
+        if pid not in _portals:
+            _portals[pid] = Portal()
+        return _portals[pid]
+
+
+class BlockingPlane:
+    """The sync twin of a DataPlane: the same methods with the same arguments, results and errors, from any thread but the portal's."""
+
+    def __init__(self, plane: DataPlane, on: Portal) -> None:
+        self.put = on.blocking(plane.put)
+        self.get = on.blocking(plane.get)
+        self.wait_ready = on.blocking(plane.wait_ready)
+        self.list_rows = on.blocking(plane.list_rows)
+        self.clear = on.blocking(plane.clear)
+        self.stats = on.blocking(plane.stats)
+        self.traffic = plane.traffic
+        self.close = on.blocking(plane.close)
+
+
+def connect_blocking(descriptor: PlaneDescriptor, *, timeout_s: float = 10.0) -> BlockingPlane:
+    """Connect without async; see `connect`."""
+    on = portal()
+    return BlockingPlane(on.run(connect(descriptor, timeout_s=timeout_s)), on)

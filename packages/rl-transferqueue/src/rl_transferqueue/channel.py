@@ -1,0 +1,177 @@
+"""The asking end of the control protocol: one DEALER socket on the running loop, many calls at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import zmq
+
+from rl_protocol.errors import PlaneLostError, PlaneTimeout, WireError
+from rl_transferqueue.messages import MAX_FRAME, Answer, AnyRequest, Cancel, Failure, Reply, Request, error_of, pack
+
+A = TypeVar("A", bound=msgspec.Struct)
+_decoder = msgspec.msgpack.Decoder(Reply)
+_BURST = 256
+_LINGER_MS = 500
+
+
+class Call(NamedTuple):
+    """A request that was sent."""
+
+    id: int
+    answer: asyncio.Future[Answer]
+
+
+class Channel:
+    """Requests and answers of one session with one server.
+
+    A call that is cancelled or runs out of time tells the server so; an answer that comes nevertheless goes to the call's `orphan`.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        session: bytes,
+        name: str,
+    ) -> None:
+        self.name = name
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._loop = loop
+        self._ids = count(1)
+        self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self._orphans: dict[int, Callable[[Answer], None]] = {}
+        self._cancels: dict[int, int] = {}
+        self._lost: str | None = None
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, session)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.connect(address)
+        self._fd = int(self._socket.fileno())
+        loop.add_reader(self._fd, self._read)
+
+    def start(self, body: AnyRequest) -> Call:
+        """Send a request whose answer is awaited with `finish`.
+
+        Raises:
+            BatchError: the message can't be said; nothing was sent.
+            PlaneLostError: the plane is gone.
+        """
+        call = Call(self.tell(body), self._loop.create_future())
+        self._pending[call.id] = call.answer
+        return call
+
+    async def finish(
+        self, call: Call, expect: type[A], timeout_s: float, *, orphan: Callable[[A], None] | None = None
+    ) -> A:
+        """The answer, if it comes within `timeout_s` seconds.
+
+        Args:
+            call: made by `start`.
+            expect: type of the answer.
+            timeout_s: deadline; a server that keeps the deadline itself is given a little more.
+            orphan: gets the answer if the caller has left before it came.
+
+        Raises:
+            PlaneTimeout, PlaneLostError, and whatever the server answers.
+        """
+        try:
+            await asyncio.wait((call.answer,), timeout=timeout_s)
+        except asyncio.CancelledError:
+            self._leave(call, expect, orphan)
+            raise
+        finally:
+            self._pending.pop(call.id, None)
+        if not call.answer.done():
+            self._leave(call, expect, orphan)
+            raise PlaneTimeout(f"The {self.name} of the data plane did not answer within {timeout_s:g} s.")
+        answer = call.answer.result()
+        if isinstance(answer, Failure):
+            raise error_of(answer)
+        if not isinstance(answer, expect):
+            raise WireError(f"The {self.name} answered {type(answer).__name__} where {expect.__name__} was expected.")
+        return answer
+
+    async def call(
+        self, body: AnyRequest, expect: type[A], timeout_s: float, *, orphan: Callable[[A], None] | None = None
+    ) -> A:
+        """`start` and `finish`."""
+        return await self.finish(self.start(body), expect, timeout_s, orphan=orphan)
+
+    def tell(self, body: AnyRequest) -> int:
+        """Send a message without waiting for an answer; returns its id.
+
+        Raises:
+            BatchError, PlaneLostError: see `start`.
+        """
+        if self._lost is not None:
+            raise PlaneLostError(self._lost)
+        request = next(self._ids)
+        frame = pack(Request(request, body))
+        self._socket.send(frame, zmq.DONTWAIT)
+        self.bytes_sent += len(frame)
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # the descriptor says only once that something came
+            self._loop.call_soon(self._read)
+        return request
+
+    def lose(self, message: str) -> None:
+        """The server is gone: every call, now and later, raises PlaneLostError."""
+        if self._lost is None:
+            self._lost = message
+            for answer in self._pending.values():
+                if not answer.done():
+                    answer.set_exception(PlaneLostError(message))
+
+    def close(self, *, flush: bool) -> None:
+        """Close the socket; `flush`: give messages sent last half a second to leave."""
+        self.lose("This client is closed; connect again.")
+        self._loop.remove_reader(self._fd)
+        self._socket.close(linger=_LINGER_MS if flush else 0)
+
+    def _leave(self, call: Call, expect: type[A], orphan: Callable[[A], None] | None) -> None:
+        def pass_on(answer: Answer) -> None:
+            if orphan is not None and isinstance(answer, expect):
+                orphan(answer)
+
+        if self._lost is not None:
+            return
+        if call.answer.done():
+            pass_on(call.answer.result())
+        else:
+            self._orphans[call.id] = pass_on
+        self._cancels[self.tell(Cancel(call.id))] = call.id
+
+    def _read(self) -> None:
+        for _ in range(_BURST):
+            if self._socket.closed:
+                return
+            try:
+                frame = self._socket.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self.bytes_received += len(frame)
+            try:
+                reply = _decoder.decode(frame)
+            except msgspec.DecodeError as error:
+                self.lose(f"The {self.name} of the data plane speaks another protocol: {error}.")
+                return
+            self._take(reply)
+        self._loop.call_soon(self._read)
+
+    def _take(self, reply: Reply) -> None:
+        answer = self._pending.get(reply.id)
+        if answer is not None and not answer.done():
+            answer.set_result(reply.body)
+        elif reply.id in self._orphans:
+            self._orphans.pop(reply.id)(reply.body)
+        elif reply.id in self._cancels:  # answers come in order: none will come to the call that was left
+            self._orphans.pop(self._cancels.pop(reply.id), None)

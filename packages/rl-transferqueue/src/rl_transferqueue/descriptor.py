@@ -1,0 +1,52 @@
+"""Where a plane is: what a process needs to connect to it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rl_protocol.errors import WireError
+from rl_transferqueue.liveness import ProcessId
+
+
+class ControllerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The controller of a plane."""
+
+    address: str
+    """ZeroMQ endpoint."""
+    process: ProcessId
+
+
+class UnitAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A storage unit of a plane."""
+
+    address: str
+    """ZeroMQ endpoint."""
+    process: ProcessId
+    arena_fd: int
+    """Number of the arena's file descriptor inside the unit's process."""
+    arena_bytes: int
+
+
+class PlaneDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Addresses of the processes of one plane; plain data, to be handed to other processes of the same user and host."""
+
+    controller: ControllerAddress
+    units: tuple[UnitAddress, ...]
+    timeout_s: float
+    """Seconds a call may take where the caller names no deadline (`TransferQueueConfig.timeout_s`)."""
+
+    def to_json(self) -> str:
+        """The descriptor as one line of JSON."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> PlaneDescriptor:
+        """The inverse of `to_json`.
+
+        Raises:
+            WireError: the text is not a descriptor.
+        """
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise WireError(f"Not a plane descriptor: {error}.") from error

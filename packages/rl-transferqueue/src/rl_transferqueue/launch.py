@@ -1,0 +1,195 @@
+"""Start a plane on this host: one controller and the storage units as child processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from rl_protocol.errors import ConfigError, PlaneLostError
+from rl_transferqueue.config import TransferQueueConfig
+from rl_transferqueue.descriptor import ControllerAddress, PlaneDescriptor, UnitAddress
+from rl_transferqueue.liveness import this_process
+from rl_transferqueue.serve import ControllerSpec, Ready, ServeConfig, UnitSpec
+
+_SOCKET_PATH_LIMIT = 107
+_TAIL_BYTES = 2000
+_STOP_S = 2.0
+"""Seconds a child has to end by itself, and again after SIGTERM."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    name: str
+    process: subprocess.Popen[bytes]
+    ready_fd: int
+    log_file: Path
+
+    def tail(self) -> str:
+        """The end of what it wrote to stdout and stderr."""
+        try:
+            return self.log_file.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
+        except FileNotFoundError:
+            return ""
+
+
+class LocalPlane:
+    """The processes of one plane; made by `start_local_plane`.
+
+    Lifecycle: running from the start; `close` (or leaving the `with` block) ends all processes and with them all data. If this process dies
+    in whatever way, the plane ends too.
+    """
+
+    def __init__(self, descriptor: PlaneDescriptor, children: list[_Child], runtime_dir: Path) -> None:
+        self._descriptor = descriptor
+        self._children = children
+        self._runtime_dir = runtime_dir
+
+    @property
+    def descriptor(self) -> PlaneDescriptor:
+        """What a process needs to `connect`."""
+        return self._descriptor
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids: the controller's, then the storage units'."""
+        return tuple(child.process.pid for child in self._children)
+
+    def close(self) -> None:
+        """End the plane within about 4 seconds; safe to call twice."""
+        _stop(self._children)
+        shutil.rmtree(self._runtime_dir, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def start_local_plane(
+    config: TransferQueueConfig,
+    runtime_dir: Path | None = None,
+    *,
+    log_dir: Path | None = None,
+    start_timeout_s: float = 30.0,
+) -> LocalPlane:
+    """Start a plane and wait until it serves.
+
+    Args:
+        config: sizes and deadlines.
+        runtime_dir: existing directory in which a private directory for the sockets is made (default: the system's for temporary files).
+            Its path must be short: the path of a unix socket may have 107 bytes.
+        log_dir: directory for one log file per process (made if it is not there); default: beside the sockets, removed with them.
+        start_timeout_s: seconds until the processes must serve.
+
+    Raises:
+        ConfigError: the path of `runtime_dir` is too long, or it is not there.
+        PlaneLostError: a process ended or was not up in time; carries the end of what it wrote.
+    """
+    private = _private_dir(runtime_dir)
+    logs = log_dir or private
+    logs.mkdir(parents=True, exist_ok=True)
+    children: list[_Child] = []
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, private, ignore_errors=True)
+        undo.callback(lambda: _stop(children))
+        unit_addresses = [f"ipc://{private}/u{i}" for i in range(config.num_storage_units)]
+        controller_address = f"ipc://{private}/c"
+        specs: list[tuple[str, ControllerSpec | UnitSpec]] = [
+            ("controller", ControllerSpec(controller_address, tuple(unit_addresses))),
+            *(
+                (f"unit-{i}", UnitSpec(i, address, config.unit_bytes, config.segment_mb << 20))
+                for i, address in enumerate(unit_addresses)
+            ),
+        ]
+        for name, spec in specs:
+            children.append(_spawn(name, spec, private, logs))
+        deadline = time.monotonic() + start_timeout_s
+        controller, *units = [_wait_ready(child, deadline, start_timeout_s) for child in children]
+        undo.pop_all()
+    descriptor = PlaneDescriptor(
+        ControllerAddress(controller_address, controller.process),
+        tuple(
+            UnitAddress(address, unit.process, unit.arena_fd, config.unit_bytes)
+            for address, unit in zip(unit_addresses, units, strict=True)
+        ),
+        config.timeout_s,
+    )
+    return LocalPlane(descriptor, children, private)
+
+
+def _private_dir(base: Path | None) -> Path:
+    parent = Path(tempfile.gettempdir()) if base is None else base.absolute()
+    if not parent.is_dir():
+        raise ConfigError(f"The runtime directory {parent} is not there; make it first.")
+    private = Path(tempfile.mkdtemp(prefix="rltq-", dir=parent))
+    if len(os.fsencode(private / "u255")) > _SOCKET_PATH_LIMIT:
+        private.rmdir()
+        raise ConfigError(
+            f"The runtime directory {parent} has too long a path for unix sockets ({_SOCKET_PATH_LIMIT} bytes at most); give a shorter "
+            "runtime_dir or set TMPDIR."
+        )
+    return private
+
+
+def _spawn(name: str, spec: ControllerSpec | UnitSpec, private: Path, logs: Path) -> _Child:
+    log_file = logs / f"{name}.log"
+    ready, ready_write = os.pipe()
+    told = ServeConfig(spec, this_process(), ready_write, str(private))
+    command = [sys.executable, "-m", "rl_transferqueue.serve", msgspec.json.encode(told).decode()]
+    try:
+        with log_file.open("ab") as log:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(ready_write,), start_new_session=True
+            )
+    except BaseException:
+        os.close(ready)
+        raise
+    finally:
+        os.close(ready_write)
+    return _Child(name, process, ready, log_file)
+
+
+def _wait_ready(child: _Child, deadline: float, timeout_s: float) -> Ready:
+    readable, _, _ = select.select([child.ready_fd], [], [], max(0.0, deadline - time.monotonic()))
+    said = os.read(child.ready_fd, 4096) if readable else b""
+    if said:
+        return msgspec.json.decode(said, type=Ready)
+    what = f"was not up within {timeout_s:g} s"
+    if readable:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(_STOP_S)
+        what = f"ended with status {child.process.returncode} before it was up"
+    raise PlaneLostError(f"The {child.name} process of the data plane {what}. It wrote:\n{child.tail() or '(nothing)'}")
+
+
+def _stop(children: list[_Child]) -> None:
+    for child in children:
+        assert child.process.stdin is not None
+        child.process.stdin.close()
+    for end in (None, subprocess.Popen[bytes].terminate, subprocess.Popen[bytes].kill):
+        deadline = time.monotonic() + _STOP_S
+        for child in children:
+            if end is not None and child.process.poll() is None:
+                end(child.process)
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+    for child in children:
+        with contextlib.suppress(OSError):
+            os.close(child.ready_fd)
+    children.clear()

@@ -1,0 +1,98 @@
+"""Entry point of the server processes of a plane: `python -m rl_transferqueue.serve <ServeConfig as JSON>`.
+
+The process says on the pipe `ready_fd` that it is up. It ends when stdin ends or its parent does, whichever is noticed first, and then
+removes the runtime directory: the parent may not be there to do it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from typing import TypeAlias
+
+import msgspec
+import zmq
+
+from rl_protocol.errors import PlaneLostError
+from rl_transferqueue.controller import Controller
+from rl_transferqueue.liveness import ProcessId, open_pidfd, this_process
+from rl_transferqueue.storage import StorageUnit
+
+log = logging.getLogger(__name__)
+
+
+class UnitSpec(msgspec.Struct, frozen=True, tag=True):
+    """Serve a storage unit; sizes in bytes."""
+
+    index: int
+    address: str
+    capacity: int
+    segment: int
+
+
+class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
+    """Serve the controller."""
+
+    address: str
+    units: tuple[str, ...]
+
+
+class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a server process is told on its command line."""
+
+    spec: UnitSpec | ControllerSpec
+    parent: ProcessId
+    ready_fd: int
+    runtime_dir: str
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """What it says on the pipe once it serves."""
+
+    process: ProcessId
+    arena_fd: int
+    """-1: it has no arena."""
+
+
+Role: TypeAlias = Controller | StorageUnit
+
+
+def main(arguments: list[str]) -> int:
+    """Serve until stdin or the parent ends; the exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    config = msgspec.json.decode(arguments[0], type=ServeConfig)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    role = _build(config.spec, context)
+    try:
+        parent = open_pidfd(config.parent, "The parent")
+    except PlaneLostError:
+        log.warning("the parent was gone before this process was up")
+    else:
+        for fd in (sys.stdin.fileno(), parent):
+            role.reactor.watch(fd, role.reactor.stop)
+        _say_ready(config.ready_fd, role)
+        log.info("serving %s", config.spec)
+        role.reactor.run()
+        os.close(parent)
+    role.close()
+    context.term()
+    shutil.rmtree(config.runtime_dir, ignore_errors=True)
+    return 0
+
+
+def _build(spec: UnitSpec | ControllerSpec, context: zmq.Context[zmq.Socket[bytes]]) -> Role:
+    if isinstance(spec, UnitSpec):
+        return StorageUnit(context, spec.index, spec.address, spec.capacity, spec.segment)
+    return Controller(context, spec.address, spec.units)
+
+
+def _say_ready(fd: int, role: Role) -> None:
+    arena_fd = role.arena.fd if isinstance(role, StorageUnit) else -1
+    os.write(fd, msgspec.json.encode(Ready(this_process(), arena_fd)))
+    os.close(fd)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

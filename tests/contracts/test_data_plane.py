@@ -1,0 +1,43 @@
+"""Every DataPlane we ship passes the suite that third parties use."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from rl_protocol.ports import DataPlane
+from rl_protocol.testing.data_plane import DataPlaneSuite
+from rl_protocol.testing.fakes import MemoryDataPlane
+from rl_transferqueue import LocalPlane, TransferQueueConfig, connect, start_local_plane
+
+
+class TestMemoryDataPlane(DataPlaneSuite):
+    @asynccontextmanager
+    async def open_plane(self) -> AsyncIterator[DataPlane]:
+        yield MemoryDataPlane()
+
+
+class TestLocalPlane(DataPlaneSuite):
+    """One plane for all tests; each leaves it empty, which is checked."""
+
+    plane: LocalPlane
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _plane(cls) -> Iterator[None]:
+        with start_local_plane(TransferQueueConfig(capacity_mb=64, segment_mb=1)) as cls.plane:
+            yield
+
+    @asynccontextmanager
+    async def open_plane(self) -> AsyncIterator[DataPlane]:
+        client = await connect(self.plane.descriptor)
+        try:
+            yield client
+        finally:
+            await client.close()
+            async with await connect(self.plane.descriptor) as cleaner:
+                for partition in (await cleaner.stats()).rows:
+                    await cleaner.clear(partition)
+                assert (await cleaner.stats()).bytes_used == 0

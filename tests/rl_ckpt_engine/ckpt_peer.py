@@ -1,0 +1,55 @@
+"""A process with one endpoint, driven over pipes: one JSON line in per call, one out per answer. `python ckpt_peer.py sender|receiver NAME`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from rl_ckpt_engine import ReceiverEndpoint, SenderEndpoint
+from rl_ckpt_engine.engines.shm import ShmEngine
+from rl_ckpt_engine.testing import make_weights
+from rl_protocol.errors import RLError
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from ckpt_fakes import Sink, Source
+
+SHAPES = [(1000, 100), (), (0,), (33,)]
+T = 20.0
+
+
+class Peer:
+    def __init__(self, role: str, name: str) -> None:
+        self.sink = Sink(make_weights(SHAPES))
+        self.source = Source([])
+        self.sender = SenderEndpoint(ShmEngine(), self.source) if role == "sender" else None
+        self.receiver = ReceiverEndpoint(ShmEngine(), self.sink, name=name)
+
+    async def call(self, method: str, *args: object) -> object:
+        if method == "loaded":
+            return [self.sink.weight_version, {name: data.hex() for name, data in self.sink.loaded.items()}]
+        if method == "send":
+            self.source.weights = make_weights(SHAPES, seed=int(args[0]))
+            return (await self.sender.send(int(args[0]), T)).hex()
+        if method == "receive":
+            ack = await self.receiver.receive(bytes.fromhex(str(args[0])), T)
+            return [ack.version, ack.digest.hex(), ack.seconds]
+        target = self.sender if method in ("finalize", "abort") else self.receiver
+        return await getattr(target, method)(*args)
+
+
+def main() -> None:
+    peer = Peer(*sys.argv[1:])
+    for line in sys.stdin:
+        try:
+            answer = {"ok": asyncio.run(peer.call(*json.loads(line)))}
+        except RLError as error:
+            answer = {"error": str(error)}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

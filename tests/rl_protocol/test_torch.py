@@ -1,0 +1,196 @@
+"""The torch bridge: nothing copied, nothing made dense, nothing rounded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+from rl_protocol import BatchData, ObjectColumn, RaggedColumn, SchemaError, WeightTensor, dense, ragged, wire
+from rl_protocol.dtypes import STORAGE_DTYPES
+from rl_protocol.torch import (
+    TORCH_DTYPES,
+    column_from_tensor,
+    from_tensordict,
+    from_weight,
+    tensor_from_column,
+    to_array,
+    to_tensor,
+    to_tensordict,
+    to_weight,
+    torch_dtype_name,
+)
+
+
+def sample(dtype: str, *shape: int) -> torch.Tensor:
+    count = int(np.prod(shape))
+    return torch.arange(count).remainder(5).to(torch.float32).reshape(shape).to(TORCH_DTYPES[dtype])
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def jagged(values: torch.Tensor, offsets: list[int]) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(values, offsets=torch.tensor(offsets))
+
+
+def test_every_element_type_has_a_torch_type_of_its_size():
+    assert set(TORCH_DTYPES) == set(STORAGE_DTYPES)
+    for name, dtype in TORCH_DTYPES.items():
+        assert dtype.itemsize == STORAGE_DTYPES[name].itemsize
+        assert torch_dtype_name(dtype) == name
+    with pytest.raises(SchemaError, match=r"torch\.complex64"):
+        torch_dtype_name(torch.complex64)
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_dense_tensors_share_memory_both_ways(dtype: str):
+    tensor = sample(dtype, 3, 4)
+    column = column_from_tensor(tensor)
+    assert (column.kind, column.dtype, column.dims) == ("dense", dtype, (4,))
+    back = tensor_from_column(column)  # type: ignore[arg-type]
+    assert back.dtype == tensor.dtype
+    assert back.data_ptr() == tensor.data_ptr()
+    assert bits(back) == bits(tensor)
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+@pytest.mark.parametrize("offsets", [[0, 2, 2, 6], [0, 2, 4, 6]], ids=["ragged", "equal"])
+def test_jagged_tensors_stay_jagged_and_share_memory(dtype: str, offsets: list[int]):
+    values = sample(dtype, 6, 2)
+    column = column_from_tensor(jagged(values, offsets))
+    assert isinstance(column, RaggedColumn)
+    assert (column.dtype, column.dims, column.offsets.tolist()) == (dtype, (2,), offsets)
+    back = tensor_from_column(column)
+    assert back.is_nested
+    assert back.layout == torch.jagged
+    assert back.values().data_ptr() == values.data_ptr()
+    assert bits(back.values()) == bits(values)
+    assert [row.shape[0] for row in back.unbind()] == np.diff(offsets).tolist()
+
+
+@pytest.mark.parametrize("rows", [[], [[]], [[], []]])
+def test_empty_columns(rows: list[list[int]]):
+    column = column_from_tensor(tensor_from_column(ragged(rows, "int64")))
+    assert isinstance(column, RaggedColumn)
+    assert column.lengths.tolist() == [0] * len(rows)
+    assert tensor_from_column(dense(np.zeros((0, 3)))).shape == (0, 3)
+
+
+def test_jagged_views_with_holes_are_copied_out():
+    view = torch.nested.narrow(
+        torch.arange(12).reshape(3, 4), 1, torch.tensor([0, 1, 0]), torch.tensor([2, 3, 4]), layout=torch.jagged
+    )
+    column = column_from_tensor(view)
+    assert isinstance(column, RaggedColumn)
+    assert [row.tolist() for row in column.rows()] == [[0, 1], [5, 6, 7], [8, 9, 10, 11]]
+    empty = torch.nested.nested_tensor_from_jagged(
+        torch.zeros(0), offsets=torch.tensor([0]), lengths=torch.zeros(0, dtype=torch.int64)
+    )
+    assert len(column_from_tensor(empty)) == 0
+
+
+def test_tensors_that_are_no_column_are_refused():
+    with pytest.raises(SchemaError, match="row dimension"):
+        column_from_tensor(torch.tensor(1.0))
+    with pytest.raises(SchemaError, match="strided or jagged"):
+        column_from_tensor(torch.eye(3).to_sparse())
+    with pytest.raises(SchemaError, match="ragged in dimension 1"):
+        column_from_tensor(jagged(torch.zeros(6, 6), [0, 2, 6]).transpose(1, 2))
+    with pytest.raises(SchemaError, match="start at 0"):
+        column_from_tensor(jagged(torch.zeros(6), [1, 2, 5]))
+
+
+def test_gradients_and_strides_do_not_matter():
+    tensor = torch.arange(6.0, requires_grad=True).reshape(2, 3)
+    array, name = to_array(tensor.t())
+    assert (array.tolist(), name) == ([[0, 3], [1, 4], [2, 5]], "float32")
+
+
+def test_read_only_memory_becomes_a_tensor_without_a_warning_or_a_copy():
+    array = np.arange(4.0)
+    array.flags.writeable = False
+    tensor = to_tensor(array, "float64")
+    assert tensor.data_ptr() == array.ctypes.data
+    del array
+    assert tensor.tolist() == [0, 1, 2, 3]
+
+
+OBJECTS: list[list[object]] = [[], [None], ["a", "a"], [[1, 2], [3]], [[], []], [{"a": 1}, {"b": [1, {}]}], [b"x", 1]]
+
+
+@pytest.mark.parametrize("objects", OBJECTS, ids=repr)
+def test_tensordict_round_trip(objects: list[object]):
+    rows = len(objects)
+    batch = BatchData(
+        {
+            "grid": dense(np.arange(rows * 2, dtype=np.float32).reshape(rows, 2)),
+            "ids": ragged([[7] * 2 for _ in range(rows)], "int64"),
+            "note": ObjectColumn.from_values(objects),
+        }
+    )
+    data = to_tensordict(batch)
+    assert list(data.batch_size) == [rows]
+    assert data["ids"].is_nested
+    again = from_tensordict(data)
+    assert again.field_names == batch.field_names
+    assert b"".join(wire.encode(again)) == b"".join(wire.encode(batch))
+    for name in ("grid", "ids"):
+        assert not rows or again[name].buffers[0].ctypes.data == batch[name].buffers[0].ctypes.data
+
+
+def test_a_tensordict_of_a_trainer_is_shared():
+    scores = torch.ones(2, 3, dtype=torch.bfloat16)
+    data = TensorDict({"scores": scores, "note": NonTensorStack("a", "b")}, batch_size=[2])
+    batch = from_tensordict(data)
+    assert batch["scores"].dtype == "bfloat16"
+    assert batch["scores"].buffers[0].ctypes.data == scores.data_ptr()
+    assert batch.objects("note").values() == ["a", "b"]
+
+
+def test_tensordicts_that_are_no_batch_are_refused():
+    with pytest.raises(SchemaError, match=r"batch size \[N\]; got \[2, 3\]"):
+        from_tensordict(TensorDict({"x": torch.zeros(2, 3)}, batch_size=[2, 3]))
+    inner = TensorDict({"x": torch.zeros(2)}, batch_size=[2])
+    with pytest.raises(SchemaError, match="'inner' of the TensorDict is a TensorDict"):
+        from_tensordict(TensorDict({"inner": inner}, batch_size=[2]))
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (5,), (2, 3)], ids=str)
+def test_weights_round_trip_without_copying(dtype: str, shape: tuple[int, ...]):
+    tensor = sample(dtype, *shape)
+    weight = to_weight("w", tensor)
+    assert (weight.name, weight.dtype, weight.shape, weight.nbytes) == ("w", dtype, shape, tensor.nbytes)
+    assert weight.data.tobytes() == bits(tensor)
+    back = from_weight(weight)
+    assert (back.dtype, tuple(back.shape), bits(back)) == (tensor.dtype, shape, bits(tensor))
+    if tensor.numel():
+        assert weight.data.ctypes.data == tensor.data_ptr() == back.data_ptr()
+
+
+def test_non_contiguous_weights_are_written_in_order():
+    tensor = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    for view in (tensor.t(), tensor[:, 1], tensor[:, ::2]):
+        assert not view.is_contiguous()
+        weight = to_weight("w", view)
+        assert weight.shape == tuple(view.shape)
+        assert torch.equal(from_weight(weight), view)
+
+
+def test_weights_refuse_writes_and_bytes_that_do_not_fit():
+    weight = to_weight("w", torch.ones(2))
+    with pytest.raises(ValueError, match="read-only"):
+        weight.data[0] = 1
+    with pytest.raises(SchemaError, match=r"'w' of type bfloat16 and shape \(2,\) needs a flat uint8 array of 4 bytes"):
+        WeightTensor("w", "bfloat16", (2,), np.zeros(2, np.uint8))
+    with pytest.raises(SchemaError, match="Unknown element type"):
+        WeightTensor("w", "int7", (2,), np.zeros(2, np.uint8))
+
+
+def test_weights_at_odd_addresses_can_be_read():
+    memory = np.zeros(9, np.uint8)
+    memory[1:] = np.array([1.5, 2.5], np.float32).view(np.uint8)
+    assert from_weight(WeightTensor("w", "float32", (2,), memory[1:])).tolist() == [1.5, 2.5]

@@ -1,0 +1,169 @@
+"""The torch policy and critic on a real model: log-probs against a naive forward, updates against autograd, no split changes a result."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rl_protocol import BatchData, BatchError, ConfigError, ragged
+from rl_protocol.torch import from_weight
+from rl_trainer import ActorConfig, CriticConfig, OptimConfig
+from rl_trainer.backends.optimise import Schedule, mini_batches
+from rl_trainer.backends.tokens import token_batch
+from rl_trainer.backends.torch_critic import TorchCriticBackend
+from rl_trainer.backends.torch_policy import TorchPolicyBackend, load_model
+
+PROMPTS = [[2, 3], [4], [5, 6, 7], [2]]
+RESPONSES = [[8, 1], [9, 9, 9], [3], [4, 1]]
+
+
+def batch(**columns):
+    return BatchData({"prompts": ragged(PROMPTS, "int64"), "responses": ragged(RESPONSES, "int64"), **columns})
+
+
+def like_responses(fill, dtype="float32"):
+    rng = np.random.default_rng(1)
+    return ragged([[fill(rng) for _ in row] for row in RESPONSES], dtype)
+
+
+def training_batch(policy):
+    log_probs = policy.compute_log_probs(batch(), temperature=1.0)["log_probs"]
+    return batch(
+        response_mask=ragged([[True] * len(r) for r in RESPONSES], "bool"),
+        old_log_probs=log_probs,
+        advantages=like_responses(lambda rng: rng.normal()),
+        ref_log_prob=like_responses(lambda rng: -2 + 0.1 * rng.normal()),
+    )
+
+
+def test_log_probs_equal_one_unpadded_forward_per_row(model_path):
+    policy = TorchPolicyBackend(model_path, None, forward_rows=3)
+    out = policy.compute_log_probs(batch(), temperature=0.8)
+    model = AutoModelForCausalLM.from_pretrained(model_path).eval()
+    for i, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        with torch.no_grad():
+            log_p = torch.log_softmax(model(torch.tensor([prompt + response])).logits[0] / 0.8, -1)
+        expected = [log_p[len(prompt) - 1 + k, token].item() for k, token in enumerate(response)]
+        entropy = [
+            -(log_p[len(prompt) - 1 + k].exp() * log_p[len(prompt) - 1 + k]).sum().item() for k in range(len(response))
+        ]
+        assert out.ragged("log_probs").row(i).tolist() == pytest.approx(expected, abs=1e-5)
+        assert out.ragged("entropy").row(i).tolist() == pytest.approx(entropy, abs=1e-5)
+
+
+def test_an_empty_prompt_is_an_error():
+    data = BatchData({"prompts": ragged([[1], []], "int64"), "responses": ragged([[1], [1]], "int64")})
+    with pytest.raises(BatchError, match="Row 1 has an empty prompt"):
+        token_batch(data, 0)
+
+
+def parameters(policy):
+    return torch.cat([from_weight(w).flatten().clone() for w in policy.named_weights()])
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"])
+def test_micro_batches_do_not_change_the_update(model_path, mode):
+    results = []
+    for micro in (0, 1, 3):
+        config = ActorConfig(
+            optim=OptimConfig(lr=1e-3),
+            ppo_mini_batch_size=4,
+            ppo_micro_batch_size=micro,
+            loss_agg_mode=mode,
+            use_kl_loss=True,
+            entropy_coeff=0.01,
+        )
+        policy = TorchPolicyBackend(model_path, config, seed=0)
+        metrics = policy.update(training_batch(policy), temperature=1.0)
+        results.append((parameters(policy), metrics))
+    for weights, metrics in results[1:]:
+        assert torch.allclose(weights, results[0][0], atol=1e-6)
+        assert metrics == pytest.approx(results[0][1], abs=1e-5)
+    assert all(isinstance(v, float) for v in results[0][1].values())
+
+
+def test_the_first_gradient_is_the_gradient_of_the_formula(model_path):
+    """One mini-batch, ratio 1: the loss is -mean(A * log_prob) up to a constant; one SGD-like step must follow its gradient."""
+    config = ActorConfig(optim=OptimConfig(lr=1e-3, grad_clip=1e9), ppo_mini_batch_size=4)
+    policy = TorchPolicyBackend(model_path, config, seed=0)
+    data = training_batch(policy)
+    metrics = policy.update(data, temperature=1.0)
+    model = load_model(model_path)
+    total = 0.0
+    for i, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        log_p = torch.log_softmax(model(torch.tensor([prompt + response])).logits[0], -1)
+        for k, token in enumerate(response):
+            total = total - float(data.ragged("advantages").row(i)[k]) * log_p[len(prompt) - 1 + k, token]
+    (total / sum(map(len, RESPONSES))).backward()
+    norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None)).item()
+    assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert metrics["actor/pg_loss"] == pytest.approx(-data.ragged("advantages").values.mean(), abs=1e-5)
+    assert metrics["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_mini_batches_cover_every_row_once_per_epoch_in_a_fresh_order():
+    schedule = Schedule(epochs=2, mini_batch_rows=3, micro_batch_rows=0, seed=5)
+    rows = list(mini_batches(8, schedule, update=0))
+    assert [len(r) for r in rows] == [3, 3, 2, 3, 3, 2]
+    assert sorted(chain(*rows[:3])) == sorted(chain(*rows[3:])) == list(range(8))
+    assert rows[:3] != rows[3:]
+    assert rows == list(mini_batches(8, schedule, update=0))
+    assert rows != list(mini_batches(8, schedule, update=1))
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(model_path):
+    policy = TorchPolicyBackend(model_path, ActorConfig(ppo_mini_batch_size=4), seed=0)
+    before = parameters(policy)
+    good = training_batch(policy)
+    bad = BatchData({**good.columns, "advantages": like_responses(lambda rng: float("nan"))})
+    assert policy.update(bad, temperature=1.0)["actor/skipped_steps"] == 1.0
+    assert torch.equal(parameters(policy), before)
+
+
+def test_the_learning_rate_rises_over_the_warm_up(model_path):
+    config = ActorConfig(optim=OptimConfig(lr=1e-3, lr_warmup_steps=4), ppo_mini_batch_size=2)
+    policy = TorchPolicyBackend(model_path, config, seed=0)
+    data = training_batch(policy)
+    assert policy.update(data, temperature=1.0)["actor/lr"] == pytest.approx(5e-4)
+    assert policy.update(data, temperature=1.0)["actor/lr"] == pytest.approx(1e-3)
+    assert policy.update(data, temperature=1.0)["actor/lr"] == pytest.approx(1e-3)
+
+
+def test_a_frozen_policy_refuses_updates_and_an_unreadable_path_is_named(model_path, tmp_path):
+    with pytest.raises(ConfigError, match="frozen"):
+        TorchPolicyBackend(model_path, None).update(batch(), temperature=1.0)
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        TorchPolicyBackend(tmp_path, None)
+
+
+def test_the_saved_checkpoint_loads_in_transformers_with_equal_logits(model_path, tmp_path):
+    policy = TorchPolicyBackend(model_path, ActorConfig(optim=OptimConfig(lr=1e-2), ppo_mini_batch_size=4), seed=0)
+    policy.update(training_batch(policy), temperature=1.0)
+    policy.save_pretrained(tmp_path)
+    loaded = TorchPolicyBackend(tmp_path, None).compute_log_probs(batch(), temperature=1.0)
+    own = policy.compute_log_probs(batch(), temperature=1.0)
+    assert loaded.ragged("log_probs").values.tolist() == own.ragged("log_probs").values.tolist()
+    assert (tmp_path / "tokenizer.json").exists()
+
+
+def critic_batch(critic):
+    return batch(
+        response_mask=ragged([[True] * len(r) for r in RESPONSES], "bool"),
+        values=critic.compute_values(batch())["values"],
+        returns=ragged([[0.3] * len(r) for r in RESPONSES], "float32"),
+    )
+
+
+def test_the_critic_starts_at_zero_and_learns_its_returns(model_path):
+    critic = TorchCriticBackend(
+        model_path, CriticConfig(optim=OptimConfig(lr=1e-2), ppo_mini_batch_size=4), rollout_n=1, seed=0
+    )
+    first = critic_batch(critic)
+    assert not first.ragged("values").values.any()
+    losses = [critic.update(critic_batch(critic))["critic/vf_loss"] for _ in range(30)]
+    assert losses[0] == pytest.approx(0.5 * 0.09)
+    assert losses[-1] < 0.01 * losses[0]
