@@ -150,6 +150,24 @@ def test_a_load_that_was_overtaken_closes_admission_until_a_sync_succeeds() -> N
     assert receiver.admitting
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_version_given_up_before_loading_leaves_the_old_weights(engine: type[NaiveEngine]) -> None:
+    _, sink, sender, receiver = pair(engine)
+    before = sink.loaded
+
+    async def run() -> None:
+        await receiver.pause(T)
+        await receiver.receive(await sender.send(1, T), T)
+        await sender.abort()
+        with pytest.raises(WeightSyncError, match="not there any more"):
+            await receiver.activate(1, T)
+        await receiver.resume(T)
+
+    asyncio.run(run())
+    assert sink.loaded is before
+    assert sink.weight_version == 0
+
+
 def test_a_load_that_crashes_closes_admission() -> None:
     sink = SlowSink()
     sender, receiver = SenderEndpoint(NaiveEngine(), Source(model(1))), ReceiverEndpoint(NaiveEngine(), sink)

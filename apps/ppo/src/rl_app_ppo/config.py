@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import typing
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -34,13 +35,18 @@ class Option:
     help: str
 
 
-def options(kind: type[Any] = AppConfig, prefix: str = "") -> Iterator[Option]:
+@functools.cache
+def options() -> tuple[Option, ...]:
     """Every leaf key of the schema, in order."""
+    return tuple(_leaves(AppConfig, ""))
+
+
+def _leaves(kind: type[Any], prefix: str) -> Iterator[Option]:
     hints = typing.get_type_hints(kind)
     for item in dataclasses.fields(kind):
         key, hint = prefix + item.name, hints[item.name]
         if dataclasses.is_dataclass(hint):
-            yield from options(cast(type[Any], hint), key + ".")
+            yield from _leaves(cast(type[Any], hint), key + ".")
         else:
             yield Option(key, hint.__name__, item.default, item.metadata.get("help", ""))
 
@@ -64,13 +70,14 @@ def load_config(overrides: Sequence[str] = (), config_file: Path | None = None) 
     given = [_split(text) for text in overrides]
     file_values = _flatten(_read_yaml(config_file)) if config_file is not None else {}
     preset = _preset_name(given, file_values)
-    node = _editable(OmegaConf.structured(AppConfig))
-    layers = [_flatten(_read_preset(preset)), file_values, dict(given)]
+    layers = (_flatten(_read_preset(preset)), file_values, dict(given))
+    values = [(key, value) for layer in layers for key, value in layer.items() if key != PRESET_KEY]
     known = [option.key for option in options()]
-    for layer in layers:
-        for key, value in layer.items():
-            if key != PRESET_KEY:
-                _set(node, key, value, known)
+    for key, _ in values:
+        _check_known(key, known)
+    node = _editable(OmegaConf.structured(AppConfig))
+    for key, value in values:
+        _set(node, key, value)
     return _build(AppConfig, cast(dict[str, Any], OmegaConf.to_container(node)))
 
 
@@ -90,6 +97,8 @@ def _split(text: str) -> tuple[str, Any]:
         raise ConfigError(
             f"Not an override: {text!r}; write key=value, for instance actor.optim.lr=1e-5, or see --help."
         )
+    if not value:
+        return key, ""  # YAML would read nothing as null
     try:
         return key, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"])).get("value")  # type: ignore[union-attr]
     except (yaml.YAMLError, OmegaConfBaseException) as error:
@@ -145,21 +154,21 @@ def _editable(node: DictConfig) -> DictConfig:
     return node
 
 
-def _set(node: DictConfig, key: str, value: Any, known: Sequence[str]) -> None:
-    if key not in known:
-        inside = [name for name in known if name.startswith(key + ".")]
-        if inside:
-            raise ConfigError(
-                f"{key} is a group of settings, not one setting; set one of its keys, such as {inside[0]}."
-            )
-        raise ConfigError(f"Unknown key {key!r}.{_nearest(key, known)} See --help for all keys.")
+def _check_known(key: str, known: Sequence[str]) -> None:
+    if key in known:
+        return
+    inside = [name for name in known if name.startswith(key + ".")]
+    if inside:
+        raise ConfigError(f"{key} is a group of settings, not one setting; set one of its keys, such as {inside[0]}.")
+    raise ConfigError(f"Unknown key {key!r}.{_nearest(key, known)} See --help for all keys.")
+
+
+def _set(node: DictConfig, key: str, value: Any) -> None:
     try:
         OmegaConf.update(node, key, value)
     except OmegaConfBaseException as error:
         kind = next(option.type for option in options() if option.key == key)
         raise ConfigError(f"{key} must be of type {kind}; got {value!r} ({type(value).__name__}).") from error
-    if value is None:
-        raise ConfigError(f"{key} has no value; give one or leave the key out.")
 
 
 def _nearest(key: str, known: Sequence[str]) -> str:

@@ -120,6 +120,7 @@ def _train(config: AppConfig, out: Console) -> int:
     )
     logging.captureWarnings(capture=True)
     signal.signal(signal.SIGTERM, _as_interrupt)
+    logging.getLogger(__name__).info("run %s starts", files.folder)
     screen = Screen(out)
     screen.header(config, config.model.path or "demo model", files.folder)
     start = time.perf_counter()
@@ -140,4 +141,5 @@ def _train(config: AppConfig, out: Console) -> int:
 
 
 def _as_interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+    """SIGTERM ends a run like Ctrl-C: in order."""
+    signal.raise_signal(signal.SIGINT)

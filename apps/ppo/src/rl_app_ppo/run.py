@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -14,11 +15,15 @@ import msgspec
 
 from rl_app_ppo.config import to_yaml
 from rl_app_ppo.console import Screen, step_line, validation_accuracy
+from rl_app_ppo.demo.arithmetic import make_split
+from rl_app_ppo.demo.settings import ModelSettings
+from rl_app_ppo.demo.store import read_facts
 from rl_app_ppo.outputs import JSONLSink, TensorBoardSink, draw_curve, publish_folder, writing
 from rl_app_ppo.rewards import load_reward
 from rl_app_ppo.runtime.cluster import RayWorker, ray_session
 from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.schema import AppConfig
+from rl_app_ppo.wiring.data import datasets, load_tokenizer
 from rl_app_ppo.wiring.weights import RemoteReceiver, RemoteSender
 from rl_ckpt_engine import CheckpointEngineManager, CheckpointEngineRegistry
 from rl_protocol import ConfigError
@@ -48,8 +53,19 @@ def preflight(config: AppConfig) -> StepGraph:
     load_reward(config.reward.function)
     CheckpointEngineRegistry().get(config.checkpoint_engine.backend)
     path = _given_model(config)
-    if path is not None:
-        _check_model(path)
+    if path is None:
+        split = make_split(config.data.seed, train_size=config.data.train_size, validation_size=config.data.val_size)
+        longest = max(len(problem.prompt) for problem in split.train)  # the demo's tokens are characters
+        context = ModelSettings().context
+    else:
+        context = _context(path)
+        splits = datasets(config.data, load_tokenizer(path)).values()
+        longest = max(len(rows[i].prompt_ids) for rows in splits for i in range(len(rows)))
+    if longest + config.rollout.response_length > context:
+        raise ConfigError(
+            f"rollout.response_length={config.rollout.response_length} and the longest prompt of {longest} tokens do not fit the model's "
+            f"context of {context}; set rollout.response_length to at most {context - longest}."
+        )
     return graph
 
 
@@ -57,19 +73,20 @@ def _given_model(config: AppConfig) -> Path | None:
     return Path(config.model.path).expanduser() if config.model.path else None
 
 
-def _check_model(path: Path) -> None:
-    for name in ("config.json", "tokenizer.json"):
-        try:
-            (path / name).read_bytes()
-        except OSError as error:
-            raise ConfigError(
-                f"model.path={str(path)!r} is not a readable Hugging Face checkpoint folder: {name}: {error.strerror}. "
-                "Give a folder written by save_pretrained, or leave model.path empty for the demo model."
-            ) from error
-    if not list(path.glob("*.safetensors")):
+def _context(path: Path) -> int:
+    """Most tokens the model at `path` can see, after a look at whether it can be loaded at all."""
+    advice = "Give a folder written by save_pretrained, or leave model.path empty for the demo model."
+    try:
+        context: object = json.loads((path / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"model.path={str(path)!r} holds no *.safetensors file; give a folder written by save_pretrained."
-        )
+            f"model.path={str(path)!r} is no readable Hugging Face checkpoint folder: config.json: {error}. {advice}"
+        ) from error
+    if not isinstance(context, int):
+        raise ConfigError(f"model.path={str(path)!r}: config.json names no max_position_embeddings. {advice}")
+    if not list(path.glob("*.safetensors")):
+        raise ConfigError(f"model.path={str(path)!r} holds no *.safetensors file. {advice}")
+    return context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +254,8 @@ async def _demo_model(config: AppConfig, actor: RayWorker, screen: Screen) -> Pa
         if worked
         else "from the cache, no warm-up"
     )
-    screen.note(f"base model: {how} ({path})")
+    accuracy = read_facts(Path(path))["accuracy"]
+    screen.note(f"base model: {how}; accuracy {accuracy:.3f} ({path})")
     return Path(path)
 
 

@@ -24,8 +24,8 @@ class DataConfig:
 
     train_batch_size: int = option(64, "prompts per step")
     train_size: int = option(4000, "problems in the training split")
-    val_size: int = option(256, "problems in the validation split; the splits never overlap")
-    seed: int = option(0, "which problems are drawn, and into which split they go")
+    val_size: int = option(512, "problems in the validation split; the splits never overlap")
+    seed: int = option(0, "which problems are drawn, into which split they go, and the warm-up of the demo model")
 
     def __post_init__(self) -> None:
         require(self.train_batch_size >= 1, "data.train_batch_size", "at least 1", self.train_batch_size)

@@ -215,8 +215,8 @@ def _config_from(file: str, fields: Mapping[str, Any]) -> LoraConfig:
             target_modules=tuple(_typed(file, fields, "target_modules", list)),
             exclude=() if exclude is None else tuple(_typed(file, fields, "exclude_modules", list)),
         )
-    except ConfigError as error:
-        ours = getattr(error, "field", "")
+    except (ConfigError, OverflowError) as error:
+        ours = getattr(error, "field", "alpha")
         theirs = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "exclude": "exclude_modules"}
         raise _bad(file, theirs.get(ours, ours), str(error)) from error
 

@@ -9,7 +9,8 @@
 
 * A writer MUST emit the buffers in the order of the header's columns, each column's in the order of `Column.buffers`.
 * All numbers MUST be little-endian. Offsets in the header count from P.
-* A reader MUST refuse another magic, unknown header fields, negative sizes, more than 2**31 - 1 rows, buffers that overlap the end, and sizes that do not fit kind, dtype and dims.
+* A reader MUST refuse another magic, unknown header fields, negative sizes, more than 2**31 - 1 rows, buffers that overlap the end, and sizes that
+  do not fit kind, dtype and dims.
 * A reader MUST NOT execute or resolve anything found in the bytes: there is no pickle and there are no type names beyond `dtypes`.
 * Changing any of this means a new magic.
 

@@ -144,7 +144,7 @@ class PPOTrainer:
             metrics |= await self._forward_stages(clock, step, batch)
             metrics |= await clock.time("adv", self._stage(p.workers.reward, "adv", step, batch))
             metrics |= await self._update_stages(clock, step, batch)
-        if p.weight_sync is not None:
+        if p.weight_sync is not None and "actor/lr" in metrics:  # not while the critic alone is trained: nothing has changed
             report = await clock.time("update_weights", p.weight_sync.update_weights(self._version))
             metrics |= {"weight_sync/bytes": float(report.num_bytes), "weight_sync/version": float(report.version)}
             metrics["weight_sync/receivers"] = float(len(report.receivers))

@@ -35,7 +35,6 @@ class Channel:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         session: bytes,
         name: str,
@@ -44,11 +43,13 @@ class Channel:
         self.bytes_sent = 0
         self.bytes_received = 0
         self._loop = loop
+        self._listening = True
         self._ids = count(1)
         self._pending: dict[int, asyncio.Future[Answer]] = {}
         self._orphans: dict[int, Callable[[Answer], None]] = {}
         self._cancels: dict[int, int] = {}
         self._lost: str | None = None
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, session)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
@@ -119,7 +120,9 @@ class Channel:
         frame = pack(Request(request, body))
         self._socket.send(frame, zmq.DONTWAIT)
         self.bytes_sent += len(frame)
-        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # the descriptor says only once that something came
+        if (
+            self._listening and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+        ):  # the descriptor says only once that something came
             self._loop.call_soon(self._read)
         return request
 
@@ -127,22 +130,32 @@ class Channel:
         """The server is gone: every call, now and later, raises PlaneLostError."""
         if self._lost is None:
             self._lost = message
-            for answer in self._pending.values():
-                if not answer.done():
-                    answer.set_exception(PlaneLostError(message))
+            self._fail(message)
 
-    def close(self, *, flush: bool) -> None:
-        """Close the socket; `flush`: give messages sent last half a second to leave."""
+    def mute(self) -> None:
+        """Leave the loop: from here on only `tell` may be used, by one thread at a time; nothing is read."""
+        if self._listening:
+            self._listening = False
+            self._loop.remove_reader(self._fd)
+            self._fail("This client is closed; connect again.")
+
+    def close(self) -> None:
+        """Close the socket; messages sent last have half a second to leave."""
+        self.mute()
         self.lose("This client is closed; connect again.")
-        self._loop.remove_reader(self._fd)
-        self._socket.close(linger=_LINGER_MS if flush else 0)
+        self._socket.close()
+
+    def _fail(self, message: str) -> None:
+        for answer in self._pending.values():
+            if not answer.done():
+                answer.set_exception(PlaneLostError(message))
 
     def _leave(self, call: Call, expect: type[A], orphan: Callable[[A], None] | None) -> None:
         def pass_on(answer: Answer) -> None:
             if orphan is not None and isinstance(answer, expect):
                 orphan(answer)
 
-        if self._lost is not None:
+        if self._lost is not None or not self._listening:
             return
         if call.answer.done():
             pass_on(call.answer.result())

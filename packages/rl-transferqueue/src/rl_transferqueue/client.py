@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
 import msgspec
-import zmq
 
 from rl_protocol.batch import BatchData
 from rl_protocol.errors import BatchError, CapacityTimeout, DuplicateKeyError, PlaneLostError, RLError
@@ -20,6 +19,7 @@ from rl_protocol.wire import Header, plan, write_payload
 from rl_transferqueue.arena import map_arena
 from rl_transferqueue.channel import Channel
 from rl_transferqueue.descriptor import PlaneDescriptor
+from rl_transferqueue.leases import Leases
 from rl_transferqueue.liveness import open_pidfd, this_process
 from rl_transferqueue.messages import (
     Allocate,
@@ -37,17 +37,17 @@ from rl_transferqueue.messages import (
     ListRows,
     Locate,
     Located,
-    ReleaseLeases,
     Rows,
     Stats,
     WaitReady,
 )
-from rl_transferqueue.reader import Leases, assemble
+from rl_transferqueue.reader import assemble
 
 T = TypeVar("T")
 
 _GRACE_S = 1.0
 """How much longer than the caller's deadline we wait for a server that keeps the deadline itself and explains it."""
+_SCALARS = (bool, int, float, str, type(None))
 _OFF_LOOP_BYTES = 8 << 20
 """From this size on memory is copied in a thread, so that the loop goes on."""
 
@@ -70,7 +70,7 @@ async def connect(descriptor: PlaneDescriptor, *, timeout_s: float = 10.0) -> Cl
     try:
         await client.open(timeout_s)
     except BaseException:
-        await client.close()
+        await client.close(flush_s=0.0)
         raise
     return client
 
@@ -86,20 +86,17 @@ class Client:
     def __init__(self, descriptor: PlaneDescriptor) -> None:
         self._descriptor = descriptor
         self._loop = asyncio.get_running_loop()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         session = b"\x01" + os.urandom(7)
-        self._controller = Channel(self._loop, self._context, descriptor.controller.address, session, "controller")
+        self._controller = Channel(self._loop, descriptor.controller.address, session, "controller")
         self._units = [
-            Channel(self._loop, self._context, unit.address, session, f"storage unit {i}")
-            for i, unit in enumerate(descriptor.units)
+            Channel(self._loop, unit.address, session, f"storage unit {i}") for i, unit in enumerate(descriptor.units)
         ]
         self._next_unit = session[1] % len(self._units)
-        self._leases = Leases(self._loop, self._release)
+        self._leases = Leases(self._loop, self._controller)
         self._watched: list[int] = []
         self._put_ids = 0
         self._written = 0
         self._read = 0
-        self._lost = False
         self._closed = False
 
     async def open(self, timeout_s: float) -> None:
@@ -155,8 +152,7 @@ class Client:
         if not meta.keys:
             return BatchData({}, 0)
         self._leases.flush()
-        lease = self._leases.new()
-        anchor = self._leases.anchor(lease)
+        lease, anchor = self._leases.new()
         call = self._controller.start(Locate(lease, meta.partition, meta.keys, names))
         located = await self._controller.finish(call, Located, self._seconds(timeout_s))
         if not names:
@@ -218,20 +214,26 @@ class Client:
             data_read=self._read,
         )
 
-    async def close(self) -> None:
-        """See rl_protocol.ports.DataPlane.close. Views that are still in use stay valid; their blocks are freed when this process ends."""
+    async def close(self, *, flush_s: float = 1.0) -> None:
+        """See rl_protocol.ports.DataPlane.close. Views that are still in use stay valid and keep their blocks.
+
+        Args:
+            flush_s: seconds the controller has to take notice of the end.
+        """
         if self._closed:
             return
         self._closed = True
-        with contextlib.suppress(RLError):
-            self._leases.flush()
-            await self._controller.call(Bye(), Done, _GRACE_S)
+        self._leases.flush()
+        if flush_s > 0:
+            with contextlib.suppress(RLError):
+                await self._controller.call(Bye(), Done, flush_s)
         for pidfd in self._watched:
             self._loop.remove_reader(pidfd)
             os.close(pidfd)
-        for channel in self._channels:
-            channel.close(flush=not self._lost)
-        self._context.term()
+        for unit in self._units:
+            unit.close()
+        self._controller.mute()
+        self._leases.detach()
 
     async def __aenter__(self) -> Self:
         return self
@@ -253,15 +255,10 @@ class Client:
         return max(0.0, deadline - self._loop.time())
 
     def _lose(self, message: str) -> None:
-        self._lost = True
         for pidfd in self._watched:
             self._loop.remove_reader(pidfd)
         for channel in self._channels:
             channel.lose(message)
-
-    def _release(self, leases: tuple[int, ...]) -> None:
-        if not self._closed and not self._lost:
-            self._controller.tell(ReleaseLeases(leases))
 
     async def _allocate(self, nbytes: int, deadline: float) -> _Grant:
         """A block of some unit and the ticket to give it back with: the next unit that has room, else the first to get some."""
@@ -338,3 +335,7 @@ def _check_put(keys: Sequence[str], data: BatchData | None, tags: Sequence[Tag] 
     ):
         if size != len(keys):
             raise BatchError(f"A put needs one row per key: {len(keys)} keys, {size} {what}.")
+    for key, tag in zip(keys, tags or (), strict=False):
+        for name, value in tag.items():
+            if not isinstance(value, _SCALARS):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are not all type-checked
+                raise BatchError(f"Tag {name!r} of row {key!r} must be a bool, int, float, str or None; got {value!r}.")

@@ -106,6 +106,8 @@ class Controller:
         self.reactor = Reactor()
         self._ledger = Ledger()
         self._sessions: dict[bytes, _Session] = {}
+        self._departed: dict[bytes, int] = {}
+        """Ended sessions that still hold leases, and the pidfd of each."""
         self._units = [_UnitLink(self.reactor, context, unit) for unit in units]
         self.server = Server(
             self.reactor,
@@ -134,27 +136,35 @@ class Controller:
 
     # -- sessions
     def _hello(self, caller: Caller, message: Hello) -> Done:
-        if caller.session in self._sessions or len(caller.session) != 8:
+        if caller.session in self._sessions or caller.session in self._departed or len(caller.session) != 8:
             raise WireError("This session exists already, or its identity is not 8 bytes.")
         pidfd = open_pidfd(message.process, "The client")
         self._sessions[caller.session] = _Session(pidfd)
-        self.reactor.watch(pidfd, lambda: self._died(caller.session, pidfd))
+        self.reactor.watch(pidfd, lambda: self._died(caller.session))
         return Done()
 
     def _bye(self, caller: Caller, message: Bye) -> Done:
         del message
-        session = self._session(caller)
+        pidfd = self._session(caller).pidfd
         self._end(caller.session)
-        if not self._ledger.blocks.has_leases(caller.session):
-            self._unwatch(session.pidfd)
+        self._departed[caller.session] = pidfd
+        self._forget_departed(caller.session)
         return Done()
 
-    def _died(self, session: bytes, pidfd: int) -> None:
+    def _died(self, session: bytes) -> None:
         if session in self._sessions:
+            self._departed[session] = self._sessions[session].pidfd
             self._end(session)
         self._ledger.blocks.release(session)
-        self._unwatch(pidfd)
+        self._forget_departed(session)
         self._settle()
+
+    def _forget_departed(self, session: bytes) -> None:
+        """A process need not be watched any more once its session has ended and holds nothing."""
+        if session in self._departed and not self._ledger.blocks.has_leases(session):
+            pidfd = self._departed.pop(session)
+            self.reactor.unwatch(pidfd)
+            os.close(pidfd)
 
     def _end(self, session: bytes) -> None:
         """From here on the session can't commit, so what it has not committed yet can be freed."""
@@ -171,10 +181,6 @@ class Controller:
         lost = [block for block in answer.blocks if block not in self._ledger.blocks.blocks]
         if lost:
             self._units[lost[0] >> BLOCK_BITS].send(Release(tuple(lost)))
-
-    def _unwatch(self, pidfd: int) -> None:
-        self.reactor.unwatch(pidfd)
-        os.close(pidfd)
 
     def _session(self, caller: Caller) -> _Session:
         session = self._sessions.get(caller.session)
@@ -213,6 +219,7 @@ class Controller:
 
     def _release_leases(self, caller: Caller, message: ReleaseLeases) -> None:
         self._ledger.blocks.release(caller.session, message.leases)
+        self._forget_departed(caller.session)
         self._settle()
 
     def _list_rows(self, caller: Caller, message: ListRows) -> Rows:

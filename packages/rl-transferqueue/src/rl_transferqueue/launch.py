@@ -25,8 +25,8 @@ from rl_transferqueue.serve import ControllerSpec, Ready, ServeConfig, UnitSpec
 
 _SOCKET_PATH_LIMIT = 107
 _TAIL_BYTES = 2000
-_STOP_S = 2.0
-"""Seconds a child has to end by itself, and again after SIGTERM."""
+_STOP_S = 1.0
+"""Seconds a child has to end by itself, again after SIGTERM, and again after SIGKILL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class LocalPlane:
         return tuple(child.process.pid for child in self._children)
 
     def close(self) -> None:
-        """End the plane within about 4 seconds; safe to call twice."""
+        """End the plane, within 3 seconds; safe to call twice."""
         _stop(self._children)
         shutil.rmtree(self._runtime_dir, ignore_errors=True)
 
@@ -101,35 +101,32 @@ def start_local_plane(
         PlaneLostError: a process ended or was not up in time; carries the end of what it wrote.
     """
     private = _private_dir(runtime_dir)
-    logs = log_dir or private
-    logs.mkdir(parents=True, exist_ok=True)
     children: list[_Child] = []
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, private, ignore_errors=True)
         undo.callback(lambda: _stop(children))
-        unit_addresses = [f"ipc://{private}/u{i}" for i in range(config.num_storage_units)]
-        controller_address = f"ipc://{private}/c"
-        specs: list[tuple[str, ControllerSpec | UnitSpec]] = [
-            ("controller", ControllerSpec(controller_address, tuple(unit_addresses))),
-            *(
-                (f"unit-{i}", UnitSpec(i, address, config.unit_bytes, config.segment_mb << 20))
-                for i, address in enumerate(unit_addresses)
-            ),
-        ]
-        for name, spec in specs:
-            children.append(_spawn(name, spec, private, logs))
+        logs = log_dir or private
+        logs.mkdir(parents=True, exist_ok=True)
+        controller, units = _specs(config, private)
         deadline = time.monotonic() + start_timeout_s
-        controller, *units = [_wait_ready(child, deadline, start_timeout_s) for child in children]
+        for name, spec in (("controller", controller), *((f"unit-{unit.index}", unit) for unit in units)):
+            children.append(_spawn(name, spec, private, logs))
+        first, *rest = [_wait_ready(child, deadline, start_timeout_s) for child in children]
         undo.pop_all()
     descriptor = PlaneDescriptor(
-        ControllerAddress(controller_address, controller.process),
-        tuple(
-            UnitAddress(address, unit.process, unit.arena_fd, config.unit_bytes)
-            for address, unit in zip(unit_addresses, units, strict=True)
-        ),
+        ControllerAddress(controller.address, first.process),
+        tuple(UnitAddress(s.address, r.process, r.arena_fd, s.capacity) for s, r in zip(units, rest, strict=True)),
         config.timeout_s,
     )
     return LocalPlane(descriptor, children, private)
+
+
+def _specs(config: TransferQueueConfig, private: Path) -> tuple[ControllerSpec, list[UnitSpec]]:
+    units = [
+        UnitSpec(i, f"ipc://{private}/u{i}", config.unit_bytes, config.segment_mb << 20)
+        for i in range(config.num_storage_units)
+    ]
+    return ControllerSpec(f"ipc://{private}/c", tuple(unit.address for unit in units)), units
 
 
 def _private_dir(base: Path | None) -> Path:

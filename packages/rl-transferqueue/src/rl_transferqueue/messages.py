@@ -50,7 +50,7 @@ class Hello(_Message, frozen=True):
 
 
 class Bye(_Message, frozen=True):
-    """Ends the session. Leases not released yet stay until the process ends."""
+    """Ends the session. Its leases stay until they are released or the process ends."""
 
 
 class Commit(_Message, frozen=True):

@@ -56,9 +56,11 @@ class Reactor:
         busy = self._idle is not None
         while self._running:
             ready = self._poller.poll(0 if busy else self._until_next_timer())
-            for source, _ in ready:
-                callback = self._callbacks.get(source)
-                if callback is not None:
+            due = [(source, self._callbacks[source]) for source, _ in ready]
+            for source, callback in due:
+                if (
+                    self._callbacks.get(source) is callback
+                ):  # not so if an earlier one unwatched it and its number is in use again
                     callback()
             self._fire()
             if self._idle is not None and (busy or ready):

@@ -1,20 +1,13 @@
 """From block references to a batch: views of shared memory where the rows lie together, one gather where they do not.
 
-Safety of views: the controller was asked to hold the blocks (a lease) in the same step in which it said where the columns are, and no unit
-uses a block again before the lease is released. The lease hangs on the memory that the views refer to: Python releases it when the last
-array, memoryview or tensor made from it is gone.
+All memory that views refer to carries the anchor of its lease, see `leases`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import mmap
-import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import count
 
 import msgspec
 import numpy as np
@@ -22,6 +15,7 @@ import numpy as np
 from rl_protocol.batch import BatchData
 from rl_protocol.columns import Column
 from rl_protocol.wire import Header, read_payload
+from rl_transferqueue.leases import Anchor
 from rl_transferqueue.messages import BlockRef, Located
 from rl_transferqueue.table import Ints
 
@@ -33,52 +27,10 @@ def _header(packed: bytes) -> Header:
     return _header_decoder.decode(packed)
 
 
-class Anchor:
-    """What all memory of one lease refers to; its end is the end of the lease."""
-
-    __slots__ = ("__weakref__",)
-
-
 class _Leased(np.ndarray):
     """Memory of a block that keeps its lease."""
 
     anchor: Anchor
-
-
-class Leases:
-    """Leases of one session. They may end in any thread; the ends are told to the controller together, from the loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, tell: Callable[[tuple[int, ...]], None]) -> None:
-        self._loop = loop
-        self._tell = tell
-        self._ids = count(1)
-        self._ended: deque[int] = deque()
-
-    def new(self) -> int:
-        return next(self._ids)
-
-    def end(self, lease: int) -> None:
-        """Safe in any thread and in a finalizer."""
-        self._ended.append(lease)
-        if len(self._ended) == 1:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the loop is closed: the controller ends the lease with this process
-                self._loop.call_soon_threadsafe(self.flush)
-
-    def anchor(self, lease: int) -> Anchor:
-        """The lease ends when the anchor does."""
-        anchor = Anchor()
-        weakref.finalize(anchor, self.end, lease).atexit = False
-        return anchor
-
-    def flush(self) -> None:
-        """Tell the controller now; only on the loop."""
-        ended: list[int] = []
-        while self._ended:
-            ended.append(self._ended.popleft())
-        if ended:
-            self._tell(tuple(ended))
 
 
 def block_memory(mapping: mmap.mmap, ref: BlockRef, nbytes: int, anchor: Anchor) -> memoryview:

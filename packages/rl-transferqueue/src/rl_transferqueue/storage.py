@@ -131,7 +131,9 @@ class StorageUnit:
 
     def _compact(self, caller: Caller, message: Compact) -> Compacted:
         _check_controller(caller)
-        old = self._blocks[message.block]
+        old = self._blocks.get(message.block)
+        if old is None:
+            raise WireError(f"Block {message.block} is not in storage unit {self._index}.")
         header = _header_decoder.decode(message.header)
         payload = memoryview(self.arena.memory)[old.offset : old.offset + header.payload]
         rows = np.frombuffer(message.rows, "<i8")

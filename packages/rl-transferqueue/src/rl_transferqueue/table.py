@@ -75,9 +75,10 @@ class PartitionTable:
     def find_uids(self, uids: Ints) -> Ints:
         """Slots of those rows that are still there."""
         size = len(self._keys)
-        at = np.searchsorted(self._uid[:size], uids)
-        at = at[at < size]
-        return at[self._alive[at] & np.isin(self._uid[at], uids)]
+        if not size:
+            return np.zeros(0, np.int64)
+        at = np.minimum(np.searchsorted(self._uid[:size], uids), size - 1)
+        return at[(self._uid[at] == uids) & self._alive[at]]
 
     def uids(self, slots: Ints) -> Ints:
         return self._uid[slots]

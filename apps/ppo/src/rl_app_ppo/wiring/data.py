@@ -23,7 +23,10 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_buffer(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={str(model_path)!r}: tokenizer.json can't be read: {error}") from error
+        raise ConfigError(
+            f"model.path={str(model_path)!r}: tokenizer.json can't be read: {error}. "
+            "Give a folder written by save_pretrained, or leave model.path empty for the demo model."
+        ) from error
 
 
 class ArithmeticDataset:

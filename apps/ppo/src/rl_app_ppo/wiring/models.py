@@ -24,7 +24,7 @@ def demo_model(config: str, report: Callable[[int, int, float], None]) -> Path:
     """The warmed-up demo model of this configuration, from the cache or made now."""
     app = from_yaml(config)
     settings = WarmUpSettings(
-        seed=app.trainer.seed,
+        seed=app.data.seed,
         data_seed=app.data.seed,
         train_size=app.data.train_size,
         validation_size=app.data.val_size,

@@ -1,0 +1,95 @@
+"""Running the app as a user would: in a process of its own, from the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MARK = "RL_INTEGRATION_TEST"
+"""Environment variable that every process of a run inherits."""
+
+
+@dataclass
+class Finished:
+    """A run that ended."""
+
+    code: int
+    out: str
+    err: str
+    folder: Path
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def command(*overrides: str) -> list[str]:
+    return [sys.executable, str(ROOT / "apps" / "ppo"), *overrides]
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Live processes of the run with this mark."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def shared_memory() -> set[str]:
+    return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
+@pytest.fixture
+def mark():
+    """Value of MARK for the runs of one test, which fails when a process or a shared-memory file outlives them."""
+    value, memory = uuid.uuid4().hex, shared_memory()
+    yield value
+    alive = psutil.wait_procs(marked(value), timeout=15)[1]
+    assert not alive, [process.cmdline() for process in alive]
+    assert shared_memory() <= memory
+
+
+@pytest.fixture(scope="session")
+def base_model(tmp_path_factory):
+    """A demo model after a warm-up of a few steps: enough to train on, quick to make."""
+    from rl_app_ppo.demo.settings import WarmUpSettings
+    from rl_app_ppo.demo.warmup import cached_base_model
+
+    return cached_base_model(
+        tmp_path_factory.mktemp("cache"), WarmUpSettings(max_steps=80, check_every=80, validation_size=64)
+    )
+
+
+@pytest.fixture
+def app(tmp_path, base_model, mark):
+    """Run the app for a few small steps; arguments override."""
+
+    def run(*overrides: str, timeout: float = 150) -> Finished:
+        small = (
+            f"model.path={base_model}",
+            f"trainer.output_dir={tmp_path}",
+            "trainer.run_name=run",
+            "trainer.total_training_steps=2",
+            "data.val_size=32",
+            "data.train_batch_size=8",
+            "actor.ppo_mini_batch_size=8",
+            "critic.ppo_mini_batch_size=8",
+        )
+        done = subprocess.run(
+            command(*small, *overrides), capture_output=True, text=True, timeout=timeout, cwd=tmp_path, check=False
+        )
+        return Finished(done.returncode, done.stdout, done.stderr, tmp_path / "run")
+
+    return run

@@ -1,0 +1,32 @@
+"""Bad input: one paragraph that names the key or path and the remedy, exit code 2, no stack trace, nothing started."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rolout.n=4", ["rolout.n", "Did you mean 'rollout.n'?"]),
+        ("data.train_batch_size=-8", ["data.train_batch_size", "at least 1"]),
+        ("data.train_batch_size=12", ["data.train_batch_size", "divisible by actor.ppo_mini_batch_size"]),
+        ("reward.function=missing", ["reward.function='missing'", "exact_match"]),
+        ("model.path=/does/not/exist", ["model.path='/does/not/exist'", "save_pretrained"]),
+        ("checkpoint_engine.backend=carrier_pigeon", ["carrier_pigeon", "shm"]),
+        ("trainer.output_dir=/proc/nowhere", ["/proc/nowhere", "trainer.output_dir"]),
+        ("trainer.output_dir=/dev/null/x", ["/dev/null/x", "trainer.output_dir"]),
+        ("trainer.min_free_disk_mb=100000000", ["trainer.min_free_disk_mb", "Free some space"]),
+        ("data.train_size=100000", ["data.train_size=100000", "data.val_size"]),
+        ("rollout.response_length=1000", ["rollout.response_length", "context"]),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(app, override, words):
+    done = app(override, timeout=60)
+    assert done.code == 2, (done.out, done.err)
+    assert done.out == ""
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+    assert "Traceback" not in done.err
+    for word in words:
+        assert word in done.err

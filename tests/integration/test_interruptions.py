@@ -1,0 +1,83 @@
+"""Ctrl-C, a killed worker, a killed driver: what was written stays, nothing is left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from .conftest import MARK, command, marked
+
+
+@pytest.fixture
+def long_run(tmp_path, base_model, mark):
+    """A run of many steps, started in a process group of its own, as a shell would."""
+    arguments = command(
+        f"model.path={base_model}",
+        f"trainer.output_dir={tmp_path}",
+        "trainer.run_name=run",
+        "trainer.total_training_steps=100000",
+        "data.val_size=16",
+        "data.train_batch_size=8",
+        "actor.ppo_mini_batch_size=8",
+        "critic.ppo_mini_batch_size=8",
+        "trainer.stage_timeout_s=60",
+    )
+    process = subprocess.Popen(
+        arguments,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        start_new_session=True,
+        env={**os.environ, MARK: mark},
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    yield process, metrics
+    if process.poll() is None:
+        process.kill()
+    process.communicate(timeout=30)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_cleanly_and_keeps_what_was_written(long_run, how):
+    process, metrics = long_run
+    if how == signal.SIGINT:
+        os.killpg(process.pid, how)  # what a terminal does: the whole foreground group gets it
+    else:
+        process.send_signal(how)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, (out, err)
+    assert "interrupted" in err
+    assert "Traceback" not in err + out
+    assert all(json.loads(line) for line in metrics.read_text().splitlines())
+    assert (metrics.parent / "curve.png").exists()
+    assert list((metrics.parent / "tensorboard").glob("events*"))
+
+
+@pytest.mark.parametrize("victim", ["ray::WorkerProcess", "rl_transferqueue.serve"])
+def test_a_killed_process_ends_the_run_with_a_message(long_run, mark, victim):
+    process, _ = long_run
+    found = [p for p in marked(mark) if victim in " ".join(p.cmdline())]
+    assert found
+    found[0].kill()
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 1, (out, err)
+    assert err.startswith("the run failed: ")
+    assert "Traceback" not in err + out
+
+
+def test_nothing_outlives_a_killed_driver(long_run, mark):
+    process, _ = long_run
+    assert len(marked(mark)) > 5
+    process.kill()
+    process.communicate(timeout=60)  # the fixture `mark` does the looking

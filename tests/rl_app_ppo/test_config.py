@@ -1,0 +1,119 @@
+"""Configuration: layers, types, errors with the nearest key, cross-field checks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import yaml
+
+from rl_app_ppo.config import from_yaml, load_config, options, presets, to_yaml
+from rl_app_ppo.main import help_text, main, parse
+from rl_protocol import ConfigError
+
+
+def test_defaults_presets_file_and_overrides_in_that_order(tmp_path):
+    assert load_config().algorithm.name == "grpo"
+    assert load_config(["algorithm=ppo"]).algorithm.adv_estimator == "gae"
+    file = tmp_path / "my.yaml"
+    file.write_text("algorithm: {name: ppo}\nrollout: {n: 4, num_workers: 1}\n")
+    config = load_config(["rollout.n=6"], file)
+    assert (config.algorithm.adv_estimator, config.rollout.n, config.rollout.num_workers) == ("gae", 6, 1)
+
+
+def test_dotted_overrides_are_typed():
+    config = load_config(["actor.optim.lr=1e-5", "rollout.n=16", "actor.use_kl_loss=false", "trainer.run_name=x"])
+    assert (config.actor.optim.lr, config.rollout.n, config.actor.use_kl_loss, config.trainer.run_name) == (
+        1e-5,
+        16,
+        False,
+        "x",
+    )
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_what_cfg_prints_is_what_a_file_may_hold(preset, tmp_path):
+    config = load_config([f"algorithm={preset}"])
+    assert from_yaml(to_yaml(config)) == config
+    file = tmp_path / "resolved.yaml"
+    file.write_text(to_yaml(config))
+    assert load_config([], file) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor.optim.lrr=1", r"Unknown key 'actor\.optim\.lrr'\. Did you mean 'actor\.optim\.lr'\?"),
+        ("rolout.n=8", r"Did you mean 'rollout\.n'\?"),
+        ("actor.temperature=1", r"Did you mean 'rollout\.temperature'\?"),
+        ("trainer.total_steps=3", r"Did you mean 'trainer\.total_training_steps'\?"),
+        ("rollout.n=abc", r"rollout\.n must be of type int; got 'abc'"),
+        ("rollout.n=2.5", r"rollout\.n must be of type int; got 2\.5"),
+        ("actor.optim.lr=fast", r"actor\.optim\.lr must be of type float; got 'fast'"),
+        ("actor.use_kl_loss=maybe", r"actor\.use_kl_loss must be of type bool"),
+        ("rollout.n=", r"rollout\.n must be of type int; got ''"),
+        ("rollout.n=null", r"rollout\.n must be of type int"),
+        ("data.train_batch_size=-4", r"data\.train_batch_size must be at least 1; got -4"),
+        ("data.train_batch_size=60", r"data\.train_batch_size must be divisible by actor\.ppo_mini_batch_size"),
+        ("rollout.n=1", r"rollout\.n must be at least 2 with adv_estimator=grpo"),
+        ("rollout.num_workers=1000", r"rollout\.num_workers must be at most data\.train_batch_size"),
+        ("rollout=hf", r"rollout is a group of settings"),
+        ("algorithm=grop", r"algorithm must be one of grpo, ppo; got 'grop'\. Did you mean 'grpo'\?"),
+        ("algorithm.gamma=2", r"algorithm\.gamma must be in \[0, 1\]; got 2"),
+        ("justaword", r"Not an override: 'justaword'; write key=value"),
+        ("transfer_queue.num_storage_units=0", r"transfer_queue\.num_storage_units"),
+        ("checkpoint_engine.timeout_s=-1", r"checkpoint_engine\.timeout_s"),
+    ],
+)
+def test_wrong_overrides_name_key_and_remedy(override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config([override])
+
+
+def test_every_key_with_a_typo_is_refused_with_the_right_suggestion():
+    keys = [option.key for option in options()]
+    for key in keys:
+        last = key.rpartition(".")[2]
+        for wrong in (key + key[-1], key.removesuffix(last) + last[:1] + "_" + last[1:], key.replace(".", "..", 1)):
+            with pytest.raises(ConfigError) as caught:
+                load_config([f"{wrong}=1"])
+            assert f"Did you mean '{key}'?" in str(caught.value), wrong
+
+
+def test_an_unreadable_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: can't be read"):
+        load_config([], tmp_path / "nowhere.yaml")
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("- a\n- b\n")
+    with pytest.raises(ConfigError, match="expected a mapping"):
+        load_config([], bad)
+
+
+def test_help_lists_every_key_with_its_meaning():
+    text = help_text()
+    for option in options():
+        assert option.key in text
+        assert option.help, f"{option.key} has no help text"
+        assert option.help in text
+
+
+def test_flags():
+    assert parse(["--cfg", "a=1", "--config", "f.yaml"]).print_config
+    with pytest.raises(ConfigError, match="Unknown flag '--halp'"):
+        parse(["--halp"])
+    with pytest.raises(ConfigError, match="--config needs a file"):
+        parse(["--config"])
+
+
+def test_cfg_prints_the_resolved_configuration(capsys):
+    assert main(["--cfg", "rollout.n=4"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed == dataclasses.asdict(load_config(["rollout.n=4"]))
+
+
+def test_errors_are_one_paragraph_on_stderr_with_exit_code_2(capsys):
+    assert main(["rolout.n=4"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("error: Unknown key 'rolout.n'.")

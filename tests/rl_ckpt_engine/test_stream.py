@@ -1,0 +1,37 @@
+"""Bytes move in pieces, and the clock is looked at between them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rl_ckpt_engine.stream import CHUNK_BYTES, Deadline, emit
+from rl_ckpt_engine.testing import make_weights
+from rl_protocol.errors import WeightSyncError
+
+
+def test_a_tensor_of_several_pieces_is_stopped_between_them() -> None:
+    deadline = Deadline(60, "Sending version 1", "engine x")
+    written: list[tuple[int, int]] = []
+
+    def write(offset: int, piece: memoryview) -> None:
+        written.append((offset, piece.nbytes))
+        deadline.cancel("enough")
+
+    with pytest.raises(WeightSyncError, match=r"Sending version 1 \(engine x\) was stopped: enough"):
+        asyncio.run(emit(make_weights([(CHUNK_BYTES // 2,)]), write, deadline))
+    assert written == [(0, CHUNK_BYTES)]
+
+
+def test_pieces_cover_each_tensor_once() -> None:
+    written: list[tuple[int, int]] = []
+    sizes = [CHUNK_BYTES + 3, 0, 5]
+    weights = make_weights([(size,) for size in sizes], dtype="uint8")
+    entries = asyncio.run(
+        emit(weights, lambda offset, piece: written.append((offset, piece.nbytes)), Deadline(60, "Sending", "x"))
+    )
+    second = entries[1].offset
+    assert second == CHUNK_BYTES + 64
+    assert written == [(0, CHUNK_BYTES), (CHUNK_BYTES, 3), (second, 5)]
+    assert [entry.nbytes for entry in entries] == sizes

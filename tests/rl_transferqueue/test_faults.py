@@ -1,0 +1,357 @@
+"""Processes that die, and bytes that make no sense."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rl_protocol import BatchData, DataPlaneError, PlaneLostError, PlaneTimeout, dense
+from rl_protocol.errors import WireError
+from rl_protocol.wire import plan
+from rl_transferqueue import LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, messages, start_local_plane
+from rl_transferqueue.liveness import ProcessId, this_process
+from rl_transferqueue.messages import AnyRequest, Failure, Hello, Reply, Request, pack
+
+SMALL = TransferQueueConfig(num_storage_units=1, capacity_mb=2, segment_mb=1)
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 5.0) -> float:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() < began + seconds, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def runs(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def batch(nbytes: int) -> BatchData:
+    return BatchData({"x": dense(np.ones((1, nbytes), np.uint8))})
+
+
+# -------------------------------------------------------------------------------------------------------------- dying servers
+@pytest.mark.parametrize("victim", [0, 1], ids=["controller", "unit"])
+def test_every_call_says_that_the_plane_is_lost(victim: int) -> None:
+    async def main(plane: LocalPlane) -> None:
+        client = await connect(plane.descriptor)
+        meta = await client.put("p", ["a"], batch(1 << 20))
+        view = await client.get(meta)
+        calls = [
+            asyncio.ensure_future(client.wait_ready("p", count=2, timeout_s=60)),
+            asyncio.ensure_future(client.put("p", ["full"], batch(3 << 19), timeout_s=60)),
+        ]
+        await asyncio.sleep(0.05)
+        began = time.monotonic()
+        os.kill(plane.pids[victim], signal.SIGKILL)
+        for call in calls:
+            with pytest.raises(PlaneLostError, match=["controller", "storage unit 0"][victim]):
+                await call
+        assert time.monotonic() - began < 5
+        for again in (client.get(meta), client.put("p", ["b"], batch(1)), client.list_rows("p"), client.stats()):
+            with pytest.raises(PlaneLostError):
+                await again
+        assert view.dense("x").values.all()
+        await client.close()
+        with pytest.raises(PlaneLostError):
+            await connect(plane.descriptor)
+        assert time.monotonic() - began < 5
+
+    with start_local_plane(SMALL) as plane:
+        asyncio.run(main(plane))
+
+
+def test_a_stopped_server_is_a_timeout() -> None:
+    async def main(plane: LocalPlane) -> None:
+        async with await connect(plane.descriptor) as client:
+            os.kill(plane.pids[0], signal.SIGSTOP)
+            with pytest.raises(PlaneTimeout):
+                await client.list_rows("p", timeout_s=0.1)
+            with pytest.raises(PlaneTimeout):
+                await connect(plane.descriptor, timeout_s=0.1)
+            os.kill(plane.pids[0], signal.SIGCONT)
+            assert (await client.list_rows("p", timeout_s=10)).keys == ()
+
+    with start_local_plane(SMALL) as plane:
+        asyncio.run(main(plane))
+
+
+# ---------------------------------------------------------------------------------------------------------------- dying clients
+DYING_CLIENT = """
+import asyncio, os, signal, sys
+import numpy as np
+from rl_protocol import BatchData, dense
+from rl_transferqueue import PlaneDescriptor, connect
+from rl_transferqueue.messages import Allocate, Allocated
+
+async def main():
+    client = await connect(PlaneDescriptor.from_json(sys.argv[1]))
+    meta = await client.put("p", ["committed"], BatchData({"x": dense(np.full((1, 1 << 18), 7, np.uint8))}))
+    view = await client.get(meta)
+    unit = client._units[0]
+    await unit.call(Allocate(1 << 18, 0.0), Allocated, 5)
+    asyncio.ensure_future(client.wait_ready("p", count=2, task="t", timeout_s=60))
+    asyncio.ensure_future(client.put("p", ["waits"], BatchData({"x": dense(np.zeros((1, 15 << 17), np.uint8))})))
+    await asyncio.sleep(0.2)
+    print("up", flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_client_leaves_what_it_committed_and_nothing_else() -> None:
+    async def while_it_lives(plane: LocalPlane) -> None:
+        async with await connect(plane.descriptor) as client:
+            assert (await client.stats()).bytes_used == 2 << 18
+
+    async def after_its_death(plane: LocalPlane) -> None:
+        async with await connect(plane.descriptor) as client:
+            deadline = time.monotonic() + 5
+            while (await client.stats()).bytes_used != 1 << 18:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.02)
+            meta = await client.list_rows("p")
+            assert (await client.get(meta)).dense("x").values.min() == 7
+            await client.put("p", ["more"], batch(1))
+            assert (await client.wait_ready("p", count=2, task="t", timeout_s=5)).keys == ("committed", "more")
+            await client.clear("p")
+            assert (await client.stats()).bytes_used == 0
+
+    with start_local_plane(SMALL) as plane:
+        command = [sys.executable, "-c", DYING_CLIENT, plane.descriptor.to_json()]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as dying:
+            assert dying.stdout is not None
+            assert dying.stdout.readline() == b"up\n"
+            asyncio.run(while_it_lives(plane))
+            dying.kill()
+        asyncio.run(after_its_death(plane))
+
+
+# ---------------------------------------------------------------------------------------------------------------- dying parents
+PARENT = """
+import sys, time
+from pathlib import Path
+from rl_transferqueue import TransferQueueConfig, start_local_plane
+
+plane = start_local_plane(TransferQueueConfig(capacity_mb=2), Path(sys.argv[1]))
+print(*plane.pids, flush=True)
+if sys.argv[2] == "exit":
+    sys.exit(0)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", ["kill", "exit"])
+def test_when_the_parent_dies_nothing_stays_behind(tmp_path: Path, how: str) -> None:
+    shared_before = set(Path("/dev/shm").iterdir())
+    command = [sys.executable, "-W", "ignore", "-c", PARENT, str(tmp_path), how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 3
+        if how == "kill":
+            assert all(runs(pid) for pid in pids)
+            parent.kill()
+    until(lambda: not any(runs(pid) for pid in pids), "the children end", seconds=2)
+    assert list(tmp_path.iterdir()) == []
+    assert set(Path("/dev/shm").iterdir()) <= shared_before
+
+
+def test_close_ends_everything_and_may_be_called_twice(tmp_path: Path) -> None:
+    plane = start_local_plane(SMALL, tmp_path, log_dir=tmp_path / "logs")
+    private = next(path for path in tmp_path.iterdir() if path.name != "logs")
+    assert private.stat().st_mode & 0o777 == 0o700
+    assert sorted(path.name for path in private.iterdir()) == ["c", "u0"]
+    pids = plane.pids
+    began = time.monotonic()
+    plane.close()
+    plane.close()
+    assert time.monotonic() - began < 3
+    assert not any(runs(pid) for pid in pids)
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+    assert "serving" in (tmp_path / "logs" / "unit-0.log").read_text()
+
+
+def test_children_do_not_hear_the_terminal(tmp_path: Path) -> None:
+    with start_local_plane(SMALL) as plane:
+        assert all(os.getsid(pid) == pid for pid in plane.pids)
+
+
+def test_a_child_that_does_not_come_up_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "zmq").mkdir()
+    (tmp_path / "zmq" / "__init__.py").write_text("raise RuntimeError('no zmq today')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    base = tmp_path / "run"
+    base.mkdir()
+    with pytest.raises(PlaneLostError, match=r"(?s)controller process .* ended with status 1.*no zmq today"):
+        start_local_plane(SMALL, base)
+    assert list(base.iterdir()) == []
+
+
+def test_a_descriptor_of_a_plane_that_is_gone(tmp_path: Path) -> None:
+    with start_local_plane(SMALL) as plane:
+        text = plane.descriptor.to_json()
+    with pytest.raises(PlaneLostError, match="does not run"):
+        asyncio.run(_open_and_close(PlaneDescriptor.from_json(text)))
+    with pytest.raises(WireError, match="descriptor"):
+        PlaneDescriptor.from_json("{}")
+
+
+async def _open_and_close(descriptor: PlaneDescriptor) -> None:
+    await (await connect(descriptor)).close()
+
+
+def test_a_process_that_took_the_pid_of_a_server_is_not_mistaken_for_it(plane: LocalPlane) -> None:
+    controller = plane.descriptor.controller
+    other = msgspec.structs.replace(controller, process=ProcessId(controller.process.pid, controller.process.start + 1))
+    with pytest.raises(PlaneLostError, match="does not run"):
+        asyncio.run(_open_and_close(msgspec.structs.replace(plane.descriptor, controller=other)))
+
+
+def test_memory_that_may_not_be_opened_is_explained(plane: LocalPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object, *rest: object) -> int:
+        raise PermissionError(13, "Permission denied", path)
+
+    async def main() -> None:
+        async with await connect(plane.descriptor) as client:
+            monkeypatch.setattr("rl_transferqueue.arena._mappings", {})
+            monkeypatch.setattr("rl_transferqueue.arena.os.open", refuse)
+            with pytest.raises(DataPlaneError, match="must run as the user"):
+                await client.put("p", ["a"], batch(100))
+            monkeypatch.undo()
+            assert (await client.stats()).bytes_used == 0
+
+    asyncio.run(main())
+
+
+# ---------------------------------------------------------------------------------------------------------------------- garbage
+class Raw:
+    """A peer that says whatever it likes."""
+
+    def __init__(self, address: str, identity: bytes | None = None) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        if identity is not None:
+            self.socket.setsockopt(zmq.IDENTITY, identity)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+        self.context.term()
+
+    def ask(self, *frames: bytes) -> Reply:
+        self.socket.send_multipart(frames)
+        assert self.socket.poll(5000), "no answer"
+        return msgspec.msgpack.decode(self.socket.recv(), type=Reply)
+
+
+def addresses(plane: LocalPlane) -> list[str]:
+    return [plane.descriptor.controller.address, plane.descriptor.units[0].address]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(frames=st.lists(st.lists(st.binary(max_size=40), min_size=1, max_size=3), min_size=1, max_size=5))
+def test_garbage_is_answered_and_harms_nobody(shared_plane: LocalPlane, frames: list[list[bytes]]) -> None:
+    for address in addresses(shared_plane):
+        with Raw(address) as raw:
+            for parts in frames:
+                answer = raw.ask(*parts)
+                assert isinstance(answer.body, Failure)
+                assert answer.body.error == "WireError"
+            answer = raw.ask(pack(Request(7, Hello(ProcessId(1, 1)))))
+            assert answer.id == 7
+            assert isinstance(answer.body, Failure)
+
+
+def test_a_request_that_can_only_be_read_in_part_is_answered_by_its_id(plane: LocalPlane) -> None:
+    for address in addresses(plane):
+        with Raw(address) as raw:
+            for body in (["Unknown", 1], ["Hello", [1, 2], "one too many"], ["Hello", [1, 2.5]], None, {"a": 1}):
+                answer = raw.ask(msgspec.msgpack.encode([41, body]))
+                assert answer.id == 41
+                assert isinstance(answer.body, Failure)
+                assert answer.body.error == "WireError"
+
+
+def nonsense() -> st.SearchStrategy[AnyRequest]:
+    """Messages of every type with values that make no sense."""
+    number = st.one_of(st.integers(0, 3), st.integers(0, 1 << 62))
+    text = st.sampled_from(["", "p", "q"])
+    texts = st.lists(text, max_size=3).map(tuple)
+    raw = st.binary(max_size=24)
+    seconds = st.floats(0, 0.01)
+    tag = st.dictionaries(text, st.one_of(st.none(), st.integers(0, 3), text), max_size=2)
+    tags = st.one_of(st.none(), st.lists(tag, max_size=3).map(tuple))
+    block = st.builds(messages.BlockRef, number, number, number, number)
+    header = st.one_of(raw, st.just(GOOD_HEADER))
+    ids = st.lists(number, max_size=3).map(tuple)
+    return st.one_of(
+        st.builds(messages.Hello, st.builds(ProcessId, st.integers(0, 1 << 40), number)),
+        st.builds(messages.Commit, number, text, texts, tags, st.one_of(st.none(), block), header),
+        st.builds(messages.Locate, number, text, texts, texts),
+        st.builds(messages.ReleaseLeases, ids),
+        st.builds(messages.WaitReady, text, number, texts, tag, st.one_of(st.none(), text), seconds),
+        st.builds(messages.GiveBack, text, text, raw),
+        st.builds(messages.ListRows, text, tag),
+        st.builds(messages.Clear, text, st.one_of(st.none(), texts)),
+        st.just(messages.GetStats()),
+        st.builds(messages.Cancel, number),
+        st.builds(messages.Allocate, number, seconds),
+        st.builds(messages.Release, ids),
+        st.builds(messages.EndSession, raw),
+        st.builds(messages.Compact, number, header, raw, texts),
+        st.just(messages.GetUnitStats()),
+        st.just(messages.Bye()),
+    )
+
+
+GOOD_HEADER = msgspec.msgpack.encode(plan(BatchData({"p": dense([1.0])})))
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(data=st.data())
+def test_well_formed_nonsense_harms_nobody(own_plane: LocalPlane, data: st.DataObject) -> None:
+    said = data.draw(st.lists(nonsense(), min_size=1, max_size=8))
+    for address in addresses(own_plane):
+        with Raw(address, b"\x02" + os.urandom(7)) as raw:
+            raw.socket.send(pack(Request(1, Hello(this_process()))))
+            for i, message in enumerate(said):
+                raw.socket.send(pack(Request(i + 2, message)))
+            raw.socket.send(b"end")
+            while True:
+                assert raw.socket.poll(5000), "no answer"
+                if msgspec.msgpack.decode(raw.socket.recv(), type=Reply).id == 0:
+                    break
+    asyncio.run(_put_and_clear(own_plane.descriptor))
+
+
+async def _put_and_clear(descriptor: PlaneDescriptor) -> None:
+    async with await connect(descriptor) as client:
+        meta = await client.put("fine", ["a"], batch(100))
+        assert (await client.get(meta)).dense("x").values.all()
+        await client.clear("fine")
