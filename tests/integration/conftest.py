@@ -88,7 +88,13 @@ def app(tmp_path, base_model, mark):
             "critic.ppo_mini_batch_size=8",
         )
         done = subprocess.run(
-            command(*small, *overrides), capture_output=True, text=True, timeout=timeout, cwd=tmp_path, check=False
+            command(*small, *overrides),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            cwd=tmp_path,
+            check=False,
+            env={**os.environ, MARK: mark},
         )
         return Finished(done.returncode, done.stdout, done.stderr, tmp_path / "run")
 

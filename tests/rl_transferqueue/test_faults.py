@@ -331,6 +331,13 @@ def nonsense() -> st.SearchStrategy[AnyRequest]:
 GOOD_HEADER = msgspec.msgpack.encode(plan(BatchData({"p": dense([1.0])})))
 
 
+@pytest.fixture(scope="module")
+def own_plane() -> Iterator[LocalPlane]:
+    """Peers that allocate and never introduce themselves may cost memory, so this plane is not the shared one."""
+    with start_local_plane(TransferQueueConfig(capacity_mb=32, segment_mb=1)) as plane:
+        yield plane
+
+
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )

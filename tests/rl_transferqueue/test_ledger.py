@@ -198,6 +198,14 @@ class LedgerMachine(RuleBasedStateMachine):
         shared = set.intersection(*(set(columns) for columns in self.rows.values())) if self.rows else set()
         assert set(rows.fields) == shared
 
+    @invariant()
+    def every_cell_is_where_its_last_put_left_it(self) -> None:
+        for name in "xyz":
+            keys = [key for key, columns in self.rows.items() if name in columns]
+            found = places(self.ledger.locate(b"invariant", 1, "p", tuple(keys), (name,)), [name])[name] if keys else []
+            assert [self.content[b][name, r] for b, r in found] == [self.rows[key][name] for key in keys]
+            self.ledger.blocks.release(b"invariant")
+
     def teardown(self) -> None:
         self.ledger.clear("p", None)
         self.ledger.blocks.release(SESSION)
@@ -236,3 +244,38 @@ def test_given_back_rows_that_were_made_anew_stay_consumed() -> None:
     take()
     ledger.give_back("p", "t", np.frombuffer(old, "<i8"))
     assert ledger.wait(Waiter(partition="p", count=1, fields=(), where={}, task="t", token=None)) is None
+
+
+def test_a_waiter_does_not_count_rows_that_another_of_its_task_was_given() -> None:
+    ledger = Ledger()
+
+    def waiter(count: int) -> Waiter:
+        return Waiter(partition="p", count=count, fields=(), where={}, task="t", token=count)
+
+    for i in (1, 2):
+        ledger.commit(SESSION, i, "p", (f"k{i}",))
+    assert ledger.wait(waiter(3)) is None
+    assert ledger.wait(waiter(4)) is None
+    served: list[tuple[object, tuple[str, ...]]] = []
+    for i in range(3, 9):
+        served += [(w.token, rows.keys) for w, rows in ledger.commit(SESSION, i, "p", (f"k{i}",))]
+    assert served == [(3, ("k1", "k2", "k3")), (4, ("k4", "k5", "k6", "k7"))]
+
+
+def test_a_copied_block_keeps_the_rows_apart() -> None:
+    """Columns of which different rows were overwritten, rows cleared before and during the copy."""
+    ledger = Ledger()
+    keys = tuple(f"k{i}" for i in range(16))
+    ledger.commit(SESSION, 1, "p", keys, None, BlockRef(1, 0, 0, 1 << 16), header_of(["x", "y"], 16))
+    ledger.commit(SESSION, 2, "p", keys[:12], None, BlockRef(2, 0, 0, 1 << 16), header_of(["y"], 12))
+    assert ledger.blocks.take_sparse() == []
+    ledger.clear("p", [*keys[:4], *keys[5:8]])
+    (block,) = ledger.blocks.take_sparse()
+    plan_made = ledger.plan_compaction(block)
+    assert np.frombuffer(plan_made.rows, "<i8").tolist() == [4, *range(8, 16)]
+    ledger.clear("p", ["k9"])
+    ledger.end_compaction(block, plan_made, Compacted(BlockRef(3, 0, 0, 1 << 15), header_of(["x", "y"], 9)))
+    assert [ref.id for ref in ledger.blocks.take_released()] == [1]
+    found = places(ledger.locate(SESSION, 1, "p", ("k15", "k4", "k10"), ("x", "y")), ["x", "y"])
+    assert found == {"x": [(3, 8), (3, 0), (3, 3)], "y": [(3, 8), (2, 4), (2, 10)]}
+    assert ledger.blocks.take_sparse() == []
