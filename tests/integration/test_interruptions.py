@@ -48,7 +48,7 @@ def long_run(tmp_path, base_model, mark):
     process.communicate(timeout=30)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_cleanly_and_keeps_what_was_written(long_run, how):
     process, metrics = long_run
     if how == signal.SIGINT:
@@ -64,6 +64,7 @@ def test_ctrl_c_ends_cleanly_and_keeps_what_was_written(long_run, how):
     assert list((metrics.parent / "tensorboard").glob("events*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["ray::WorkerProcess", "rl_transferqueue.serve"])
 def test_a_killed_process_ends_the_run_with_a_message(long_run, mark, victim):
     process, _ = long_run
@@ -76,6 +77,7 @@ def test_a_killed_process_ends_the_run_with_a_message(long_run, mark, victim):
     assert "Traceback" not in err + out
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_killed_driver(long_run, mark):
     process, _ = long_run
     assert len(marked(mark)) > 5

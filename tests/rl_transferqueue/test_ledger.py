@@ -270,7 +270,7 @@ def test_a_copied_block_keeps_the_rows_apart() -> None:
     ledger.commit(SESSION, 2, "p", keys[:12], None, BlockRef(2, 0, 0, 1 << 16), header_of(["y"], 12))
     assert ledger.blocks.take_sparse() == []
     ledger.clear("p", [*keys[:4], *keys[5:8]])
-    (block,) = ledger.blocks.take_sparse()
+    block, _ = ledger.blocks.take_sparse()
     plan_made = ledger.plan_compaction(block)
     assert np.frombuffer(plan_made.rows, "<i8").tolist() == [4, *range(8, 16)]
     ledger.clear("p", ["k9"])

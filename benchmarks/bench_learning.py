@@ -1,0 +1,102 @@
+"""Does the default run learn, for every seed, with GRPO and with PPO, and how long does it take?
+
+    uv run benchmarks/bench_learning.py [--seeds 0,1,2,3,4] [--algorithms grpo,ppo] [--vary trainer.seed] [--steps N]
+
+Runs the app as a user would, one process after the other, with a cache of its own, so that every first run of a data seed includes its
+warm-up. Writes JSON and a plot of the curves; the table of benchmarks/README.md is made from the JSON by report.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, command_line, write_result
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+ACCURACY = "val-core/two_digit_addition/acc/mean@1"
+
+
+def run(algorithm: str, overrides: list[str], folder: Path) -> dict[str, Any]:
+    """One run of the app; its curves and figures.
+
+    Raises:
+        RuntimeError: the run failed.
+    """
+    name = "-".join([algorithm, *overrides]).replace("/", "_")
+    command = [sys.executable, str(ROOT / "apps" / "ppo"), f"algorithm={algorithm}", *overrides]
+    command += [f"model.cache_dir={folder / 'cache'}", f"trainer.output_dir={folder}", f"trainer.run_name={name}"]
+    start = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
+    seconds = time.perf_counter() - start
+    if done.returncode:
+        raise RuntimeError(f"{name} ended with {done.returncode}: {done.stderr}")
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    curve = [(m["step"], m[ACCURACY]) for m in lines if ACCURACY in m]
+    trained = [m for m in lines if m["step"]]
+    return {
+        "algorithm": algorithm,
+        "overrides": overrides,
+        "seconds": round(seconds, 1),
+        "warm_up": "supervised warm-up took" in done.stdout,
+        "base_accuracy": curve[0][1],
+        "final_accuracy": curve[-1][1],
+        "steps": trained[-1]["step"],
+        "seconds_per_step": sorted(m["timing_s/step"] for m in trained)[len(trained) // 2],
+        "driver_bytes_per_step_max": max(m["perf/driver_bytes"] for m in trained),
+        "rollout_log_probs_diff_max": max(m["training/rollout_log_probs_diff_max"] for m in trained),
+        "curve": curve,
+    }
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """One panel per algorithm, one line per run."""
+    algorithms = list(dict.fromkeys(row["algorithm"] for row in rows))
+    figure = Figure(figsize=(5 * len(algorithms), 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(algorithms), squeeze=False, sharey=True)[0]
+    for axis, algorithm in zip(axes, algorithms, strict=True):
+        for row in rows:
+            if row["algorithm"] == algorithm:
+                axis.plot(*zip(*row["curve"], strict=True), marker=".", label=" ".join(row["overrides"]))
+        axis.axhline(0.85, color="grey", linewidth=0.8, linestyle="--")
+        axis.set(title=algorithm, xlabel="step", ylabel="validation accuracy", ylim=(0, 1.02))
+        axis.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Run all, write all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="0,1,2,3,4")
+    parser.add_argument("--algorithms", default="grpo,ppo")
+    parser.add_argument(
+        "--vary",
+        default="trainer.seed",
+        help="keys that get the seed, comma-separated: trainer.seed, or trainer.seed,data.seed",
+    )
+    parser.add_argument("--steps", type=int, default=0, help="0: as many as the app's default")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for algorithm in arguments.algorithms.split(","):
+            for seed in arguments.seeds.split(","):
+                overrides = [f"{key}={seed}" for key in arguments.vary.split(",")]
+                extra = [f"trainer.total_training_steps={arguments.steps}"] if arguments.steps else []
+                rows.append(run(algorithm, [*overrides, *extra], Path(folder)))
+                print({k: v for k, v in rows[-1].items() if k != "curve"}, flush=True)
+    varied = "_".join(key.partition(".")[0] for key in arguments.vary.split(","))
+    path = write_result(f"learning_{varied}_seeds", command_line(), rows)
+    plot(rows, path.with_suffix(".png"))
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""What the README promises: the default run learns, from a weak base, and its second start finds the warmed-up model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .conftest import MARK, command
+
+ACCURACY = "val-core/two_digit_addition/acc/mean@1"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_the_default_run_learns(algorithm, tmp_path, mark):
+    def run(*overrides: str) -> tuple[str, list[dict[str, float]]]:
+        arguments = command(
+            f"algorithm={algorithm}", f"model.cache_dir={tmp_path}/cache", f"trainer.output_dir={tmp_path}", *overrides
+        )
+        done = subprocess.run(
+            arguments, capture_output=True, text=True, timeout=800, check=False, env={**os.environ, MARK: mark}
+        )
+        assert done.returncode == 0, done.stderr
+        name = next(word for word in overrides if "run_name" in word).partition("=")[2]
+        return done.stdout, [
+            json.loads(line) for line in Path(tmp_path, name, "metrics.jsonl").read_text().splitlines()
+        ]
+
+    out, metrics = run("trainer.run_name=first")
+    assert "supervised warm-up" in out
+    accuracies = [m[ACCURACY] for m in metrics if ACCURACY in m]
+    assert 0.15 <= accuracies[0] <= 0.45
+    assert accuracies[-1] >= 0.90
+    out, metrics = run("trainer.run_name=second", "trainer.total_training_steps=1")
+    assert "from the cache, no warm-up" in out
+    assert metrics[0][ACCURACY] == accuracies[0]

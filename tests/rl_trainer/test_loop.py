@@ -1,0 +1,230 @@
+"""The loop with real torch workers over the in-memory plane, in one process: what is stored, what goes through the driver, what a failure does."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from rl_protocol import KVBatchMeta, RewardError, WorkerError
+from rl_protocol.ports import WeightSyncReport
+from rl_protocol.testing.fakes import MemoryDataPlane
+from rl_trainer import (
+    ActorConfig,
+    ActorWorker,
+    AlgorithmConfig,
+    CriticConfig,
+    CriticWorker,
+    LoopConfig,
+    OptimConfig,
+    PPOTrainer,
+    PromptOrder,
+    PromptRow,
+    ReferenceWorker,
+    RewardWorker,
+    RolloutConfig,
+    RolloutWorker,
+    TrainerParts,
+    Workers,
+    build_graph,
+    needs_critic,
+)
+from rl_trainer.backends.torch_critic import TorchCriticBackend
+from rl_trainer.backends.torch_policy import TorchPolicyBackend
+from rl_trainer.messages import StageCall
+from rl_trainer.rollout.hf import HFRolloutEngine
+
+
+class Digits:
+    """Prompts "00".."19"; the right answer is the last digit."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, row):
+        return PromptRow(
+            prompt_ids=tuple(2 + int(c) for c in f"{row:02d}"), data_source="digits", ground_truth=str(row % 10)
+        )
+
+
+def decode(ids):
+    return "".join("0123456789+="[i - 2] if i > 1 else "" for i in ids)
+
+
+def starts_right(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str.startswith(ground_truth))
+
+
+class LocalWorker:
+    """A WorkerHandle in this process."""
+
+    def __init__(self, name, worker):
+        self.name, self.worker, self.bytes_moved, self.calls = name, worker, 0, []
+
+    async def call(self, method, payload, *, timeout_s):
+        self.calls.append(method)
+        answer = await self.worker.handle(method, payload)
+        self.bytes_moved += len(payload) + len(answer)
+        return answer
+
+
+class WatchedPlane(MemoryDataPlane):
+    """Remembers the most rows and the columns each get asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.most, self.asked = {}, []
+
+    async def put(self, partition, keys, data=None, **kwargs):
+        done = await super().put(partition, keys, data, **kwargs)
+        self.most[partition] = max(self.most.get(partition, 0), (await self.stats()).rows[partition])
+        return done
+
+    async def get(self, meta, fields=None, **kwargs):
+        self.asked.append(tuple(fields or ()))
+        return await super().get(meta, fields, **kwargs)
+
+
+class DirectSync:
+    """Weight sync by hand: the engines load what the policy has."""
+
+    def __init__(self, policy, engines):
+        self.policy, self.engines, self.versions = policy, engines, []
+
+    async def update_weights(self, version):
+        for engine in self.engines:
+            engine.load_weights(list(self.policy.named_weights()), version)
+        self.versions.append(version)
+        return WeightSyncReport(version=version, num_bytes=1, seconds=0.0, receivers=("r",) * len(self.engines))
+
+
+class Setup:
+    def __init__(self, path, *, estimator="grpo", reward=starts_right, sync=True, steps=2, critic_warmup=0, engines=2):
+        algorithm = AlgorithmConfig(adv_estimator=estimator)
+        actor = ActorConfig(optim=OptimConfig(lr=3e-3), ppo_mini_batch_size=4, use_kl_loss=True)
+        critic = CriticConfig(optim=OptimConfig(lr=3e-3), ppo_mini_batch_size=4, warmup_steps=critic_warmup)
+        rollout = RolloutConfig(n=4, response_length=3, num_workers=engines)
+        graph = build_graph(algorithm, actor)
+        self.plane = WatchedPlane()
+        self.policy = TorchPolicyBackend(path, actor, rollout_n=4, seed=0)
+        engines = [HFRolloutEngine(path) for _ in range(engines)]
+        data = {"train": Digits(), "val": Digits()}
+        critic_worker = (
+            CriticWorker(self.plane, graph, TorchCriticBackend(path, critic, rollout_n=4, seed=0))
+            if needs_critic(algorithm)
+            else None
+        )
+        self.workers = Workers(
+            rollout=[LocalWorker(f"rollout-{i}", RolloutWorker(self.plane, e, data)) for i, e in enumerate(engines)],
+            reward=LocalWorker("reward", RewardWorker(self.plane, graph, reward, decode, algorithm, 3)),
+            actor=LocalWorker("actor", ActorWorker(self.plane, graph, self.policy, 1.0)),
+            ref=LocalWorker("ref", ReferenceWorker(self.plane, graph, TorchPolicyBackend(path, None), 1.0)),
+            critic=LocalWorker("critic", critic_worker) if critic_worker else None,
+        )
+        self.sync = DirectSync(self.policy, engines)
+        self.steps = []
+        self.trainer = PPOTrainer(
+            TrainerParts(
+                graph=graph,
+                plane=self.plane,
+                workers=self.workers,
+                weight_sync=self.sync if sync else None,
+                train_order=PromptOrder(20, 8, 0),
+                validation_size=20,
+                rollout=rollout,
+                critic=critic,
+                loop=LoopConfig(total_training_steps=steps, test_freq=1, stage_timeout_s=60),
+                on_step=lambda step, metrics: self.steps.append((step, dict(metrics))),
+            )
+        )
+
+    def fit(self):
+        return asyncio.run(self.trainer.fit())
+
+
+def test_a_step_goes_through_all_stages_and_leaves_the_plane_empty(model_path):
+    setup = Setup(model_path, estimator="gae")
+    last = setup.fit()
+    assert [step for step, _ in setup.steps] == [0, 1, 2]
+    assert last == {k: v for k, v in setup.steps[-1][1].items() if k.startswith("val-")}
+    assert set(last) == {"val-core/digits/acc/mean@1", "val-aux/digits/score/mean@1"}
+    assert setup.workers.actor.calls == ["old_log_prob", "update_actor"] * 2
+    assert setup.workers.critic.calls == ["values", "update_critic"] * 2
+    assert setup.sync.versions == [1, 2]
+    assert asyncio.run(setup.plane.stats()).rows == {"train": 0, "train/prompts": 0, "val": 0, "val/prompts": 0}
+    assert all(type(v) is float for _, metrics in setup.steps for v in metrics.values())
+
+
+def test_what_belongs_to_a_prompt_is_stored_once(model_path):
+    setup = Setup(model_path, steps=1)
+    setup.fit()
+    assert (setup.plane.most["train"], setup.plane.most["train/prompts"]) == (8 * 4, 8)
+
+
+def test_only_declared_columns_travel(model_path):
+    setup = Setup(model_path, steps=1)
+    setup.fit()
+    assert ("responses",) in setup.plane.asked  # what old_log_prob and ref read of a trajectory
+    assert ("responses", "response_mask", "old_log_probs", "advantages", "ref_log_prob") in setup.plane.asked
+    assert not any("ground_truth" in fields and "prompts" in fields for fields in setup.plane.asked)
+
+
+def test_rollout_and_trainer_agree_while_synchronised_and_the_lag_grows_otherwise(model_path):
+    together, apart = Setup(model_path, steps=3), Setup(model_path, steps=3, sync=False)
+    together.fit()
+    apart.fit()
+    metrics = [m for step, m in together.steps if step]
+    assert [m["training/policy_lag"] for m in metrics] == [0, 0, 0]
+    assert max(m["training/rollout_log_probs_diff_max"] for m in metrics) < 1e-4
+    metrics = [m for step, m in apart.steps if step]
+    assert [m["training/policy_lag"] for m in metrics] == [0, 1, 2]
+    assert metrics[2]["training/rollout_log_probs_diff_max"] > 1e-3
+
+
+def test_the_result_does_not_depend_on_the_number_of_rollout_workers(model_path):
+    one, three = Setup(model_path, engines=1), Setup(model_path, engines=3)
+    one.fit()
+    three.fit()
+    for (_, a), (_, b) in zip(one.steps, three.steps, strict=True):
+        for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm", "val-core/digits/acc/mean@1"):
+            if name in a:
+                assert a[name] == pytest.approx(b[name], abs=1e-4), name
+
+
+def test_while_the_critic_warms_up_the_actor_stays_and_nothing_is_sent(model_path):
+    setup = Setup(model_path, estimator="gae", steps=3, critic_warmup=2)
+    setup.fit()
+    assert setup.workers.actor.calls == ["old_log_prob", "old_log_prob", "old_log_prob", "update_actor"]
+    assert setup.sync.versions == [1]
+
+
+@pytest.mark.parametrize("returned", [float("nan"), float("inf"), None, "1"])
+def test_a_reward_that_is_no_number_names_its_sample_and_ends_the_run(model_path, returned):
+    setup = Setup(model_path, reward=lambda *_: returned)
+    with pytest.raises(RewardError, match=rf"returned {returned!r} for sample 'v0-0/0/0' of 'digits'"):
+        setup.fit()
+
+
+def test_a_failure_keeps_the_rows_for_inspection_and_cancels_the_others(model_path):
+    setup = Setup(model_path, steps=1)
+
+    async def fail(method, payload, *, timeout_s):
+        raise WorkerError("the reference is gone")
+
+    setup.workers.ref.call = fail
+    with pytest.raises(WorkerError, match="the reference is gone"):
+        setup.fit()
+    assert asyncio.run(setup.plane.stats()).rows["train"] == 32
+
+
+def test_a_worker_refuses_what_it_does_not_know(model_path):
+    worker = Setup(model_path).workers.actor.worker
+    call = msgspec.msgpack.encode(StageCall(step=1, batch=KVBatchMeta(partition="p", keys=())))
+    for method, payload, message in (
+        ("launch", call, "ActorWorker has no handler 'launch'; it has old_log_prob, update_actor, save"),
+        ("old_log_prob", b"\xff", "not a StageCall"),
+        ("old_log_prob", msgspec.msgpack.encode({"step": 1, "surprise": 2}), "not a StageCall"),
+    ):
+        with pytest.raises(WorkerError, match=message):
+            asyncio.run(worker.handle(method, payload))
