@@ -161,12 +161,12 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(outcome=st.sampled_from(["copied", "copied", "no room", "no gain"]), between=st.one_of(st.none(), KEYS))
     def compact(self, outcome: str, between: list[str] | None) -> None:
         """Rows may be cleared while the unit copies."""
-        for block in self.ledger.blocks.take_sparse():
-            wanted = self.ledger.plan_compaction(block)
+        plans = [(block, self.ledger.plan_compaction(block)) for block in self.ledger.blocks.take_sparse()]
+        if between is not None:
+            self.clear(between)
+        for block, wanted in plans:
             rows = np.frombuffer(wanted.rows, "<i8").tolist()
             assert rows
-            if between is not None:
-                self.clear(between)
             new = self.new_block() if outcome == "copied" else None
             if new is not None:
                 old = self.content[block.ref.id]

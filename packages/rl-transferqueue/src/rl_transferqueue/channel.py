@@ -23,7 +23,13 @@ class Call(NamedTuple):
     """A request that was sent."""
 
     id: int
-    answer: asyncio.Future[Answer]
+    answer: asyncio.Future[Answer | None]
+    """None: the deadline passed."""
+
+
+def _expire(answer: asyncio.Future[Answer | None]) -> None:
+    if not answer.done():
+        answer.set_result(None)
 
 
 class Channel:
@@ -45,7 +51,9 @@ class Channel:
         self._loop = loop
         self._listening = True
         self._ids = count(1)
-        self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self._pending: dict[int, asyncio.Future[Answer | None]] = {}
+        self._late: dict[int, Answer] = {}
+        """Answers to calls that were cancelled or ran out of time but whose callers have not been told yet."""
         self._orphans: dict[int, Callable[[Answer], None]] = {}
         self._cancels: dict[int, int] = {}
         self._lost: str | None = None
@@ -85,17 +93,18 @@ class Channel:
         Raises:
             PlaneTimeout, PlaneLostError, and whatever the server answers.
         """
+        timer = self._loop.call_later(timeout_s, _expire, call.answer)
         try:
-            await asyncio.wait((call.answer,), timeout=timeout_s)
+            answer = await call.answer
         except asyncio.CancelledError:
             self._leave(call, expect, orphan)
             raise
         finally:
+            timer.cancel()
             self._pending.pop(call.id, None)
-        if not call.answer.done():
+        if answer is None:
             self._leave(call, expect, orphan)
             raise PlaneTimeout(f"The {self.name} of the data plane did not answer within {timeout_s:g} s.")
-        answer = call.answer.result()
         if isinstance(answer, Failure):
             raise error_of(answer)
         if not isinstance(answer, expect):
@@ -157,8 +166,11 @@ class Channel:
 
         if self._lost is not None or not self._listening:
             return
-        if call.answer.done():
-            pass_on(call.answer.result())
+        answer = self._late.pop(call.id, None)
+        if answer is None and call.answer.done() and not call.answer.cancelled():
+            answer = call.answer.result()
+        if answer is not None:
+            pass_on(answer)
         else:
             self._orphans[call.id] = pass_on
         self._cancels[self.tell(Cancel(call.id))] = call.id
@@ -182,7 +194,9 @@ class Channel:
 
     def _take(self, reply: Reply) -> None:
         answer = self._pending.get(reply.id)
-        if answer is not None and not answer.done():
+        if answer is not None and answer.done():
+            self._late[reply.id] = reply.body
+        elif answer is not None:
             answer.set_result(reply.body)
         elif reply.id in self._orphans:
             self._orphans.pop(reply.id)(reply.body)

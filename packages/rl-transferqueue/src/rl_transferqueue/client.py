@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -93,6 +94,7 @@ class Client:
         ]
         self._next_unit = session[1] % len(self._units)
         self._leases = Leases(self._loop, self._controller)
+        self._arenas: dict[tuple[int, bool], mmap.mmap] = {}
         self._watched: list[int] = []
         self._put_ids = 0
         self._written = 0
@@ -157,7 +159,7 @@ class Client:
         located = await self._controller.finish(call, Located, self._seconds(timeout_s))
         if not names:
             return BatchData({}, len(meta))
-        mappings = [map_arena(unit, writable=False) for unit in self._descriptor.units]
+        mappings = [self._arena(unit, writable=False) for unit in range(len(self._units))]
         size = sum(ref.nbytes for ref in located.blocks)
         batch = await self._copying(size, lambda: assemble(located, names, mappings, anchor))
         self._read += batch.nbytes
@@ -232,6 +234,7 @@ class Client:
             os.close(pidfd)
         for unit in self._units:
             unit.close()
+        self._arenas.clear()
         self._controller.mute()
         self._leases.detach()
 
@@ -294,8 +297,14 @@ class Client:
         call = unit.start(Allocate(nbytes, wait_s))
         return _Grant(unit, call.id, (await unit.finish(call, Allocated, timeout_s)).block)
 
+    def _arena(self, unit: int, *, writable: bool) -> mmap.mmap:
+        arena = self._arenas.get((unit, writable))
+        if arena is None:
+            arena = self._arenas[unit, writable] = map_arena(self._descriptor.units[unit], writable=writable)
+        return arena
+
     async def _write(self, data: BatchData, spec: Header, block: BlockRef) -> None:
-        mapping = map_arena(self._descriptor.units[block.unit], writable=True)
+        mapping = self._arena(block.unit, writable=True)
         target = memoryview(mapping)[block.offset : block.offset + spec.payload]
         await self._copying(spec.payload, lambda: write_payload(data, spec, target))
 
