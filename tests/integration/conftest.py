@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ class Finished:
 
 
 def command(*overrides: str) -> list[str]:
-    return [sys.executable, str(ROOT / "apps" / "ppo"), *overrides]
+    return ["uv", "run", "--no-sync", "--project", str(ROOT), str(ROOT / "apps" / "ppo"), *overrides]
 
 
 def marked(mark: str) -> list[psutil.Process]:

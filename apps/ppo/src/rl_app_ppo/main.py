@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 import time
@@ -21,6 +22,15 @@ from rl_app_ppo.config import load_config, options, presets, to_yaml
 from rl_app_ppo.outputs import create_run_folder
 from rl_app_ppo.schema import AppConfig
 from rl_protocol import ConfigError, OutputError, RLError
+
+RAY_SETTINGS = {
+    # One uv environment serves driver and workers of a machine. Ray's hook would package the working folder and start uv for every
+    # worker, in another folder, 20 s later.
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+"""What Ray is told unless the environment says otherwise."""
 
 USAGE = """\
 usage: uv run apps/ppo [--help] [--cfg] [--config FILE] [key=value ...]
@@ -106,14 +116,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(config: AppConfig, out: Console) -> int:
-    from rl_app_ppo.console import Screen  # these pull in Ray, which --help and --cfg do without
+    for name, value in RAY_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    from rl_app_ppo.console import (
+        Screen,
+    )  # these pull in Ray, which --help and --cfg do without, and which reads its settings then
     from rl_app_ppo.run import RunFiles, preflight, run, write_config
 
     preflight(config)
     name = config.trainer.run_name or time.strftime(
         f"%Y-%m-%d_%H-%M-%S_{config.algorithm.name}_seed{config.trainer.seed}"
     )
-    files = RunFiles(folder=create_run_folder(Path(config.trainer.output_dir), name, config.trainer.min_free_disk_mb))
+    folder = create_run_folder(Path(config.trainer.output_dir), name, config.trainer.min_free_disk_mb)
+    files = RunFiles(folder=folder.resolve())
     write_config(config, files)
     logging.basicConfig(
         filename=files.logs / "driver.log", level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -144,7 +144,9 @@ class PPOTrainer:
             metrics |= await self._forward_stages(clock, step, batch)
             metrics |= await clock.time("adv", self._stage(p.workers.reward, "adv", step, batch))
             metrics |= await self._update_stages(clock, step, batch)
-        if p.weight_sync is not None and "actor/lr" in metrics:  # not while the critic alone is trained: nothing has changed
+        if (
+            p.weight_sync is not None and "actor/lr" in metrics
+        ):  # not while the critic alone is trained: nothing has changed
             report = await clock.time("update_weights", p.weight_sync.update_weights(self._version))
             metrics |= {"weight_sync/bytes": float(report.num_bytes), "weight_sync/version": float(report.version)}
             metrics["weight_sync/receivers"] = float(len(report.receivers))
@@ -166,7 +168,7 @@ class PPOTrainer:
             return await self._stage(p.workers.reward, "evaluate", step, batch.without_tags())
 
     async def save(self, path: Path) -> None:
-        """Have the actor write a Hugging Face checkpoint folder."""
+        """Have the actor write a Hugging Face checkpoint folder at this absolute path."""
         call = msgspec.msgpack.encode(SaveCall(path=str(path)))
         await self._p.workers.actor.call("save", call, timeout_s=self._p.loop.stage_timeout_s)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from rl_app_ppo.schema import RayConfig, TrainerConfig
 from rl_protocol import RLError, WorkerError
 
 logger = logging.getLogger(__name__)
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MiB; batches do not travel through it
 
 
@@ -85,10 +87,9 @@ class RayWorker:
                 return cause
             return WorkerError(f"Worker {self.name} failed in {method}: {type(cause).__name__}: {cause}. {log}")
         if isinstance(error, RayActorError):
-            reason = str(error).strip().splitlines()
-            return WorkerError(
-                f"Worker {self.name} died during {method}: {reason[0] if reason else 'no reason given'} {log}"
-            )
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            reason = f"{lines[0]} {lines[-1]}" if len(lines) > 1 else " ".join(lines)
+            return WorkerError(f"Worker {self.name} died during {method}: {_ANSI.sub('', reason)} {log}")
         return WorkerError(
             f"Worker {self.name} did not answer {method} within {timeout_s:g} s; raise trainer.stage_timeout_s or see its log. {log}"
         )
@@ -101,11 +102,7 @@ async def ray_session(config: RayConfig, trainer: TrainerConfig) -> AsyncGenerat
     Raises:
         WorkerError: Ray did not start in time, or the cluster can't be joined.
     """
-    # One uv environment serves driver and workers of a machine; Ray's hook would package and start uv for each of them (20 s more).
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ["OMP_NUM_THREADS"] = str(trainer.threads_per_worker)
+    os.environ["OMP_NUM_THREADS"] = str(trainer.threads_per_worker)  # the workers inherit it
     local = config.address == "local"
     sizes: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False} if local else {}
     try:
