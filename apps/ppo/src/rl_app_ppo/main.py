@@ -11,9 +11,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -22,6 +23,9 @@ from rl_app_ppo.config import load_config, options, presets, to_yaml
 from rl_app_ppo.outputs import create_run_folder
 from rl_app_ppo.schema import AppConfig
 from rl_protocol import ConfigError, OutputError, RLError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 RAY_SETTINGS = {
     # One uv environment serves driver and workers of a machine. Ray's hook would package the working folder and start uv for every
@@ -110,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         wrong_input = isinstance(error, ConfigError | OutputError)
         err.print(Text(f"{'error' if wrong_input else 'the run failed'}: {error}"), soft_wrap=True)
         return 2 if wrong_input else 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         err.print(Text("interrupted; everything written so far is kept"))
         return 130
 
@@ -134,12 +138,11 @@ def _train(config: AppConfig, out: Console) -> int:
         filename=files.logs / "driver.log", level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     logging.captureWarnings(capture=True)
-    signal.signal(signal.SIGTERM, _as_interrupt)
-    logging.getLogger(__name__).info("run %s starts", files.folder)
+    logger.info("run %s starts", files.folder)
     screen = Screen(out)
     screen.header(config, config.model.path or "demo model", files.folder)
     start = time.perf_counter()
-    recorder = asyncio.run(run(config, files, screen))
+    recorder = asyncio.run(_interruptible(run(config, files, screen)))
     screen.curve(recorder.curves)
     first, last = (recorder.validation[i][1] if recorder.validation else float("nan") for i in (0, -1))
     out.print(Text(f"validation accuracy {first:.3f} -> {last:.3f} in {time.perf_counter() - start:.0f} s"))
@@ -155,6 +158,16 @@ def _train(config: AppConfig, out: Console) -> int:
     return 0
 
 
-def _as_interrupt(*_: object) -> None:
-    """SIGTERM ends a run like Ctrl-C: in order."""
-    signal.raise_signal(signal.SIGINT)
+async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
+    """Ctrl-C and SIGTERM end the work in order, once: `uv run` passes on a Ctrl-C that the terminal has sent to us already, and a second
+    one must not cut the clean-up short, which is bounded."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+
+    def end() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, logger.info, "ending already")
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end)
+    return await task
