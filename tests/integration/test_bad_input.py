@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
 
@@ -30,3 +32,30 @@ def test_bad_input_is_refused_before_anything_starts(app, override, words):
     assert "Traceback" not in done.err
     for word in words:
         assert word in done.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kib", "named"), [(24, "tensorboard"), (200, "checkpoint")])
+def test_a_disk_that_fills_up_ends_the_run_with_a_message_and_keeps_what_was_written(app, tmp_path, kib, named):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a file system; runs where the tests run as root")
+    try:
+        done = app(
+            f"trainer.output_dir={disk}",
+            "trainer.min_free_disk_mb=0",
+            "trainer.total_training_steps=3",
+            "trainer.test_freq=1",
+        )
+        assert done.code == 2, (done.out, done.err)
+        assert done.err.startswith("error: ")
+        assert "No space left on device" in done.err
+        assert named in done.err
+        assert "Traceback" not in done.err + done.out
+        assert (disk / "run" / "config.yaml").stat().st_size > 0
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)

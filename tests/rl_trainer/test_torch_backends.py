@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl_protocol import BatchData, BatchError, ConfigError, ragged
+from rl_protocol import BatchData, BatchError, ConfigError, OutputError, ragged
 from rl_protocol.torch import from_weight
 from rl_trainer import ActorConfig, CriticConfig, OptimConfig
 from rl_trainer.backends.optimise import Schedule, mini_batches
@@ -167,3 +167,9 @@ def test_the_critic_starts_at_zero_and_learns_its_returns(model_path):
     losses = [critic.update(critic_batch(critic))["critic/vf_loss"] for _ in range(30)]
     assert losses[0] == pytest.approx(0.5 * 0.09)
     assert losses[-1] < 0.01 * losses[0]
+
+
+def test_a_checkpoint_that_cannot_be_written_names_its_path(model_path, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match=f"{tmp_path}/file/checkpoint"):
+        TorchPolicyBackend(model_path, None).save_pretrained(tmp_path / "file" / "checkpoint")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -35,7 +36,7 @@ def create_run_folder(output_dir: Path, run_name: str, min_free_mb: int) -> Path
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            folder.mkdir()
+            folder.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
             raise OutputError(
                 f"{folder} exists already; nothing is overwritten. Set trainer.run_name to another name."
@@ -77,33 +78,40 @@ class JSONLSink:
 
 
 class TensorBoardSink:
-    """MetricSink: event files that `tensorboard --logdir` reads, written by the tensorboard package itself."""
+    """MetricSink: an event file that `tensorboard --logdir` reads, record by record, so that a failing write is seen where it happens
+    (tensorboard's own EventFileWriter writes from a thread that prints its errors)."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.compat.proto import (
             event_pb2,
             summary_pb2,
         )  # an import of a second, needed once a run is under way
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event: Any = event_pb2  # generated at run time, unknown to type checkers
         self._summary: Any = summary_pb2
         self._folder = folder
         with writing(folder):
-            self._writer = EventFileWriter(str(folder))
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"events.out.tfevents.{int(time.time())}.{platform.node() or 'host'}.{os.getpid()}"
+            self._file = path.open("wb", buffering=0)
+            self._records = RecordWriter(self._file)
+        self._write(file_version="brain.Event:2")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add one event with all metrics."""
+        """Append one event with all metrics."""
         values = [self._summary.Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        with writing(self._folder):
-            self._writer.add_event(
-                self._event.Event(step=step, summary=self._summary.Summary(value=values), wall_time=time.time())
-            )
+        self._write(step=step, summary=self._summary.Summary(value=values))
 
     def close(self) -> None:
-        """Write out what is buffered; safe to call twice."""
+        """Close the file; safe to call twice."""
         with writing(self._folder):
-            self._writer.close()
+            self._file.close()
+
+    def _write(self, **content: object) -> None:
+        if not self._file.closed:
+            with writing(self._folder):
+                self._records.write(self._event.Event(wall_time=time.time(), **content).SerializeToString())
 
 
 def publish_folder(temporary: Path, final: Path) -> None:

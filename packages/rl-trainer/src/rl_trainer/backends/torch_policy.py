@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl_protocol import BatchData, ConfigError, RaggedColumn, WeightTensor
+from rl_protocol import BatchData, ConfigError, OutputError, RaggedColumn, WeightTensor
 from rl_protocol.torch import to_weight
 from rl_trainer.algorithms.losses import BatchCounts, aggregate, kl_loss, ppo_policy_loss, token_log_probs
 from rl_trainer.backends.optimise import Optimiser, Schedule
@@ -104,9 +105,19 @@ class TorchPolicyBackend:
             yield to_weight(name, tensor)
 
     def save_pretrained(self, path: Path) -> None:
-        """Model and tokenizer, as transformers writes them."""
-        self._model.save_pretrained(str(path))
-        AutoTokenizer.from_pretrained(str(self._path), local_files_only=True).save_pretrained(str(path))
+        """Model and tokenizer, as transformers writes them.
+
+        Raises:
+            OutputError: a file can't be written.
+        """
+        tokenizer = AutoTokenizer.from_pretrained(str(self._path), local_files_only=True)
+        try:
+            self._model.save_pretrained(str(path))
+            tokenizer.save_pretrained(str(path))
+        except (OSError, SafetensorError) as error:
+            raise OutputError(
+                f"The checkpoint can't be written to {path}: {error}. Free some space or choose another folder."
+            ) from error
 
     def _forward(self, tokens: TokenBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self._model(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, use_cache=False).logits
