@@ -36,7 +36,7 @@ def create_run_folder(output_dir: Path, run_name: str, min_free_mb: int) -> Path
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
         except FileExistsError:
             raise OutputError(
                 f"{folder} exists already; nothing is overwritten. Set trainer.run_name to another name."
