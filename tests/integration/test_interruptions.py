@@ -59,6 +59,7 @@ def test_ctrl_c_ends_cleanly_and_keeps_what_was_written(long_run, how):
     assert process.returncode == 130, (out, err)
     assert "interrupted" in err
     assert "Traceback" not in err + out
+    assert "received at time" not in err  # Ray's own handler, which aborts the process 3 s later
     assert all(json.loads(line) for line in metrics.read_text().splitlines())
     assert (metrics.parent / "curve.png").exists()
     assert list((metrics.parent / "tensorboard").glob("events*"))

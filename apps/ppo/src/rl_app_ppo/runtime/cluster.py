@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import re
+import signal
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -119,6 +120,8 @@ async def ray_session(config: RayConfig, trainer: TrainerConfig) -> AsyncGenerat
         raise WorkerError(
             f"Ray did not start ({config.address}): {error}. Stop a stale session with 'ray stop', or set ray.address to a running cluster."
         ) from error
+    # Ray has put a handler of its own before ours: it prints a stack and, 3 s later, aborts the process in the middle of its clean-up.
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     try:
         yield
     finally:
