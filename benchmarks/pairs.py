@@ -68,9 +68,7 @@ def take_turns(subjects: Sequence[Subject], pairs: int, warm_up: int = 2) -> dic
 
 def paired(timings: Mapping[str, Sequence[Timing]], of: str, to: str, what: str = "wall") -> dict[str, float]:
     """Median and extremes of (time of `of`) / (time of `to`) over the pairs."""
-    ratios = [
-        getattr(a, what) / max(getattr(b, what), 1e-9) for a, b in zip(timings[of], timings[to], strict=True)
-    ]
+    ratios = [getattr(a, what) / max(getattr(b, what), 1e-9) for a, b in zip(timings[of], timings[to], strict=True)]
     return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
 
 

@@ -20,7 +20,7 @@ from rl_protocol.meta import KVBatchMeta, Scalar, Tag
 from rl_protocol.ports import PlaneStats, RowChanges, RowFlags, Traffic
 from rl_protocol.schema import ColumnSpec
 from rl_protocol.wire import Header, plan, write_payload
-from rl_transferqueue.arena import map_arena
+from rl_transferqueue.arena import Entered, map_arena
 from rl_transferqueue.board import BoardView
 from rl_transferqueue.channel import Channel
 from rl_transferqueue.descriptor import PlaneDescriptor
@@ -113,6 +113,8 @@ class Client:
         self._regions = Regions(most_spare(descriptor.units[0].arena_bytes))
         self._arenas: dict[tuple[int, bool], mmap.mmap] = {}
         self._locations: Locations | None = None
+        self._entered: dict[int, Entered] = {}
+        """Per unit, which pages of the arena this process has written to."""
         self._watched: dict[str, int] = {}
         """Name of each process that lives -> its pidfd."""
         self._written = 0
@@ -205,8 +207,9 @@ class Client:
             return BatchData({}, len(meta))
         located = place.located
         mappings = {unit: self._arena(unit, writable=False) for unit in {ref.span.unit for ref in located.blocks}}
-        size = sum(ref.span.nbytes for ref in located.blocks)
-        batch = await self._copying(size, lambda: assemble(located, names, mappings, place.anchor))
+        batch, fill, copied = assemble(located, names, mappings, place.anchor)
+        if copied:
+            await self._copying(copied, fill)
         self._read += batch.nbytes
         return batch
 
@@ -414,7 +417,13 @@ class Client:
     async def _write(self, data: BatchData, spec: Header, span: Span) -> None:
         mapping = self._arena(span.unit, writable=True)
         target = memoryview(mapping)[span.offset : span.offset + spec.payload]
-        await self._copying(spec.payload, lambda: write_payload(data, spec, target))
+        entered = self._entered.setdefault(span.unit, Entered())
+
+        def write() -> None:
+            entered.enter(mapping, span.offset, spec.payload)
+            write_payload(data, spec, target)
+
+        await self._copying(spec.payload, write)
 
     # -- reading, inner
     async def _locate(self, question: Question, seconds: float) -> Location:
