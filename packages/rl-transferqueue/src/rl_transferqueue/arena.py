@@ -12,6 +12,7 @@ import weakref
 
 from rl_protocol.errors import DataPlaneError, PlaneLostError
 from rl_transferqueue.descriptor import UnitAddress
+from rl_transferqueue.liveness import ProcessId
 
 _MADV_POPULATE_WRITE = 23  # linux/mman.h since 5.14; the mmap module names it from Python 3.13 on
 
@@ -33,34 +34,45 @@ class Arena:
         return True
 
 
-_mappings: weakref.WeakValueDictionary[tuple[UnitAddress, bool], mmap.mmap] = weakref.WeakValueDictionary()
+_mappings: weakref.WeakValueDictionary[tuple[ProcessId, int, bool], mmap.mmap] = weakref.WeakValueDictionary()
 
 
 def map_arena(unit: UnitAddress, *, writable: bool) -> mmap.mmap:
-    """The arena of a unit in this process's memory, shared by all who ask for it here.
+    """The arena of a unit; see `map_memory`."""
+    return map_memory(unit.process, unit.arena_fd, unit.arena_bytes, writable=writable)
+
+
+def map_memory(process: ProcessId, number: int, nbytes: int, *, writable: bool) -> mmap.mmap:
+    """Anonymous memory of a server process in this process's own, shared by all who ask for it here.
+
+    Args:
+        process: who made the memory.
+        number: its file descriptor there.
+        nbytes: its size.
+        writable: whether it will be written to.
 
     Raises:
-        PlaneLostError: the unit is gone.
-        DataPlaneError: this process may not open the unit's memory.
+        PlaneLostError: the process is gone.
+        DataPlaneError: this process may not open its memory.
     """
-    mapping = _mappings.get((unit, writable))
+    mapping = _mappings.get((process, number, writable))
     if mapping is not None:
         return mapping
-    path = f"/proc/{unit.process.pid}/fd/{unit.arena_fd}"
+    path = f"/proc/{process.pid}/fd/{number}"
     try:
         fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     except FileNotFoundError as error:
-        raise PlaneLostError(f"The storage unit with pid {unit.process.pid} is gone: {error}.") from error
+        raise PlaneLostError(f"The process of the data plane with pid {process.pid} is gone: {error}.") from error
     except PermissionError as error:
         raise DataPlaneError(
-            f"The memory of the storage unit with pid {unit.process.pid} can't be opened: {error}. Clients must run as the user that "
+            f"The memory of the data plane's process {process.pid} can't be opened: {error}. Clients must run as the user that "
             "started the plane, in the same pid namespace."
         ) from error
     try:
-        mapping = mmap.mmap(fd, unit.arena_bytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+        mapping = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     except (ValueError, OSError) as error:
-        raise DataPlaneError(f"{path} can't be mapped with {unit.arena_bytes} bytes: {error}.") from error
+        raise DataPlaneError(f"{path} can't be mapped with {nbytes} bytes: {error}.") from error
     finally:
         os.close(fd)
-    _mappings[(unit, writable)] = mapping
+    _mappings[(process, number, writable)] = mapping
     return mapping

@@ -14,6 +14,9 @@ class ControllerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     address: str
     """ZeroMQ endpoint."""
     process: ProcessId
+    board_fd: int
+    """Number of the board's file descriptor inside the controller's process."""
+    board_bytes: int
 
 
 class UnitAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -114,8 +114,8 @@ def start_local_plane(
         first, *rest = [_wait_ready(child, deadline, start_timeout_s) for child in children]
         undo.pop_all()
     descriptor = PlaneDescriptor(
-        ControllerAddress(controller.address, first.process),
-        tuple(UnitAddress(s.address, r.process, r.arena_fd, s.capacity) for s, r in zip(units, rest, strict=True)),
+        ControllerAddress(controller.address, first.process, first.memory_fd, first.memory_bytes),
+        tuple(UnitAddress(s.address, r.process, r.memory_fd, r.memory_bytes) for s, r in zip(units, rest, strict=True)),
         config.timeout_s,
     )
     return LocalPlane(descriptor, children, private)
@@ -126,7 +126,8 @@ def _specs(config: TransferQueueConfig, private: Path) -> tuple[ControllerSpec, 
         UnitSpec(i, f"ipc://{private}/u{i}", config.unit_bytes, config.segment_mb << 20)
         for i in range(config.num_storage_units)
     ]
-    return ControllerSpec(f"ipc://{private}/c", tuple(unit.address for unit in units)), units
+    addresses = tuple(unit.address for unit in units)
+    return ControllerSpec(f"ipc://{private}/c", addresses, config.unit_bytes, config.segment_mb << 20), units
 
 
 def _private_dir(base: Path | None) -> Path:

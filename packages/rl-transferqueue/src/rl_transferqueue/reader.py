@@ -6,7 +6,7 @@ All memory that views refer to carries the anchor of its lease, see `leases`.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 import msgspec
@@ -35,17 +35,17 @@ class _Leased(np.ndarray):
 
 def block_memory(mapping: mmap.mmap, ref: BlockRef, nbytes: int, anchor: Anchor) -> memoryview:
     """The payload of a block; whatever is made from it keeps the anchor."""
-    memory = np.frombuffer(mapping, np.uint8, nbytes, ref.offset).view(_Leased)
+    memory = np.frombuffer(mapping, np.uint8, nbytes, ref.span.offset).view(_Leased)
     memory.anchor = anchor
     return memory.data
 
 
-def assemble(located: Located, fields: Sequence[str], mappings: Sequence[mmap.mmap], anchor: Anchor) -> BatchData:
-    """The columns `fields` as the controller located them; `mappings` holds each unit's arena."""
+def assemble(located: Located, fields: Sequence[str], mappings: Mapping[int, mmap.mmap], anchor: Anchor) -> BatchData:
+    """The columns `fields` as the controller located them; `mappings` holds the arena of each unit that is needed."""
 
     def opened(block: int, names: Sequence[str]) -> BatchData:
         ref, header = located.blocks[block], _header(located.headers[located.header_of[block]])
-        return read_payload(header, block_memory(mappings[ref.unit], ref, header.payload, anchor), names)
+        return read_payload(header, block_memory(mappings[ref.span.unit], ref, header.payload, anchor), names)
 
     columns: dict[str, Column] = {}
     for number, (packed_blocks, packed_rows) in enumerate(located.places):
