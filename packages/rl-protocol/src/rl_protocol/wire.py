@@ -26,8 +26,8 @@ import msgspec
 import numpy as np
 
 from rl_protocol.batch import BatchData
-from rl_protocol.columns import Column, column_from_buffers
-from rl_protocol.errors import SchemaError, WireError
+from rl_protocol.columns import Column, ColumnType, column_from_buffers, column_type
+from rl_protocol.errors import SchemaError, UnknownNameError, WireError
 
 MAGIC = b"RLB1"
 ALIGN = 64
@@ -46,6 +46,7 @@ class ColumnHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arra
     dtype: str
     dims: tuple[int, ...]
     buffers: tuple[tuple[int, int], ...]
+    ragged_dim: int = 0
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -73,7 +74,8 @@ def plan(batch: BatchData) -> Header:
         for buffer in column.buffers:
             places.append((at, buffer.nbytes))
             at += aligned(buffer.nbytes)
-        columns.append(ColumnHeader(name, column.kind, column.dtype, column.dims, tuple(places)))
+        kind, dtype, dims, ragged_dim = column_type(column)
+        columns.append(ColumnHeader(name, kind, dtype, dims, tuple(places), ragged_dim))
     return Header(len(batch), at, tuple(columns))
 
 
@@ -87,12 +89,17 @@ def write_payload(batch: BatchData, header: Header, target: memoryview) -> None:
 
 
 def read_payload(header: Header, payload: Buffer, fields: Sequence[str] | None = None) -> BatchData:
-    """The batch as views of its payload; `fields` selects columns.
+    """The batch as views of its payload, its columns in the order of the header; `fields` selects some of them.
 
     Raises:
+        UnknownNameError: a field the header does not have.
         WireError: the header does not fit the payload.
     """
     raw = memoryview(payload).cast("B")
+    there = [spec.name for spec in header.columns]
+    unknown = [name for name in fields or () if name not in there]
+    if unknown:
+        raise UnknownNameError(f"No column {unknown[0]!r} in this payload; it has {', '.join(there) or 'none'}.")
     columns: dict[str, Column] = {}
     for spec in header.columns:
         if fields is not None and spec.name not in fields:
@@ -106,7 +113,8 @@ def read_payload(header: Header, payload: Buffer, fields: Sequence[str] | None =
             raise WireError(f"Column {spec.name!r} occurs twice in the header.")
         try:
             views = [raw[start : start + size] for start, size in spec.buffers]
-            columns[spec.name] = column_from_buffers(spec.kind, spec.dtype, spec.dims, header.rows, views)
+            what = ColumnType(spec.kind, spec.dtype, spec.dims, spec.ragged_dim)
+            columns[spec.name] = column_from_buffers(what, header.rows, views)
         except SchemaError as error:
             raise WireError(f"Column {spec.name!r} can't be read: {error}") from error
     return BatchData(columns, header.rows)
