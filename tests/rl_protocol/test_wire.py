@@ -238,7 +238,7 @@ def test_well_formed_headers_that_lie_are_a_batch_or_a_wire_error(header: object
         (2**64 - 1, 0, None, "announced for 18446744073709551615 rows"),
         (-1, 0, None, "announced for -1 rows"),
         (1, -5, None, "Payload of -5 bytes"),
-        (1, 99, None, "Payload of 99 bytes announced"),
+        (1, 999, None, "Payload of 999 bytes announced"),
         (1, 64, ["a", "dense", "int8", [], [[1, 1]]], "buffer at 1 of 1 bytes is not within"),
         (1, 64, ["a", "dense", "int8", [], [[64, 1]]], "buffer at 64 of 1 bytes is not within"),
         (1, 64, ["a", "dense", "int8", [], [[0, 2]]], "has 1 bytes; got 2"),
@@ -247,15 +247,16 @@ def test_well_formed_headers_that_lie_are_a_batch_or_a_wire_error(header: object
         (1, 64, ["a", "dense", "int8", [2**62, 0, 2**62], [[0, 0]]], "No int8 array"),
         (1, 64, ["a", "dense", "int9", [], [[0, 1]]], "Unknown element type"),
         (1, 64, ["a", "tree", "int8", [], [[0, 1]]], r"kind 'tree'|has 2 buffer"),
-        (1, 64, ["a", "object", "int8", [], [[0, 1], [0, 16]]], "dtype 'object'"),
-        (1, 64, ["a", "ragged", "int8", [], [[0, 1], [0, 16]]], "start at 0"),
+        (1, 128, ["a", "object", "int8", [], [[0, 1], [64, 16]]], "dtype 'object'"),
+        (1, 128, ["a", "ragged", "int8", [], [[0, 1], [64, 16]]], "start at 0"),
+        (1, 128, ["a", "ragged", "int8", [], [[64, 1], [0, 16]]], "buffer at 0 begins before 65"),
         (1, 64, ["a", "dense", "int8", [], [[0, 1]], 1], "Only ragged columns have a ragged dimension"),
-        (1, 64, ["a", "ragged", "int8", [], [[0, 1], [0, 16]], -1], "ragged in dimension 0..0; got -1"),
+        (1, 128, ["a", "ragged", "int8", [], [[0, 1], [64, 16]], -1], "ragged in dimension 0..0; got -1"),
         (1, 64, ["a", "dense", "int8", [], [[0, 1]], 0, 1], "at most length 6|length"),
     ],
 )
 def test_lies_are_named(rows: int, payload: int, column: list[Any] | None, message: str):
-    data = with_header([rows, payload, [] if column is None else [column]], b"\1" * 64)
+    data = with_header([rows, payload, [] if column is None else [column]], b"\1" * 128)
     with pytest.raises(WireError, match=message):
         wire.decode(data)
 
@@ -265,7 +266,7 @@ def test_other_formats_versions_and_double_columns_are_refused():
         wire.decode(b"RLB2" + bytes(60))
     column = ["a", "dense", "int8", [], [[0, 1]]]
     with pytest.raises(WireError, match="'a' occurs twice"):
-        wire.decode(with_header([1, 64, [column, column]], bytes(64)))
+        wire.decode(with_header([1, 128, [column, [*column[:4], [[64, 1]]]]], bytes(128)))
     with pytest.raises(WireError, match="header can't be read"):
         wire.decode(with_header([1, 0, [["\udcff".encode("utf-8", "surrogatepass"), "dense", "int8", [], []]]], b""))
     with pytest.raises(WireError, match="header can't be read"):

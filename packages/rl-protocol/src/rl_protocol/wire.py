@@ -9,8 +9,10 @@
 
 * A writer MUST emit the buffers in the order of the header's columns, each column's in the order of `Column.buffers`.
 * All numbers MUST be little-endian. Offsets in the header count from P.
-* A reader MUST refuse another magic, unknown header fields, negative sizes, more than 2**31 - 1 rows, buffers that overlap the end, and sizes that
-  do not fit kind, dtype and dims.
+* A ragged column's rows are stored with their ragged dimension first; `ragged_dim` says where it belongs. It MUST be 0 for other kinds, and a
+  reader MUST take a header without it to say 0.
+* A reader MUST refuse another magic, unknown header fields, negative sizes, more than 2**31 - 1 rows, buffers that overlap each other or the
+  end, and sizes that do not fit kind, dtype and dims. It MUST do so before it allocates anything of a size that the bytes announce.
 * A reader MUST NOT execute or resolve anything found in the bytes: there is no pickle and there are no type names beyond `dtypes`.
 * Changing any of this means a new magic.
 
@@ -156,4 +158,17 @@ def decode(data: Buffer) -> BatchData:
         raise WireError(
             f"Payload of {header.payload} bytes announced for {header.rows} rows, {raw.nbytes - start} bytes left."
         )
+    _check_order(header)
     return read_payload(header, raw[start : start + header.payload])
+
+
+def _check_order(header: Header) -> None:
+    """Buffers that overlap would let a small frame describe a large batch."""
+    end = 0
+    for spec in header.columns:
+        for start, size in spec.buffers:
+            if start < end:
+                raise WireError(
+                    f"Column {spec.name!r}: buffer at {start} begins before {end}, where the former one ends."
+                )
+            end = max(end, start + size)
