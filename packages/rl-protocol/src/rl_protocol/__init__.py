@@ -2,6 +2,7 @@
 
 from rl_protocol.arrays import pack_arrays, unpack_arrays
 from rl_protocol.batch import BatchData
+from rl_protocol.checked import CheckedPlane
 from rl_protocol.columns import Column, DenseColumn, ObjectColumn, RaggedColumn, dense, ragged
 from rl_protocol.errors import (
     BatchError,
@@ -36,6 +37,7 @@ __all__ = [
     "BatchError",
     "BatchSchema",
     "CapacityTimeout",
+    "CheckedPlane",
     "Column",
     "ColumnSpec",
     "ConfigError",
