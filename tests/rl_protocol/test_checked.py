@@ -12,7 +12,6 @@ from rl_protocol import (
     BatchData,
     BatchError,
     BatchSchema,
-    CheckedPlane,
     ColumnSpec,
     KVBatchMeta,
     LengthIsSum,
@@ -20,6 +19,7 @@ from rl_protocol import (
     UnknownNameError,
     dense,
     ragged,
+    with_schemas,
 )
 from rl_protocol.ports import DataPlane
 from rl_protocol.testing.fakes import MemoryDataPlane
@@ -41,26 +41,25 @@ GOOD = BatchData(
 )
 
 
-def run(body: Callable[[CheckedPlane, MemoryDataPlane], Awaitable[None]]) -> None:
+def run(body: Callable[[DataPlane, MemoryDataPlane], Awaitable[None]]) -> None:
     async def main() -> None:
         plane = MemoryDataPlane()
-        await body(CheckedPlane(plane, {"train": SCHEMA}), plane)
+        await body(with_schemas(plane, {"train": SCHEMA}), plane)
 
     asyncio.run(main())
 
 
 def test_what_fits_goes_through_every_call() -> None:
-    async def body(checked: CheckedPlane, plane: MemoryDataPlane) -> None:
-        assert isinstance(checked, DataPlane)
-        meta = await checked.put("train", ["a", "b"], GOOD, tags=[{"n": 1}, {"n": 2}])
-        assert (await checked.get(meta, ["score"])).dense("score").values.tolist() == [1, 1]
-        assert (await checked.wait_ready("train", count=1, fields=["logp"], where={"n": 2}, timeout_s=1)).keys == ("b",)
-        assert (await checked.list_rows("train")).keys == ("a", "b")
-        await checked.put("train", ["a"], tags=[{"n": 3}])
-        assert (await checked.stats()).rows == (await plane.stats()).rows == {"train": 2}
-        assert checked.traffic() == plane.traffic()
-        assert await checked.clear("train") == 2
-        await checked.close()
+    async def body(guarded: DataPlane, plane: MemoryDataPlane) -> None:
+        meta = await guarded.put("train", ["a", "b"], GOOD, tags=[{"n": 1}, {"n": 2}])
+        assert (await guarded.get(meta, ["score"])).dense("score").values.tolist() == [1, 1]
+        assert (await guarded.wait_ready("train", count=1, fields=["logp"], where={"n": 2}, timeout_s=1)).keys == ("b",)
+        assert (await guarded.list_rows("train")).keys == ("a", "b")
+        await guarded.put("train", ["a"], tags=[{"n": 3}])
+        assert (await guarded.stats()).rows == (await plane.stats()).rows == {"train": 2}
+        assert guarded.traffic() == plane.traffic()
+        assert await guarded.clear("train") == 2
+        await guarded.close()
 
     run(body)
 
@@ -77,30 +76,28 @@ def test_what_fits_goes_through_every_call() -> None:
 def test_what_does_not_fit_is_named_and_not_stored(
     column: dict[str, object], error: type[Exception], message: str
 ) -> None:
-    async def body(checked: CheckedPlane, plane: MemoryDataPlane) -> None:
+    async def body(guarded: DataPlane, plane: MemoryDataPlane) -> None:
         with pytest.raises(error, match=message):
-            await checked.put("train", ["a", "b"], BatchData({**GOOD.columns, **column}))  # type: ignore[dict-item]
+            await guarded.put("train", ["a", "b"], BatchData({**GOOD.columns, **column}))  # type: ignore[dict-item]
         assert (await plane.stats()).rows == {}
 
     run(body)
 
 
-def test_names_that_are_not_declared_are_errors_in_every_call() -> None:
-    async def body(checked: CheckedPlane, plane: MemoryDataPlane) -> None:
+def test_names_that_are_not_declared_are_errors() -> None:
+    async def body(guarded: DataPlane, plane: MemoryDataPlane) -> None:
         await plane.put("trian", ["a"], GOOD.slice(0, 1))
         meta = KVBatchMeta(partition="trian", keys=("a",))
         for call in (
-            checked.put("trian", ["a"], GOOD.slice(0, 1)),
-            checked.get(meta, ["score"]),
-            checked.wait_ready("trian", count=1, timeout_s=1),
-            checked.list_rows("trian"),
-            checked.clear("trian"),
+            guarded.put("trian", ["a"], GOOD.slice(0, 1)),
+            guarded.get(meta, ["score"]),
+            guarded.wait_ready("trian", count=1, timeout_s=1),
         ):
             with pytest.raises(UnknownNameError, match="Partition 'trian' is not declared; declared are train"):
                 await call
         for call in (
-            checked.get(KVBatchMeta(partition="train", keys=("a",)), ["scores"]),
-            checked.wait_ready("train", count=1, fields=["scores"], timeout_s=1),
+            guarded.get(KVBatchMeta(partition="train", keys=("a",)), ["scores"]),
+            guarded.wait_ready("train", count=1, fields=["scores"], timeout_s=1),
         ):
             with pytest.raises(UnknownNameError, match="'scores' is not in the schema"):
                 await call
@@ -109,8 +106,8 @@ def test_names_that_are_not_declared_are_errors_in_every_call() -> None:
 
 
 def test_one_row_per_key_is_still_the_planes_to_check() -> None:
-    async def body(checked: CheckedPlane, plane: MemoryDataPlane) -> None:
+    async def body(guarded: DataPlane, plane: MemoryDataPlane) -> None:
         with pytest.raises(BatchError, match="1 keys, 2 rows"):
-            await checked.put("train", ["a"], GOOD)
+            await guarded.put("train", ["a"], GOOD)
 
     run(body)

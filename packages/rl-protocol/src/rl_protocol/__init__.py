@@ -2,7 +2,7 @@
 
 from rl_protocol.arrays import pack_arrays, unpack_arrays
 from rl_protocol.batch import BatchData
-from rl_protocol.checked import CheckedPlane
+from rl_protocol.checked import with_schemas
 from rl_protocol.columns import Column, DenseColumn, ObjectColumn, RaggedColumn, dense, ragged
 from rl_protocol.errors import (
     BatchError,
@@ -37,7 +37,6 @@ __all__ = [
     "BatchError",
     "BatchSchema",
     "CapacityTimeout",
-    "CheckedPlane",
     "Column",
     "ColumnSpec",
     "ConfigError",
@@ -73,4 +72,5 @@ __all__ = [
     "pack_arrays",
     "ragged",
     "unpack_arrays",
+    "with_schemas",
 ]

@@ -3,95 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from rl_protocol.batch import BatchData
 from rl_protocol.errors import UnknownNameError
-from rl_protocol.meta import KVBatchMeta, Scalar, Tag
-from rl_protocol.ports import DataPlane, PlaneStats, Traffic
+from rl_protocol.meta import KVBatchMeta
+from rl_protocol.ports import DataPlane
 from rl_protocol.schema import BatchSchema
 
 
-class CheckedPlane:
-    """A DataPlane whose partitions and columns are declared: what does not fit is refused before a byte moves.
+def with_schemas(plane: DataPlane, schemas: Mapping[str, BatchSchema]) -> DataPlane:
+    """The plane, with every put, get and wait checked against the schema of its partition before a byte moves.
 
-    A put is checked whole: element types, shapes, and the laws between its columns. A partition or column that is not declared is an error
-    in every call, so that a misspelt name does not end as a wait for something that nobody writes.
+    A put is checked whole: element types, shapes, and the laws between its columns. A partition or column that is not declared is an error,
+    so that a misspelt name does not end as a wait for something that nobody writes. All other calls go straight to the plane.
 
     Args:
         plane: where the rows go.
         schemas: partition -> what its rows may hold.
-    """
 
+    Raises (by the plane's `put`, `get` and `wait_ready`):
+        SchemaError: a column breaks its declaration, or a row a law; names key, column, expected and got. Nothing was stored.
+        UnknownNameError: the partition or a column is not declared.
+    """
+    return cast(DataPlane, _Checked(plane, dict(schemas)))
+
+
+class _Checked:
     def __init__(self, plane: DataPlane, schemas: Mapping[str, BatchSchema]) -> None:
         self._plane = plane
-        self._schemas = dict(schemas)
+        self._schemas = schemas
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plane, name)
 
     async def put(
-        self,
-        partition: str,
-        keys: Sequence[str],
-        data: BatchData | None = None,
-        *,
-        tags: Sequence[Tag] | None = None,
-        timeout_s: float = 60.0,
+        self, partition: str, keys: Sequence[str], data: BatchData | None = None, **options: Any
     ) -> KVBatchMeta:
-        """See rl_protocol.ports.DataPlane.put.
-
-        Raises:
-            SchemaError: a column breaks its declaration, or a row a law; names key, column, expected and got. Nothing was stored.
-            UnknownNameError: the partition or a column is not declared.
-        """
         schema = self._schema(partition)
         if data is not None:
             schema.check(data, keys if len(keys) == len(data) else ())
-        return await self._plane.put(partition, keys, data, tags=tags, timeout_s=timeout_s)
+        return await self._plane.put(partition, keys, data, **options)
 
-    async def get(
-        self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, timeout_s: float = 60.0
-    ) -> BatchData:
-        """See rl_protocol.ports.DataPlane.get."""
+    async def get(self, meta: KVBatchMeta, fields: Sequence[str] | None = None, **options: Any) -> BatchData:
         self._check_names(meta.partition, fields or ())
-        return await self._plane.get(meta, fields, timeout_s=timeout_s)
+        return await self._plane.get(meta, fields, **options)
 
-    async def wait_ready(
-        self,
-        partition: str,
-        *,
-        count: int,
-        fields: Sequence[str] = (),
-        where: Mapping[str, Scalar] | None = None,
-        task: str | None = None,
-        timeout_s: float,
-    ) -> KVBatchMeta:
-        """See rl_protocol.ports.DataPlane.wait_ready."""
+    async def wait_ready(self, partition: str, *, fields: Sequence[str] = (), **options: Any) -> KVBatchMeta:
         self._check_names(partition, fields)
-        return await self._plane.wait_ready(
-            partition, count=count, fields=fields, where=where, task=task, timeout_s=timeout_s
-        )
-
-    async def list_rows(
-        self, partition: str, *, where: Mapping[str, Scalar] | None = None, timeout_s: float = 60.0
-    ) -> KVBatchMeta:
-        """See rl_protocol.ports.DataPlane.list_rows."""
-        self._check_names(partition, ())
-        return await self._plane.list_rows(partition, where=where, timeout_s=timeout_s)
-
-    async def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float = 60.0) -> int:
-        """See rl_protocol.ports.DataPlane.clear."""
-        self._check_names(partition, ())
-        return await self._plane.clear(partition, keys, timeout_s=timeout_s)
-
-    async def stats(self, *, timeout_s: float = 60.0) -> PlaneStats:
-        """See rl_protocol.ports.DataPlane.stats."""
-        return await self._plane.stats(timeout_s=timeout_s)
-
-    def traffic(self) -> Traffic:
-        """See rl_protocol.ports.DataPlane.traffic."""
-        return self._plane.traffic()
-
-    async def close(self) -> None:
-        """Close the plane behind it."""
-        await self._plane.close()
+        return await self._plane.wait_ready(partition, fields=fields, **options)
 
     def _schema(self, partition: str) -> BatchSchema:
         schema = self._schemas.get(partition)
