@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_protocol.dtypes import dtype_name, storage_dtype
-from rl_protocol.errors import BatchError, SchemaError, WireError
+from rl_protocol.errors import UNREADABLE, BatchError, SchemaError, WireError
 
 Kind = Literal["dense", "ragged", "object"]
 AnyArray: TypeAlias = npt.NDArray[Any]
@@ -283,7 +283,7 @@ class ObjectColumn:
         i = range(len(self))[i]
         try:
             return msgspec.msgpack.decode(self.data[self.offsets[i] : self.offsets[i + 1]].data)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise WireError(f"Row {i} of an object column is not msgpack: {error}.") from error
 
     def values(self) -> list[Any]:

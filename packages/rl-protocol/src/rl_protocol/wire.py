@@ -29,7 +29,7 @@ import numpy as np
 
 from rl_protocol.batch import BatchData
 from rl_protocol.columns import Column, ColumnType, column_from_buffers, column_type
-from rl_protocol.errors import SchemaError, UnknownNameError, WireError
+from rl_protocol.errors import UNREADABLE, SchemaError, UnknownNameError, WireError
 
 MAGIC = b"RLB1"
 ALIGN = 64
@@ -152,7 +152,7 @@ def decode(data: Buffer) -> BatchData:
         raise WireError(f"Header of {length} bytes announced, {raw.nbytes - _PREFIX} bytes left.")
     try:
         header = _decoder.decode(raw[_PREFIX : _PREFIX + length])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise WireError(f"The header can't be read: {error}.") from error
     if not 0 <= header.rows <= MAX_ROWS or header.payload < 0 or raw.nbytes < start + header.payload:
         raise WireError(

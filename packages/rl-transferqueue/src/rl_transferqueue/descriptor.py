@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rl_protocol.errors import WireError
+from rl_protocol.errors import UNREADABLE, WireError
 from rl_transferqueue.liveness import ProcessId
 
 
@@ -48,5 +48,5 @@ class PlaneDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         try:
             return msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise WireError(f"Not a plane descriptor: {error}.") from error

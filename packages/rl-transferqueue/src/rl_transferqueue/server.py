@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 import zmq
 
-from rl_protocol.errors import BatchError, RLError, WireError
+from rl_protocol.errors import UNREADABLE, BatchError, RLError, WireError
 from rl_transferqueue.messages import MAX_FRAME, Answer, Reply, Request, failure, pack
 from rl_transferqueue.reactor import Reactor
 
@@ -79,7 +79,7 @@ class Server:
     def _dispatch(self, session: bytes, frames: list[bytes]) -> None:
         try:
             request = _decoder.decode(b"" if len(frames) != 1 else frames[0])
-        except (msgspec.DecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             self.undecodable += 1
             log.warning("frame %d that can't be read, from session %s: %s", self.undecodable, session.hex(), error)
             self.fail(Caller(session, _id_of(frames)), WireError(f"The request can't be read: {error}."))
@@ -100,6 +100,6 @@ class Server:
 def _id_of(frames: list[bytes]) -> int:
     try:
         found = _id_decoder.decode(frames[0]).id if len(frames) == 1 else 0
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         return 0
     return found if 0 <= found < 1 << 62 else 0
