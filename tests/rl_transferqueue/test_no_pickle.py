@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _pickle
-import asyncio
 import os
 import pickle
 import subprocess
@@ -75,40 +74,3 @@ def test_the_poison_works(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "something was unpickled" in done.stderr
-
-
-def test_bytes_that_would_run_code_are_refused_unread(plane: LocalPlane, tmp_path: Path) -> None:
-    """The attack that runs in the controller of TransferQueue 0.1.11: a pickle in a msgpack extension, from a peer nobody knows."""
-    import msgspec
-    import zmq
-
-    victim = tmp_path / "ran"
-
-    class Payload:
-        def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-            return Path.touch, (victim,)
-
-    raw = pickle.dumps(Payload())
-    frames = [
-        raw,
-        msgspec.msgpack.encode(msgspec.msgpack.Ext(1, raw)),
-        msgspec.msgpack.encode([7, msgspec.msgpack.Ext(1, raw)]),
-        msgspec.msgpack.encode([7, ["GetStats", msgspec.msgpack.Ext(1, raw)]]),
-    ]
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    for address in (plane.descriptor.controller.address, plane.descriptor.units[0].address):
-        with context.socket(zmq.DEALER) as dealer:
-            dealer.setsockopt(zmq.LINGER, 0)
-            dealer.connect(address)
-            for frame in frames:
-                dealer.send(frame)
-                assert dealer.poll(5000)
-                assert b"WireError" in dealer.recv()
-    context.term()
-    assert not victim.exists()
-
-    async def main() -> None:
-        async with await connect(plane.descriptor) as client:
-            await client.stats()
-
-    asyncio.run(main())
