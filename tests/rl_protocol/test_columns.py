@@ -179,6 +179,9 @@ def test_objects_that_msgpack_can_not_say_are_refused_by_row():
         ObjectColumn.from_values(["a", object()])
     with pytest.raises(SchemaError, match="Row 0 of an object column, a int"):
         ObjectColumn.from_values([2**70])
+    for number in (np.float32(1), np.int64(1), np.ones(2)):  # a record that a JSON writer would stumble over later
+        with pytest.raises(SchemaError, match=rf"Row 1 of an object column, a {type(number).__name__}"):
+            ObjectColumn.from_values([{"n": 1}, number])
 
 
 @pytest.mark.parametrize("raw", [b"\xa1\xff", b"\xc1", b"\x92\x01", b"\x91" * 5000, b"\x01\x02"])
