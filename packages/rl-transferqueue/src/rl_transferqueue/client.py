@@ -32,12 +32,14 @@ from rl_transferqueue.messages import (
     Cleared,
     Commit,
     Done,
+    GetMetrics,
     GetStats,
     GiveBack,
     Hello,
     ListRows,
     Locate,
     Located,
+    Metrics,
     Rows,
     Stats,
     WaitReady,
@@ -206,6 +208,10 @@ class Client:
         self._leases.flush()
         stats = await self._controller.call(GetStats(), Stats, self._seconds(timeout_s))
         return PlaneStats(rows=stats.rows, bytes_used=stats.bytes_used, bytes_capacity=stats.bytes_capacity)
+
+    async def metrics(self, *, timeout_s: float | None = None) -> Metrics:
+        """What the controller has done for all clients since it began: requests, seconds, errors, bytes by column."""
+        return await self._controller.call(GetMetrics(), Metrics, self._seconds(timeout_s))
 
     def traffic(self) -> Traffic:
         """See rl_protocol.ports.DataPlane.traffic."""

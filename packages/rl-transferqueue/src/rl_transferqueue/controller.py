@@ -29,6 +29,7 @@ from rl_transferqueue.messages import (
     Compacted,
     Done,
     EndSession,
+    GetMetrics,
     GetStats,
     GetUnitStats,
     GiveBack,
@@ -36,6 +37,7 @@ from rl_transferqueue.messages import (
     ListRows,
     Locate,
     Located,
+    Metrics,
     Release,
     ReleaseLeases,
     Reply,
@@ -50,6 +52,7 @@ from rl_transferqueue.messages import (
 )
 from rl_transferqueue.reactor import Reactor, Timer
 from rl_transferqueue.server import Caller, Server
+from rl_transferqueue.tally import ColumnTally
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +108,7 @@ class Controller:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, units: Sequence[str]) -> None:
         self.reactor = Reactor()
         self._ledger = Ledger()
+        self._columns = ColumnTally()
         self._sessions: dict[bytes, _Session] = {}
         self._departed: dict[bytes, int] = {}
         """Ended sessions that still hold leases, and the pidfd of each."""
@@ -124,6 +128,7 @@ class Controller:
                 ListRows: self._list_rows,
                 Clear: self._clear,
                 GetStats: self._stats,
+                GetMetrics: self._metrics,
                 Cancel: self._cancel,
             },
         )
@@ -202,6 +207,8 @@ class Controller:
             if block is not None and block.id not in self._ledger.blocks.blocks:
                 self._units[block.unit].send(Release((block.id,)))
             raise
+        if block is not None:
+            self._columns.put(message.header)
         self._serve(served)
         self._settle()
         return Done()
@@ -215,7 +222,9 @@ class Controller:
     # -- reading
     def _locate(self, caller: Caller, message: Locate) -> Located:
         self._session(caller)
-        return self._ledger.locate(caller.session, message.lease, message.partition, message.keys, message.fields)
+        located = self._ledger.locate(caller.session, message.lease, message.partition, message.keys, message.fields)
+        self._columns.located(message.fields, len(message.keys))
+        return located
 
     def _release_leases(self, caller: Caller, message: ReleaseLeases) -> None:
         self._ledger.blocks.release(caller.session, message.leases)
@@ -240,6 +249,19 @@ class Controller:
 
         for unit in self._units:
             unit.send(GetUnitStats(), collect)
+
+    def _metrics(self, caller: Caller, message: GetMetrics) -> Metrics:
+        del caller, message
+        tally = self.server.tally
+        waiting = sum(len(session.waiting) for session in self._sessions.values())
+        return Metrics(
+            tally.operations(),
+            tally.errors(),
+            self._columns.columns(),
+            tally.bytes_sent,
+            len(self._sessions),
+            waiting,
+        )
 
     # -- waiting
     def _wait_ready(self, caller: Caller, message: WaitReady) -> Rows | None:

@@ -113,6 +113,10 @@ class GetStats(_Message, frozen=True):
     pass
 
 
+class GetMetrics(_Message, frozen=True):
+    """What the controller has done since it began."""
+
+
 # ------------------------------------------------------------------------------------------------------- client -> server
 
 
@@ -204,6 +208,36 @@ class Stats(_Message, frozen=True):
     bytes_capacity: Count
 
 
+class OperationCount(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Requests of one type, and how long the server was busy with them (waiting for rows or memory is not counted)."""
+
+    requests: Count
+    nanoseconds: Count
+    longest_nanoseconds: Count
+    bytes_received: Count
+
+
+class ColumnCount(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Rows and bytes of one column that were put, and rows of it that readers were told the place of."""
+
+    rows_written: Count
+    bytes_written: Count
+    rows_located: Count
+
+
+class Metrics(_Message, frozen=True):
+    operations: dict[str, OperationCount]
+    """By message type."""
+    errors: dict[str, Count]
+    """Requests answered with an error, by its class."""
+    columns: dict[str, ColumnCount]
+    bytes_sent: Count
+    sessions: Count
+    """Clients that are connected now."""
+    waiting: Count
+    """Requests that wait for rows now."""
+
+
 class Allocated(_Message, frozen=True):
     block: BlockRef
 
@@ -227,12 +261,23 @@ class UnitStats(_Message, frozen=True):
 
 
 ControllerRequest: TypeAlias = (
-    Hello | Bye | Commit | Locate | ReleaseLeases | WaitReady | GiveBack | ListRows | Clear | GetStats | Cancel
+    Hello
+    | Bye
+    | Commit
+    | Locate
+    | ReleaseLeases
+    | WaitReady
+    | GiveBack
+    | ListRows
+    | Clear
+    | GetStats
+    | GetMetrics
+    | Cancel
 )
 UnitRequest: TypeAlias = Allocate | Cancel | Release | EndSession | Compact | GetUnitStats
 AnyRequest: TypeAlias = ControllerRequest | UnitRequest
 Answer: TypeAlias = (
-    Done | Failure | Located | Rows | Cleared | Stats | Allocated | SessionBlocks | Compacted | UnitStats
+    Done | Failure | Located | Rows | Cleared | Stats | Metrics | Allocated | SessionBlocks | Compacted | UnitStats
 )
 
 

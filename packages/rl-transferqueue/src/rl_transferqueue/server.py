@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,6 +13,7 @@ import zmq
 from rl_protocol.errors import UNREADABLE, BatchError, RLError, WireError
 from rl_transferqueue.messages import MAX_FRAME, Answer, Reply, Request, failure, pack
 from rl_transferqueue.reactor import Reactor
+from rl_transferqueue.tally import ServerTally
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Server:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address)
         self.undecodable = 0
+        self.tally = ServerTally()
         reactor.watch(self._socket, self._read)
 
     def answer(self, caller: Caller, body: Answer) -> None:
@@ -60,9 +63,11 @@ class Server:
             frame = pack(Reply(caller.request, body))
         except BatchError as error:
             frame = pack(Reply(caller.request, failure(error)))
+        self.tally.bytes_sent += len(frame)
         self._socket.send_multipart([caller.session, frame], zmq.DONTWAIT)
 
     def fail(self, caller: Caller, error: RLError) -> None:
+        self.tally.failed(error)
         self.answer(caller, failure(error))
 
     def close(self) -> None:
@@ -77,6 +82,7 @@ class Server:
             self._dispatch(session, frames)
 
     def _dispatch(self, session: bytes, frames: list[bytes]) -> None:
+        began = time.perf_counter_ns()
         try:
             request = _decoder.decode(b"" if len(frames) != 1 else frames[0])
         except UNREADABLE as error:
@@ -95,6 +101,7 @@ class Server:
         else:
             if body is not None:
                 self.answer(caller, body)
+        self.tally.served(type(request.body).__name__, time.perf_counter_ns() - began, len(frames[0]))
 
 
 def _id_of(frames: list[bytes]) -> int:
