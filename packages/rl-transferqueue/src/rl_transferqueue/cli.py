@@ -23,6 +23,9 @@ from rl_transferqueue.descriptor import PlaneDescriptor
 from rl_transferqueue.find import find_plane
 from rl_transferqueue.status import Status, describe
 
+_LOOK_S = 5.0
+"""Seconds the plane has to say how it is."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0, or 2 for a plane that can't be found, 1 for one that does not answer."""
@@ -82,7 +85,7 @@ async def _status(descriptor: PlaneDescriptor, *, every_s: float | None, as_json
 
 async def look(client: Client, descriptor: PlaneDescriptor) -> Status:
     """A picture of the plane now."""
-    stats, metrics = await asyncio.gather(client.stats(), client.metrics())
+    stats, metrics = await asyncio.gather(client.stats(timeout_s=_LOOK_S), client.metrics(timeout_s=_LOOK_S))
     return Status(
         controller_pid=descriptor.controller.process.pid,
         storage_units=len(descriptor.units),
