@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -192,3 +193,33 @@ def test_concat_takes_the_column_order_of_the_first_part():
     both = BatchData.concat([a, b])
     assert both.field_names == ("x", "y")
     assert both.dense("x").values.tolist() == [1, 3]
+
+
+def mixed() -> BatchData:
+    ids = ragged([np.zeros((3, 2), np.int64), np.ones((3, 1), np.int64)], "int64", ragged_dim=1)
+    columns = {"x": dense(np.arange(4, dtype=np.uint16).reshape(2, 2), "bfloat16"), "ids": ids}
+    return BatchData({**columns, "note": ObjectColumn.from_values(["a", {"b": 1}])})
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_batch_may_be_an_argument_of_ray_and_multiprocessing(protocol: int):
+    batch = mixed()
+    again = pickle.loads(pickle.dumps(batch.slice(1, 2), protocol))
+    assert len(again) == 1
+    assert batch.slice(1, 2).union(again).field_names == ("x", "ids", "note")  # a union compares types and bytes
+    with pytest.raises(ValueError, match="read-only"):
+        again.dense("x").values[0] = 1
+    assert len(pickle.loads(pickle.dumps(BatchData({}, 3), protocol))) == 3
+
+
+def test_pickling_need_not_copy_the_buffers():
+    batch, buffers = mixed(), []
+    frame = pickle.dumps(batch, 5, buffer_callback=buffers.append)
+    again = pickle.loads(frame, buffers=buffers)
+    for name in batch.field_names:
+        assert all(np.shares_memory(a, b) for a, b in zip(batch[name].buffers, again[name].buffers, strict=True))
+
+
+def test_pickling_a_slice_carries_its_rows_alone():
+    whole = BatchData({"x": dense(np.zeros((1000, 100)))})
+    assert len(pickle.dumps(whole.slice(3, 4))) < 2000

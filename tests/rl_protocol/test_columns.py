@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_protocol import BatchError, ObjectColumn, RaggedColumn, SchemaError, WireError, dense, ragged
-from rl_protocol.columns import check_offsets, column_from_buffers, concat_columns, offsets_from_lengths
+from rl_protocol.columns import ColumnType, check_offsets, column_from_buffers, concat_columns, offsets_from_lengths
 
 ROWS = st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5), max_size=8)
 OBJECTS = st.lists(
@@ -139,7 +139,7 @@ def test_ragged_keeps_dims_of_empty_rows():
 
 
 def test_ragged_refuses_rows_that_do_not_fit():
-    with pytest.raises(SchemaError, match="agree in all but the first dimension"):
+    with pytest.raises(SchemaError, match=r"agree in all dimensions but number 0; got \[\(2,\), \(1, 1\)\]"):
         ragged([[1, 2], [[3]]], "int32")
     with pytest.raises(SchemaError, match=r"Row 1 of a ragged int32 column .* float64"):
         ragged([[1], [1.5]], "int32")
@@ -179,6 +179,9 @@ def test_objects_that_msgpack_can_not_say_are_refused_by_row():
         ObjectColumn.from_values(["a", object()])
     with pytest.raises(SchemaError, match="Row 0 of an object column, a int"):
         ObjectColumn.from_values([2**70])
+    for number in (np.float32(1), np.int64(1), np.ones(2)):  # a record that a JSON writer would stumble over later
+        with pytest.raises(SchemaError, match=rf"Row 1 of an object column, a {type(number).__name__}"):
+            ObjectColumn.from_values([{"n": 1}, number])
 
 
 @pytest.mark.parametrize("raw", [b"\xa1\xff", b"\xc1", b"\x92\x01", b"\x91" * 5000, b"\x01\x02"])
@@ -204,10 +207,53 @@ def test_concat_of_columns_that_differ_names_the_column():
 def test_column_from_buffers_checks_counts_kinds_and_sizes():
     empty = memoryview(b"")
     with pytest.raises(SchemaError, match=r"has 1 buffer\(s\); got 2"):
-        column_from_buffers("dense", "int8", (), 0, [empty, empty])
+        column_from_buffers(ColumnType("dense", "int8"), 0, [empty, empty])
     with pytest.raises(SchemaError, match="Unknown column kind 'sparse'"):
-        column_from_buffers("sparse", "int8", (), 0, [empty, memoryview(bytes(8))])
+        column_from_buffers(ColumnType("sparse", "int8"), 0, [empty, memoryview(bytes(8))])
     with pytest.raises(SchemaError, match="has 3 bytes; got 0"):
-        column_from_buffers("dense", "int8", (3,), 1, [empty])
+        column_from_buffers(ColumnType("dense", "int8", (3,)), 1, [empty])
     with pytest.raises(SchemaError, match="No int8 array can have shape"):
-        column_from_buffers("dense", "int8", (2**62, 0, 2**62), 1, [empty])
+        column_from_buffers(ColumnType("dense", "int8", (2**62, 0, 2**62)), 1, [empty])
+    with pytest.raises(
+        SchemaError, match=r"Only ragged columns .* got dense int8 with dims \[3\], ragged in dimension 1"
+    ):
+        column_from_buffers(ColumnType("dense", "int8", (3,), 1), 0, [empty])
+    with pytest.raises(SchemaError, match=r"dims \[3\] can be ragged in dimension 0\.\.1; got 2"):
+        column_from_buffers(ColumnType("ragged", "int8", (3,), 2), 0, [empty, memoryview(bytes(8))])
+
+
+# ------------------------------------------------------------------------------------------- rows ragged in a later dimension
+POSITIONS = [np.arange(6).reshape(3, 2), np.zeros((3, 0), np.int64), np.arange(12).reshape(3, 4) * 10]
+"""Position ids as a vision-language model has them: (time, height, width) of each token, [3, L_i]."""
+
+
+def test_rows_may_be_ragged_in_their_last_dimension():
+    column = ragged(POSITIONS, "int64", ragged_dim=1)
+    assert (column.dims, column.ragged_dim, column.lengths.tolist()) == ((3,), 1, [2, 0, 4])
+    assert column.values.shape == (6, 3)
+    assert [row.tolist() for row in column.rows()] == [p.tolist() for p in POSITIONS]
+    for part in (column.take(np.array([2, 0])), column.span(1, 3), concat_columns([column, column], "x")):
+        assert isinstance(part, RaggedColumn)
+        assert part.ragged_dim == 1
+    assert [row.tolist() for row in column.take(np.array([2, 0])).rows()] == [
+        POSITIONS[2].tolist(),
+        POSITIONS[0].tolist(),
+    ]
+
+
+def test_padding_grows_the_ragged_dimension():
+    padded = ragged(POSITIONS[:2], "int64", ragged_dim=1).padded(3, -1)
+    assert padded.tolist() == [[[0, 1, -1], [2, 3, -1], [4, 5, -1]], [[-1, -1, -1]] * 3]
+
+
+def test_the_ragged_dimension_is_part_of_the_type_of_a_column():
+    first, last = (
+        ragged([np.zeros((3, 3), np.int64)], "int64"),
+        ragged([np.zeros((3, 3), np.int64)], "int64", ragged_dim=1),
+    )
+    with pytest.raises(BatchError, match=r"Column 'x' differs.*dims \[3\], ragged in dimension 1"):
+        concat_columns([first, last], "x")
+    with pytest.raises(SchemaError, match=r"Row 0 of shape \(2,\) has no dimension 1"):
+        ragged([[1, 2]], "int64", ragged_dim=1)
+    with pytest.raises(SchemaError, match="all dimensions but number 1"):
+        ragged([np.zeros((3, 2), np.int64), np.zeros((2, 2), np.int64)], "int64", ragged_dim=1)

@@ -41,7 +41,8 @@ def test_import_loads_nothing_heavy():
         "rl_protocol.ports",
         "rl_protocol.wire",
         "rl_protocol.rl_columns",
-        "rl_protocol.testing",
+        "rl_protocol.testing.bigram",
+        "rl_protocol.testing.fakes",
     ):
         assert fresh(f"import sys, {name}; print(sorted(sys.modules.keys() & {heavy}))").strip() == "[]"
 

@@ -5,9 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from rl_protocol import BatchData, ObjectColumn, RaggedColumn, SchemaError, WeightTensor, dense, ragged, wire
+from rl_protocol import (
+    BatchData,
+    ObjectColumn,
+    RaggedColumn,
+    SchemaError,
+    WeightTensor,
+    dense,
+    pack_arrays,
+    ragged,
+    unpack_arrays,
+    wire,
+)
 from rl_protocol.dtypes import STORAGE_DTYPES
 from rl_protocol.torch import (
     TORCH_DTYPES,
@@ -32,8 +45,8 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def jagged(values: torch.Tensor, offsets: list[int]) -> torch.Tensor:
-    return torch.nested.nested_tensor_from_jagged(values, offsets=torch.tensor(offsets))
+def jagged(values: torch.Tensor, offsets: list[int], jagged_dim: int = 1) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(values, offsets=torch.tensor(offsets), jagged_dim=jagged_dim)
 
 
 def test_every_element_type_has_a_torch_type_of_its_size():
@@ -79,6 +92,55 @@ def test_empty_columns(rows: list[list[int]]):
     assert tensor_from_column(dense(np.zeros((0, 3)))).shape == (0, 3)
 
 
+@given(
+    st.sampled_from(sorted(TORCH_DTYPES)),
+    st.lists(st.integers(0, 3), max_size=5),
+    st.lists(st.integers(0, 3), max_size=2),
+    st.data(),
+)
+def test_any_jagged_tensor_comes_back_bit_equal(dtype: str, lengths: list[int], dims: list[int], data: st.DataObject):
+    """Through a column, the wire, a column again: element type, ragged dimension, lengths, bits."""
+    ragged_dim = data.draw(st.integers(0, len(dims)))
+    shape = [*dims[:ragged_dim], sum(lengths), *dims[ragged_dim:]]
+    tensor = jagged(sample(dtype, *shape), np.cumsum([0, *lengths]).tolist(), ragged_dim + 1)
+    column = column_from_tensor(tensor)
+    assert isinstance(column, RaggedColumn)
+    assert (column.dtype, column.dims, column.ragged_dim) == (dtype, tuple(dims), ragged_dim)
+    sent = wire.decode(b"".join(wire.encode(BatchData({"x": column}))))
+    back = tensor_from_column(sent.ragged("x"))
+    assert back.dtype == tensor.dtype
+    assert back._ragged_idx == ragged_dim + 1  # type: ignore[attr-defined]
+    assert back.shape[0] == len(lengths)
+    for got, want in zip(back.unbind(), tensor.unbind(), strict=True):
+        assert got.shape == want.shape
+        assert bits(got) == bits(want)
+    for array, want in zip(column.rows(), tensor.unbind(), strict=True):
+        assert array.shape == tuple(want.shape)
+
+
+@pytest.mark.parametrize("ragged_dim", [0, 1, 2])
+def test_a_ragged_column_becomes_a_tensor_and_a_column_again_without_a_copy(ragged_dim: int):
+    """Position ids [3, L_i] of a vision-language model, say: ragged in the last dimension, whatever their lengths."""
+    shape = [3, 2]
+    shape.insert(ragged_dim, 4)
+    column = ragged([np.arange(24).reshape(shape)] * 2, "int64", ragged_dim)
+    tensor = tensor_from_column(column)
+    assert [list(row.shape) for row in tensor.unbind()] == [shape, shape]
+    assert tensor.values().data_ptr() == column.values.ctypes.data
+    again = from_tensordict(TensorDict({"x": tensor}, batch_size=[2])).ragged("x")
+    assert again.ragged_dim == ragged_dim
+    assert again.values.ctypes.data == column.values.ctypes.data
+    assert again.offsets.ctypes.data == column.offsets.ctypes.data
+
+
+def test_position_ids_made_by_torch_are_copied_once_into_rows():
+    values = torch.arange(18).reshape(3, 6)
+    column = column_from_tensor(jagged(values, [0, 2, 6], 2))
+    assert isinstance(column, RaggedColumn)
+    assert [row.tolist() for row in column.rows()] == [values[:, :2].tolist(), values[:, 2:].tolist()]
+    assert column.values.ctypes.data != values.data_ptr()
+
+
 def test_jagged_views_with_holes_are_copied_out():
     view = torch.nested.narrow(
         torch.arange(12).reshape(3, 4), 1, torch.tensor([0, 1, 0]), torch.tensor([2, 3, 4]), layout=torch.jagged
@@ -92,13 +154,16 @@ def test_jagged_views_with_holes_are_copied_out():
     assert len(column_from_tensor(empty)) == 0
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors:UserWarning"
+)  # the strided layout, which we refuse
 def test_tensors_that_are_no_column_are_refused():
     with pytest.raises(SchemaError, match="row dimension"):
         column_from_tensor(torch.tensor(1.0))
     with pytest.raises(SchemaError, match="strided or jagged"):
         column_from_tensor(torch.eye(3).to_sparse())
-    with pytest.raises(SchemaError, match="ragged in dimension 1"):
-        column_from_tensor(jagged(torch.zeros(6, 6), [0, 2, 6]).transpose(1, 2))
+    with pytest.raises(SchemaError, match="jagged layout"):
+        column_from_tensor(torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]))
     with pytest.raises(SchemaError, match="start at 0"):
         column_from_tensor(jagged(torch.zeros(6), [1, 2, 5]))
 
@@ -153,6 +218,10 @@ def test_a_tensordict_of_a_trainer_is_shared():
 def test_tensordicts_that_are_no_batch_are_refused():
     with pytest.raises(SchemaError, match=r"batch size \[N\]; got \[2, 3\]"):
         from_tensordict(TensorDict({"x": torch.zeros(2, 3)}, batch_size=[2, 3]))
+    with pytest.raises(SchemaError, match=r"'t' of the TensorDict is a NonTensorData.*KVBatchMeta\.extra_info"):
+        from_tensordict(TensorDict({"t": NonTensorData(0.7)}, batch_size=[2]))
+    with pytest.raises(SchemaError, match=r"'images' of the TensorDict: Row 0 .*ndarray.*pack_arrays"):
+        from_tensordict(TensorDict({"images": NonTensorStack(np.zeros((2, 2)), np.zeros((1, 2)))}, batch_size=[2]))
     inner = TensorDict({"x": torch.zeros(2)}, batch_size=[2])
     with pytest.raises(SchemaError, match="'inner' of the TensorDict is a TensorDict"):
         from_tensordict(TensorDict({"inner": inner}, batch_size=[2]))
@@ -194,3 +263,21 @@ def test_weights_at_odd_addresses_can_be_read():
     memory = np.zeros(9, np.uint8)
     memory[1:] = np.array([1.5, 2.5], np.float32).view(np.uint8)
     assert from_weight(WeightTensor("w", "float32", (2,), memory[1:])).tolist() == [1.5, 2.5]
+
+
+def test_images_travel_in_a_tensordict():
+    images = [[np.full((2, 3, 3), 7, np.uint8)], [np.zeros((1, 1, 3), np.uint8), np.ones((4, 2, 3), np.uint8)]]
+    batch = BatchData(pack_arrays("images", images, ndim=3))
+    again = from_tensordict(to_tensordict(batch))
+    assert [[a.tolist() for a in row] for row in unpack_arrays(again, "images")] == [
+        [a.tolist() for a in row] for row in images
+    ]
+    assert again["images"].buffers[0].ctypes.data == batch["images"].buffers[0].ctypes.data
+
+
+def test_records_become_lists_and_dicts_of_plain_values():
+    records = [{"role": "user", "parts": ["a", {"n": 1.5, "ok": True}]}, {"tool": None, "args": []}]
+    data = TensorDict({"chat": NonTensorStack(*records), "text": ["a", "\u00fc"]}, batch_size=[2])
+    batch = from_tensordict(data)
+    assert batch.objects("chat").values() == records
+    assert to_tensordict(batch)["text"] == ["a", "\u00fc"]

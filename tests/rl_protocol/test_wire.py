@@ -10,7 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_protocol import BatchData, Column, DenseColumn, ObjectColumn, RaggedColumn, WireError, dense, ragged, wire
+from rl_protocol import (
+    BatchData,
+    Column,
+    DenseColumn,
+    ObjectColumn,
+    RaggedColumn,
+    UnknownNameError,
+    WireError,
+    dense,
+    ragged,
+    wire,
+)
+from rl_protocol.columns import column_type
 from rl_protocol.dtypes import STORAGE_DTYPES
 
 GOLDEN = BatchData(
@@ -21,10 +33,10 @@ GOLDEN = BatchData(
     }
 )
 GOLDEN_HEX = (
-    "524c42315a00000093 02 cd0140 93"
-    "95 a573636f7265 a564656e7365 a7666c6f61743332 90 91 92 00 08"
-    "95 a3696473 a6726167676564 a5696e743332 90 92 92 40 0c 92 cc80 18"
-    "95 a46e6f7465 a66f626a656374 a66f626a656374 90 92 92 ccc0 03 92 cd0100 18"
+    "524c42315d00000093 02 cd0140 93"
+    "96 a573636f7265 a564656e7365 a7666c6f61743332 90 91 92 00 08 00"
+    "96 a3696473 a6726167676564 a5696e743332 90 92 92 40 0c 92 cc80 18 00"
+    "96 a46e6f7465 a66f626a656374 a66f626a656374 90 92 92 ccc0 03 92 cd0100 18 00"
 ).replace(" ", "")
 GOLDEN_PAYLOAD = (
     "0000803f000000c0".ljust(128, "0")
@@ -54,7 +66,7 @@ def columns(draw: st.DrawFn, rows: int) -> Column:
     if kind == "dense":
         return DenseColumn(values(rows), dtype)
     lengths = draw(st.lists(st.integers(0, 3), min_size=rows, max_size=rows))
-    return RaggedColumn(values(sum(lengths)), np.cumsum([0, *lengths]), dtype)
+    return RaggedColumn(values(sum(lengths)), np.cumsum([0, *lengths]), dtype, draw(st.integers(0, len(dims))))
 
 
 @st.composite
@@ -67,8 +79,7 @@ def batches(draw: st.DrawFn) -> BatchData:
 def same(a: BatchData, b: BatchData) -> bool:
     def facts(batch: BatchData) -> list[Any]:
         return [
-            (n, c.kind, c.dtype, c.dims, [(x.dtype, x.shape, x.tobytes()) for x in c.buffers])
-            for n, c in batch.columns.items()
+            (n, column_type(c), [(x.dtype, x.shape, x.tobytes()) for x in c.buffers]) for n, c in batch.columns.items()
         ]
 
     return len(a) == len(b) and facts(a) == facts(b)
@@ -136,6 +147,20 @@ def test_write_payload_and_read_payload_are_inverse():
     assert memory.hex() == GOLDEN_PAYLOAD
     assert same(wire.read_payload(header, memoryview(memory)), GOLDEN)
     assert wire.read_payload(header, memoryview(memory), ["ids"]).field_names == ("ids",)
+
+
+def test_read_payload_refuses_columns_that_are_not_there():
+    header = wire.plan(GOLDEN)
+    memory = bytearray(header.payload)
+    with pytest.raises(UnknownNameError, match="No column 'idz' in this payload; it has score, ids, note"):
+        wire.read_payload(header, memoryview(memory), ["ids", "idz"])
+
+
+def test_a_header_without_ragged_dimensions_reads_as_ragged_first():
+    """Headers of five fields per column were written before rows could be ragged in other dimensions."""
+    old = [1, 128, [["a", "ragged", "int8", [], [[0, 1], [64, 16]]]]]
+    batch = wire.decode(with_header(old, bytes(64) + np.array([0, 1]).tobytes().ljust(64, b"\0")))
+    assert (batch.ragged("a").ragged_dim, batch.ragged("a").lengths.tolist()) == (0, [1])
 
 
 def reads(data: bytes) -> None:
@@ -213,7 +238,7 @@ def test_well_formed_headers_that_lie_are_a_batch_or_a_wire_error(header: object
         (2**64 - 1, 0, None, "announced for 18446744073709551615 rows"),
         (-1, 0, None, "announced for -1 rows"),
         (1, -5, None, "Payload of -5 bytes"),
-        (1, 99, None, "Payload of 99 bytes announced"),
+        (1, 999, None, "Payload of 999 bytes announced"),
         (1, 64, ["a", "dense", "int8", [], [[1, 1]]], "buffer at 1 of 1 bytes is not within"),
         (1, 64, ["a", "dense", "int8", [], [[64, 1]]], "buffer at 64 of 1 bytes is not within"),
         (1, 64, ["a", "dense", "int8", [], [[0, 2]]], "has 1 bytes; got 2"),
@@ -222,13 +247,16 @@ def test_well_formed_headers_that_lie_are_a_batch_or_a_wire_error(header: object
         (1, 64, ["a", "dense", "int8", [2**62, 0, 2**62], [[0, 0]]], "No int8 array"),
         (1, 64, ["a", "dense", "int9", [], [[0, 1]]], "Unknown element type"),
         (1, 64, ["a", "tree", "int8", [], [[0, 1]]], r"kind 'tree'|has 2 buffer"),
-        (1, 64, ["a", "object", "int8", [], [[0, 1], [0, 16]]], "dtype 'object'"),
-        (1, 64, ["a", "ragged", "int8", [], [[0, 1], [0, 16]]], "start at 0"),
-        (1, 64, ["a", "dense", "int8", [], [[0, 1]], 1], "at most length 5|length"),
+        (1, 128, ["a", "object", "int8", [], [[0, 1], [64, 16]]], "dtype 'object'"),
+        (1, 128, ["a", "ragged", "int8", [], [[0, 1], [64, 16]]], "start at 0"),
+        (1, 128, ["a", "ragged", "int8", [], [[64, 1], [0, 16]]], "buffer at 0 begins before 65"),
+        (1, 64, ["a", "dense", "int8", [], [[0, 1]], 1], "Only ragged columns have a ragged dimension"),
+        (1, 128, ["a", "ragged", "int8", [], [[0, 1], [64, 16]], -1], "ragged in dimension 0..0; got -1"),
+        (1, 64, ["a", "dense", "int8", [], [[0, 1]], 0, 1], "at most length 6|length"),
     ],
 )
 def test_lies_are_named(rows: int, payload: int, column: list[Any] | None, message: str):
-    data = with_header([rows, payload, [] if column is None else [column]], b"\1" * 64)
+    data = with_header([rows, payload, [] if column is None else [column]], b"\1" * 128)
     with pytest.raises(WireError, match=message):
         wire.decode(data)
 
@@ -238,7 +266,7 @@ def test_other_formats_versions_and_double_columns_are_refused():
         wire.decode(b"RLB2" + bytes(60))
     column = ["a", "dense", "int8", [], [[0, 1]]]
     with pytest.raises(WireError, match="'a' occurs twice"):
-        wire.decode(with_header([1, 64, [column, column]], bytes(64)))
+        wire.decode(with_header([1, 128, [column, [*column[:4], [[64, 1]]]]], bytes(128)))
     with pytest.raises(WireError, match="header can't be read"):
         wire.decode(with_header([1, 0, [["\udcff".encode("utf-8", "surrogatepass"), "dense", "int8", [], []]]], b""))
     with pytest.raises(WireError, match="header can't be read"):

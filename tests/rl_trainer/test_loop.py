@@ -7,8 +7,10 @@ import asyncio
 import msgspec
 import pytest
 
-from rl_protocol import KVBatchMeta, RewardError, WorkerError
+from rl_protocol import BatchData, KVBatchMeta, RewardError, SchemaError, WorkerError, ragged
 from rl_protocol.ports import WeightSyncReport
+from rl_protocol.rl_columns import prompt_partition
+from rl_protocol.testing.bigram import BigramCritic
 from rl_protocol.testing.fakes import MemoryDataPlane
 from rl_trainer import (
     ActorConfig,
@@ -224,7 +226,30 @@ def test_a_worker_refuses_what_it_does_not_know(model_path):
     for method, payload, message in (
         ("launch", call, "ActorWorker has no handler 'launch'; it has old_log_prob, update_actor, save"),
         ("old_log_prob", b"\xff", "not a StageCall"),
+        ("old_log_prob", b"\x81\xa4\xff\xff\xff\xff\x01", "not a StageCall"),
         ("old_log_prob", msgspec.msgpack.encode({"step": 1, "surprise": 2}), "not a StageCall"),
     ):
         with pytest.raises(WorkerError, match=message):
             asyncio.run(worker.handle(method, payload))
+
+
+class OneValueTooFew(BigramCritic):
+    def compute_values(self, batch):
+        rows = super().compute_values(batch).ragged("values").rows()
+        return BatchData({"values": ragged([*rows[:-1], rows[-1][:-1]], "float32")})
+
+
+def test_a_column_that_does_not_align_with_what_was_read_is_refused_by_name():
+    async def body():
+        plane = MemoryDataPlane()
+        await plane.put(prompt_partition("train"), ["p"], BatchData({"prompts": ragged([[2, 3]], "int64")}))
+        rows = BatchData({"responses": ragged([[4, 1], [5, 1]], "int64")})
+        batch = await plane.put("train", ["p/0/0", "p/1/0"], rows)
+        worker = CriticWorker(plane, build_graph(AlgorithmConfig(adv_estimator="gae"), ActorConfig()), OneValueTooFew())
+        with pytest.raises(
+            SchemaError, match=r"Row 1 \('p/1/0'\), column 'values': expected length len\(responses\) = 2, got 1"
+        ):
+            await worker.values(StageCall(step=1, batch=batch))
+        assert (await plane.list_rows("train")).fields == ("responses",)
+
+    asyncio.run(body())

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -56,6 +57,23 @@ def test_many_threads_share_one_portal(plane: LocalPlane) -> None:
     for thread in threads:
         thread.join()
     assert len(client.list_rows("p")) == 40
+    client.close()
+
+
+def test_many_blocking_calls_open_no_descriptors_and_start_no_threads(plane: LocalPlane) -> None:
+    """One loop for the process, whoever calls: not a loop per call that is never closed, not a thread per call."""
+    client = connect_blocking(plane.descriptor)
+
+    def calls(count: int) -> tuple[int, int]:
+        for i in range(count):
+            meta = client.put("p", [f"k{i % 7}"], BatchData({"x": dense([i])}), tags=[{"n": i}])
+            assert client.get(meta).dense("x").values[0] == i
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+    descriptors, threads = calls(5)
+    more_descriptors, more_threads = calls(300)
+    assert more_descriptors <= descriptors  # fewer when objects of earlier tests are collected meanwhile
+    assert more_threads <= threads
     client.close()
 
 

@@ -1,6 +1,8 @@
 """The vocabulary of the stack: batches, their metadata, schemas, wire format and ports. Needs numpy and msgspec only."""
 
+from rl_protocol.arrays import pack_arrays, unpack_arrays
 from rl_protocol.batch import BatchData
+from rl_protocol.checked import with_schemas
 from rl_protocol.columns import Column, DenseColumn, ObjectColumn, RaggedColumn, dense, ragged
 from rl_protocol.errors import (
     BatchError,
@@ -26,7 +28,7 @@ from rl_protocol.errors import (
 from rl_protocol.keys import RowKey
 from rl_protocol.meta import KVBatchMeta, Scalar, Tag
 from rl_protocol.partition import Partitionable, balanced_parts, even_sizes
-from rl_protocol.schema import AlignmentLaw, BatchSchema, ColumnSpec, LengthIsSum, SameLength
+from rl_protocol.schema import AlignmentLaw, BatchSchema, ColumnSpec, LengthIsProduct, LengthIsSum, SameLength
 from rl_protocol.weights import WeightTensor
 
 __version__ = "0.1.0"
@@ -46,6 +48,7 @@ __all__ = [
     "DenseColumn",
     "DuplicateKeyError",
     "KVBatchMeta",
+    "LengthIsProduct",
     "LengthIsSum",
     "MissingDataError",
     "ObjectColumn",
@@ -70,5 +73,8 @@ __all__ = [
     "balanced_parts",
     "dense",
     "even_sizes",
+    "pack_arrays",
     "ragged",
+    "unpack_arrays",
+    "with_schemas",
 ]

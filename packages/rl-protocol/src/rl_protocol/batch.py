@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from rl_protocol.columns import AnyArray, Column, DenseColumn, ObjectColumn, RaggedColumn, concat_columns
+from rl_protocol.columns import AnyArray, Column, DenseColumn, ObjectColumn, RaggedColumn, column_type, concat_columns
 from rl_protocol.errors import BatchError, SchemaError, UnknownNameError
 from rl_protocol.partition import Indices, RowOps, check_indices
 
@@ -96,6 +96,10 @@ class BatchData(RowOps):
         parts = ", ".join(f"{n}: {c.kind} {c.dtype}{list(c.dims) or ''}" for n, c in self._columns.items())
         return f"BatchData({self._rows} rows; {parts})"
 
+    def __reduce__(self) -> tuple[type[BatchData], tuple[object, ...]]:
+        """For arguments of Ray and multiprocessing: rebuilt and checked by the constructors; protocol 5 need not copy the buffers."""
+        return BatchData, (dict(self._columns), self._rows)
+
     # -- Partitionable
     def select_rows(self, rows: Indices) -> BatchData:
         """The rows in the order given; a row may be taken more than once."""
@@ -158,7 +162,7 @@ class BatchData(RowOps):
 
 
 def _same(a: Column, b: Column) -> bool:
-    if (a.kind, a.dtype, a.dims) != (b.kind, b.dtype, b.dims):
+    if column_type(a) != column_type(b):
         return False
     return all(_bytes_equal(x, y) for x, y in zip(a.buffers, b.buffers, strict=True))
 

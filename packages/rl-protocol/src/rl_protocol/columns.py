@@ -3,11 +3,13 @@
     kind     buffers              row i
     dense    values [N, *dims]    values[i]
     ragged   values [T, *dims],   values[offsets[i] : offsets[i + 1]]
-             offsets [N + 1]
+             offsets [N + 1]      with its first dimension moved to place `ragged_dim`
     object   data [bytes],        msgpack of data[offsets[i] : offsets[i + 1]]
              offsets [N + 1]
 
-A ragged column stays ragged when all its rows have one length; empty rows and N = 0 are legal everywhere.
+A ragged column stays ragged when all its rows have one length; empty rows and N = 0 are legal everywhere. Rows may be ragged in any one
+dimension: rows [3, L] (the position ids of a vision-language model) have `dims` (3,) and `ragged_dim` 1, and are stored as [T, 3], so that
+each row is one range of bytes. Rows that differ in more than one dimension, such as images, are two columns: see `rl_protocol.arrays`.
 """
 
 from __future__ import annotations
@@ -15,18 +17,31 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from rl_protocol.dtypes import dtype_name, storage_dtype
-from rl_protocol.errors import BatchError, SchemaError, WireError
+from rl_protocol.errors import UNREADABLE, BatchError, SchemaError, WireError
 
 Kind = Literal["dense", "ragged", "object"]
 AnyArray: TypeAlias = npt.NDArray[Any]
 Offsets: TypeAlias = npt.NDArray[np.int64]
+
+
+class ColumnType(NamedTuple):
+    """What two columns must share to be stacked, and what a schema declares."""
+
+    kind: str
+    dtype: str = "object"
+    dims: tuple[int, ...] = ()
+    ragged_dim: int = 0
+
+    def __str__(self) -> str:
+        where = f", ragged in dimension {self.ragged_dim}" if self.ragged_dim else ""
+        return f"{self.kind} {self.dtype} with dims {list(self.dims)}{where}"
 
 
 def frozen(array: AnyArray) -> AnyArray:
@@ -116,18 +131,29 @@ class DenseColumn:
         """Rows start..stop without copying."""
         return DenseColumn(self.values[start:stop], self.dtype)
 
+    def __reduce__(self) -> tuple[type[DenseColumn], tuple[object, ...]]:
+        return DenseColumn, (self.values, self.dtype)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedColumn:
-    """Rows of different length. `values` [T, *dims] in the storage dtype of `dtype`; `offsets` int64 [N + 1]."""
+    """Rows of different length. `values` [T, *dims] in the storage dtype of `dtype`; `offsets` int64 [N + 1].
+
+    Row i has shape [*dims[:ragged_dim], L_i, *dims[ragged_dim:]].
+    """
 
     values: AnyArray
     offsets: Offsets
     dtype: str
+    ragged_dim: int = 0
 
     def __post_init__(self) -> None:
         if self.values.ndim < 1:
             raise SchemaError("A ragged column needs a flat values array; got a scalar.")
+        if not 0 <= self.ragged_dim < self.values.ndim:
+            raise SchemaError(
+                f"Rows with dims {list(self.dims)} can be ragged in dimension 0..{len(self.dims)}; got {self.ragged_dim}."
+            )
         object.__setattr__(self, "values", _check_storage(self.values, self.dtype))
         object.__setattr__(self, "offsets", check_offsets(self.offsets, int(self.values.shape[0])))
 
@@ -157,7 +183,7 @@ class RaggedColumn:
 
     def row(self, i: int) -> AnyArray:
         i = range(len(self))[i]
-        return self.values[self.offsets[i] : self.offsets[i + 1]]
+        return np.moveaxis(self.values[self.offsets[i] : self.offsets[i + 1]], 0, self.ragged_dim)
 
     def rows(self) -> list[AnyArray]:
         """All rows as views."""
@@ -165,15 +191,17 @@ class RaggedColumn:
 
     def take(self, rows: npt.NDArray[np.int64]) -> RaggedColumn:
         flat, offsets = gather_ranges(self.offsets, rows)
-        return RaggedColumn(self.values[flat], offsets, self.dtype)
+        return RaggedColumn(self.values[flat], offsets, self.dtype, self.ragged_dim)
 
     def span(self, start: int, stop: int) -> RaggedColumn:
         """Rows start..stop; the values are not copied."""
         part = self.offsets[start : stop + 1]
-        return RaggedColumn(self.values[part[0] : part[-1]], part - part[0], self.dtype)
+        return RaggedColumn(self.values[part[0] : part[-1]], part - part[0], self.dtype, self.ragged_dim)
 
     def padded(self, width: int | None = None, fill: float = 0) -> AnyArray:
-        """Right-padded copy [N, width, *dims]; `width` defaults to the longest row.
+        """Copy padded at the end of the ragged dimension: [N, *dims[:ragged_dim], width, *dims[ragged_dim:]].
+
+        `width` defaults to the longest row.
 
         Raises:
             BatchError: a row is longer than `width`.
@@ -185,7 +213,10 @@ class RaggedColumn:
             raise BatchError(f"Row {int(lengths.argmax())} has {longest} elements, more than the width {width}.")
         out = np.full((len(self), width, *self.dims), fill, dtype=self.values.dtype)
         out[np.arange(width)[None, :] < lengths[:, None]] = self.values
-        return out
+        return np.moveaxis(out, 1, self.ragged_dim + 1)
+
+    def __reduce__(self) -> tuple[type[RaggedColumn], tuple[object, ...]]:
+        return RaggedColumn, (self.values, self.offsets, self.dtype, self.ragged_dim)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,7 +283,7 @@ class ObjectColumn:
         i = range(len(self))[i]
         try:
             return msgspec.msgpack.decode(self.data[self.offsets[i] : self.offsets[i + 1]].data)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise WireError(f"Row {i} of an object column is not msgpack: {error}.") from error
 
     def values(self) -> list[Any]:
@@ -268,8 +299,17 @@ class ObjectColumn:
         part = self.offsets[start : stop + 1]
         return ObjectColumn(self.data[part[0] : part[-1]], part - part[0])
 
+    def __reduce__(self) -> tuple[type[ObjectColumn], tuple[object, ...]]:
+        return ObjectColumn, (self.data, self.offsets)
+
 
 Column: TypeAlias = DenseColumn | RaggedColumn | ObjectColumn
+
+
+def column_type(column: Column) -> ColumnType:
+    """Kind, element type and shape of a column."""
+    ragged_dim = column.ragged_dim if isinstance(column, RaggedColumn) else 0
+    return ColumnType(column.kind, column.dtype, column.dims, ragged_dim)
 
 
 def dense(values: AnyArray | Sequence[Any], dtype: str | None = None) -> DenseColumn:
@@ -278,24 +318,31 @@ def dense(values: AnyArray | Sequence[Any], dtype: str | None = None) -> DenseCo
     return DenseColumn(array, dtype_name(array) if dtype is None else dtype)
 
 
-def ragged(rows: Sequence[AnyArray | Sequence[Any]], dtype: str) -> RaggedColumn:
-    """A ragged column from a list of rows [L_i, *dims] of element type `dtype`. An empty list fits any dims.
+def ragged(rows: Sequence[AnyArray | Sequence[Any]], dtype: str, ragged_dim: int = 0) -> RaggedColumn:
+    """A ragged column from a list of rows of element type `dtype` that differ in dimension `ragged_dim` alone: [L_i, *dims] if it is 0.
 
-    Rows of bfloat16 and fp8 are given as arrays of their bits (uint16, uint8): numpy has no such types.
+    An empty list `[]` fits any dims. Rows of bfloat16 and fp8 are given as arrays of their bits (uint16, uint8): numpy has no such types.
 
     Raises:
-        SchemaError: the rows do not agree in their trailing dimensions, or hold values that `dtype` can't; names the row.
+        SchemaError: the rows do not agree in the other dimensions, or hold values that `dtype` can't; names the row.
     """
     store = storage_dtype(dtype)
     arrays = [_as_storage(row, store, f"Row {i} of a ragged {dtype} column") for i, row in enumerate(rows)]
+    arrays = [a if a.shape == (0,) else _ragged_first(a, ragged_dim, i) for i, a in enumerate(arrays)]
     dims = next((a.shape[1:] for a in arrays if a.shape != (0,)), ())
     arrays = [a.reshape(0, *dims) if a.shape == (0,) else a for a in arrays]
     if len({a.shape[1:] for a in arrays}) > 1:
         raise SchemaError(
-            f"Rows of a ragged column must agree in all but the first dimension; got {[a.shape for a in arrays][:8]}."
+            f"Rows of a ragged column must agree in all dimensions but number {ragged_dim}; got {[np.shape(row) for row in rows][:8]}."
         )
     values = np.concatenate(arrays) if arrays else np.zeros(0, store)
-    return RaggedColumn(values, offsets_from_lengths([a.shape[0] for a in arrays]), dtype)
+    return RaggedColumn(values, offsets_from_lengths([a.shape[0] for a in arrays]), dtype, ragged_dim)
+
+
+def _ragged_first(row: AnyArray, ragged_dim: int, number: int) -> AnyArray:
+    if not 0 <= ragged_dim < row.ndim:
+        raise SchemaError(f"Row {number} of shape {row.shape} has no dimension {ragged_dim} to be ragged in.")
+    return np.moveaxis(row, ragged_dim, 0)
 
 
 def _as_storage(row: AnyArray | Sequence[Any], store: np.dtype[np.generic], where: str) -> AnyArray:
@@ -321,27 +368,30 @@ def concat_columns(parts: Sequence[Column], name: str) -> Column:
     """
     if len(parts) == 1:
         return parts[0]
-    shapes = {(p.kind, p.dtype, p.dims) for p in parts}
+    shapes = {column_type(p) for p in parts}
     if len(shapes) > 1:
         raise BatchError(
-            f"Column {name!r} differs between the parts to concatenate (kind, dtype, dims): {sorted(map(str, shapes))}."
+            f"Column {name!r} differs between the parts to concatenate: {'; '.join(sorted(map(str, shapes)))}."
         )
     first = parts[0]
     flat = np.concatenate([p.buffers[0] for p in parts])
     if isinstance(first, DenseColumn):
         return DenseColumn(flat, first.dtype)
     offsets = offsets_from_lengths(np.concatenate([np.diff(p.buffers[1]) for p in parts]))
-    return RaggedColumn(flat, offsets, first.dtype) if isinstance(first, RaggedColumn) else ObjectColumn(flat, offsets)
+    if isinstance(first, RaggedColumn):
+        return RaggedColumn(flat, offsets, first.dtype, first.ragged_dim)
+    return ObjectColumn(flat, offsets)
 
 
-def column_from_buffers(
-    kind: str, dtype: str, dims: tuple[int, ...], rows: int, buffers: Sequence[memoryview]
-) -> Column:
+def column_from_buffers(what: ColumnType, rows: int, buffers: Sequence[memoryview]) -> Column:
     """Rebuild a column as views of raw buffers (the inverse of `buffers`).
 
     Raises:
         SchemaError: sizes, offsets or names do not fit together.
     """
+    kind, dtype, dims, ragged_dim = what
+    if ragged_dim and kind != "ragged":
+        raise SchemaError(f"Only ragged columns have a ragged dimension; got {what}.")
     if kind == "dense":
         (raw,) = _expect(buffers, 1, kind)
         return DenseColumn(_view(raw, dtype, (rows, *dims)), dtype)
@@ -354,7 +404,7 @@ def column_from_buffers(
     if kind == "ragged":
         item = storage_dtype(dtype).itemsize * math.prod(dims)
         length = raw.nbytes // item if item else int(offsets.flat[-1])
-        return RaggedColumn(_view(raw, dtype, (length, *dims)), offsets, dtype)
+        return RaggedColumn(_view(raw, dtype, (length, *dims)), offsets, dtype, ragged_dim)
     raise SchemaError(f"Unknown column kind {kind!r}; known are dense, ragged, object.")
 
 

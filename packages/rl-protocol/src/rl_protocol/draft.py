@@ -44,7 +44,7 @@ def plan_columns(
         item = math.prod(spec.dims) * storage_dtype(spec.dtype).itemsize
         return [rows * item] if spec.kind == "dense" else [int(offsets[spec.name][-1]) * item, 8 * (rows + 1)]
 
-    return lay_out(rows, ((s.name, s.kind, s.dtype, s.dims, sizes(s)) for s in specs.values())), offsets
+    return lay_out(rows, ((s.name, s.type, sizes(s)) for s in specs.values())), offsets
 
 
 def _offsets(name: str, rows: int, lengths: Sequence[int]) -> Offsets:
@@ -93,7 +93,7 @@ class Draft:
         return self.header.rows
 
     def __getitem__(self, name: str) -> AnyArray:
-        """Writable values of a column: [N, *dims], or [sum of lengths, *dims] where it is ragged.
+        """Writable values of a column: [N, *dims], or, where it is ragged (in whichever dimension), [sum of lengths, *dims].
 
         Raises:
             BatchError: there is no such column, or the draft was put or discarded.
@@ -116,7 +116,7 @@ class Draft:
             columns[spec.name] = (
                 DenseColumn(values, spec.dtype)
                 if spec.kind == "dense"
-                else RaggedColumn(values, self._offsets[spec.name], spec.dtype)
+                else RaggedColumn(values, self._offsets[spec.name], spec.dtype, spec.ragged_dim)
             )
         return BatchData(columns, self.header.rows)
 

@@ -26,6 +26,11 @@ further facts as attributes. Add a class only when a caller would handle it diff
 
 from __future__ import annotations
 
+import msgspec
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not what they should be: all three must be caught where bytes come from elsewhere."""
+
 
 class RLError(Exception):
     """Root of every error raised by the packages of this stack.

@@ -1,6 +1,7 @@
 """The RL columns all parts agree on. Transports (rl_transferqueue, rl_ckpt_engine) never import this module.
 
 A prompt row (key: uid) holds what its n trajectories share; a trajectory row (key: RowKey text) holds the rest. N rows, R_i response tokens.
+Columns without an `absence` are there from the first put of a row on.
 """
 
 from __future__ import annotations
@@ -43,10 +44,20 @@ TRAJECTORY_SCHEMA = BatchSchema(
             meaning="log-prob when sampled, nats",
         ),
         ColumnSpec(
-            name="scores", kind="dense", dtype="float32", writer="reward", meaning="score of the whole response"
+            name="scores",
+            kind="dense",
+            dtype="float32",
+            writer="reward",
+            meaning="score of the whole response",
+            absence="not scored yet",
         ),
         ColumnSpec(
-            name="acc", kind="dense", dtype="float32", writer="reward", meaning="1 where the answer is right, else 0"
+            name="acc",
+            kind="dense",
+            dtype="float32",
+            writer="reward",
+            meaning="1 where the answer is right, else 0",
+            absence="not scored yet",
         ),
         ColumnSpec(
             name="old_log_probs",
@@ -54,6 +65,7 @@ TRAJECTORY_SCHEMA = BatchSchema(
             dtype="float32",
             writer="old_log_prob",
             meaning="log-prob before the update, nats",
+            absence="the stage has not run yet",
         ),
         ColumnSpec(
             name="entropy",
@@ -61,6 +73,7 @@ TRAJECTORY_SCHEMA = BatchSchema(
             dtype="float32",
             writer="old_log_prob",
             meaning="entropy before the update, nats",
+            absence="the stage has not run yet",
         ),
         ColumnSpec(
             name="ref_log_prob",
@@ -68,6 +81,7 @@ TRAJECTORY_SCHEMA = BatchSchema(
             dtype="float32",
             writer="ref",
             meaning="log-prob of the reference policy, nats",
+            absence="no divergence from a reference policy is used",
         ),
         ColumnSpec(
             name="values",
@@ -75,6 +89,7 @@ TRAJECTORY_SCHEMA = BatchSchema(
             dtype="float32",
             writer="values",
             meaning="V(s_t) of the critic before the update",
+            absence="the advantage estimator needs no critic",
         ),
         ColumnSpec(
             name="advantages",
@@ -82,9 +97,15 @@ TRAJECTORY_SCHEMA = BatchSchema(
             dtype="float32",
             writer="adv",
             meaning="advantage per token, 0 where masked",
+            absence="not estimated yet",
         ),
         ColumnSpec(
-            name="returns", kind="ragged", dtype="float32", writer="adv", meaning="return per token, 0 where masked"
+            name="returns",
+            kind="ragged",
+            dtype="float32",
+            writer="adv",
+            meaning="return per token, 0 where masked",
+            absence="not estimated yet",
         ),
     ),
     laws=(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_protocol.batch import BatchData
-from rl_protocol.columns import AnyArray, Column, Kind
+from rl_protocol.columns import AnyArray, Column, ColumnType, Kind, RaggedColumn, column_type
 from rl_protocol.dtypes import storage_dtype
 from rl_protocol.errors import SchemaError, UnknownNameError
 
@@ -21,33 +21,35 @@ class ColumnSpec:
         name: the column's name.
         kind: dense, ragged or object.
         dtype: element type (see rl_protocol.dtypes); ignored for object.
-        dims: shape of one row (dense) or of one element (ragged).
+        dims: shape of one row (dense), or of one row without its ragged dimension (ragged).
+        ragged_dim: which dimension of a row is the ragged one.
         writer: the stage that writes it.
-        meaning: one line: unit, and what absence means.
+        meaning: one line, with the unit.
+        absence: what it means that a row lacks the column; empty: whoever reads the row needs it.
     """
 
     name: str
     kind: Kind
     dtype: str = "object"
     dims: tuple[int, ...] = ()
+    ragged_dim: int = 0
     writer: str = ""
     meaning: str = ""
+    absence: str = ""
 
     def __post_init__(self) -> None:
         if self.kind != "object":
             storage_dtype(self.dtype)
 
+    @property
+    def type(self) -> ColumnType:
+        return ColumnType(self.kind, self.dtype if self.kind != "object" else "object", self.dims, self.ragged_dim)
+
     def check(self, column: Column) -> None:
-        """Raise SchemaError unless the column is of this kind, element type and dims."""
-        want = (self.kind, self.dtype if self.kind != "object" else "object", self.dims)
-        got = (column.kind, column.dtype, column.dims)
-        if want != got:
-            raise SchemaError(f"Column {self.name!r}: expected {_say(want)}, got {_say(got)}.")
-
-
-def _say(what: tuple[str, str, tuple[int, ...]]) -> str:
-    kind, dtype, dims = what
-    return f"{kind} {dtype} with dims {list(dims)}"
+        """Raise SchemaError unless the column is of this kind, element type and shape."""
+        got = column_type(column)
+        if got != self.type:
+            raise SchemaError(f"Column {self.name!r}: expected {self.type}, got {got}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +58,12 @@ class SameLength:
 
     columns: tuple[str, ...]
 
-    def check(self, batch: BatchData) -> None:
+    def check(self, batch: BatchData, keys: Sequence[str] = ()) -> None:
         """Raise SchemaError for the first row that breaks the law; columns that are absent are not looked at."""
         present = [name for name in self.columns if name in batch]
         for name in present[1:]:
-            _first_difference(present[0], batch.ragged(present[0]).lengths, name, batch.ragged(name).lengths)
+            want, got = batch.ragged(present[0]).lengths, batch.ragged(name).lengths
+            _check_equal(name, got, f"len({present[0]})", want, keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,33 +73,72 @@ class LengthIsSum:
     values_column: str
     mask_column: str
 
-    def check(self, batch: BatchData) -> None:
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.values_column, self.mask_column)
+
+    def check(self, batch: BatchData, keys: Sequence[str] = ()) -> None:
         """Raise SchemaError for the first row that breaks the law; nothing is checked when a column is absent."""
         if self.values_column in batch and self.mask_column in batch:
             mask = batch.ragged(self.mask_column)
-            running = np.concatenate([[0], np.cumsum(mask.values, dtype=np.int64)])
-            sums = running[mask.offsets[1:]] - running[mask.offsets[:-1]]
-            lengths = batch.ragged(self.values_column).lengths
-            _first_difference(self.values_column, lengths, f"sum({self.mask_column})", sums)
+            got, want = batch.ragged(self.values_column).lengths, _row_sums(mask, mask.values.astype(np.int64))
+            _check_equal(self.values_column, got, f"sum({self.mask_column})", want, keys)
 
 
-def _first_difference(a_name: str, a: AnyArray, b_name: str, b: AnyArray) -> None:
-    rows = np.flatnonzero(a != b)
+@dataclass(frozen=True, slots=True)
+class LengthIsProduct:
+    """Law of arrays packed by `rl_protocol.arrays`: in every row, `values_column` has as many elements as its shapes say."""
+
+    values_column: str
+    shapes_column: str
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.values_column, self.shapes_column)
+
+    def check(self, batch: BatchData, keys: Sequence[str] = ()) -> None:
+        """Raise SchemaError for the first row that breaks the law; nothing is checked when a column is absent."""
+        if self.values_column in batch and self.shapes_column in batch:
+            shapes = batch.ragged(self.shapes_column)
+            want = _row_sums(shapes, shapes.values.prod(axis=tuple(range(1, shapes.values.ndim)), dtype=np.int64))
+            got = batch.ragged(self.values_column).lengths
+            _check_equal(self.values_column, got, f"sum(prod({self.shapes_column}))", want, keys)
+
+
+def _row_sums(column: RaggedColumn, values: AnyArray) -> AnyArray:
+    running = np.concatenate([[0], np.cumsum(values)])
+    return running[column.offsets[1:]] - running[column.offsets[:-1]]
+
+
+def _check_equal(column: str, got: AnyArray, law: str, want: AnyArray, keys: Sequence[str]) -> None:
+    rows = np.flatnonzero(got != want)
     if rows.size:
         row = int(rows[0])
+        name = f"Row {row} ({keys[row]!r})" if keys else f"Row {row}"
         raise SchemaError(
-            f"Row {row}: {a_name!r} has length {int(a[row])} but {b_name!r} gives {int(b[row])}; they must be equal in every row."
+            f"{name}, column {column!r}: expected length {law} = {int(want[row])}, got {int(got[row])}; "
+            f"{rows.size} of {len(got)} rows are like this."
         )
 
 
-AlignmentLaw = SameLength | LengthIsSum
+AlignmentLaw = SameLength | LengthIsSum | LengthIsProduct
 
 
 class BatchSchema:
     """The columns a partition may hold and the laws between them.
 
+    >>> from rl_protocol import BatchData, ragged
+    >>> schema = BatchSchema(
+    ...     [ColumnSpec(name="mask", kind="ragged", dtype="bool"), ColumnSpec(name="logp", kind="ragged", dtype="float32")],
+    ...     laws=[LengthIsSum("logp", "mask")],
+    ... )
+    >>> schema.check(BatchData({"mask": ragged([[1, 0, 1]], "bool"), "logp": ragged([[-0.5]], "float32")}), ["p7/0/0"])
+    Traceback (most recent call last):
+    rl_protocol.errors.SchemaError: Row 0 ('p7/0/0'), column 'logp': expected length sum(mask) = 2, got 1; 1 of 1 rows are like this.
+
     Raises:
-        SchemaError: the same name declared twice.
+        SchemaError: the same name declared twice, or a law between columns that are not ragged.
+        UnknownNameError: a law names a column that is not declared.
     """
 
     def __init__(self, columns: Iterable[ColumnSpec], laws: Sequence[AlignmentLaw] = ()) -> None:
@@ -106,6 +148,10 @@ class BatchSchema:
                 raise SchemaError(f"Column {spec.name!r} is declared twice in one schema.")
             self.columns[spec.name] = spec
         self.laws = tuple(laws)
+        for law in self.laws:
+            for name in law.columns:
+                if self[name].kind != "ragged":
+                    raise SchemaError(f"{law} is a law of ragged columns; {name!r} is {self[name].kind}.")
 
     def __getitem__(self, name: str) -> ColumnSpec:
         try:
@@ -116,8 +162,10 @@ class BatchSchema:
     def __contains__(self, name: object) -> bool:
         return name in self.columns
 
-    def check(self, batch: BatchData) -> None:
-        """Check every column of the batch and every law.
+    def check(self, batch: BatchData, keys: Sequence[str] = ()) -> None:
+        """Check every column of the batch and every law whose columns the batch has; `keys` lets errors name rows.
+
+        A stage that writes a column long after the one it must align with checks both: `schema.check(written.union(read))`.
 
         Raises:
             SchemaError: names row, column, expected and got.
@@ -126,4 +174,4 @@ class BatchSchema:
         for name in batch.field_names:
             self[name].check(batch[name])
         for law in self.laws:
-            law.check(batch)
+            law.check(batch, keys)

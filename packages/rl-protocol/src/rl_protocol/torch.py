@@ -68,7 +68,10 @@ class _Memory:
 
 
 def column_from_tensor(tensor: torch.Tensor) -> Column:
-    """A strided tensor [N, *dims] becomes dense; a jagged nested tensor (ragged in its second dimension) becomes ragged.
+    """A strided tensor [N, *dims] becomes dense; a jagged nested tensor, ragged in whichever dimension, becomes ragged.
+
+    Memory is shared where the rows lie one after the other, as they do in a tensor ragged in dimension 1 and in one that
+    `tensor_from_column` made; others are copied once.
 
     Raises:
         SchemaError: a nested tensor of another layout, or a scalar.
@@ -82,17 +85,14 @@ def column_from_tensor(tensor: torch.Tensor) -> Column:
             f"Nested tensors must have the jagged layout; got {tensor.layout}. Build them with torch.nested.nested_tensor_from_jagged."
         )
     nested = cast(Any, tensor)  # torch's stubs know no jagged tensors
-    if getattr(nested, "_ragged_idx", 1) != 1:
-        raise SchemaError(
-            f"Nested tensors must be ragged in dimension 1, right after the rows; got dimension {nested._ragged_idx}."
-        )
+    ragged_dim = int(nested._ragged_idx) - 1
     if nested.lengths() is not None and nested.shape[0]:  # a view with holes: rows are copied out
-        rows = [to_array(row) for row in nested.unbind()]
+        rows = [to_array(row.movedim(ragged_dim, 0)) for row in nested.unbind()]
         offsets = offsets_from_lengths([row.shape[0] for row, _ in rows])
-        return RaggedColumn(np.concatenate([row for row, _ in rows]), offsets, rows[0][1])
-    values, name = to_array(nested.values())
+        return RaggedColumn(np.concatenate([row for row, _ in rows]), offsets, rows[0][1], ragged_dim)
+    values, name = to_array(nested.values().movedim(ragged_dim, 0))
     offsets, _ = to_array(nested.offsets().to(torch.int64))
-    return RaggedColumn(values, offsets, name)
+    return RaggedColumn(values, offsets, name, ragged_dim)
 
 
 def tensor_from_column(column: DenseColumn | RaggedColumn) -> torch.Tensor:
@@ -101,8 +101,9 @@ def tensor_from_column(column: DenseColumn | RaggedColumn) -> torch.Tensor:
         return to_tensor(column.values, column.dtype)
     lengths = column.lengths
     return torch.nested.nested_tensor_from_jagged(
-        to_tensor(column.values, column.dtype),
+        to_tensor(column.values, column.dtype).movedim(0, column.ragged_dim),
         offsets=to_tensor(column.offsets, "int64"),
+        jagged_dim=column.ragged_dim + 1,
         min_seqlen=int(lengths.min(initial=0)),
         max_seqlen=int(lengths.max(initial=0)),
     )
@@ -132,12 +133,22 @@ def from_tensordict(data: TensorDict) -> BatchData:
         if isinstance(value, torch.Tensor):
             columns[str(name)] = column_from_tensor(value)
         elif isinstance(value, NonTensorStack):
-            columns[str(name)] = ObjectColumn.from_values(value.tolist())
+            columns[str(name)] = _objects(str(name), value)
         else:
             raise SchemaError(
-                f"Field {name!r} of the TensorDict is a {type(value).__name__}; tensors and NonTensorStack can be stored."
+                f"Field {name!r} of the TensorDict is a {type(value).__name__}; tensors and NonTensorStack can be stored. Facts about the "
+                "whole batch belong in KVBatchMeta.extra_info; arrays of different shapes are packed by rl_protocol.pack_arrays."
             )
     return BatchData(columns, int(data.batch_size[0]))
+
+
+def _objects(name: str, value: NonTensorStack) -> ObjectColumn:
+    try:
+        return ObjectColumn.from_values(value.tolist())
+    except SchemaError as error:
+        raise SchemaError(
+            f"Field {name!r} of the TensorDict: {error} Store strings, numbers, bytes, lists and dicts; arrays by rl_protocol.pack_arrays."
+        ) from error
 
 
 def to_weight(name: str, tensor: torch.Tensor) -> WeightTensor:

@@ -9,8 +9,10 @@
 
 * A writer MUST emit the buffers in the order of the header's columns, each column's in the order of `Column.buffers`.
 * All numbers MUST be little-endian. Offsets in the header count from P.
-* A reader MUST refuse another magic, unknown header fields, negative sizes, more than 2**31 - 1 rows, buffers that overlap the end, and sizes that
-  do not fit kind, dtype and dims.
+* A ragged column's rows are stored with their ragged dimension first; `ragged_dim` says where it belongs. It MUST be 0 for other kinds, and a
+  reader MUST take a header without it to say 0.
+* A reader MUST refuse another magic, unknown header fields, negative sizes, more than 2**31 - 1 rows, buffers that overlap each other or the
+  end, and sizes that do not fit kind, dtype and dims. It MUST do so before it allocates anything of a size that the bytes announce.
 * A reader MUST NOT execute or resolve anything found in the bytes: there is no pickle and there are no type names beyond `dtypes`.
 * Changing any of this means a new magic.
 
@@ -28,8 +30,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_protocol.batch import BatchData
-from rl_protocol.columns import Column, column_from_buffers
-from rl_protocol.errors import SchemaError, WireError
+from rl_protocol.columns import Column, ColumnType, column_from_buffers, column_type
+from rl_protocol.errors import UNREADABLE, SchemaError, UnknownNameError, WireError
 
 MAGIC = b"RLB1"
 ALIGN = 64
@@ -48,6 +50,7 @@ class ColumnHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arra
     dtype: str
     dims: tuple[int, ...]
     buffers: tuple[tuple[int, int], ...]
+    ragged_dim: int = 0
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -66,16 +69,16 @@ def aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def lay_out(rows: int, columns: Iterable[tuple[str, str, str, tuple[int, ...], Sequence[int]]]) -> Header:
-    """Where the buffers of columns (name, kind, dtype, dims, bytes of each buffer) will lie in the payload."""
+def lay_out(rows: int, columns: Iterable[tuple[str, ColumnType, Sequence[int]]]) -> Header:
+    """Where the buffers of columns (name, type, bytes of each buffer) will lie in the payload."""
     at = 0
     headers: list[ColumnHeader] = []
-    for name, kind, dtype, dims, sizes in columns:
+    for name, (kind, dtype, dims, ragged_dim), sizes in columns:
         places: list[tuple[int, int]] = []
         for size in sizes:
             places.append((at, size))
             at += aligned(size)
-        headers.append(ColumnHeader(name, kind, dtype, dims, tuple(places)))
+        headers.append(ColumnHeader(name, kind, dtype, dims, tuple(places), ragged_dim))
     return Header(rows, at, tuple(headers))
 
 
@@ -84,7 +87,7 @@ def plan(batch: BatchData) -> Header:
     return lay_out(
         len(batch),
         (
-            (name, column.kind, column.dtype, column.dims, [buffer.nbytes for buffer in column.buffers])
+            (name, column_type(column), [buffer.nbytes for buffer in column.buffers])
             for name, column in batch.columns.items()
         ),
     )
@@ -100,7 +103,7 @@ def plan_rows(batch: BatchData, rows: npt.NDArray[np.int64]) -> Header:
             return [rows.size * item]
         return [int(np.diff(offsets[0])[rows].sum()) * item, offsets[0].itemsize * (rows.size + 1)]
 
-    return lay_out(int(rows.size), ((name, c.kind, c.dtype, c.dims, sizes(c)) for name, c in batch.columns.items()))
+    return lay_out(int(rows.size), ((name, column_type(c), sizes(c)) for name, c in batch.columns.items()))
 
 
 def write_payload(batch: BatchData, header: Header, target: memoryview) -> None:
@@ -113,12 +116,17 @@ def write_payload(batch: BatchData, header: Header, target: memoryview) -> None:
 
 
 def read_payload(header: Header, payload: Buffer, fields: Sequence[str] | None = None) -> BatchData:
-    """The batch as views of its payload; `fields` selects columns.
+    """The batch as views of its payload, its columns in the order of the header; `fields` selects some of them.
 
     Raises:
+        UnknownNameError: a field the header does not have.
         WireError: the header does not fit the payload.
     """
     raw = memoryview(payload).cast("B")
+    there = [spec.name for spec in header.columns]
+    unknown = [name for name in fields or () if name not in there]
+    if unknown:
+        raise UnknownNameError(f"No column {unknown[0]!r} in this payload; it has {', '.join(there) or 'none'}.")
     columns: dict[str, Column] = {}
     for spec in header.columns:
         if fields is not None and spec.name not in fields:
@@ -132,7 +140,8 @@ def read_payload(header: Header, payload: Buffer, fields: Sequence[str] | None =
             raise WireError(f"Column {spec.name!r} occurs twice in the header.")
         try:
             views = [raw[start : start + size] for start, size in spec.buffers]
-            columns[spec.name] = column_from_buffers(spec.kind, spec.dtype, spec.dims, header.rows, views)
+            what = ColumnType(spec.kind, spec.dtype, spec.dims, spec.ragged_dim)
+            columns[spec.name] = column_from_buffers(what, header.rows, views)
         except SchemaError as error:
             raise WireError(f"Column {spec.name!r} can't be read: {error}") from error
     return BatchData(columns, header.rows)
@@ -168,10 +177,23 @@ def decode(data: Buffer) -> BatchData:
         raise WireError(f"Header of {length} bytes announced, {raw.nbytes - _PREFIX} bytes left.")
     try:
         header = _decoder.decode(raw[_PREFIX : _PREFIX + length])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise WireError(f"The header can't be read: {error}.") from error
     if not 0 <= header.rows <= MAX_ROWS or header.payload < 0 or raw.nbytes < start + header.payload:
         raise WireError(
             f"Payload of {header.payload} bytes announced for {header.rows} rows, {raw.nbytes - start} bytes left."
         )
+    _check_order(header)
     return read_payload(header, raw[start : start + header.payload])
+
+
+def _check_order(header: Header) -> None:
+    """Buffers that overlap would let a small frame describe a large batch."""
+    end = 0
+    for spec in header.columns:
+        for start, size in spec.buffers:
+            if start < end:
+                raise WireError(
+                    f"Column {spec.name!r}: buffer at {start} begins before {end}, where the former one ends."
+                )
+            end = max(end, start + size)

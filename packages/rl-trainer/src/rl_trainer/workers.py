@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from rl_protocol import BatchData, KVBatchMeta, ObjectColumn, RewardError, RowKey, Tag, WorkerError, dense, ragged
+from rl_protocol.errors import UNREADABLE
 from rl_protocol.ports import (
     CriticBackend,
     DataPlane,
@@ -51,7 +52,7 @@ class Worker:
             raise WorkerError(f"{type(self).__name__} has no handler {method!r}; it has {', '.join(self.handlers)}.")
         try:
             message = msgspec.msgpack.decode(payload, type=kind)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise WorkerError(
                 f"{type(self).__name__}.{method} was sent something that is not a {kind.__name__}: {error}."
             ) from error
@@ -76,10 +77,15 @@ async def fetch(plane: DataPlane, batch: KVBatchMeta, fields: Sequence[str]) -> 
     return prompts.select_rows([place[uid] for uid in uids]).union(data)
 
 
-async def store(plane: DataPlane, batch: KVBatchMeta, stage: Stage, data: BatchData) -> None:
-    """Put exactly the columns the stage declares, checked against the schema."""
-    columns = data.select_fields(stage.writes)
-    TRAJECTORY_SCHEMA.check(columns)
+async def store(plane: DataPlane, batch: KVBatchMeta, stage: Stage, read: BatchData, made: BatchData) -> None:
+    """Put exactly the columns the stage declares, checked against the schema together with what it read.
+
+    Raises:
+        SchemaError: a column of another type, or that does not align with one that was read; names key, column, expected and got.
+    """
+    columns = made.select_fields(stage.writes)
+    own = read.select_fields([name for name in read.field_names if name in TRAJECTORY_SCHEMA])
+    TRAJECTORY_SCHEMA.check(own.union(columns), batch.keys)
     await plane.put(batch.partition, batch.keys, columns)
 
 
@@ -170,7 +176,7 @@ class RewardWorker(Worker):
         stage = self._graph["reward"]
         data = await fetch(self._plane, call.batch, stage.reads)
         scores, acc = self._score(call.batch, data)
-        await store(self._plane, call.batch, stage, BatchData({"scores": dense(scores), "acc": dense(acc)}))
+        await store(self._plane, call.batch, stage, data, BatchData({"scores": dense(scores), "acc": dense(acc)}))
         return StageResult()
 
     async def evaluate(self, call: StageCall) -> StageResult:
@@ -193,7 +199,7 @@ class RewardWorker(Worker):
         stage = self._graph["adv"]
         data = await fetch(self._plane, call.batch, stage.reads)
         columns, metrics = estimate_advantages(call.batch, data, self._algorithm, self._response_length)
-        await store(self._plane, call.batch, stage, columns)
+        await store(self._plane, call.batch, stage, data, columns)
         return StageResult(metrics=metrics)
 
     def _score(self, batch: KVBatchMeta, data: BatchData) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -243,7 +249,7 @@ class ActorWorker(Worker):
         data = await fetch(self._plane, call.batch, stage.reads)
         out = self._backend.compute_log_probs(data, temperature=self._temperature)
         columns = BatchData({"old_log_probs": out["log_probs"], "entropy": out["entropy"]})
-        await store(self._plane, call.batch, stage, columns)
+        await store(self._plane, call.batch, stage, data, columns)
         return StageResult()
 
     async def update_actor(self, call: StageCall) -> StageResult:
@@ -273,7 +279,7 @@ class ReferenceWorker(Worker):
         stage = self._graph["ref"]
         data = await fetch(self._plane, call.batch, stage.reads)
         out = self._backend.compute_log_probs(data, temperature=self._temperature)
-        await store(self._plane, call.batch, stage, BatchData({"ref_log_prob": out["log_probs"]}))
+        await store(self._plane, call.batch, stage, data, BatchData({"ref_log_prob": out["log_probs"]}))
         return StageResult()
 
 
@@ -291,7 +297,7 @@ class CriticWorker(Worker):
         """Write `values` under the critic before its update."""
         stage = self._graph["values"]
         data = await fetch(self._plane, call.batch, stage.reads)
-        await store(self._plane, call.batch, stage, self._backend.compute_values(data))
+        await store(self._plane, call.batch, stage, data, self._backend.compute_values(data))
         return StageResult()
 
     async def update_critic(self, call: StageCall) -> StageResult:

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import zmq
 
-from rl_protocol.errors import PlaneLostError, PlaneTimeout, WireError
+from rl_protocol.errors import UNREADABLE, PlaneLostError, PlaneTimeout, WireError
 from rl_transferqueue.messages import (
     MAX_FRAME,
     NOTICE,
@@ -203,7 +203,7 @@ class Channel:
             self.bytes_received += len(frame)
             try:
                 reply = _decoder.decode(frame)
-            except msgspec.DecodeError as error:
+            except UNREADABLE as error:
                 self.lose(f"The {self.name} of the data plane speaks another protocol: {error}.")
                 return
             self._take(reply)

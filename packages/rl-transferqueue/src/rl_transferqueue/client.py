@@ -40,6 +40,7 @@ from rl_transferqueue.messages import (
     Done,
     Flags,
     GetConsumption,
+    GetMetrics,
     GetProduction,
     GetStats,
     GiveBack,
@@ -47,6 +48,7 @@ from rl_transferqueue.messages import (
     ListRows,
     Locate,
     Located,
+    Metrics,
     Reclaim,
     Reserve,
     Reserved,
@@ -307,6 +309,10 @@ class Client:
             bytes_capacity=stats.bytes_capacity,
             lost=stats.lost,
         )
+
+    async def metrics(self, *, timeout_s: float | None = None) -> Metrics:
+        """What the controller has done for all clients since it began: requests, seconds, errors, bytes by column."""
+        return await self._controller.call(GetMetrics(), Metrics, self._seconds(timeout_s))
 
     def traffic(self) -> Traffic:
         """See rl_protocol.ports.DataPlane.traffic."""

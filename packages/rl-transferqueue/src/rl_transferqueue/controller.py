@@ -36,6 +36,7 @@ from rl_transferqueue.messages import (
     Done,
     Flags,
     GetConsumption,
+    GetMetrics,
     GetProduction,
     GetStats,
     GiveBack,
@@ -47,6 +48,7 @@ from rl_transferqueue.messages import (
     Located,
     Measure,
     Measured,
+    Metrics,
     Populate,
     Reclaim,
     ReleaseLeases,
@@ -67,6 +69,7 @@ from rl_transferqueue.reactor import Reactor, Timer
 from rl_transferqueue.server import Caller, Server
 from rl_transferqueue.space import Space
 from rl_transferqueue.table import Ints
+from rl_transferqueue.tally import ColumnTally
 
 log = logging.getLogger(__name__)
 
@@ -157,6 +160,7 @@ class Controller:
         self._board = SharedBoard(len(units) * unit_bytes // ALIGN + 1)
         self._ledger = Ledger(self._board)
         self._space = Space(len(units), unit_bytes)
+        self._columns = ColumnTally()
         self._sessions: dict[bytes, _Session] = {}
         self._departed: dict[bytes, int] = {}
         """Ended sessions that still hold leases, and the pidfd of each."""
@@ -186,6 +190,7 @@ class Controller:
                 ResetConsumption: self._reset_consumption,
                 Clear: self._clear,
                 GetStats: self._stats,
+                GetMetrics: self._metrics,
                 Cancel: self._cancel,
             },
         )
@@ -347,6 +352,7 @@ class Controller:
         )
         if message.block is not None:
             self._space.commit(caller.session, message.block)
+            self._columns.put(message.header)
         self._serve(served)
         self._settle()
         spare = None
@@ -368,7 +374,11 @@ class Controller:
         uids = _numbers(message.uids) if message.uids else None
         if uids is not None and uids.size != len(message.keys):
             raise WireError("Locate.uids must hold one number per key, or nothing.")
-        return self._ledger.locate(caller.session, message.lease, message.partition, message.keys, message.fields, uids)
+        located = self._ledger.locate(
+            caller.session, message.lease, message.partition, message.keys, message.fields, uids
+        )
+        self._columns.located(message.fields, len(message.keys))
+        return located
 
     def _release_leases(self, caller: Caller, message: ReleaseLeases) -> None:
         self._ledger.blocks.release(caller.session, message.leases)
@@ -399,6 +409,19 @@ class Controller:
         ledger, space = self._ledger, self._space
         used = ledger.blocks.used
         return Stats(ledger.row_counts(), used, space.used - used, space.total, ledger.lost())
+
+    def _metrics(self, caller: Caller, message: GetMetrics) -> Metrics:
+        del caller, message
+        tally = self.server.tally
+        waiting = sum(len(session.waiting) for session in self._sessions.values())
+        return Metrics(
+            tally.operations(),
+            tally.errors(),
+            self._columns.columns(),
+            tally.bytes_sent,
+            len(self._sessions),
+            waiting,
+        )
 
     # -- consuming
     def _wait_ready(self, caller: Caller, message: WaitReady) -> Rows | None:

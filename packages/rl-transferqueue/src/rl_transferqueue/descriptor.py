@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import msgspec
 
-from rl_protocol.errors import WireError
+from rl_protocol.errors import UNREADABLE, OutputError, WireError
 from rl_transferqueue.liveness import ProcessId
+
+RUNTIME_PREFIX = "rltq-"
+"""How the name of a plane's runtime directory begins."""
+DESCRIPTOR_FILE = "plane.json"
+"""The descriptor in it."""
 
 
 class ControllerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,6 +50,20 @@ class PlaneDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The descriptor as one line of JSON."""
         return msgspec.json.encode(self).decode()
 
+    def save(self, path: Path) -> None:
+        """Write it to a file that this user alone may read, whole or not at all.
+
+        Raises:
+            OutputError: the file can't be written.
+        """
+        draft = path.with_name(path.name + ".new")
+        try:
+            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                file.write(self.to_json() + "\n")
+            draft.replace(path)
+        except OSError as error:
+            raise OutputError(f"The plane's descriptor can't be written to {path}: {error.strerror}.") from error
+
     @classmethod
     def from_json(cls, text: str | bytes) -> PlaneDescriptor:
         """The inverse of `to_json`.
@@ -51,5 +73,5 @@ class PlaneDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         try:
             return msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise WireError(f"Not a plane descriptor: {error}.") from error

@@ -21,6 +21,7 @@ from rl_protocol.columns import (
     ObjectColumn,
     Offsets,
     RaggedColumn,
+    column_type,
     gather_ranges,
     offsets_from_lengths,
 )
@@ -57,7 +58,7 @@ def gather(parts: Sequence[Part], total: int) -> tuple[BatchData, Callable[[], N
     jobs: list[Callable[[], None]] = []
     for name, first in parts[0].source.columns.items():
         sources = [part.source[name] for part in parts]
-        if any((c.kind, c.dtype, c.dims) != (first.kind, first.dtype, first.dims) for c in sources):
+        if any(column_type(c) != column_type(first) for c in sources):
             BatchData.concat([part.source.select_fields([name]) for part in parts])  # raises: names the column
         make = _dense if isinstance(first, DenseColumn) else _variable
         columns[name], more = make(first, sources, parts, total)
@@ -88,9 +89,14 @@ def _variable(
     offsets = offsets_from_lengths(lengths)
     values = like.buffers[0]
     target = aligned_empty((int(offsets[-1]), *values.shape[1:]), values.dtype)
-    jobs = [_ranges_job(target, offsets, *source.buffers, part) for source, part in zip(sources, parts, strict=True)]
+    jobs = [
+        _ranges_job(target, offsets, source.buffers[0], source.buffers[1], part)
+        for source, part in zip(sources, parts, strict=True)
+    ]
     made = (
-        RaggedColumn(target, offsets, like.dtype) if isinstance(like, RaggedColumn) else ObjectColumn(target, offsets)
+        RaggedColumn(target, offsets, like.dtype, like.ragged_dim)
+        if isinstance(like, RaggedColumn)
+        else ObjectColumn(target, offsets)
     )
     return made, jobs
 

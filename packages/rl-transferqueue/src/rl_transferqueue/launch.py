@@ -19,7 +19,13 @@ import msgspec
 
 from rl_protocol.errors import ConfigError, PlaneLostError
 from rl_transferqueue.config import TransferQueueConfig
-from rl_transferqueue.descriptor import ControllerAddress, PlaneDescriptor, UnitAddress
+from rl_transferqueue.descriptor import (
+    DESCRIPTOR_FILE,
+    RUNTIME_PREFIX,
+    ControllerAddress,
+    PlaneDescriptor,
+    UnitAddress,
+)
 from rl_transferqueue.liveness import this_process
 from rl_transferqueue.serve import ControllerSpec, Ready, ServeConfig, UnitSpec
 
@@ -112,12 +118,15 @@ def start_local_plane(
         for name, spec in (("controller", controller), *((f"unit-{unit.index}", unit) for unit in units)):
             children.append(_spawn(name, spec, private, logs))
         first, *rest = [_wait_ready(child, deadline, start_timeout_s) for child in children]
+        descriptor = PlaneDescriptor(
+            ControllerAddress(controller.address, first.process, first.memory_fd, first.memory_bytes),
+            tuple(
+                UnitAddress(s.address, r.process, r.memory_fd, r.memory_bytes) for s, r in zip(units, rest, strict=True)
+            ),
+            config.timeout_s,
+        )
+        descriptor.save(private / DESCRIPTOR_FILE)  # how other processes of this user find the plane
         undo.pop_all()
-    descriptor = PlaneDescriptor(
-        ControllerAddress(controller.address, first.process, first.memory_fd, first.memory_bytes),
-        tuple(UnitAddress(s.address, r.process, r.memory_fd, r.memory_bytes) for s, r in zip(units, rest, strict=True)),
-        config.timeout_s,
-    )
     return LocalPlane(descriptor, children, private)
 
 
@@ -134,7 +143,7 @@ def _private_dir(base: Path | None) -> Path:
     parent = Path(tempfile.gettempdir()) if base is None else base.absolute()
     if not parent.is_dir():
         raise ConfigError(f"The runtime directory {parent} is not there; make it first.")
-    private = Path(tempfile.mkdtemp(prefix="rltq-", dir=parent))
+    private = Path(tempfile.mkdtemp(prefix=RUNTIME_PREFIX, dir=parent))
     if len(os.fsencode(private / "u255")) > _SOCKET_PATH_LIMIT:
         private.rmdir()
         raise ConfigError(

@@ -13,7 +13,15 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from rl_protocol.errors import BatchError, ConflictError, DataLostError, DuplicateKeyError, MissingDataError, WireError
+from rl_protocol.errors import (
+    UNREADABLE,
+    BatchError,
+    ConflictError,
+    DataLostError,
+    DuplicateKeyError,
+    MissingDataError,
+    WireError,
+)
 from rl_protocol.meta import Scalar
 from rl_protocol.wire import Header
 from rl_transferqueue.blocks import Block, BlockTable
@@ -469,7 +477,7 @@ def _check_commit(
         return None
     try:
         spec = _header_decoder.decode(header)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise WireError(f"The header of a block can't be read: {error}.") from error
     names = [column.name for column in spec.columns]
     if spec.rows != len(keys) or spec.payload > block.nbytes or len(set(names)) != len(names) or not names or not keys:

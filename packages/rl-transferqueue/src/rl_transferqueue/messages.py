@@ -182,6 +182,10 @@ class GetStats(_Message, frozen=True):
     pass
 
 
+class GetMetrics(_Message, frozen=True):
+    """What the controller has done since it began."""
+
+
 class Cancel(_Message, frozen=True):
     """The caller has left request `request`: forget it if it waits. The answer to this comes after any answer to that request."""
 
@@ -293,6 +297,36 @@ class Stats(_Message, frozen=True):
     lost: dict[str, tuple[str, ...]]
 
 
+class OperationCount(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Requests of one type, and how long the server was busy with them (waiting for rows or memory is not counted)."""
+
+    requests: Count
+    nanoseconds: Count
+    longest_nanoseconds: Count
+    bytes_received: Count
+
+
+class ColumnCount(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Rows and bytes of one column that were put, and rows of it that readers were told the place of."""
+
+    rows_written: Count
+    bytes_written: Count
+    rows_located: Count
+
+
+class Metrics(_Message, frozen=True):
+    operations: dict[str, OperationCount]
+    """By message type."""
+    errors: dict[str, Count]
+    """Requests answered with an error, by its class."""
+    columns: dict[str, ColumnCount]
+    bytes_sent: Count
+    sessions: Count
+    """Clients that are connected now."""
+    waiting: Count
+    """Requests that wait for rows now."""
+
+
 class Introduced(_Message, frozen=True):
     process: ProcessId
 
@@ -334,6 +368,7 @@ ControllerRequest: TypeAlias = (
     | ResetConsumption
     | Clear
     | GetStats
+    | GetMetrics
     | Cancel
 )
 UnitRequest: TypeAlias = Introduce | Populate | Measure | Copy
@@ -350,6 +385,7 @@ Answer: TypeAlias = (
     | Flags
     | Cleared
     | Stats
+    | Metrics
     | Introduced
     | Measured
     | Notice

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import zmq
 
-from rl_protocol.errors import BatchError, RLError, WireError
+from rl_protocol.errors import UNREADABLE, BatchError, RLError, WireError
 from rl_transferqueue.messages import MAX_FRAME, Answer, Reply, Request, failure, pack
 from rl_transferqueue.reactor import Reactor
+from rl_transferqueue.tally import ServerTally
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Server:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address)
         self.undecodable = 0
+        self.tally = ServerTally()
         reactor.watch(self._socket, self._read)
 
     def answer(self, caller: Caller, body: Answer) -> None:
@@ -60,9 +63,11 @@ class Server:
             frame = pack(Reply(caller.request, body))
         except BatchError as error:
             frame = pack(Reply(caller.request, failure(error)))
+        self.tally.bytes_sent += len(frame)
         self._socket.send_multipart([caller.session, frame], zmq.DONTWAIT)
 
     def fail(self, caller: Caller, error: RLError) -> None:
+        self.tally.failed(error)
         self.answer(caller, failure(error))
 
     def close(self) -> None:
@@ -77,9 +82,10 @@ class Server:
             self._dispatch(session, frames)
 
     def _dispatch(self, session: bytes, frames: list[bytes]) -> None:
+        began = time.perf_counter_ns()
         try:
             request = _decoder.decode(b"" if len(frames) != 1 else frames[0])
-        except (msgspec.DecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             self.undecodable += 1
             log.warning("frame %d that can't be read, from session %s: %s", self.undecodable, session.hex(), error)
             self.fail(Caller(session, _id_of(frames)), WireError(f"The request can't be read: {error}."))
@@ -95,11 +101,12 @@ class Server:
         else:
             if body is not None:
                 self.answer(caller, body)
+        self.tally.served(type(request.body).__name__, time.perf_counter_ns() - began, len(frames[0]))
 
 
 def _id_of(frames: list[bytes]) -> int:
     try:
         found = _id_decoder.decode(frames[0]).id if len(frames) == 1 else 0
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         return 0
     return found if 0 <= found < 1 << 62 else 0

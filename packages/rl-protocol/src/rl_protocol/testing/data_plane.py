@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from rl_protocol.batch import BatchData
-from rl_protocol.columns import Column, DenseColumn, ObjectColumn, RaggedColumn, dense, ragged
+from rl_protocol.columns import Column, DenseColumn, ObjectColumn, RaggedColumn, column_type, dense, ragged
 from rl_protocol.dtypes import STORAGE_DTYPES
 from rl_protocol.errors import BatchError, ConflictError, DuplicateKeyError, MissingDataError, PlaneTimeout
 from rl_protocol.meta import KVBatchMeta
@@ -41,7 +41,7 @@ def numbers(values: Iterable[int], name: str = "x") -> BatchData:
 
 def assert_same_column(got: Column, want: Column) -> None:
     """Kind, element type, shape and every byte are equal."""
-    assert (got.kind, got.dtype, got.dims, len(got)) == (want.kind, want.dtype, want.dims, len(want))
+    assert (column_type(got), len(got)) == (column_type(want), len(want))
     for a, b in zip(got.buffers, want.buffers, strict=True):
         assert a.shape == b.shape
         assert a.dtype == b.dtype
@@ -59,6 +59,7 @@ def every_kind(rows: int) -> BatchData:
         columns[f"ragged_{name}"] = ragged(parts, name)
     columns["nothing"] = DenseColumn(np.zeros((rows, 0), np.float32), "float32")
     columns["all_empty"] = RaggedColumn(np.zeros((0, 2), np.float32), np.zeros(rows + 1, np.int64), "float32")
+    columns["ragged_last"] = ragged([rng.integers(0, 9, (3, i % 3)) for i in range(rows)], "int64", ragged_dim=1)
     columns["equal_lengths"] = ragged([[i, i] for i in range(rows)], "int32")
     pool = ["text", b"bytes", None, {"a": [1, 2.5, True]}, "", 7, "\u00fc"]
     columns["objects"] = ObjectColumn.from_values(pool[i % len(pool)] for i in range(rows))

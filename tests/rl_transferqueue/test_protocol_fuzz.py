@@ -1,0 +1,330 @@
+"""Peers that lie, stammer or shout at a live plane: they get an error or silence, and a healthy client does not notice.
+
+Messages are made from the closed types of `messages` themselves, so whatever the protocol gains is attacked too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+import zmq
+from msgspec import inspect
+
+from rl_protocol import BatchData, ObjectColumn, dense, ragged
+from rl_protocol.wire import plan
+from rl_transferqueue import Client, LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, start_local_plane
+from rl_transferqueue.liveness import this_process
+from rl_transferqueue.messages import MAX_FRAME, Failure, Hello, Reply, Request, pack
+
+WORST_S = 5.0
+"""Longest a call of the healthy client may take on a crowded machine; a server that is stuck or dead takes longer."""
+MEMORY = 96 << 20
+"""Most bytes that the processes of the plane may have grown by in all after an attack."""
+
+
+# --------------------------------------------------------------------------------------------------------- messages that lie
+class Liar:
+    """Random values of the types a message declares, as the builtins that msgpack carries."""
+
+    numbers = (0, 1, 2, 7, 255, 2**31 - 1, 2**31, 2**48, 2**62, -1, 2**63)
+    texts = ("", "p", "train", "healthy", "x", "k0", "\u00fc" * 9, "a" * 3000)
+
+    def __init__(self, seed: int, *, healthy: bool = False) -> None:
+        self.dice = random.Random(seed)
+        self.texts = self.texts if healthy else tuple(text for text in type(self).texts if text != "healthy")
+        self.header = msgspec.msgpack.encode(plan(BatchData({"x": dense([1.0, 2.0]), "r": ragged([[1], []], "int8")})))
+        self.kinds: dict[type, Callable[[Any], Any]] = {
+            inspect.NoneType: lambda kind: None,
+            inspect.BoolType: lambda kind: self.dice.random() < 0.5,
+            inspect.IntType: lambda kind: self.dice.choice(self.numbers[: 9 if kind.ge == 0 else None]),
+            inspect.FloatType: lambda kind: self.dice.choice([0.0, 0.001, 0.02]),
+            inspect.StrType: lambda kind: self.dice.choice(self.texts),
+            inspect.BytesType: lambda kind: self.dice.choice(
+                [b"", b"\0" * 8, os.urandom(16), b"\xff" * 80, self.header]
+            ),
+            inspect.UnionType: lambda kind: self.value(self.dice.choice(kind.types)),
+            inspect.VarTupleType: lambda kind: [
+                self.value(kind.item_type) for _ in range(self.dice.choice([0, 1, 2, 9]))
+            ],
+            inspect.ListType: lambda kind: [self.value(kind.item_type) for _ in range(self.dice.choice([0, 1, 9]))],
+            inspect.TupleType: lambda kind: [self.value(item) for item in kind.item_types],
+            inspect.DictType: lambda kind: {
+                self.value(kind.key_type): self.value(kind.value_type) for _ in range(self.dice.choice([0, 1, 3]))
+            },
+            inspect.StructType: self.struct,
+        }
+
+    def value(self, kind: inspect.Type) -> Any:
+        return self.kinds[type(kind)](kind)
+
+    def struct(self, kind: inspect.StructType) -> Any:
+        values = [self.value(f.type) for f in kind.fields]
+        return [kind.tag, *values] if kind.tag is not None else values
+
+    def frames(self, count: int) -> list[bytes]:
+        """Requests that can be decoded, mostly; their ids are 2, 3, ..."""
+        body = next(f.type for f in self.struct_of(Request).fields if f.name == "body")
+        return [msgspec.msgpack.encode([i + 2, self.value(body)]) for i in range(count)]
+
+    @staticmethod
+    def struct_of(message: type[msgspec.Struct]) -> inspect.StructType:
+        kind = inspect.type_info(message)
+        assert isinstance(kind, inspect.StructType)
+        return kind
+
+
+# ------------------------------------------------------------------------------------------------------------------- attacks
+@contextlib.contextmanager
+def peer(address: str, identity: bytes | None = None) -> Iterator[zmq.Socket[bytes]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.setsockopt(zmq.SNDTIMEO, 5000)
+    if identity is not None:
+        dealer.setsockopt(zmq.IDENTITY, identity)
+    dealer.connect(address)
+    try:
+        yield dealer
+    finally:
+        dealer.close()
+        context.term()
+
+
+def session() -> bytes:
+    return b"\x03" + os.urandom(7)
+
+
+def answers(dealer: zmq.Socket[bytes], wait_ms: int = 300) -> list[Reply]:
+    """Everything the server says until it is silent; each must be a Reply."""
+    out: list[Reply] = []
+    while dealer.poll(wait_ms):
+        out.append(msgspec.msgpack.decode(dealer.recv(), type=Reply))
+    return out
+
+
+def stream_garbage(address: str, seed: int) -> None:
+    """Not even ZeroMQ: random bytes, half a greeting, and connections that never say a word."""
+    dice, path = random.Random(seed), address.removeprefix("ipc://")
+    with contextlib.ExitStack() as stack:
+        for i in range(60):
+            stream = stack.enter_context(socket.socket(socket.AF_UNIX))
+            stream.connect(path)
+            opening = (
+                b"",
+                b"\xff\0\0\0\0\0\0\0\x01\x7f",
+                b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0NULL",
+                dice.randbytes(500),
+            )[i % 4]
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                stream.sendall(opening)
+
+
+def random_frames(address: str, seed: int) -> None:
+    dice = random.Random(seed)
+    with peer(address) as dealer:
+        for size in range(100):
+            dealer.send(dice.randbytes(size))
+        assert all(isinstance(reply.body, Failure) for reply in answers(dealer))
+
+
+def many_parts(address: str, seed: int) -> None:
+    with peer(address) as dealer:
+        dealer.send_multipart([b"", b"", b""])
+        dealer.send_multipart([pack(Request(9, Hello(this_process())))] * 2)
+        dealer.send_multipart([b"x"] * 3000)
+        assert all(isinstance(reply.body, Failure) for reply in answers(dealer))
+
+
+def truncated_frames(address: str, seed: int) -> None:
+    """Every beginning of well-formed requests."""
+    with peer(address, session()) as dealer:
+        for frame in Liar(seed).frames(12):
+            for cut in range(min(len(frame), 60)):
+                dealer.send(frame[:cut])
+        assert all(isinstance(reply.body, Failure) for reply in answers(dealer))
+
+
+def flipped_frames(address: str, seed: int) -> None:
+    dice = random.Random(seed)
+    with peer(address, session()) as dealer:
+        dealer.send(pack(Request(1, Hello(this_process()))))
+        for frame in Liar(seed).frames(150):
+            damaged = bytearray(frame)
+            for _ in range(dice.choice([1, 2, 5])):
+                damaged[dice.randrange(len(damaged))] ^= 1 << dice.randrange(8)
+            dealer.send(bytes(damaged))
+        assert answers(dealer)
+
+
+def lies_without_introduction(address: str, seed: int) -> None:
+    with peer(address, session()) as dealer:
+        for frame in Liar(seed).frames(150):
+            dealer.send(frame)
+        assert answers(dealer)
+
+
+def lies_of_a_known_session(address: str, seed: int) -> None:
+    with peer(address, session()) as dealer:
+        dealer.send(pack(Request(1, Hello(this_process()))))
+        for frame in Liar(seed).frames(300):
+            dealer.send(frame)
+        assert answers(dealer)
+
+
+def the_name_of_the_controller(address: str, seed: int) -> None:
+    """Someone else has this name: a unit must not listen."""
+    with peer(address, b"controller") as dealer:
+        for frame in Liar(seed, healthy=True).frames(200):
+            dealer.send(frame)
+        answers(dealer)
+
+
+def a_frame_beyond_the_limit(address: str, seed: int) -> None:
+    with peer(address) as dealer:
+        dealer.send(bytes(MAX_FRAME + 1), copy=False)
+        assert answers(dealer) == []
+
+
+def announced_sizes(address: str, seed: int) -> None:
+    """msgpack that announces gigabytes and ends."""
+    with peer(address, session()) as dealer:
+        for opening in (
+            b"\xdd\xff\xff\xff\xff",
+            b"\xdf\xff\xff\xff\xff",
+            b"\xc6\xff\xff\xff\xff",
+            b"\xdb\xff\xff\xff\xff",
+        ):
+            dealer.send(opening)
+            dealer.send(b"\x92\x05" + opening)
+            dealer.send(b"\x92\x05\x92\xa5Hello" + opening)
+        dealer.send(b"\x91" * 100_000)
+        assert all(isinstance(reply.body, Failure) for reply in answers(dealer))
+
+
+ATTACKS = [
+    stream_garbage,
+    random_frames,
+    many_parts,
+    truncated_frames,
+    flipped_frames,
+    lies_without_introduction,
+    lies_of_a_known_session,
+    the_name_of_the_controller,
+    a_frame_beyond_the_limit,
+    announced_sizes,
+]
+
+
+# ------------------------------------------------------------------------------------------------------------ a healthy client
+@dataclass
+class Healthy:
+    """Puts, gets and clears all the time; keeps rows that must not change."""
+
+    client: Client
+    rounds: int = 0
+    worst_s: float = 0.0
+    kept: BatchData = field(
+        default_factory=lambda: BatchData(
+            {
+                "x": dense(np.arange(40_000).reshape(8, 5000)),
+                "r": ragged([np.arange(i) for i in range(8)], "int64"),
+                "o": ObjectColumn.from_values([{"row": i} for i in range(8)]),
+            }
+        )
+    )
+
+    async def begin(self) -> None:
+        self.meta = await self.client.put("healthy", [f"kept{i}" for i in range(8)], self.kept)
+        self.view = await self.client.get(self.meta)
+
+    async def round(self) -> None:
+        began = time.monotonic()
+        i = self.rounds
+        meta = await self.client.put("healthy", [f"k{i}"], BatchData({"x": dense([[i] * 5000])}), tags=[{"n": i}])
+        assert (await self.client.get(meta)).dense("x").values[0, 0] == i
+        ready = await self.client.wait_ready("healthy", count=1, where={"n": i}, task=f"t{i}", timeout_s=WORST_S)
+        assert ready.keys == (f"k{i}",)
+        assert await self.client.clear("healthy", [f"k{i}"]) == 1
+        self.rounds += 1
+        self.worst_s = max(self.worst_s, time.monotonic() - began)
+
+    async def check(self) -> None:
+        for batch in (self.view, await self.client.get(self.meta)):
+            assert (batch.dense("x").values == self.kept.dense("x").values).all()
+            assert batch.ragged("r").lengths.tolist() == list(range(8))
+            assert batch.objects("o").values() == [{"row": i} for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def own_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPlane]:
+    """Peers that allocate and never introduce themselves may cost memory, so this plane is not the shared one."""
+    logs = tmp_path_factory.mktemp("logs")
+    with start_local_plane(TransferQueueConfig(capacity_mb=64, segment_mb=1), log_dir=logs) as plane:
+        yield plane
+    for log in logs.iterdir():
+        assert "Traceback" not in log.read_text(), log.read_text()[-3000:]
+
+
+def servers(descriptor: PlaneDescriptor) -> Sequence[str]:
+    return [descriptor.controller.address, *(unit.address for unit in descriptor.units)]
+
+
+def resident(plane: LocalPlane) -> int:
+    """Bytes of anonymous memory of all processes of the plane; arenas, which are shared, do not count."""
+    infos = [psutil.Process(pid).memory_info() for pid in plane.pids]
+    return sum(info.rss - info.shared for info in infos)
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+def test_an_attack_is_not_noticed_by_others(own_plane: LocalPlane, attack: Callable[[str, int], None]) -> None:
+    async def main() -> None:
+        async with await connect(own_plane.descriptor) as client:
+            healthy = Healthy(client)
+            await healthy.begin()
+            for _ in range(5):
+                await healthy.round()
+            before = resident(own_plane)
+            for seed, address in enumerate(servers(own_plane.descriptor)):
+                attacking = asyncio.ensure_future(asyncio.to_thread(attack, address, seed))
+                while not attacking.done():
+                    await healthy.round()
+                await attacking
+            for _ in range(5):
+                await healthy.round()
+            await healthy.check()
+            assert healthy.rounds >= 12
+            assert healthy.worst_s < WORST_S
+            assert resident(own_plane) - before < MEMORY
+            del healthy
+        async with await connect(own_plane.descriptor) as cleaner:
+            for partition in (await cleaner.stats()).rows:
+                await cleaner.clear(partition)
+        assert all(psutil.pid_exists(pid) for pid in own_plane.pids)
+
+    asyncio.run(main())
+
+
+def test_the_liar_covers_the_whole_protocol() -> None:
+    """Every message type is made, and most of what is made can be decoded, or the attacks would stop at the door."""
+    made, readable = set[str](), 0
+    frames = Liar(0).frames(2000)
+    for frame in frames:
+        with contextlib.suppress(msgspec.DecodeError):
+            made.add(type(msgspec.msgpack.decode(frame, type=Request).body).__name__)
+            readable += 1
+    body = next(f.type for f in Liar.struct_of(Request).fields if f.name == "body")
+    assert isinstance(body, inspect.UnionType)
+    assert made == {kind.cls.__name__ for kind in body.types if isinstance(kind, inspect.StructType)}
+    assert readable > len(frames) / 2

@@ -1,0 +1,59 @@
+"""tests/PITFALLS.md names real tests, and what no single test can show: nothing in the sources forces an exit or takes the logging over."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+ROOT = TESTS.parent
+ROWS = re.findall(r"^\| P(\d+) \| (.+) \| (`.+`) \|$", (TESTS / "PITFALLS.md").read_text(), re.MULTILINE)
+SOURCES = sorted([*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("apps/*/src/**/*.py")])
+
+
+def functions(path: Path) -> set[str]:
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+def suite_classes() -> dict[str, list[str]]:
+    """Test classes and the names of their bases, wherever they are."""
+    out: dict[str, list[str]] = {}
+    for path in [*TESTS.glob("*/*.py"), *ROOT.glob("packages/*/src/*/testing/*.py")]:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                own = [f.name for f in node.body if isinstance(f, ast.FunctionDef)]
+                out[node.name] = [*own, *(base.id for base in node.bases if isinstance(base, ast.Name))]
+    return out
+
+
+def inherited(name: str, classes: dict[str, list[str]]) -> Iterator[str]:
+    for entry in classes.get(name, ()):
+        yield entry
+        yield from inherited(entry, classes)
+
+
+def test_every_pitfall_has_its_line() -> None:
+    assert [int(number) for number, _, _ in ROWS] == list(range(1, 26))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"P{row[0]}")
+def test_the_tests_of_a_pitfall_exist(row: tuple[str, str, str]) -> None:
+    classes = suite_classes()
+    for place, test in (name.split("::") for name in re.findall(r"`([^`]+)`", row[2])):
+        found = functions(TESTS / place) if place.endswith(".py") else set(inherited(place, classes))
+        assert test in found, f"{place}::{test}"
+
+
+def test_nothing_ends_a_process_by_force() -> None:
+    assert SOURCES
+    for path in SOURCES:
+        assert "os._exit" not in path.read_text(), path
+
+
+def test_only_entry_points_set_logging_up() -> None:
+    setting_up = {path.name for path in SOURCES if re.search(r"basicConfig|dictConfig|getLogger\(\)", path.read_text())}
+    assert setting_up <= {"main.py", "host.py", "serve.py"}  # the app, a worker process of it, a process of a plane
