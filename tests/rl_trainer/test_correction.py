@@ -42,7 +42,7 @@ def test_weights_by_hand(level, bounds, expected):
     used = [w for w, m in zip(expected, ROWS.mask, strict=True) if m]
     assert metrics["rollout_is_mean"] == pytest.approx(sum(used) / 4)
     assert metrics["rollout_is_eff_sample_size"] == pytest.approx((sum(used) / 4) ** 2 / (sum(w * w for w in used) / 4))
-    assert metrics["rollout_is_ratio_fraction_high"] == 0.25
+    assert metrics["rollout_is_ratio_fraction_high"] == (0.25 if level == "token" else 0.5)  # of tokens, or of rows
     assert metrics["rollout_is_seq_fraction_high"] == 0.5
 
 

@@ -152,7 +152,7 @@ def importance_weights(
     else:
         outside = rows.mask & (outside | (raw < bounds.lower))
         weights = np.where(outside, 0.0, raw)
-    metrics = _weight_metrics(raw, weights, rows, bounds)
+    metrics = _weight_metrics(raw, weights, rows, bounds, by_token=level == "token")
     if bounds.lower is not None:
         metrics["rollout_is_oob_ratio"] = _mean(outside, rows.mask)
     if normalize:
@@ -226,11 +226,14 @@ def offpolicy_metrics(train_log_prob: FloatArray, rollout_log_prob: FloatArray, 
     }
 
 
-def _weight_metrics(raw: FloatArray, weights: FloatArray, rows: Rows, bounds: Bounds) -> dict[str, float]:
+def _weight_metrics(
+    raw: FloatArray, weights: FloatArray, rows: Rows, bounds: Bounds, *, by_token: bool
+) -> dict[str, float]:
     if not rows.mask.any():
         return {}
     used, low = weights[rows.mask], 1 / bounds.upper if bounds.lower is None else bounds.lower
     per_row, raw_per_row = rows.mean(weights)[rows.filled], rows.mean(raw)[rows.filled]
+    ratios = raw[rows.mask] if by_token else raw_per_row
     square = float((used**2).mean())
     return {
         "rollout_is_mean": float(used.mean()),
@@ -238,8 +241,8 @@ def _weight_metrics(raw: FloatArray, weights: FloatArray, rows: Rows, bounds: Bo
         "rollout_is_max": float(used.max()),
         "rollout_is_min": float(used.min()),
         "rollout_is_eff_sample_size": float(used.mean()) ** 2 / square if square > 0 else 0.0,
-        "rollout_is_ratio_fraction_high": _mean(raw > bounds.upper, rows.mask),
-        "rollout_is_ratio_fraction_low": _mean(raw < low, rows.mask),
+        "rollout_is_ratio_fraction_high": float((ratios > bounds.upper).mean()),
+        "rollout_is_ratio_fraction_low": float((ratios < low).mean()),
         "rollout_is_seq_mean": float(per_row.mean()),
         "rollout_is_seq_std": float(per_row.std(ddof=1)) if per_row.size > 1 else 0.0,
         "rollout_is_seq_max": float(per_row.max()),
