@@ -30,6 +30,7 @@ from rl_trainer import (
     Workers,
     build_graph,
     needs_critic,
+    needs_sum_pi_squared,
 )
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
@@ -124,8 +125,14 @@ class Setup:
         rollout = RolloutConfig(n=4, response_length=3, num_workers=engines, temperature=temperature)
         graph = build_graph(algorithm, actor)
         self.plane = WatchedPlane()
-        correction = algorithm.rollout_correction
-        self.policy = TorchPolicyBackend(path, actor, correction=correction, rollout_n=4, seed=0)
+        self.policy = TorchPolicyBackend(
+            path,
+            actor,
+            correction=algorithm.rollout_correction,
+            sum_pi_squared=needs_sum_pi_squared(algorithm),
+            rollout_n=4,
+            seed=0,
+        )
         engines = [HFRolloutEngine(path) for _ in range(engines)]
         data = {"train": Digits(), "val": Digits()}
         critic_worker = (

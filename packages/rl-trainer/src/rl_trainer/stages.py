@@ -77,6 +77,11 @@ def needs_baseline(algorithm: AlgorithmConfig) -> bool:
     return "reward_baselines" in ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator).reads
 
 
+def needs_sum_pi_squared(algorithm: AlgorithmConfig) -> bool:
+    """Whether the advantage estimator reads sums of squared probabilities."""
+    return "sum_pi_squared" in ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator).reads
+
+
 def needs_reference(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
     """Whether anything reads the reference policy's log-probs."""
     return algorithm.use_kl_in_reward or actor.use_kl_loss
@@ -99,7 +104,7 @@ def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig) -> StepGraph:
     chosen = ("chosen_tokens",) if loss.chooses else ()
     rollout = ("prompts", "data_source", "ground_truth", "responses", "response_mask", "rollout_log_probs")
     components = ("reward_components",) if algorithm.component_keys() else ()
-    old_writes = ("old_log_probs", "entropy", *(("sum_pi_squared",) if "sum_pi_squared" in estimator.reads else ()))
+    old_writes = ("old_log_probs", "entropy", *(("sum_pi_squared",) if needs_sum_pi_squared(algorithm) else ()))
     reference = ("ref_log_prob",) if ref else ()
     scored = (*tokens, "response_mask", "scores", "acc", *old, *(() if bypass else ("entropy", "rollout_log_probs")))
     stages = [

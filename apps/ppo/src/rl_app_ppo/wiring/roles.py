@@ -22,6 +22,7 @@ from rl_trainer import (
     StepGraph,
     Worker,
     build_graph,
+    needs_sum_pi_squared,
 )
 from rl_transferqueue import PlaneDescriptor, connect
 
@@ -69,7 +70,13 @@ def _trained(role: Role, config: AppConfig, path: Path, plane: DataPlane, graph:
         return CriticWorker(plane, graph, TorchCriticBackend(path, config.critic, rollout_n=n, seed=seed)), None
     if role == "ref":
         return ReferenceWorker(plane, graph, TorchPolicyBackend(path, None), temperature), None
-    correction = config.algorithm.rollout_correction
-    policy = TorchPolicyBackend(path, config.actor, correction=correction, rollout_n=n, seed=seed)
+    policy = TorchPolicyBackend(
+        path,
+        config.actor,
+        correction=config.algorithm.rollout_correction,
+        sum_pi_squared=needs_sum_pi_squared(config.algorithm),
+        rollout_n=n,
+        seed=seed,
+    )
     sender = SenderEndpoint(CheckpointEngineRegistry().create(config.checkpoint_engine.backend), policy)
     return ActorWorker(plane, graph, policy, temperature), sender

@@ -41,6 +41,7 @@ class TorchPolicyBackend:
         path: Hugging Face checkpoint folder (model and tokenizer).
         config: the actor's settings; None for a frozen policy (the reference), whose `update` is refused.
         correction: settings of the rollout correction; the loss looks at them in bypass mode.
+        sum_pi_squared: have `compute_log_probs` return that column as well.
         rollout_n: responses per prompt; a mini-batch has ppo_mini_batch_size * rollout_n of them.
         seed: run seed, for the order of mini-batches.
         forward_rows: responses per forward pass when no gradient is needed.
@@ -52,6 +53,7 @@ class TorchPolicyBackend:
         config: ActorConfig | None,
         *,
         correction: RolloutCorrectionConfig | None = None,
+        sum_pi_squared: bool = False,
         rollout_n: int = 1,
         seed: int = 0,
         forward_rows: int = 512,
@@ -61,6 +63,7 @@ class TorchPolicyBackend:
         self._pad_id = int(self._model.config.pad_token_id or 0)
         self._config = config
         self._forward_rows = forward_rows
+        self._sum_pi_squared = sum_pi_squared
         self._optimiser: Optimiser | None = None
         self._objective: PolicyObjective | None = None
         if config is not None:
@@ -74,14 +77,18 @@ class TorchPolicyBackend:
             self._objective = PolicyObjective(config, correction or RolloutCorrectionConfig())
 
     def compute_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
-        """See rl_protocol.ports.PolicyBackend.compute_log_probs; also `sum_pi_squared`, the sum of squared probabilities."""
-        names, parts = ("log_probs", "entropy", "sum_pi_squared"), list[tuple[np.ndarray[Any, Any], ...]]()
+        """See rl_protocol.ports.PolicyBackend.compute_log_probs."""
+        names, parts = ["log_probs", "entropy"], list[tuple[np.ndarray[Any, Any], ...]]()
+        if self._sum_pi_squared:
+            names.append("sum_pi_squared")
         with torch.no_grad():
             for start in range(0, len(batch), self._forward_rows):
                 part = batch.slice(start, min(start + self._forward_rows, len(batch)))
                 tokens = token_batch(part, self._pad_id)
                 logits = self._logits(tokens)
-                read = (*token_log_probs(logits, tokens.targets, temperature), sum_pi_squared(logits, temperature))
+                read = token_log_probs(logits, tokens.targets, temperature)
+                if self._sum_pi_squared:
+                    read = (*read, sum_pi_squared(logits, temperature))
                 parts.append(tuple(values.numpy() for values in read))
         offsets, empty = batch.ragged("responses").offsets, (np.zeros(0, np.float32),) * len(names)
         columns = zip(names, zip(*(parts or [empty]), strict=True), strict=True)
