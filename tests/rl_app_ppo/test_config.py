@@ -10,6 +10,7 @@ import yaml
 from rl_app_ppo.config import from_yaml, load_config, options, presets, to_yaml
 from rl_app_ppo.main import help_text, main, parse
 from rl_protocol import ConfigError
+from rl_trainer.algorithms.correction import Bounds
 
 
 def test_defaults_presets_file_and_overrides_in_that_order(tmp_path):
@@ -78,6 +79,45 @@ def test_every_key_with_a_typo_is_refused_with_the_right_suggestion():
             with pytest.raises(ConfigError) as caught:
                 load_config([f"{wrong}=1"])
             assert f"Did you mean '{key}'?" in str(caught.value), wrong
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce_plus_plus", "optimal_token_baseline", "remax"])
+@pytest.mark.parametrize("loss", ["gspo", "cispo", "kl_cov", "dppo_tv"])
+def test_estimator_and_loss_are_chosen_by_name(estimator, loss):
+    config = load_config([f"algorithm.adv_estimator={estimator}", f"actor.policy_loss.loss_mode={loss}"])
+    assert (config.algorithm.adv_estimator, config.actor.policy_loss.loss_mode) == (estimator, loss)
+    assert from_yaml(to_yaml(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.adv_estimator=rlo"], r"got 'rlo'\. Did you mean 'rloo'\?"),
+        (["actor.policy_loss.loss_mode=gmpo"], r"got 'gmpo'\. Did you mean 'geo_mean'\?"),
+        (["actor.policy_loss.loss_mode=geo_mean"], r"set actor\.loss_agg_mode=seq-mean-token-mean"),
+        (["actor.kl_loss_type=full"], "logits of both policies"),
+        (["algorithm.adv_estimator=gdpo"], r"algorithm\.gdpo_reward_keys"),
+        (["algorithm.rollout_correction.rollout_is=tokn"], r"rollout_correction\.rollout_is must be"),
+    ],
+)
+def test_algorithms_that_do_not_exist_or_do_not_fit_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(overrides)
+
+
+def test_two_bounds_are_not_read_as_one_number(tmp_path):
+    """YAML 1.1 reads 0.5_2 as 0.52 and 1_2 as 12."""
+    key, file = "algorithm.rollout_correction.rollout_is_threshold", tmp_path / "my.yaml"
+    file.write_text("algorithm: {rollout_correction: {rollout_is_threshold: 0.5_2}}\n")
+    for config in (load_config([f"{key}=0.5_2"]), load_config([], file)):
+        assert config.algorithm.rollout_correction.is_bounds() == Bounds(lower=0.5, upper=2.0)
+        assert from_yaml(to_yaml(config)) == config
+    assert load_config([f"{key}=3"]).algorithm.rollout_correction.is_bounds() == Bounds(lower=None, upper=3.0)
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1E-5", "0.00001", "1.0e-05", ".00001", "+1e-5"])
+def test_numbers_are_read_as_numbers(text):
+    assert load_config([f"actor.optim.lr={text}"]).actor.optim.lr == 1e-5
 
 
 def test_an_unreadable_file_is_named(tmp_path):

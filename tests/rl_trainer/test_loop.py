@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
+import numpy as np
 import pytest
 
 from rl_protocol import BatchData, KVBatchMeta, RewardError, SchemaError, WorkerError, ragged
@@ -31,9 +32,12 @@ from rl_trainer import (
     Workers,
     build_graph,
     needs_critic,
+    needs_sum_pi_squared,
 )
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
+from rl_trainer.combinations import check_combination
+from rl_trainer.config import KLControlConfig, PolicyLossConfig, RolloutCorrectionConfig
 from rl_trainer.messages import StageCall
 from rl_trainer.rollout.hf import HFRolloutEngine
 
@@ -102,14 +106,35 @@ class DirectSync:
 
 
 class Setup:
-    def __init__(self, path, *, estimator="grpo", reward=starts_right, sync=True, steps=2, critic_warmup=0, engines=2):
-        algorithm = AlgorithmConfig(adv_estimator=estimator)
-        actor = ActorConfig(optim=OptimConfig(lr=3e-3), ppo_mini_batch_size=4, use_kl_loss=True)
+    def __init__(
+        self,
+        path,
+        *,
+        estimator="grpo",
+        reward=starts_right,
+        sync=True,
+        steps=2,
+        critic_warmup=0,
+        engines=2,
+        algorithm=None,
+        actor=None,
+        temperature=1.0,
+    ):
+        algorithm = AlgorithmConfig(adv_estimator=estimator, **(algorithm or {}))
+        actor = ActorConfig(optim=OptimConfig(lr=3e-3), ppo_mini_batch_size=4, use_kl_loss=True, **(actor or {}))
+        check_combination(algorithm, actor, 4)
         critic = CriticConfig(optim=OptimConfig(lr=3e-3), ppo_mini_batch_size=4, warmup_steps=critic_warmup)
-        rollout = RolloutConfig(n=4, response_length=3, num_workers=engines)
+        rollout = RolloutConfig(n=4, response_length=3, num_workers=engines, temperature=temperature)
         graph = build_graph(algorithm, actor)
         self.plane = WatchedPlane()
-        self.policy = TorchPolicyBackend(path, actor, rollout_n=4, seed=0)
+        self.policy = TorchPolicyBackend(
+            path,
+            actor,
+            correction=algorithm.rollout_correction,
+            sum_pi_squared=needs_sum_pi_squared(algorithm),
+            rollout_n=4,
+            seed=0,
+        )
         engines = [HFRolloutEngine(path) for _ in range(engines)]
         data = {"train": Digits(), "val": Digits()}
         critic_worker = (
@@ -119,7 +144,10 @@ class Setup:
         )
         self.workers = Workers(
             rollout=[LocalWorker(f"rollout-{i}", RolloutWorker(self.plane, e, data)) for i, e in enumerate(engines)],
-            reward=LocalWorker("reward", RewardWorker(self.plane, graph, reward, decode, algorithm, 3)),
+            reward=LocalWorker(
+                "reward",
+                RewardWorker(self.plane, graph, reward, decode, algorithm, 3, policy_loss=actor.policy_loss),
+            ),
             actor=LocalWorker("actor", ActorWorker(self.plane, graph, self.policy, 1.0)),
             ref=LocalWorker("ref", ReferenceWorker(self.plane, graph, TorchPolicyBackend(path, None), 1.0)),
             critic=LocalWorker("critic", critic_worker) if critic_worker else None,
@@ -156,6 +184,105 @@ def test_a_step_goes_through_all_stages_and_leaves_the_plane_empty(model_path):
     assert setup.sync.versions == [1, 2]
     assert asyncio.run(setup.plane.stats()).rows == {"train": 0, "train/prompts": 0, "val": 0, "val/prompts": 0}
     assert all(type(v) is float for _, metrics in setup.steps for v in metrics.values())
+
+
+def parts_of_reward(*args):
+    return {"score": starts_right(*args), "brevity": 1.0 / len(args[1] or "x")}
+
+
+@pytest.mark.parametrize(
+    ("estimator", "loss", "more"),
+    [
+        ("dr_grpo", "gspo", {}),
+        ("rloo", "cispo", {}),
+        ("reinforce_plus_plus", "sapo", {}),
+        ("reinforce_plus_plus_baseline", "gpg", {}),
+        ("grpo_passk", "dppo_tv", {}),
+        ("opo", "dppo_kl", {}),
+        ("gpg", "clip_cov", {"policy_loss": {"clip_cov_lb": -9.0}}),
+        ("remax", "kl_cov", {}),
+        ("optimal_token_baseline", "vanilla", {}),
+        ("gdpo", "geo_mean", {"algorithm": {"gdpo_reward_keys": "score,brevity", "gdpo_reward_weights": "1,0.5"}}),
+    ],
+)
+def test_every_estimator_and_loss_trains_a_step(model_path, estimator, loss, more):
+    policy_loss = PolicyLossConfig(loss_mode=loss, **more.get("policy_loss", {}))
+    setup = Setup(
+        model_path,
+        estimator=estimator,
+        reward=parts_of_reward,
+        steps=2,
+        algorithm=more.get("algorithm"),
+        actor={"policy_loss": policy_loss, "loss_agg_mode": "seq-mean-token-mean"},
+    )
+    setup.fit()
+    metrics = setup.steps[-1][1]
+    assert metrics["actor/grad_norm"] > 0
+    assert all(np.isfinite(v) for v in metrics.values())
+    rows = asyncio.run(setup.plane.stats()).rows
+    assert not any(rows.values())
+    assert ("critic/baseline/mean" in metrics) == (estimator == "remax")
+
+
+def test_the_baseline_of_remax_is_the_score_of_the_greedy_answer(model_path):
+    """Sampling barely warmer than greedy: every response is the greedy one, so nothing is left to learn from."""
+    setup = Setup(model_path, estimator="remax", steps=1, temperature=1e-4)
+    setup.fit()
+    metrics = setup.steps[-1][1]
+    assert metrics["critic/baseline/mean"] == metrics["critic/score/mean"]
+    assert metrics["critic/advantages/max"] == metrics["critic/advantages/min"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rollout_is": "sequence", "rollout_rs": "token_k1", "rollout_rs_threshold": "1.00001"},
+        {"rollout_is": "token", "rollout_is_threshold": "0.5_2", "rollout_is_batch_normalize": True},
+        {"bypass_mode": True, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "0.01"},
+    ],
+)
+def test_the_rollout_correction_runs_in_and_outside_of_the_loss(model_path, settings):
+    """The engines keep the first weights, so the two policies differ more with every step."""
+    correction = RolloutCorrectionConfig(**settings)
+    setup = Setup(model_path, estimator="gae", steps=3, sync=False, algorithm={"rollout_correction": correction})
+    setup.fit()
+    metrics = setup.steps[-1][1]
+    assert metrics["rollout_corr/kl"] != 0
+    assert ("old_log_prob" in setup.workers.actor.calls) != correction.bypass_mode
+    if correction.rollout_rs:
+        assert 0 <= metrics["rollout_corr/rollout_rs_masked_fraction"] <= 1
+    if correction.rollout_is:
+        assert metrics["rollout_corr/rollout_is_mean"] > 0
+
+
+def test_with_synchronised_weights_bypass_mode_takes_the_same_first_step(model_path):
+    """Trainer and engine are the same model here, so leaving the old log-probs out must change nothing."""
+    correction = RolloutCorrectionConfig(bypass_mode=True)
+    decoupled, bypass = (
+        Setup(model_path, steps=1),
+        Setup(model_path, steps=1, algorithm={"rollout_correction": correction}),
+    )
+    decoupled.fit()
+    bypass.fit()
+    for name in ("actor/pg_loss", "actor/grad_norm", "critic/advantages/max"):
+        assert bypass.steps[-1][1][name] == pytest.approx(decoupled.steps[-1][1][name], abs=1e-4)
+
+
+def test_the_adaptive_coefficient_moves_from_step_to_step(model_path):
+    control = KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=1e-9, horizon=64)
+    setup = Setup(model_path, steps=3, algorithm={"use_kl_in_reward": True, "kl_penalty": "k3", "kl_ctrl": control})
+    setup.fit()
+    coefs = [m["actor/reward_kl_penalty_coeff"] for step, m in setup.steps if step]
+    # the policy starts as its own reference, then moves away; 32 responses of 64 change the weight by 20 % / 2
+    assert coefs == pytest.approx([0.5, 0.5 * 0.9, 0.5 * 0.9 * 1.1])
+
+
+def test_a_part_of_the_reward_that_is_missing_is_named(model_path):
+    setup = Setup(
+        model_path, estimator="gdpo", reward=parts_of_reward, algorithm={"gdpo_reward_keys": "score,politeness"}
+    )
+    with pytest.raises(RewardError, match="returned None as 'politeness' for sample"):
+        setup.fit()
 
 
 def test_what_belongs_to_a_prompt_is_stored_once(model_path):

@@ -1,4 +1,4 @@
-"""Losses against hand-computed cases, a NumPy reference, autograd, and any split into micro-batches."""
+"""Losses against hand-computed cases, a NumPy float64 reference with written gradients, finite differences, and any split into micro-batches."""
 
 from __future__ import annotations
 
@@ -10,9 +10,57 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_protocol import ConfigError
-from rl_trainer.algorithms.losses import BatchCounts, aggregate, kl_loss, ppo_policy_loss, token_log_probs, value_loss
-from rl_trainer.config import LOSS_AGG_MODES
+from rl_protocol import BatchError, ConfigError
+from rl_trainer.algorithms.kl import KL_LOSSES
+from rl_trainer.algorithms.losses import (
+    BatchCounts,
+    LossInputs,
+    aggregate,
+    full_kl,
+    kl_loss,
+    ppo_policy_loss,
+    sum_pi_squared,
+    token_log_probs,
+    value_loss,
+)
+from rl_trainer.algorithms.policy_losses import LOSS_AGG_MODES, POLICY_LOSSES
+from rl_trainer.config import ActorConfig, PolicyLossConfig
+
+NAMES = POLICY_LOSSES.names()
+LOW, HIGH, C, TAU_POS, TAU_NEG, COEF = 0.2, 0.28, 3.0, 1.0, 1.5, 0.1
+CONFIG = ActorConfig(
+    clip_ratio_low=LOW,
+    clip_ratio_high=HIGH,
+    clip_ratio_c=C,
+    tau_pos=TAU_POS,
+    tau_neg=TAU_NEG,
+    policy_loss=PolicyLossConfig(ppo_kl_coef=COEF),
+)
+
+
+def loss_of(name, log_prob, old, advantages, *, rows=None, mask=None, chosen=None):
+    """loss [T] and its gradient when summed over unmasked tokens; `rows` [T] trajectory of each token (default: one for all)."""
+    log_prob = torch.tensor(log_prob, dtype=torch.float64, requires_grad=True)
+    size = log_prob.shape[0]
+    row = torch.zeros(size, dtype=torch.int64) if rows is None else torch.tensor(rows)
+    keep = torch.ones(size, dtype=torch.bool) if mask is None else torch.tensor(mask)
+    out = POLICY_LOSSES.get(name).load()(
+        LossInputs(
+            log_prob=log_prob,
+            old_log_prob=torch.tensor(old, dtype=torch.float64),
+            advantages=torch.tensor(advantages, dtype=torch.float64),
+            mask=keep,
+            row=row,
+            rows=int(row.max()) + 1 if size else 0,
+            config=CONFIG,
+            chosen=None if chosen is None else torch.tensor(chosen),
+        )
+    )
+    torch.where(keep, out.loss, torch.zeros_like(out.loss)).sum().backward()
+    return out.loss.detach().numpy(), log_prob.grad.numpy(), {k: v.numpy() for k, v in out.metrics.items()}
+
+
+# ---------------------------------------------------------------------------------------------------- by hand
 
 
 def ppo(log_ratio, advantage):
@@ -31,23 +79,181 @@ def test_ppo_policy_loss_by_hand():
     assert ppo(math.log(5.0), -1.0) == (pytest.approx(3.0), False, True)  # dual clip
 
 
-def test_no_gradient_where_the_clip_decides():
-    for log_ratio, advantage in ((math.log(1.5), 1.0), (math.log(0.5), -1.0), (math.log(5.0), -1.0)):
-        log_prob = torch.tensor([log_ratio], requires_grad=True)
-        loss, _, _ = ppo_policy_loss(
-            log_prob, torch.zeros(1), torch.tensor([advantage]), clip_low=0.2, clip_high=0.28, clip_c=3.0
-        )
-        loss.sum().backward()
-        assert log_prob.grad.item() == 0.0
+@pytest.mark.parametrize(
+    ("name", "ratio", "advantage", "loss", "gradient"),
+    [
+        ("vanilla", 1.5, 1.0, -1.28, 0.0),
+        ("vanilla", 5.0, -1.0, 3.0, 0.0),
+        ("gpg", 1.5, 2.0, -2.0 * math.log(0.5 * 1.5), -2.0),
+        ("cispo", 1.5, 1.0, -1.28 * math.log(0.75), -1.28),  # bounded weight, but never without gradient
+        ("cispo", 0.5, -1.0, 0.8 * math.log(0.25), 0.8),
+        ("sapo", 1.0, 1.0, -2.0, -1.0),  # 4 * sigmoid(0) = 2; the gradient at ratio 1 is the policy gradient
+        ("sapo", 1.0, -1.0, 4 / TAU_NEG / 2, 1.0),
+        ("gspo", 1.5, 1.0, -1.28, 0.0),
+        ("gspo", 1.1, 1.0, -1.1, -1.1),
+        ("geo_mean", 1.1, 1.0, -1.1, -1.1),
+        ("geo_mean", 1.5, 1.0, -math.exp(0.28), 0.0),
+        ("dppo_tv", 1.5, 1.0, -1.5 * math.log(0.75), -1.5),  # pi moved by 0.25 <= 0.28
+        ("dppo_tv", 1.6, 1.0, 0.0, 0.0),  # by 0.3
+        ("dppo_tv", 0.5, -1.0, 0.0, 0.0),  # by -0.25 < -0.2
+        ("dppo_tv", 1.6, -1.0, 1.6 * math.log(0.8), 1.6),  # away from pi_old, but this update brings it back
+        ("dppo_kl", 1.6, 1.0, -1.6 * math.log(0.8), -1.6),  # binary KL of 0.5 from 0.8 is 0.223 <= 0.28
+        ("dppo_kl", 1.9, 1.0, 0.0, 0.0),  # of 0.5 from 0.95: 0.830
+    ],
+)
+def test_policy_losses_by_hand(name, ratio, advantage, loss, gradient):
+    """One token with pi_old = 0.5."""
+    value, grad, _ = loss_of(name, [math.log(0.5 * ratio)], [math.log(0.5)], [advantage])
+    assert (value[0], grad[0]) == (pytest.approx(loss), pytest.approx(gradient))
 
 
-def test_gradient_at_ratio_one_is_the_policy_gradient():
-    log_prob = torch.tensor([0.3, -0.4], requires_grad=True)
-    advantages = torch.tensor([2.0, -1.5])
-    ppo_policy_loss(log_prob, log_prob.detach().clone(), advantages, clip_low=0.2, clip_high=0.2, clip_c=3.0)[
-        0
-    ].sum().backward()
-    assert log_prob.grad.tolist() == pytest.approx([-2.0, 1.5])
+def test_chosen_tokens_lose_their_gradient_or_pay():
+    args = ([math.log(0.55)] * 2, [math.log(0.5)] * 2, [1.0, 1.0])
+    value, grad, metrics = loss_of("clip_cov", *args, chosen=[True, False])
+    assert value.tolist() == pytest.approx([0.0, -1.1])
+    assert grad.tolist() == pytest.approx([0.0, -1.1])
+    assert metrics["pg_clipfrac"].tolist() == [True, False]
+    value, grad, _ = loss_of("kl_cov", *args, chosen=[True, False])
+    assert value.tolist() == pytest.approx([-1.1 + COEF * math.log(1.1), -1.1])
+    assert grad.tolist() == pytest.approx([-1.1 + COEF, -1.1])
+    with pytest.raises(BatchError, match="chosen_tokens"):
+        loss_of("kl_cov", *args)
+
+
+def test_the_sequence_losses_look_at_whole_rows_and_unmasked_tokens():
+    # row 0: log-ratios 0.2 and (masked) 9; row 1: 0.1 and 0.3 -> mean 0.2
+    log_prob, old, rows = [0.2, 9.0, 0.1, 0.3], [0.0] * 4, [0, 0, 1, 1]
+    mask, kept = [True, False, True, True], [0, 2, 3]
+    gspo, grad, _ = loss_of("gspo", log_prob, old, [1.0] * 4, rows=rows, mask=mask)
+    assert gspo[kept].tolist() == pytest.approx([-math.exp(0.2)] * 3)
+    assert grad.tolist() == pytest.approx([-math.exp(0.2), 0.0, -math.exp(0.2), -math.exp(0.2)])
+    gmpo, grad, _ = loss_of("geo_mean", log_prob, old, [1.0] * 4, rows=rows, mask=mask)
+    mean = (0.1 + 0.28) / 2  # 0.3 is clipped to 0.28, and its token has no gradient
+    assert gmpo[kept].tolist() == pytest.approx([-math.exp(0.2), -math.exp(mean), -math.exp(mean)])
+    assert grad.tolist() == pytest.approx([-math.exp(0.2), 0.0, -math.exp(mean), 0.0])
+
+
+# ---------------------------------------------------------------------------------------------------- NumPy reference
+
+
+def reference(name, log_prob, old, adv, rows, mask, chosen):
+    """(loss [T], d sum(loss over unmasked) / d log_prob [T]) in float64, written out."""
+    r = np.exp(log_prob - old)
+    count = np.bincount(rows, weights=mask)
+    mean = lambda x: (np.bincount(rows, weights=np.where(mask, x, 0)) / np.maximum(count, 1))[rows]  # noqa: E731
+    inside = (r > 1 - LOW) & (r < 1 + HIGH)
+    bounded = np.clip(r, 1 - LOW, 1 + HIGH)
+    surrogate, follows = np.maximum(-adv * r, -adv * bounded), inside | (-adv * r > -adv * bounded)
+    if name == "vanilla":
+        dual = (adv < 0) & (surrogate > -adv * C)
+        return np.where(dual, -adv * C, surrogate), np.where(follows & ~dual, -adv * r, 0)
+    if name == "clip_cov":
+        return np.where(chosen, 0, surrogate), np.where(follows & ~chosen, -adv * r, 0)
+    if name == "kl_cov":
+        price = np.where(chosen, COEF, 0)
+        return -adv * r + price * np.abs(log_prob - old), -adv * r + price * np.sign(log_prob - old)
+    if name == "gpg":
+        return -adv * log_prob, -adv
+    if name == "cispo":
+        return -bounded * adv * log_prob, -bounded * adv
+    if name == "sapo":
+        tau = np.where(adv > 0, TAU_POS, TAU_NEG)
+        gate = 1 / (1 + np.exp(-tau * (r - 1)))
+        return -adv * 4 / tau * gate, -adv * 4 * gate * (1 - gate) * r
+    if name == "gspo":
+        s = np.exp(mean(log_prob - old))
+        clipped = np.clip(s, 1 - LOW, 1 + HIGH)
+        return np.maximum(-adv * s, -adv * clipped), np.where((clipped == s) | (-adv * s > -adv * clipped), -adv * s, 0)
+    if name == "geo_mean":
+        d = log_prob - old
+        limited = np.where(adv > 0, np.minimum(d, HIGH), np.maximum(d, -LOW))
+        loss = -mean(adv) * np.exp(mean(limited))
+        return loss, np.where(limited == d, loss, 0)
+    p, q = np.exp(old), np.exp(log_prob)
+    if name == "dppo_tv":
+        ok = np.where(adv > 0, q - p <= HIGH, q - p >= -LOW)
+    else:
+        kl = p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
+        ok = np.where(adv > 0, (kl <= HIGH) | (q <= p), (kl <= LOW) | (q >= p))
+    weight = np.where(ok, np.minimum(r, C), 0)
+    return -weight * adv * log_prob, -weight * adv
+
+
+def random_tokens(seed, size=40, num_rows=6):
+    rng = np.random.default_rng(seed)
+    rows = np.sort(rng.integers(0, num_rows, size))
+    rows = np.unique(rows, return_inverse=True)[1]
+    old = np.log(rng.uniform(0.02, 0.95, size))
+    log_prob = np.minimum(old + rng.normal(0, 0.5, size), -1e-3)
+    adv = rng.normal(size=int(rows.max()) + 1)[rows]  # one sign per row, as GMPO's formula assumes
+    return log_prob, old, adv, rows, rng.random(size) < 0.8, rng.random(size) < 0.3
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(20))
+def test_values_and_gradients_equal_the_numpy_reference(name, seed):
+    log_prob, old, adv, rows, mask, chosen = random_tokens(seed)
+    loss, grad, _ = loss_of(name, log_prob, old, adv, rows=rows, mask=mask, chosen=chosen)
+    expected, slope = reference(name, log_prob, old, adv, rows, mask, chosen)
+    assert loss[mask].tolist() == pytest.approx(expected[mask].tolist(), rel=1e-9, abs=1e-12)
+    assert grad.tolist() == pytest.approx(np.where(mask, slope, 0).tolist(), rel=1e-9, abs=1e-12)
+
+
+def objective_to_differentiate(name, log_prob, old, adv, rows, mask, chosen):
+    """The scalar whose derivative the paper means, for finite differences; factors behind a stop-gradient are taken at `log_prob`."""
+    slope = reference(name, log_prob, old, adv, rows, mask, chosen)[1]
+
+    def value(x):
+        frozen = name in ("cispo", "dppo_tv", "dppo_kl")
+        loss = slope * x if frozen else reference(name, x, old, adv, rows, mask, chosen)[0]
+        return loss[mask].sum()
+
+    return value
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_equal_finite_differences(name):
+    log_prob, old, adv, rows, mask, chosen = random_tokens(7, size=24)
+    _, grad, _ = loss_of(name, log_prob, old, adv, rows=rows, mask=mask, chosen=chosen)
+    value, step = objective_to_differentiate(name, log_prob, old, adv, rows, mask, chosen), 1e-6
+    for t in range(log_prob.size):
+        nudge = np.zeros_like(log_prob)
+        nudge[t] = step
+        slope = (value(log_prob + nudge) - value(log_prob - nudge)) / (2 * step)
+        assert grad[t] == pytest.approx(slope, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_step_follows_the_policy_gradient(name):
+    """Where the policy is still the old one, every loss has the gradient of -A log pi."""
+    _, old, adv, rows, mask, _ = random_tokens(3)
+    _, grad, _ = loss_of(name, old, old, adv, rows=rows, mask=mask, chosen=np.zeros(old.size, bool))
+    assert grad.tolist() == pytest.approx(np.where(mask, -adv, 0).tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(5))
+def test_the_order_of_rows_changes_no_bit_of_a_token(name, seed):
+    log_prob, old, adv, rows, mask, chosen = random_tokens(seed)
+    order = np.random.default_rng(seed).permutation(rows.max() + 1)
+    place = np.concatenate([np.flatnonzero(rows == row) for row in order])
+    renamed = np.argsort(order)[rows[place]]
+    loss, grad, _ = loss_of(name, log_prob, old, adv, rows=rows, mask=mask, chosen=chosen)
+    moved, moved_grad, _ = loss_of(
+        name, log_prob[place], old[place], adv[place], rows=renamed, mask=mask[place], chosen=chosen[place]
+    )
+    assert loss[place].tobytes() == moved.tobytes()
+    assert grad[place].tobytes() == moved_grad.tobytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_extreme_ratios_stay_finite(name):
+    loss, grad, _ = loss_of(name, [-1e-9, -60.0], [-60.0, -1e-9], [1.0, -1.0], rows=[0, 1], chosen=[True, True])
+    assert np.isfinite(loss).all()
+    assert np.isfinite(grad).all()
+
+
+# ---------------------------------------------------------------------------------------------------- values and divergence
 
 
 def test_value_loss_by_hand():
@@ -58,33 +264,73 @@ def test_value_loss_by_hand():
     assert clipped.tolist() == [True, False]
 
 
-def test_kl_loss_equals_its_formula_and_its_gradient():
-    d = torch.tensor([0.4, -0.7])
-    for kind, value, gradient in (
-        ("k1", d, torch.ones(2)),
-        ("abs", d.abs(), d.sign()),
-        ("k2", d * d / 2, d),
-        ("k3", torch.exp(-d) - 1 + d, 1 - torch.exp(-d)),
-    ):
-        log_prob = d.clone().requires_grad_()
-        loss = kl_loss(log_prob, torch.zeros(2), kind)
-        loss.sum().backward()
-        assert torch.allclose(loss, value)
-        assert torch.allclose(log_prob.grad, gradient)
-    with pytest.raises(ConfigError, match="k9"):
-        kl_loss(d, d, "k9")
+@pytest.mark.parametrize("kind", [*KL_LOSSES, "kl", "mse", "low_var_kl", "low_var_kl+"])
+def test_kl_loss_equals_its_formula_and_its_gradient(kind):
+    d = torch.tensor([0.4, -0.7], dtype=torch.float64)
+    formulas = {
+        "k1": (d, torch.ones(2).double()),
+        "abs": (d.abs(), d.sign()),
+        "k2": (d * d / 2, d),
+        "k3": (torch.exp(-d) - 1 + d, 1 - torch.exp(-d)),
+    }
+    stem = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(kind.removesuffix("+"), kind.removesuffix("+"))
+    value, gradient = formulas[stem]
+    log_prob = d.clone().requires_grad_()
+    loss = kl_loss(log_prob, torch.zeros(2), kind)
+    loss.sum().backward()
+    assert torch.allclose(loss, value)
+    assert torch.allclose(log_prob.grad, d if kind.endswith("+") else gradient)  # straight-through: the gradient of k2
 
 
-def test_token_log_probs_against_numpy():
+def test_unknown_divergences_are_refused_with_the_nearest():
+    for kind, message in (("k9", "got 'k9'"), ("low_var", "Did you mean"), ("full", "logits of both policies")):
+        with pytest.raises(ConfigError, match=message):
+            kl_loss(torch.zeros(1), torch.zeros(1), kind)
+
+
+def test_straight_through_gives_the_gradient_of_the_true_divergence():
+    """Over a whole vocabulary: E[k3+] is the KL and its expected gradient that of the KL; E[k1]'s expected gradient is not."""
+    torch.manual_seed(0)
+    logits, ref = torch.randn(5, dtype=torch.float64, requires_grad=True), torch.randn(5, dtype=torch.float64)
+    log_p, log_q = torch.log_softmax(logits, -1), torch.log_softmax(ref, -1)
+    p = log_p.detach().exp()
+    truth = (log_p.exp() * (log_p - log_q)).sum()
+    (wanted,) = torch.autograd.grad(truth, logits, retain_graph=True)
+    for kind, right in (("k3+", True), ("k2", True), ("k1", False)):
+        sampled = (p * kl_loss(log_p, log_q, kind)).sum()
+        (gradient,) = torch.autograd.grad(sampled, logits, retain_graph=True)
+        assert torch.allclose(gradient, wanted) == right
+    assert (p * kl_loss(log_p, log_q, "k3+")).sum().item() == pytest.approx(truth.item())
+
+
+def test_full_divergence_against_numpy_and_autograd():
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(3, 6)), rng.normal(size=(3, 6))
+    p, q = (np.exp(x / 0.7) / np.exp(x / 0.7).sum(-1, keepdims=True) for x in (a, b))
+    logits = torch.tensor(a, dtype=torch.float32, requires_grad=True)
+    kl = full_kl(logits, torch.tensor(b, dtype=torch.float32), 0.7)
+    truth = (p * np.log(p / q)).sum(-1)
+    assert kl.tolist() == pytest.approx(truth.tolist(), abs=1e-5)
+    kl.sum().backward()
+    slope = p * (np.log(p / q) - truth[:, None]) / 0.7
+    assert logits.grad.numpy() == pytest.approx(slope, abs=1e-5)
+
+
+def test_readings_of_logits_against_numpy():
     rng = np.random.default_rng(0)
     logits, tokens = rng.normal(size=(5, 7)), rng.integers(0, 7, 5)
     log_prob, entropy = token_log_probs(torch.tensor(logits, dtype=torch.float32), torch.tensor(tokens), 0.7)
     p = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum(-1, keepdims=True)
     assert log_prob.tolist() == pytest.approx(np.log(p[np.arange(5), tokens]).tolist(), abs=1e-5)
     assert entropy.tolist() == pytest.approx((-(p * np.log(p)).sum(-1)).tolist(), abs=1e-5)
+    squares = sum_pi_squared(torch.tensor(logits, dtype=torch.float32), 0.7)
+    assert squares.tolist() == pytest.approx((p * p).sum(-1).tolist(), abs=1e-6)
 
 
-def slow_aggregate(rows, mode):
+# ---------------------------------------------------------------------------------------------------- aggregation
+
+
+def slow_aggregate(rows, mode, scale):
     """rows: list of lists of unmasked losses."""
     filled = [row for row in rows if row]
     tokens = [x for row in rows for x in row]
@@ -93,7 +339,8 @@ def slow_aggregate(rows, mode):
     if mode == "token-sum":
         return sum(tokens)
     per_row = [sum(row) / (len(row) if mode == "seq-mean-token-mean" else 1) for row in filled]
-    return sum(per_row) / len(filled) if filled else 0.0
+    mean = sum(per_row) / len(filled) if filled else 0.0
+    return mean / scale if mode == "seq-mean-token-sum-norm" else mean
 
 
 @settings(deadline=None)
@@ -102,20 +349,21 @@ def test_aggregation_equals_the_definition_for_any_split(data, mode):
     lengths = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=6))
     loss = [data.draw(st.lists(st.floats(-2, 2, width=32), min_size=n, max_size=n)) for n in lengths]
     mask = [data.draw(st.lists(st.booleans(), min_size=n, max_size=n)) for n in lengths]
+    part_of = data.draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
     kept = [[x for x, m in zip(row, keep, strict=True) if m] for row, keep in zip(loss, mask, strict=True)]
     counts = BatchCounts(tokens=sum(map(len, kept)), sequences=sum(bool(row) for row in kept))
-    cut = data.draw(st.integers(0, len(lengths)))
     total = 0.0
-    for part in (range(cut), range(cut, len(lengths))):
+    for number in range(4):  # micro-batches, or ranks; some have no rows
+        part = [i for i, where in enumerate(part_of) if where == number]
         flat = torch.tensor([x for i in part for x in loss[i]], dtype=torch.float64)
         flags = torch.tensor([m for i in part for m in mask[i]], dtype=torch.bool)
         row = torch.tensor([k for k, i in enumerate(part) for _ in loss[i]], dtype=torch.int64)
-        total += aggregate(flat, flags, row, len(part), counts, mode).item()
-    assert total == pytest.approx(slow_aggregate(kept, mode), abs=1e-6)
+        total += aggregate(flat, flags, row, len(part), counts, mode, 8).item()
+    assert total == pytest.approx(slow_aggregate(kept, mode, 8), abs=1e-6)
 
 
 def test_an_unknown_aggregation_is_refused():
-    with pytest.raises(ConfigError, match="token-median"):
+    with pytest.raises(ConfigError, match=r"got 'token-median'\. Did you mean 'token-mean'"):
         aggregate(
             torch.zeros(1),
             torch.ones(1, dtype=torch.bool),
@@ -126,10 +374,10 @@ def test_an_unknown_aggregation_is_refused():
         )
 
 
-def test_masked_tokens_get_no_gradient_even_when_not_finite():
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_masked_tokens_get_no_gradient_even_when_not_finite(mode):
     loss = torch.tensor([1.0, float("inf")], requires_grad=True)
     mask = torch.tensor([True, False])
-    aggregate(
-        loss, mask, torch.zeros(2, dtype=torch.int64), 1, BatchCounts(tokens=1, sequences=1), "token-mean"
-    ).backward()
+    counts = BatchCounts(tokens=1, sequences=1)
+    aggregate(loss, mask, torch.zeros(2, dtype=torch.int64), 1, counts, mode, 1).backward()
     assert loss.grad.tolist() == [1.0, 0.0]

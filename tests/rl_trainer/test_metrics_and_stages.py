@@ -18,8 +18,9 @@ from rl_trainer import (
     build_graph,
     check_graph,
 )
+from rl_trainer.config import PolicyLossConfig, RolloutCorrectionConfig
 from rl_trainer.metrics import explained_variance, length_stats, mean_by_group, stats
-from rl_trainer.scoring import estimate_advantages, row_sums, token_level_rewards
+from rl_trainer.scoring import Scoring, estimate_advantages, row_sums
 
 
 def test_masked_statistics_by_hand():
@@ -42,11 +43,8 @@ def test_mean_by_group():
     assert mean_by_group([1.0, 0.0, 1.0], ["a", "b", "a"]) == {"a": 1.0, "b": 0.0}
 
 
-def test_the_score_is_on_the_last_token_and_empty_responses_get_none():
-    responses = ragged([[1, 2], [], [3]], "int64")
-    rewards = token_level_rewards(responses, np.array([0.5, 9.0, 1.0]))
-    assert rewards.tolist() == [0.0, 0.5, 1.0]
-    assert row_sums(rewards, responses.offsets).tolist() == [0.5, 0.0, 1.0]
+def test_row_sums():
+    assert row_sums(np.array([1.0, 2.0, 3.0]), np.array([0, 2, 2, 3])).tolist() == [3.0, 0.0, 3.0]
 
 
 def batch_with_reference():
@@ -65,23 +63,77 @@ def batch_with_reference():
     return KVBatchMeta(partition="train", keys=keys), BatchData(columns)
 
 
+def scoring(kl_coef=0.0, policy_loss=None, **algorithm):
+    return Scoring(
+        algorithm=AlgorithmConfig(**algorithm),
+        policy_loss=policy_loss or PolicyLossConfig(),
+        response_length=8,
+        kl_coef=kl_coef,
+        rng=np.random.default_rng(0),
+    )
+
+
 def test_the_divergence_is_taken_from_the_reward_where_asked():
     meta, data = batch_with_reference()
-    config = AlgorithmConfig(use_kl_in_reward=True, kl_coef=0.1, norm_adv_by_std_in_grpo=False)
-    columns, metrics = estimate_advantages(meta, data, config, 8)
+    settings = scoring(use_kl_in_reward=True, kl_coef=0.1, norm_adv_by_std_in_grpo=False)
+    columns, metrics = estimate_advantages(meta, data, settings)
     # k1 is 1 nat on each token of the first response: its reward is 1 - 0.2, so the group's mean is 0.4
     assert columns.ragged("advantages").values.tolist() == pytest.approx([0.4, 0.4, -0.4])
     assert metrics["critic/rewards/mean"] == pytest.approx(0.4)
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(2 / 3)
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
     assert metrics["actor/entropy"] == pytest.approx(1.0)
     assert metrics["training/rollout_log_probs_diff_max"] == 0.0
 
 
 def test_the_divergence_is_only_reported_where_it_is_part_of_the_loss():
     meta, data = batch_with_reference()
-    _, metrics = estimate_advantages(meta, data, AlgorithmConfig(), 8)
+    _, metrics = estimate_advantages(meta, data, scoring())
     assert metrics["critic/rewards/mean"] == pytest.approx(0.5)
     assert metrics["actor/ref_kl"] == pytest.approx(2 / 3)
+
+
+def mismatched(*log_ratios):
+    """Three sessions of one prompt, one token each, whose trainer log-prob is log_ratio above the rollout's."""
+    meta = KVBatchMeta(partition="train", keys=("a/0/0", "a/1/0", "a/2/0"))
+    ones = ragged([[-1.0]] * 3, "float32")
+    columns = {
+        "prompts": ragged([[1]] * 3, "int64"),
+        "responses": ragged([[3]] * 3, "int64"),
+        "response_mask": ragged([[True]] * 3, "bool"),
+        "scores": dense(np.array([1.0, 0.0, 100.0], np.float32)),
+        "acc": dense(np.zeros(3, np.float32)),
+        "rollout_log_probs": ones,
+        "old_log_probs": ragged([[-1.0 + d] for d in log_ratios], "float32"),
+        "entropy": ones,
+    }
+    return meta, BatchData(columns)
+
+
+def test_what_is_rejected_has_no_part_in_any_baseline():
+    correction = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="2.0")
+    columns, metrics = estimate_advantages(
+        *mismatched(0.0, 0.1, 3.0), scoring(adv_estimator="dr_grpo", rollout_correction=correction)
+    )
+    assert columns.ragged("loss_mask").values.tolist() == [True, True, False]
+    assert columns.ragged("advantages").values.tolist() == [0.5, -0.5, 0.0]
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 3)
+    assert metrics["critic/advantages/max"] == 0.5
+
+
+def test_importance_weights_are_written_and_reported():
+    correction = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold="2.0")
+    columns, metrics = estimate_advantages(*mismatched(0.0, np.log(1.5), 3.0), scoring(rollout_correction=correction))
+    assert columns.ragged("rollout_is_weights").values.tolist() == pytest.approx([1.0, 1.5, 2.0])
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.5)
+    assert metrics["rollout_corr/kl"] == pytest.approx(-(np.log(1.5) + 3) / 3)
+
+
+@pytest.mark.parametrize(("loss", "count"), [("kl_cov", 1), ("clip_cov", 1), ("vanilla", None)])
+def test_tokens_are_chosen_for_the_losses_that_want_them(loss, count):
+    policy_loss = PolicyLossConfig(loss_mode=loss, clip_cov_lb=-10)
+    columns, _ = estimate_advantages(*mismatched(0.0, 0.5, 1.0), scoring(policy_loss=policy_loss))
+    assert (columns.ragged("chosen_tokens").values.sum() if "chosen_tokens" in columns else None) == count
 
 
 def test_the_graph_of_grpo_and_ppo():
@@ -96,6 +148,35 @@ def test_the_graph_of_grpo_and_ppo():
     assert "data_source" not in full["update_actor"].reads
 
 
+def test_bypass_mode_leaves_the_old_log_prob_stage_out():
+    graph = build_graph(AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(bypass_mode=True)), ActorConfig())
+    assert "old_log_prob" not in graph
+    for name in ("adv", "update_actor"):
+        assert "old_log_probs" not in graph[name].reads
+        renamed = graph[name].rename(BatchData({"rollout_log_probs": ragged([[-1.0]], "float32")}))
+        assert renamed.field_names == ("old_log_probs",)
+
+
+def test_rejection_reaches_actor_and_critic_under_the_name_they_know():
+    correction = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="2", rollout_is="token")
+    graph = build_graph(AlgorithmConfig(adv_estimator="gae", rollout_correction=correction), ActorConfig())
+    assert graph["adv"].writes == ("advantages", "returns", "loss_mask", "rollout_is_weights")
+    assert "response_mask" in graph["adv"].reads
+    for name in ("update_critic", "update_actor"):
+        assert "response_mask" not in graph[name].reads
+        assert graph[name].rename(BatchData({"loss_mask": ragged([[True]], "bool")})).field_names == ("response_mask",)
+    assert "rollout_is_weights" in graph["update_actor"].reads
+
+
+def test_columns_that_only_some_algorithms_need_travel_only_for_them():
+    graph = build_graph(AlgorithmConfig(adv_estimator="optimal_token_baseline"), ActorConfig())
+    assert "sum_pi_squared" in graph["old_log_prob"].writes
+    graph = build_graph(AlgorithmConfig(adv_estimator="gdpo", gdpo_reward_keys="score,acc"), ActorConfig())
+    assert graph["reward"].writes == ("scores", "acc", "reward_components")
+    graph = build_graph(AlgorithmConfig(), ActorConfig(policy_loss=PolicyLossConfig(loss_mode="kl_cov")))
+    assert graph["adv"].writes == ("advantages", "returns", "chosen_tokens")
+
+
 def test_a_column_nobody_writes_is_an_error_before_start():
     with pytest.raises(ConfigError, match=r"'b' reads column 'values'.*no earlier stage"):
         check_graph([Stage("a", (), ("responses",)), Stage("b", ("values",), ())])
@@ -106,8 +187,12 @@ def test_a_column_nobody_writes_is_an_error_before_start():
 
 
 def test_an_unknown_estimator_is_refused():
-    with pytest.raises(ConfigError, match="gae, grpo; got 'grop'"):
+    with pytest.raises(
+        ConfigError, match=r"adv_estimator must be one of gae, grpo, .*; got 'grop'\. Did you mean 'grpo'"
+    ):
         build_graph(AlgorithmConfig(adv_estimator="grop"), ActorConfig())
+    with pytest.raises(ConfigError, match="loss_mode must be one of vanilla, gspo"):
+        build_graph(AlgorithmConfig(), ActorConfig(policy_loss=PolicyLossConfig(loss_mode="vanila")))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from rl_protocol import BatchData, BatchError, ConfigError, OutputError, ragged
 from rl_protocol.torch import from_weight
 from rl_trainer import ActorConfig, CriticConfig, OptimConfig
-from rl_trainer.backends.optimise import Schedule, mini_batches
+from rl_trainer.backends.optimise import Schedule, schedule_rows
 from rl_trainer.backends.tokens import token_batch
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend, load_model
@@ -106,13 +106,19 @@ def test_the_first_gradient_is_the_gradient_of_the_formula(model_path):
 
 
 def test_mini_batches_cover_every_row_once_per_epoch_in_a_fresh_order():
-    schedule = Schedule(epochs=2, mini_batch_rows=3, micro_batch_rows=0, seed=5)
-    rows = list(mini_batches(8, schedule, update=0))
-    assert [len(r) for r in rows] == [3, 3, 2, 3, 3, 2]
+    schedule, lengths = (
+        Schedule(epochs=2, mini_batch_rows=3, micro_batch_rows=0, seed=5),
+        np.array([9, 1, 2, 8, 3, 3, 2, 8]),
+    )
+    rows = list(schedule_rows(lengths, schedule, update=0))
+    assert [sorted(map(len, epoch)) for epoch in (rows[:3], rows[3:])] == [[2, 3, 3]] * 2
     assert sorted(chain(*rows[:3])) == sorted(chain(*rows[3:])) == list(range(8))
     assert rows[:3] != rows[3:]
-    assert rows == list(mini_batches(8, schedule, update=0))
-    assert rows != list(mini_batches(8, schedule, update=1))
+    assert rows == list(schedule_rows(lengths, schedule, update=0))
+    assert rows != list(schedule_rows(lengths, schedule, update=1))
+    assert list(schedule_rows(lengths[:0], schedule, update=0)) == []
+    tokens = [int(lengths[part].sum()) for part in rows[:3]]
+    assert max(tokens) - min(tokens) <= 9
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted(model_path):

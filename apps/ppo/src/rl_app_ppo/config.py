@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 import typing
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -23,6 +24,23 @@ from rl_protocol import ConfigError
 
 T = TypeVar("T")
 PRESET_KEY = "algorithm"
+
+
+class PlainNumbers(yaml.SafeLoader):
+    """YAML in which 1e-5 is a number, and 0.5_2 or 1_2, two bounds as verl writes them, is not."""
+
+
+NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+PlainNumbers.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in rules if tag not in NUMBER_TAGS]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+PlainNumbers.add_implicit_resolver(NUMBER_TAGS[0], re.compile(r"[-+]?\d+$"), list("-+0123456789"))
+PlainNumbers.add_implicit_resolver(
+    NUMBER_TAGS[1],
+    re.compile(r"[-+]?((\d+\.\d*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"),
+    list("-+.0123456789"),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,7 +106,11 @@ def to_yaml(config: AppConfig) -> str:
 
 def from_yaml(text: str) -> AppConfig:
     """Read back what `to_yaml` wrote."""
-    return _build(AppConfig, yaml.safe_load(text))
+    return _build(AppConfig, _parse(text))
+
+
+def _parse(text: str) -> Any:
+    return yaml.load(text, Loader=PlainNumbers)
 
 
 def _split(text: str) -> tuple[str, Any]:
@@ -100,8 +122,8 @@ def _split(text: str) -> tuple[str, Any]:
     if not value:
         return key, ""  # YAML would read nothing as null
     try:
-        return key, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"])).get("value")  # type: ignore[union-attr]
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        return key, _parse(value)
+    except yaml.YAMLError as error:
         raise ConfigError(
             f"The value of {key} can't be read as YAML: {value!r}. Quote it if it holds special signs."
         ) from error
@@ -118,14 +140,12 @@ def _preset_name(given: Sequence[tuple[str, Any]], file_values: dict[str, Any]) 
 
 
 def _read_preset(name: str) -> dict[str, Any]:
-    return cast(
-        dict[str, Any], yaml.safe_load((resources.files("rl_app_ppo") / "presets" / f"{name}.yaml").read_text())
-    )
+    return cast(dict[str, Any], _parse((resources.files("rl_app_ppo") / "presets" / f"{name}.yaml").read_text()))
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values: object = yaml.safe_load(path.read_text())
+        values: object = _parse(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path}: can't be read as YAML: {error}") from error
     if not isinstance(values, dict):

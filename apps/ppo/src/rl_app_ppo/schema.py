@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rl_ckpt_engine import CheckpointEngineConfig
+from rl_trainer.combinations import check_combination
 from rl_trainer.config import (
     ActorConfig,
     AlgorithmConfig,
@@ -113,12 +114,6 @@ class AppConfig:
             f"at most data.train_size ({self.data.train_size})",
             batch,
         )
-        lonely = self.algorithm.adv_estimator == "grpo" and self.rollout.n < 2
-        require(
-            not lonely,
-            "rollout.n",
-            "at least 2 with adv_estimator=grpo, which compares the responses of a prompt",
-            self.rollout.n,
-        )
+        check_combination(self.algorithm, self.actor, self.rollout.n)
         workers = self.rollout.num_workers
         require(workers <= batch, "rollout.num_workers", f"at most data.train_batch_size ({batch})", workers)

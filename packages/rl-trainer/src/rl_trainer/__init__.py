@@ -1,16 +1,28 @@
 """PPO and GRPO trainer whose driver handles only metadata. Importing it loads neither torch nor ray."""
 
+from rl_trainer.combinations import check_combination
 from rl_trainer.config import (
     ActorConfig,
     AlgorithmConfig,
     CriticConfig,
+    KLControlConfig,
     LoopConfig,
     OptimConfig,
+    PolicyLossConfig,
     RolloutConfig,
+    RolloutCorrectionConfig,
     ValidationSampling,
 )
 from rl_trainer.data import PromptDataset, PromptOrder, PromptRow
-from rl_trainer.stages import Stage, StepGraph, build_graph, check_graph, needs_critic, needs_reference
+from rl_trainer.stages import (
+    Stage,
+    StepGraph,
+    build_graph,
+    check_graph,
+    needs_critic,
+    needs_reference,
+    needs_sum_pi_squared,
+)
 from rl_trainer.trainer import PPOTrainer, TrainerParts, WorkerHandle, Workers
 from rl_trainer.workers import ActorWorker, CriticWorker, ReferenceWorker, RewardWorker, RolloutWorker, Worker
 
@@ -22,15 +34,18 @@ __all__ = [
     "AlgorithmConfig",
     "CriticConfig",
     "CriticWorker",
+    "KLControlConfig",
     "LoopConfig",
     "OptimConfig",
     "PPOTrainer",
+    "PolicyLossConfig",
     "PromptDataset",
     "PromptOrder",
     "PromptRow",
     "ReferenceWorker",
     "RewardWorker",
     "RolloutConfig",
+    "RolloutCorrectionConfig",
     "RolloutWorker",
     "Stage",
     "StepGraph",
@@ -40,7 +55,9 @@ __all__ = [
     "WorkerHandle",
     "Workers",
     "build_graph",
+    "check_combination",
     "check_graph",
     "needs_critic",
     "needs_reference",
+    "needs_sum_pi_squared",
 ]

@@ -9,9 +9,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_protocol import ConfigError
+from rl_trainer.algorithms.correction import (
+    IS_LEVELS,
+    RS_CRITERIA,
+    Bounds,
+    Rejection,
+    parse_bounds,
+    parse_rejections,
+)
+from rl_trainer.algorithms.kl import KL_LOSSES, KL_PENALTIES, kl_name
+from rl_trainer.algorithms.policy_losses import LOSS_AGG_MODES
 
-LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")
-KL_TYPES = ("k1", "k2", "k3", "abs")
+KL_CONTROLLERS = ("fixed", "adaptive")
+CRITIC_AGG_MODES = tuple(mode for mode in LOSS_AGG_MODES if mode != "seq-mean-token-sum-norm")
 
 
 def option(default: Any, text: str) -> Any:
@@ -55,6 +65,33 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PolicyLossConfig:
+    """Which policy loss, and what some of them need."""
+
+    loss_mode: str = option(
+        "vanilla",
+        "policy loss: vanilla (PPO), gspo, geo_mean (GMPO), cispo, sapo, gpg, clip_cov, kl_cov, dppo_tv, dppo_kl, or an installed one",
+    )
+    clip_cov_ratio: float = option(0.0002, "clip_cov: share of the tokens that lose their gradient")
+    clip_cov_lb: float = option(1.0, "clip_cov: least covariance of such a token")
+    clip_cov_ub: float = option(5.0, "clip_cov: largest covariance of such a token")
+    kl_cov_ratio: float = option(0.0002, "kl_cov: share of the tokens that pay for leaving the old policy")
+    ppo_kl_coef: float = option(0.1, "kl_cov: what they pay, per nat")
+
+    def __post_init__(self) -> None:
+        for name in ("clip_cov_ratio", "kl_cov_ratio"):
+            value: float = getattr(self, name)
+            require(0 < value <= 1, f"actor.policy_loss.{name}", "in (0, 1]", value)
+        require(
+            self.clip_cov_lb < self.clip_cov_ub,
+            "actor.policy_loss.clip_cov_lb",
+            f"below clip_cov_ub ({self.clip_cov_ub})",
+            self.clip_cov_lb,
+        )
+        require(self.ppo_kl_coef >= 0, "actor.policy_loss.ppo_kl_coef", "at least 0", self.ppo_kl_coef)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ActorConfig:
     """The policy under training and its loss."""
 
@@ -62,14 +99,28 @@ class ActorConfig:
     ppo_epochs: int = option(1, "passes over the batch per step")
     ppo_mini_batch_size: int = option(64, "prompts per optimizer step (each brings rollout.n responses)")
     ppo_micro_batch_size: int = option(0, "responses per forward pass; 0: the whole mini-batch")
-    clip_ratio_low: float = option(0.2, "lower clip of the probability ratio: 1 - this")
-    clip_ratio_high: float = option(0.2, "upper clip of the probability ratio: 1 + this")
-    clip_ratio_c: float = option(3.0, "dual clip: bound of the loss where the advantage is negative")
+    policy_loss: PolicyLossConfig = group(PolicyLossConfig, "loss of the policy")
+    clip_ratio_low: float = option(
+        0.2, "lower clip of the probability ratio: 1 - this (geo_mean: of its logarithm; dppo_*: of the divergence)"
+    )
+    clip_ratio_high: float = option(
+        0.2, "upper clip of the probability ratio: 1 + this (geo_mean: of its logarithm; dppo_*: of the divergence)"
+    )
+    clip_ratio_c: float = option(
+        3.0, "vanilla: bound of the loss where the advantage is negative (dual clip); dppo_*: largest weight of a token"
+    )
+    tau_pos: float = option(1.0, "sapo: temperature of the gate where the advantage is positive")
+    tau_neg: float = option(1.05, "sapo: temperature of the gate elsewhere")
     loss_agg_mode: str = option("token-mean", "how token losses become one number: " + ", ".join(LOSS_AGG_MODES))
+    loss_scale_factor: int = option(
+        0, "tokens by which seq-mean-token-sum-norm divides, such as rollout.response_length"
+    )
     entropy_coeff: float = option(0.0, "weight of the entropy bonus in the loss")
     use_kl_loss: bool = option(False, "add the divergence from the reference policy to the loss")
     kl_loss_coef: float = option(0.001, "weight of that divergence")
-    kl_loss_type: str = option("k3", "its estimator: " + ", ".join(KL_TYPES))
+    kl_loss_type: str = option(
+        "k3", f"its estimator: {', '.join(KL_PENALTIES)}; with + behind it: its value, the gradient of k2"
+    )
 
     def __post_init__(self) -> None:
         require(self.ppo_epochs >= 1, "actor.ppo_epochs", "at least 1", self.ppo_epochs)
@@ -81,8 +132,20 @@ class ActorConfig:
         require(
             self.loss_agg_mode in LOSS_AGG_MODES, "actor.loss_agg_mode", f"one of {LOSS_AGG_MODES}", self.loss_agg_mode
         )
+        require(
+            self.loss_scale_factor >= 1 or self.loss_agg_mode != "seq-mean-token-sum-norm",
+            "actor.loss_scale_factor",
+            "at least 1 with loss_agg_mode=seq-mean-token-sum-norm, for instance rollout.response_length",
+            self.loss_scale_factor,
+        )
+        require(
+            self.tau_pos > 0 and self.tau_neg > 0,
+            "actor.tau_pos and actor.tau_neg",
+            "greater than 0",
+            (self.tau_pos, self.tau_neg),
+        )
         require(self.kl_loss_coef >= 0, "actor.kl_loss_coef", "at least 0", self.kl_loss_coef)
-        require(self.kl_loss_type in KL_TYPES, "actor.kl_loss_type", f"one of {KL_TYPES}", self.kl_loss_type)
+        kl_name(self.kl_loss_type, KL_LOSSES, "actor.kl_loss_type")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +157,7 @@ class CriticConfig:
     ppo_mini_batch_size: int = option(64, "prompts per optimizer step (each brings rollout.n responses)")
     ppo_micro_batch_size: int = option(0, "responses per forward pass; 0: the whole mini-batch")
     cliprange_value: float = option(0.5, "largest move of a value per step")
-    loss_agg_mode: str = option("token-mean", "how token losses become one number: " + ", ".join(LOSS_AGG_MODES))
+    loss_agg_mode: str = option("token-mean", "how token losses become one number: " + ", ".join(CRITIC_AGG_MODES))
     warmup_steps: int = option(0, "first steps in which the critic alone is trained")
 
     def __post_init__(self) -> None:
@@ -103,9 +166,75 @@ class CriticConfig:
         require(self.ppo_micro_batch_size >= 0, "critic.ppo_micro_batch_size", "at least 0", self.ppo_micro_batch_size)
         require(self.cliprange_value > 0, "critic.cliprange_value", "greater than 0", self.cliprange_value)
         require(
-            self.loss_agg_mode in LOSS_AGG_MODES, "critic.loss_agg_mode", f"one of {LOSS_AGG_MODES}", self.loss_agg_mode
+            self.loss_agg_mode in CRITIC_AGG_MODES,
+            "critic.loss_agg_mode",
+            f"one of {CRITIC_AGG_MODES}",
+            self.loss_agg_mode,
         )
         require(self.warmup_steps >= 0, "critic.warmup_steps", "at least 0", self.warmup_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLControlConfig:
+    """The weight of the divergence in the reward."""
+
+    type: str = option(
+        "fixed", "fixed; or adaptive: grows while the divergence is above target_kl, shrinks while it is below"
+    )
+    kl_coef: float = option(0.001, "weight of the divergence in the reward (adaptive: the first one)")
+    target_kl: float = option(0.1, "adaptive: wanted divergence, nats per token")
+    horizon: int = option(10000, "adaptive: responses over which the weight changes by at most 20 %")
+
+    def __post_init__(self) -> None:
+        require(self.type in KL_CONTROLLERS, "algorithm.kl_ctrl.type", f"one of {KL_CONTROLLERS}", self.type)
+        require(self.kl_coef >= 0, "algorithm.kl_ctrl.kl_coef", "at least 0", self.kl_coef)
+        require(self.target_kl > 0, "algorithm.kl_ctrl.target_kl", "greater than 0", self.target_kl)
+        require(self.horizon >= 1, "algorithm.kl_ctrl.horizon", "at least 1", self.horizon)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCorrectionConfig:
+    """Correction for rollout engine and trainer being different policies."""
+
+    rollout_is: str = option("", f"importance weights per {', '.join(IS_LEVELS)}; empty: none")
+    rollout_is_threshold: str = option("2.0", "largest weight (truncated), or lower_upper: weights outside become 0")
+    rollout_is_batch_normalize: bool = option(False, "divide the weights by their mean over the batch")
+    rollout_rs: str = option("", f"rejection, comma-separated: {', '.join(RS_CRITERIA)}; empty: none")
+    rollout_rs_threshold: str = option(
+        "", "its thresholds, one for all or one each; k1: number or lower_upper of the ratio, others: nats"
+    )
+    bypass_mode: bool = option(
+        False,
+        "take the rollout engine's log-probs for the old policy's, without the forward pass (correction moves into the loss)",
+    )
+
+    def __post_init__(self) -> None:
+        key = "algorithm.rollout_correction"
+        require(
+            self.rollout_is in ("", *IS_LEVELS), f"{key}.rollout_is", f"empty or one of {IS_LEVELS}", self.rollout_is
+        )
+        require(
+            bool(self.rollout_is) or not self.rollout_is_batch_normalize,
+            f"{key}.rollout_is_batch_normalize",
+            f"false without {key}.rollout_is",
+            self.rollout_is_batch_normalize,
+        )
+        require(
+            bool(self.rollout_rs) == bool(self.rollout_rs_threshold),
+            f"{key}.rollout_rs_threshold",
+            f"set exactly when {key}.rollout_rs is ({self.rollout_rs!r})",
+            self.rollout_rs_threshold,
+        )
+        self.is_bounds()
+        self.rejections()
+
+    def is_bounds(self) -> Bounds:
+        """`rollout_is_threshold`, parsed."""
+        return parse_bounds(self.rollout_is_threshold, "algorithm.rollout_correction.rollout_is_threshold")
+
+    def rejections(self) -> tuple[Rejection, ...]:
+        """`rollout_rs` and its thresholds, parsed."""
+        return parse_rejections(self.rollout_rs, self.rollout_rs_threshold, "algorithm.rollout_correction.rollout_rs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,19 +242,54 @@ class AlgorithmConfig:
     """How advantages come from rewards."""
 
     name: str = option("grpo", "preset this run started from; set it with algorithm=grpo or algorithm=ppo")
-    adv_estimator: str = option("grpo", "advantage estimator: grpo or gae")
+    adv_estimator: str = option(
+        "grpo",
+        "advantage estimator: gae, grpo, dr_grpo, grpo_passk, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo, gpg, gdpo, "
+        "optimal_token_baseline, or an installed one",
+    )
     gamma: float = option(1.0, "discount per token")
     lam: float = option(1.0, "lambda of GAE")
-    norm_adv_by_std_in_grpo: bool = option(True, "divide by the standard deviation of the group (false: Dr.GRPO)")
+    norm_adv_by_std_in_grpo: bool = option(
+        True, "grpo, grpo_passk, gdpo: divide by the standard deviation of the group"
+    )
+    gdpo_reward_keys: str = option(
+        "", "gdpo: comma-separated names of what the reward function returns, such as score,acc"
+    )
+    gdpo_reward_weights: str = option("", "gdpo: comma-separated weights of these; empty: all 1")
     use_kl_in_reward: bool = option(False, "subtract the divergence from the reference policy from each token's reward")
-    kl_penalty: str = option("k1", "its estimator: " + ", ".join(KL_TYPES))
-    kl_coef: float = option(0.001, "weight of that divergence")
+    kl_penalty: str = option("k1", "its estimator: " + ", ".join(KL_PENALTIES))
+    kl_ctrl: KLControlConfig = group(KLControlConfig, "weight of that divergence")
+    rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig, "train/rollout mismatch")
 
     def __post_init__(self) -> None:
         require(0 <= self.gamma <= 1, "algorithm.gamma", "in [0, 1]", self.gamma)
         require(0 <= self.lam <= 1, "algorithm.lam", "in [0, 1]", self.lam)
-        require(self.kl_penalty in KL_TYPES, "algorithm.kl_penalty", f"one of {KL_TYPES}", self.kl_penalty)
-        require(self.kl_coef >= 0, "algorithm.kl_coef", "at least 0", self.kl_coef)
+        kl_name(self.kl_penalty, KL_PENALTIES, "algorithm.kl_penalty")
+        require(
+            self.use_kl_in_reward or self.kl_ctrl.type == "fixed",
+            "algorithm.kl_ctrl.type",
+            "fixed without algorithm.use_kl_in_reward=true",
+            self.kl_ctrl.type,
+        )
+        weights, keys = self.component_weights(), self.component_keys()
+        require(
+            len(weights) == len(keys), "algorithm.gdpo_reward_weights", f"one for each of the {len(keys)} keys", weights
+        )
+
+    def component_keys(self) -> tuple[str, ...]:
+        """`gdpo_reward_keys`, parsed."""
+        return tuple(name.strip() for name in self.gdpo_reward_keys.split(",") if name.strip())
+
+    def component_weights(self) -> tuple[float, ...]:
+        """`gdpo_reward_weights`, parsed; 1 for each key when empty."""
+        if not self.gdpo_reward_weights:
+            return (1.0,) * len(self.component_keys())
+        try:
+            return tuple(float(text) for text in self.gdpo_reward_weights.split(","))
+        except ValueError:
+            raise ConfigError(
+                f"algorithm.gdpo_reward_weights must be numbers such as 1.0,0.5; got {self.gdpo_reward_weights!r}."
+            ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

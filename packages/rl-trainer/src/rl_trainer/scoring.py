@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from rl_protocol import BatchData, KVBatchMeta, RaggedColumn, RowKey
-from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, FloatArray, kl_penalty
-from rl_trainer.config import AlgorithmConfig
+from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
+from rl_trainer.algorithms.correction import Rows, importance_weights, offpolicy_metrics, reject
+from rl_trainer.algorithms.covariance import clip_cov_tokens, kl_cov_tokens
+from rl_trainer.algorithms.episodes import BoolArray, FloatArray
+from rl_trainer.algorithms.kl import kl_penalty
+from rl_trainer.algorithms.policy_losses import POLICY_LOSSES
+from rl_trainer.config import AlgorithmConfig, PolicyLossConfig, RolloutCorrectionConfig
 from rl_trainer.metrics import length_stats, stats
-
-
-def token_level_rewards(responses: RaggedColumn, scores: FloatArray) -> FloatArray:
-    """[T]: the score of a trajectory on its last token, 0 elsewhere; a trajectory without tokens gets none."""
-    rewards = np.zeros(responses.values.shape[0])
-    filled = responses.lengths > 0
-    rewards[responses.offsets[1:][filled] - 1] = scores[filled]
-    return rewards
 
 
 def row_sums(flat: FloatArray, offsets: npt.NDArray[np.int64]) -> FloatArray:
@@ -25,60 +24,144 @@ def row_sums(flat: FloatArray, offsets: npt.NDArray[np.int64]) -> FloatArray:
     return running[offsets[1:]] - running[offsets[:-1]]
 
 
-def estimate_advantages(
-    batch: KVBatchMeta, data: BatchData, config: AlgorithmConfig, response_length: int
-) -> tuple[BatchData, dict[str, float]]:
-    """Advantages and returns of a batch, as columns, and its metrics.
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """What turns scores into advantages.
+
+    Attributes:
+        algorithm: estimator, discount, KL and correction settings.
+        policy_loss: which tokens it wants chosen.
+        response_length: most tokens a response may have, for response_length/clip_ratio.
+        kl_coef: weight of the divergence in the reward at this step.
+        rng: what random choices of tokens are drawn from.
+    """
+
+    algorithm: AlgorithmConfig
+    policy_loss: PolicyLossConfig
+    response_length: int
+    kl_coef: float
+    rng: np.random.Generator
+
+
+def estimate_advantages(batch: KVBatchMeta, data: BatchData, scoring: Scoring) -> tuple[BatchData, dict[str, float]]:
+    """Advantages, returns and what else the losses read, as columns, and the metrics of the batch.
+
+    Rejection comes first: a rejected token has no part in any statistic that an advantage rests on.
 
     Args:
         batch: names of the N trajectories.
-        data: the columns the `adv` stage reads.
-        config: estimator, discount and KL settings.
-        response_length: most tokens a response may have, for response_length/clip_ratio.
+        data: the columns the `adv` stage reads, under the names it knows them by.
+        scoring: settings of this step.
     """
-    responses = data.ragged("responses")
-    mask = data.ragged("response_mask").values.astype(np.bool_)
+    config, offsets = scoring.algorithm, data.ragged("responses").offsets
+    mask, weights, metrics = _corrected(data, config.rollout_correction)
     scores = data.dense("scores").values.astype(np.float64)
-    rewards = token_level_rewards(responses, scores)
-    metrics: dict[str, float] = {}
-    if "ref_log_prob" in data:
-        kl = kl_penalty(_flat(data, "old_log_probs"), _flat(data, "ref_log_prob"), config.kl_penalty)
-        if mask.any():
-            metrics["actor/reward_kl_penalty" if config.use_kl_in_reward else "actor/ref_kl"] = float(kl[mask].mean())
-        if config.use_kl_in_reward:
-            rewards = np.where(mask, rewards - config.kl_coef * kl, rewards)
-    advantages, returns = ADVANTAGE_ESTIMATORS[config.adv_estimator](
-        AdvantageInputs(
-            keys=[RowKey.parse(key) for key in batch.keys],
-            offsets=responses.offsets,
-            mask=mask,
-            token_level_rewards=rewards,
-            scores=row_sums(rewards, responses.offsets),
-            values=_flat(data, "values") if "values" in data else None,
-            gamma=config.gamma,
-            lam=config.lam,
-            norm_by_std=config.norm_adv_by_std_in_grpo,
-        )
+    penalty, kl_metrics = _divergence(data, mask, scoring)
+    inputs = AdvantageInputs(
+        keys=[RowKey.parse(key) for key in batch.keys],
+        offsets=offsets,
+        mask=mask,
+        scores=scores,
+        token_rewards=penalty,
+        values=_optional(data, "values"),
+        old_log_probs=_optional(data, "old_log_probs"),
+        sum_pi_squared=_optional(data, "sum_pi_squared"),
+        rollout_is_weights=weights,
+        reward_baselines=data.dense("reward_baselines").values.astype(np.float64)
+        if "reward_baselines" in data
+        else None,
+        reward_components=_flat(data, "reward_components").reshape(len(data), -1)
+        if "reward_components" in data
+        else None,
+        component_weights=np.array(config.component_weights()),
+        gamma=config.gamma,
+        lam=config.lam,
+        norm_by_std=config.norm_adv_by_std_in_grpo,
     )
+    advantages, returns = ADVANTAGE_ESTIMATORS.get(config.adv_estimator).estimate(inputs)
     columns = {
-        "advantages": RaggedColumn(advantages.astype(np.float32), responses.offsets, "float32"),
-        "returns": RaggedColumn(returns.astype(np.float32), responses.offsets, "float32"),
+        "advantages": RaggedColumn(advantages.astype(np.float32), offsets, "float32"),
+        "returns": RaggedColumn(returns.astype(np.float32), offsets, "float32"),
+        "loss_mask": RaggedColumn(mask, offsets, "bool"),
     }
-    metrics |= batch_metrics(data, rewards, advantages, returns, response_length)
+    if weights is not None:
+        columns["rollout_is_weights"] = RaggedColumn(weights.astype(np.float32), offsets, "float32")
+    if POLICY_LOSSES.get(scoring.policy_loss.loss_mode).chooses:
+        columns["chosen_tokens"] = RaggedColumn(_chosen(inputs, advantages, scoring), offsets, "bool")
+    rewards = scores if penalty is None else scores + row_sums(penalty, offsets)
+    metrics |= kl_metrics | batch_metrics(data, mask, rewards, advantages, returns, scoring.response_length)
     return BatchData(columns), metrics
 
 
-def batch_metrics(
-    data: BatchData, rewards: FloatArray, advantages: FloatArray, returns: FloatArray, response_length: int
-) -> dict[str, float]:
-    """verl's batch metrics, over unmasked tokens only."""
-    responses = data.ragged("responses")
+def _corrected(
+    data: BatchData, config: RolloutCorrectionConfig
+) -> tuple[BoolArray, FloatArray | None, dict[str, float]]:
+    """Mask after rejection, importance weights, and rollout_corr/* metrics; in bypass mode the loss does all that."""
     mask = data.ragged("response_mask").values.astype(np.bool_)
+    if config.bypass_mode:
+        return mask, None, {}
+    train, rollout = _flat(data, "old_log_probs"), _flat(data, "rollout_log_probs")
+    rows = Rows.of(mask, data.ragged("responses").offsets)
+    metrics = offpolicy_metrics(train, rollout, rows)
+    kept, rejected = reject(train - rollout, rows, config.rejections())
+    weights = None
+    if config.rollout_is:
+        weights, weighed = importance_weights(
+            train - rollout, rows, config.rollout_is, config.is_bounds(), normalize=config.rollout_is_batch_normalize
+        )
+        metrics |= weighed
+    return kept, weights, {f"rollout_corr/{name}": value for name, value in (metrics | rejected).items()}
+
+
+def _divergence(data: BatchData, mask: BoolArray, scoring: Scoring) -> tuple[FloatArray | None, dict[str, float]]:
+    """Minus the KL penalty per token where the reward holds one, and the divergence's mean per token."""
+    config = scoring.algorithm
+    if "ref_log_prob" not in data:
+        return None, {}
+    kl = kl_penalty(_flat(data, "old_log_probs"), _flat(data, "ref_log_prob"), config.kl_penalty)
+    name = "actor/reward_kl_penalty" if config.use_kl_in_reward else "actor/ref_kl"
+    metrics = {name: float(kl[mask].mean())} if mask.any() else {}
+    if not config.use_kl_in_reward:
+        return None, metrics
+    return np.where(mask, -scoring.kl_coef * kl, 0.0), metrics | {"actor/reward_kl_penalty_coeff": scoring.kl_coef}
+
+
+def _chosen(inputs: AdvantageInputs, advantages: FloatArray, scoring: Scoring) -> BoolArray:
+    """The tokens that the policy loss wants chosen, bool [T]."""
+    config = scoring.policy_loss
+    log_probs = inputs.need("old_log_probs", "The old_log_prob stage writes them.")
+    a, log_p = inputs.stream(advantages), inputs.stream(log_probs)
+    if POLICY_LOSSES.get(config.loss_mode).chooses == "kl_cov":
+        stream = kl_cov_tokens(a, log_p, ratio=config.kl_cov_ratio)
+    else:
+        stream = clip_cov_tokens(
+            a,
+            log_p,
+            ratio=config.clip_cov_ratio,
+            low=config.clip_cov_lb,
+            high=config.clip_cov_ub,
+            rng=scoring.rng,
+        )
+    chosen = np.zeros(inputs.mask.size, np.bool_)
+    chosen[inputs.episodes.tokens[stream]] = True
+    return chosen
+
+
+def batch_metrics(
+    data: BatchData,
+    mask: BoolArray,
+    rewards: FloatArray,
+    advantages: FloatArray,
+    returns: FloatArray,
+    response_length: int,
+) -> dict[str, float]:
+    """verl's batch metrics, over unmasked tokens only; `rewards` [N] are scores minus KL penalties."""
+    responses = data.ragged("responses")
     prompt_lengths = data.ragged("prompts").lengths
     metrics = {
         **stats("critic/score", data.dense("scores").values),
         **stats("critic/acc", data.dense("acc").values),
-        **stats("critic/rewards", row_sums(rewards, responses.offsets)),
+        **stats("critic/rewards", rewards),
         **stats("critic/advantages", advantages, mask),
         **stats("critic/returns", returns, mask),
         **stats("prompt_length", prompt_lengths),
@@ -87,8 +170,9 @@ def batch_metrics(
     }
     if "values" in data:
         metrics |= stats("critic/values", _flat(data, "values"), mask)
-    if mask.any():
+    if mask.any() and "entropy" in data:
         metrics["actor/entropy"] = float(_flat(data, "entropy")[mask].mean())
+    if mask.any() and "rollout_log_probs" in data:
         rollout, old = _flat(data, "rollout_log_probs")[mask], _flat(data, "old_log_probs")[mask]
         difference = np.abs(np.exp(rollout) - np.exp(old))
         metrics["training/rollout_probs_diff_mean"] = float(difference.mean())
@@ -99,3 +183,7 @@ def batch_metrics(
 
 def _flat(data: BatchData, name: str) -> FloatArray:
     return data.ragged(name).values.astype(np.float64)
+
+
+def _optional(data: BatchData, name: str) -> FloatArray | None:
+    return _flat(data, name) if name in data else None

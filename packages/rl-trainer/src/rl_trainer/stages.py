@@ -1,27 +1,37 @@
 """The step as a graph of stages that declare which columns they read and write. It is checked before any model loads.
 
-rollout -> reward -> old_log_prob -> ref? -> values? -> adv -> update_critic? -> update_actor -> update_weights -> clear
+rollout -> reward -> baseline? -> old_log_prob? -> ref? -> values? -> adv -> update_critic? -> update_actor -> update_weights -> clear
                                                                                 (? where the configuration asks for it)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from rl_protocol import BatchSchema, ConfigError
-from rl_protocol.rl_columns import PROMPT_SCHEMA, TRAJECTORY_SCHEMA
+from rl_protocol import BatchData, BatchSchema, ConfigError
+from rl_protocol.rl_columns import PROMPT_SCHEMA
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from rl_trainer.algorithms.policy_losses import POLICY_LOSSES
+from rl_trainer.columns import TRAINER_SCHEMA
 from rl_trainer.config import ActorConfig, AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of the step: only the columns it reads travel to it."""
+    """One stage of the step: only the columns it reads travel to it.
+
+    `known_as` gives a column another name within the stage: a stage that reads `loss_mask` as `response_mask` need not know of rejection.
+    """
 
     name: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+    known_as: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def rename(self, data: BatchData) -> BatchData:
+        """The columns under the names this stage knows them by."""
+        return BatchData({self.known_as.get(name, name): column for name, column in data.columns.items()}, len(data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +47,7 @@ class StepGraph:
         return any(stage.name == name for stage in self.stages)
 
 
-def check_graph(
-    stages: Sequence[Stage], schemas: Sequence[BatchSchema] = (PROMPT_SCHEMA, TRAJECTORY_SCHEMA)
-) -> StepGraph:
+def check_graph(stages: Sequence[Stage], schemas: Sequence[BatchSchema] = (PROMPT_SCHEMA, TRAINER_SCHEMA)) -> StepGraph:
     """Check that every column read was written by an earlier stage, that no column is written twice, and that all are declared.
 
     Raises:
@@ -61,7 +69,17 @@ def check_graph(
 
 def needs_critic(algorithm: AlgorithmConfig) -> bool:
     """Whether the advantage estimator reads values."""
-    return algorithm.adv_estimator == "gae"
+    return "values" in ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator).reads
+
+
+def needs_baseline(algorithm: AlgorithmConfig) -> bool:
+    """Whether the advantage estimator reads the score of a greedy response."""
+    return "reward_baselines" in ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator).reads
+
+
+def needs_sum_pi_squared(algorithm: AlgorithmConfig) -> bool:
+    """Whether the advantage estimator reads sums of squared probabilities."""
+    return "sum_pi_squared" in ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator).reads
 
 
 def needs_reference(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
@@ -70,50 +88,48 @@ def needs_reference(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
 
 
 def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig) -> StepGraph:
-    """The checked graph of a PPO or GRPO step.
+    """The checked graph of a step.
 
     Raises:
-        ConfigError: unknown advantage estimator, or columns that do not fit together.
+        ConfigError: unknown advantage estimator or policy loss, or columns that do not fit together.
     """
-    if algorithm.adv_estimator not in ADVANTAGE_ESTIMATORS:
-        known = ", ".join(ADVANTAGE_ESTIMATORS)
-        raise ConfigError(f"algorithm.adv_estimator must be one of {known}; got {algorithm.adv_estimator!r}.")
-    critic, ref = needs_critic(algorithm), needs_reference(algorithm, actor)
+    estimator = ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator)
+    loss, correction = POLICY_LOSSES.get(actor.policy_loss.loss_mode), algorithm.rollout_correction
+    critic, ref, bypass = needs_critic(algorithm), needs_reference(algorithm, actor), correction.bypass_mode
     tokens = ("prompts", "responses")
-    adv_reads = (
-        "prompts",
-        "responses",
-        "response_mask",
-        "scores",
-        "acc",
-        "rollout_log_probs",
-        "old_log_probs",
-        "entropy",
-    )
+    old = ("rollout_log_probs",) if bypass else ("old_log_probs",)
+    mask = ("loss_mask",) if not bypass and correction.rollout_rs else ("response_mask",)
+    known_as = {"rollout_log_probs": "old_log_probs"} if bypass else {}
+    weights = ("rollout_is_weights",) if not bypass and correction.rollout_is else ()
+    chosen = ("chosen_tokens",) if loss.chooses else ()
+    rollout = ("prompts", "data_source", "ground_truth", "responses", "response_mask", "rollout_log_probs")
+    components = ("reward_components",) if algorithm.component_keys() else ()
+    old_writes = ("old_log_probs", "entropy", *(("sum_pi_squared",) if needs_sum_pi_squared(algorithm) else ()))
+    reference = ("ref_log_prob",) if ref else ()
+    scored = (*tokens, "response_mask", "scores", "acc", *old, *(() if bypass else ("entropy", "rollout_log_probs")))
     stages = [
-        Stage(
-            "rollout", (), ("prompts", "data_source", "ground_truth", "responses", "response_mask", "rollout_log_probs")
-        ),
-        Stage("reward", ("responses", "data_source", "ground_truth"), ("scores", "acc")),
-        Stage("old_log_prob", tokens, ("old_log_probs", "entropy")),
-        *([Stage("ref", tokens, ("ref_log_prob",))] if ref else []),
+        Stage("rollout", (), rollout),
+        Stage("reward", ("responses", "data_source", "ground_truth"), ("scores", "acc", *components)),
+        *([Stage("baseline", (), ("reward_baselines",))] if needs_baseline(algorithm) else []),
+        *([] if bypass else [Stage("old_log_prob", tokens, old_writes)]),
+        *([Stage("ref", tokens, reference)] if ref else []),
         *([Stage("values", tokens, ("values",))] if critic else []),
         Stage(
             "adv",
-            (*adv_reads, *(("values",) if critic else ()), *(("ref_log_prob",) if ref else ())),
-            ("advantages", "returns"),
+            tuple(dict.fromkeys((*scored, *estimator.reads, *reference))),
+            ("advantages", "returns", *(mask if mask == ("loss_mask",) else ()), *weights, *chosen),
+            known_as,
         ),
-        *([Stage("update_critic", (*tokens, "response_mask", "values", "returns"), ())] if critic else []),
+        *(
+            [Stage("update_critic", (*tokens, *mask, "values", "returns"), (), {"loss_mask": "response_mask"})]
+            if critic
+            else []
+        ),
         Stage(
             "update_actor",
-            (
-                *tokens,
-                "response_mask",
-                "old_log_probs",
-                "advantages",
-                *(("ref_log_prob",) if actor.use_kl_loss else ()),
-            ),
+            (*tokens, *mask, *old, "advantages", *(reference if actor.use_kl_loss else ()), *weights, *chosen),
             (),
+            {**known_as, "loss_mask": "response_mask"},
         ),
     ]
     return check_graph(stages)

@@ -24,6 +24,7 @@ from rl_trainer.config import CriticConfig, LoopConfig, RolloutConfig
 from rl_trainer.data import PromptOrder
 from rl_trainer.messages import PromptRef, RolloutCall, SaveCall, StageCall, StageResult
 from rl_trainer.stages import StepGraph
+from rl_trainer.workers import BASELINE_PARTITION
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -141,6 +142,8 @@ class PPOTrainer:
             )
             batch = tagged.without_tags()
             metrics |= await clock.time("reward", self._stage(p.workers.reward, "reward", step, batch))
+            if "baseline" in p.graph:
+                metrics |= await clock.time("baseline", self._baseline(step, prompts, batch))
             metrics |= await self._forward_stages(clock, step, batch)
             metrics |= await clock.time("adv", self._stage(p.workers.reward, "adv", step, batch))
             metrics |= await self._update_stages(clock, step, batch)
@@ -201,6 +204,14 @@ class PPOTrainer:
         )
         return ready.select_keys(sorted(ready.keys))  # by name, not by arrival: the same batch in every run
 
+    async def _baseline(self, step: int, prompts: Sequence[PromptRef], batch: KVBatchMeta) -> dict[str, float]:
+        """One greedy response per prompt, scored: the baseline of its other responses."""
+        reward, greedy = self._p.workers.reward, msgspec.structs.replace(self._sampling(), temperature=0.0)
+        async with self._rows(BASELINE_PARTITION):
+            rows = await self._rollout(BASELINE_PARTITION, "train", step, prompts, 1, greedy)
+            await self._stage(reward, "reward", step, rows.without_tags())
+            return await self._stage(reward, "baseline", step, batch)
+
     async def _forward_stages(self, clock: _Clock, step: int, batch: KVBatchMeta) -> dict[str, float]:
         w = self._p.workers
         stages = [("old_log_prob", w.actor), ("ref", w.ref), ("values", w.critic)]
@@ -218,7 +229,11 @@ class PPOTrainer:
     async def _side_by_side(
         self, clock: _Clock, step: int, batch: KVBatchMeta, stages: Sequence[tuple[str, WorkerHandle | None]]
     ) -> dict[str, float]:
-        work = [clock.time(name, self._stage(w, name, step, batch)) for name, w in stages if w is not None]
+        work = [
+            clock.time(name, self._stage(w, name, step, batch))
+            for name, w in stages
+            if w is not None and name in self._p.graph
+        ]
         merged: dict[str, float] = {}
         for result in await _together(*work):
             merged |= result

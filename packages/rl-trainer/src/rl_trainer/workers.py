@@ -25,15 +25,19 @@ from rl_protocol.ports import (
     RewardFunction,
     RolloutEngine,
 )
-from rl_protocol.rl_columns import PROMPT_SCHEMA, TRAJECTORY_SCHEMA, prompt_partition
-from rl_trainer.config import AlgorithmConfig
+from rl_protocol.rl_columns import PROMPT_SCHEMA, prompt_partition
+from rl_trainer.algorithms.kl import adaptive_kl_coef
+from rl_trainer.columns import TRAINER_SCHEMA
+from rl_trainer.config import AlgorithmConfig, PolicyLossConfig
 from rl_trainer.data import PromptDataset
 from rl_trainer.messages import RolloutCall, SaveCall, StageCall, StageResult
-from rl_trainer.metrics import mean_by_group
-from rl_trainer.scoring import estimate_advantages
+from rl_trainer.metrics import mean_by_group, stats
+from rl_trainer.scoring import Scoring, estimate_advantages
 from rl_trainer.stages import Stage, StepGraph
 
 Handler = Callable[[Any], Awaitable[Any]]
+BASELINE_PARTITION = "baseline"
+"""Where greedy responses are kept while a step needs their scores."""
 
 
 class Worker:
@@ -66,7 +70,7 @@ async def fetch(plane: DataPlane, batch: KVBatchMeta, fields: Sequence[str]) -> 
     Raises:
         MissingDataError: see DataPlane.get.
     """
-    own = [name for name in fields if name in TRAJECTORY_SCHEMA]
+    own = [name for name in fields if name in TRAINER_SCHEMA]
     shared = [name for name in fields if name in PROMPT_SCHEMA]
     data = await plane.get(batch, own)
     if not shared:
@@ -77,15 +81,24 @@ async def fetch(plane: DataPlane, batch: KVBatchMeta, fields: Sequence[str]) -> 
     return prompts.select_rows([place[uid] for uid in uids]).union(data)
 
 
-async def store(plane: DataPlane, batch: KVBatchMeta, stage: Stage, read: BatchData, made: BatchData) -> None:
-    """Put exactly the columns the stage declares, checked against the schema together with what it read.
+async def read(plane: DataPlane, batch: KVBatchMeta, stage: Stage) -> BatchData:
+    """The columns the stage reads, under the names it knows them by.
+
+    Raises:
+        MissingDataError: see DataPlane.get.
+    """
+    return stage.rename(await fetch(plane, batch, stage.reads))
+
+
+async def store(plane: DataPlane, batch: KVBatchMeta, stage: Stage, data: BatchData, made: BatchData) -> None:
+    """Put exactly the columns the stage declares, checked against the schema together with `data`, which it read.
 
     Raises:
         SchemaError: a column of another type, or that does not align with one that was read; names key, column, expected and got.
     """
     columns = made.select_fields(stage.writes)
-    own = read.select_fields([name for name in read.field_names if name in TRAJECTORY_SCHEMA])
-    TRAJECTORY_SCHEMA.check(own.union(columns), batch.keys)
+    own = data.select_fields([name for name in data.field_names if name in TRAINER_SCHEMA])
+    TRAINER_SCHEMA.check(own.union(columns), batch.keys)
     await plane.put(batch.partition, batch.keys, columns)
 
 
@@ -133,7 +146,7 @@ class RolloutWorker(Worker):
                 "rollout_log_probs": ragged([g.log_probs for g in generations], "float32"),
             }
         )
-        TRAJECTORY_SCHEMA.check(data)
+        TRAINER_SCHEMA.check(data)
         tags: list[Tag] = [
             {
                 "step": call.step,
@@ -152,6 +165,7 @@ class RewardWorker(Worker):
     handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
         "reward": StageCall,
         "evaluate": StageCall,
+        "baseline": StageCall,
         "adv": StageCall,
     }
 
@@ -163,6 +177,9 @@ class RewardWorker(Worker):
         decode: Callable[[Sequence[int]], str],
         algorithm: AlgorithmConfig,
         response_length: int,
+        *,
+        policy_loss: PolicyLossConfig | None = None,
+        seed: int = 0,
     ) -> None:
         self._plane = plane
         self._graph = graph
@@ -170,19 +187,26 @@ class RewardWorker(Worker):
         self._decode = decode
         self._algorithm = algorithm
         self._response_length = response_length
+        self._policy_loss = policy_loss or PolicyLossConfig()
+        self._seed = seed
+        self._kl_coef = algorithm.kl_ctrl.kl_coef
 
     async def reward(self, call: StageCall) -> StageResult:
-        """Write `scores` and `acc` of every trajectory."""
+        """Write `scores` and `acc` of every trajectory, and the parts of the reward that the estimator looks at."""
         stage = self._graph["reward"]
-        data = await fetch(self._plane, call.batch, stage.reads)
-        scores, acc = self._score(call.batch, data)
-        await store(self._plane, call.batch, stage, data, BatchData({"scores": dense(scores), "acc": dense(acc)}))
+        data = await read(self._plane, call.batch, stage)
+        named = self._score(call.batch, data)
+        scores, acc = _named(named, "score"), _named(named, "acc")
+        parts = [[result[key] for key in self._algorithm.component_keys()] for result in named]
+        columns = BatchData({"scores": dense(scores), "acc": dense(acc), "reward_components": ragged(parts, "float32")})
+        await store(self._plane, call.batch, stage, data, columns)
         return StageResult()
 
     async def evaluate(self, call: StageCall) -> StageResult:
         """Score validation trajectories and report means by data source: val-core/<source>/acc/mean@n, val-aux/<source>/score/mean@n."""
         data = await fetch(self._plane, call.batch, self._graph["reward"].reads)
-        scores, acc = self._score(call.batch, data)
+        named = self._score(call.batch, data)
+        scores, acc = _named(named, "score"), _named(named, "acc")
         sources = data.objects("data_source").values()
         prompts = {RowKey.parse(key).uid for key in call.batch.keys}
         n = len(call.batch) // max(len(prompts), 1)
@@ -194,16 +218,40 @@ class RewardWorker(Worker):
         }
         return StageResult(metrics=metrics)
 
+    async def baseline(self, call: StageCall) -> StageResult:
+        """Write `reward_baselines` of every trajectory: the score of the greedy response to its prompt, which has been scored before."""
+        uids = [RowKey.parse(key).uid for key in call.batch.keys]
+        place = {uid: i for i, uid in enumerate(dict.fromkeys(uids))}
+        greedy = KVBatchMeta(partition=BASELINE_PARTITION, keys=tuple(RowKey(uid, 0).text for uid in place))
+        scores = (await self._plane.get(greedy, ["scores"])).select_rows([place[uid] for uid in uids])
+        columns = BatchData({"reward_baselines": scores["scores"]})
+        await store(self._plane, call.batch, self._graph["baseline"], BatchData({}, len(call.batch)), columns)
+        return StageResult(metrics=stats("critic/baseline", scores.dense("scores").values))
+
     async def adv(self, call: StageCall) -> StageResult:
-        """Write `advantages` and `returns`; report the statistics of the batch."""
+        """Write `advantages`, `returns` and what else the updates read; report the statistics of the batch."""
         stage = self._graph["adv"]
-        data = await fetch(self._plane, call.batch, stage.reads)
-        columns, metrics = estimate_advantages(call.batch, data, self._algorithm, self._response_length)
+        data = await read(self._plane, call.batch, stage)
+        scoring = Scoring(
+            algorithm=self._algorithm,
+            policy_loss=self._policy_loss,
+            response_length=self._response_length,
+            kl_coef=self._kl_coef,
+            rng=np.random.default_rng((self._seed, call.step)),
+        )
+        columns, metrics = estimate_advantages(call.batch, data, scoring)
         await store(self._plane, call.batch, stage, data, columns)
+        control = self._algorithm.kl_ctrl
+        if control.type == "adaptive" and "actor/reward_kl_penalty" in metrics:
+            kl = metrics["actor/reward_kl_penalty"]
+            self._kl_coef = adaptive_kl_coef(
+                self._kl_coef, kl, target=control.target_kl, horizon=control.horizon, sequences=len(call.batch)
+            )
         return StageResult(metrics=metrics)
 
-    def _score(self, batch: KVBatchMeta, data: BatchData) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        scores, acc = np.zeros(len(batch), np.float32), np.zeros(len(batch), np.float32)
+    def _score(self, batch: KVBatchMeta, data: BatchData) -> list[Mapping[str, float]]:
+        """What the reward function says of each response: a finite `score`, `acc` (the score where it gives none), and its other numbers."""
+        needed, out = ("score", *self._algorithm.component_keys()), list[Mapping[str, float]]()
         rows = zip(
             batch.keys,
             data.ragged("responses").rows(),
@@ -211,17 +259,22 @@ class RewardWorker(Worker):
             data.objects("ground_truth").values(),
             strict=True,
         )
-        for i, (key, tokens, source, truth) in enumerate(rows):
+        for key, tokens, source, truth in rows:
             result = self._reward(source, self._decode(tokens.tolist()), truth)
             named = result if isinstance(result, Mapping) else {"score": result}
-            score = named.get("score")
-            if not _finite(score):
-                raise RewardError(
-                    f"The reward function returned {score!r} for sample {key!r} of {source!r}; it must return a finite number."
-                )
-            scores[i] = score
-            acc[i] = named.get("acc", score)
-        return scores, acc
+            for name in needed:
+                if not _finite(named.get(name)):
+                    what = "" if name == "score" else f" as {name!r}"
+                    raise RewardError(
+                        f"The reward function returned {named.get(name)!r}{what} for sample {key!r} of {source!r}; "
+                        "it must return a finite number."
+                    )
+            out.append({"acc": named["score"], **named})
+        return out
+
+
+def _named(results: Sequence[Mapping[str, float]], name: str) -> np.ndarray[Any, Any]:
+    return np.array([result[name] for result in results], np.float32)
 
 
 def _finite(value: object) -> TypeGuard[float]:
@@ -244,17 +297,17 @@ class ActorWorker(Worker):
         self._temperature = temperature
 
     async def old_log_prob(self, call: StageCall) -> StageResult:
-        """Write `old_log_probs` and `entropy` under the policy before its update."""
+        """Write `old_log_probs` and `entropy` under the policy before its update, and what else the backend gives and the stage declares."""
         stage = self._graph["old_log_prob"]
-        data = await fetch(self._plane, call.batch, stage.reads)
+        data = await read(self._plane, call.batch, stage)
         out = self._backend.compute_log_probs(data, temperature=self._temperature)
-        columns = BatchData({"old_log_probs": out["log_probs"], "entropy": out["entropy"]})
+        columns = BatchData({"old_log_probs": out["log_probs"], **out.columns})
         await store(self._plane, call.batch, stage, data, columns)
         return StageResult()
 
     async def update_actor(self, call: StageCall) -> StageResult:
         """Optimise the policy over the batch."""
-        data = await fetch(self._plane, call.batch, self._graph["update_actor"].reads)
+        data = await read(self._plane, call.batch, self._graph["update_actor"])
         return StageResult(metrics=self._backend.update(data, temperature=self._temperature))
 
     async def save(self, call: SaveCall) -> StageResult:
@@ -277,7 +330,7 @@ class ReferenceWorker(Worker):
     async def ref(self, call: StageCall) -> StageResult:
         """Write `ref_log_prob`."""
         stage = self._graph["ref"]
-        data = await fetch(self._plane, call.batch, stage.reads)
+        data = await read(self._plane, call.batch, stage)
         out = self._backend.compute_log_probs(data, temperature=self._temperature)
         await store(self._plane, call.batch, stage, data, BatchData({"ref_log_prob": out["log_probs"]}))
         return StageResult()
@@ -296,11 +349,11 @@ class CriticWorker(Worker):
     async def values(self, call: StageCall) -> StageResult:
         """Write `values` under the critic before its update."""
         stage = self._graph["values"]
-        data = await fetch(self._plane, call.batch, stage.reads)
+        data = await read(self._plane, call.batch, stage)
         await store(self._plane, call.batch, stage, data, self._backend.compute_values(data))
         return StageResult()
 
     async def update_critic(self, call: StageCall) -> StageResult:
         """Optimise the value function over the batch."""
-        data = await fetch(self._plane, call.batch, self._graph["update_critic"].reads)
+        data = await read(self._plane, call.batch, self._graph["update_critic"])
         return StageResult(metrics=self._backend.update(data))

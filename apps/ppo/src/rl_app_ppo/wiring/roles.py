@@ -22,6 +22,7 @@ from rl_trainer import (
     StepGraph,
     Worker,
     build_graph,
+    needs_sum_pi_squared,
 )
 from rl_transferqueue import PlaneDescriptor, connect
 
@@ -36,7 +37,17 @@ async def build(role: Role, call: BuildCall) -> Built:
     if role == "reward":
         decode = decoder(load_tokenizer(path))
         reward = load_reward(config.reward.function)
-        return RewardWorker(plane, graph, reward, decode, config.algorithm, config.rollout.response_length), None
+        worker = RewardWorker(
+            plane,
+            graph,
+            reward,
+            decode,
+            config.algorithm,
+            config.rollout.response_length,
+            policy_loss=config.actor.policy_loss,
+            seed=config.trainer.seed,
+        )
+        return worker, None
     if role == "rollout":
         return _rollout(config, path, plane)
     return _trained(role, config, path, plane, graph)
@@ -59,6 +70,13 @@ def _trained(role: Role, config: AppConfig, path: Path, plane: DataPlane, graph:
         return CriticWorker(plane, graph, TorchCriticBackend(path, config.critic, rollout_n=n, seed=seed)), None
     if role == "ref":
         return ReferenceWorker(plane, graph, TorchPolicyBackend(path, None), temperature), None
-    policy = TorchPolicyBackend(path, config.actor, rollout_n=n, seed=seed)
+    policy = TorchPolicyBackend(
+        path,
+        config.actor,
+        correction=config.algorithm.rollout_correction,
+        sum_pi_squared=needs_sum_pi_squared(config.algorithm),
+        rollout_n=n,
+        seed=seed,
+    )
     sender = SenderEndpoint(CheckpointEngineRegistry().create(config.checkpoint_engine.backend), policy)
     return ActorWorker(plane, graph, policy, temperature), sender

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from rl_protocol import BatchData
+from rl_trainer.algorithms.batching import mini_batches
+from rl_trainer.algorithms.episodes import IntArray
 from rl_trainer.algorithms.losses import BatchCounts
 from rl_trainer.config import OptimConfig
 from rl_trainer.metrics import WeightedMeans
@@ -28,12 +30,14 @@ class Schedule:
     seed: int
 
 
-def mini_batches(rows: int, schedule: Schedule, update: int) -> Iterator[list[int]]:
-    """Row numbers of each mini-batch, every epoch in a fresh order drawn from (seed, update, epoch)."""
-    for epoch in range(schedule.epochs):
-        order = np.random.default_rng((schedule.seed, update, epoch)).permutation(rows)
-        for start in range(0, rows, schedule.mini_batch_rows):
-            yield sorted(order[start : start + schedule.mini_batch_rows].tolist())
+def schedule_rows(lengths: IntArray, schedule: Schedule, update: int) -> Iterator[list[int]]:
+    """Row numbers of each mini-batch, alike in tokens; every epoch deals the rows anew, drawn from (seed, update, epoch).
+
+    There are as many mini-batches as needed to keep each within `mini_batch_rows`; `lengths` [N] are the tokens of each row.
+    """
+    for epoch in range(schedule.epochs if lengths.size else 0):
+        rng = np.random.default_rng((schedule.seed, update, epoch))
+        yield from mini_batches(lengths, -(-lengths.size // schedule.mini_batch_rows), rng)
 
 
 def count(batch: BatchData) -> BatchCounts:
@@ -63,7 +67,8 @@ class Optimiser:
     def run(self, batch: BatchData, loss: MicroLoss) -> dict[str, float]:
         """Optimise over the batch; returns means of what `loss` added, `grad_norm`, `lr` and `skipped_steps`."""
         means, norms, skipped = WeightedMeans(), list[float](), 0
-        for rows in mini_batches(len(batch), self._schedule, self._updates):
+        lengths = batch.ragged("prompts").lengths + batch.ragged("responses").lengths
+        for rows in schedule_rows(lengths, self._schedule, self._updates):
             mini = batch.select_rows(rows)
             counts = count(mini)
             self._adam.zero_grad(set_to_none=True)

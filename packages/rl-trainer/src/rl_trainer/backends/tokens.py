@@ -62,6 +62,11 @@ def flat(batch: BatchData, name: str) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
+def flag(batch: BatchData, name: str) -> torch.Tensor:
+    """A ragged bool column as a flat bool tensor [T]."""
+    return torch.tensor(batch.ragged(name).values, dtype=torch.bool)
+
+
 def mask_of(batch: BatchData) -> torch.Tensor:
     """`response_mask` as a flat bool tensor [T]."""
-    return torch.tensor(batch.ragged("response_mask").values, dtype=torch.bool)
+    return flag(batch, "response_mask")

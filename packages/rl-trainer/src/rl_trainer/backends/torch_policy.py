@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_protocol import BatchData, ConfigError, OutputError, RaggedColumn, WeightTensor
 from rl_protocol.torch import to_weight
-from rl_trainer.algorithms.losses import BatchCounts, aggregate, kl_loss, ppo_policy_loss, token_log_probs
+from rl_trainer.algorithms.losses import BatchCounts, PolicyObjective, TokenColumns, sum_pi_squared, token_log_probs
 from rl_trainer.backends.optimise import Optimiser, Schedule
-from rl_trainer.backends.tokens import TokenBatch, flat, mask_of, token_batch
-from rl_trainer.config import ActorConfig
+from rl_trainer.backends.tokens import TokenBatch, flag, flat, mask_of, token_batch
+from rl_trainer.config import ActorConfig, RolloutCorrectionConfig
 from rl_trainer.metrics import WeightedMeans
 
 
@@ -40,6 +40,8 @@ class TorchPolicyBackend:
     Args:
         path: Hugging Face checkpoint folder (model and tokenizer).
         config: the actor's settings; None for a frozen policy (the reference), whose `update` is refused.
+        correction: settings of the rollout correction; the loss looks at them in bypass mode.
+        sum_pi_squared: have `compute_log_probs` return that column as well.
         rollout_n: responses per prompt; a mini-batch has ppo_mini_batch_size * rollout_n of them.
         seed: run seed, for the order of mini-batches.
         forward_rows: responses per forward pass when no gradient is needed.
@@ -50,6 +52,8 @@ class TorchPolicyBackend:
         path: str | Path,
         config: ActorConfig | None,
         *,
+        correction: RolloutCorrectionConfig | None = None,
+        sum_pi_squared: bool = False,
         rollout_n: int = 1,
         seed: int = 0,
         forward_rows: int = 512,
@@ -59,7 +63,9 @@ class TorchPolicyBackend:
         self._pad_id = int(self._model.config.pad_token_id or 0)
         self._config = config
         self._forward_rows = forward_rows
+        self._sum_pi_squared = sum_pi_squared
         self._optimiser: Optimiser | None = None
+        self._objective: PolicyObjective | None = None
         if config is not None:
             schedule = Schedule(
                 epochs=config.ppo_epochs,
@@ -68,36 +74,39 @@ class TorchPolicyBackend:
                 seed=seed,
             )
             self._optimiser = Optimiser(self._model, config.optim, schedule)
+            self._objective = PolicyObjective(config, correction or RolloutCorrectionConfig())
 
     def compute_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
         """See rl_protocol.ports.PolicyBackend.compute_log_probs."""
-        log_probs: list[np.ndarray[Any, Any]] = []
-        entropies: list[np.ndarray[Any, Any]] = []
+        names, parts = ["log_probs", "entropy"], list[tuple[np.ndarray[Any, Any], ...]]()
+        if self._sum_pi_squared:
+            names.append("sum_pi_squared")
         with torch.no_grad():
             for start in range(0, len(batch), self._forward_rows):
                 part = batch.slice(start, min(start + self._forward_rows, len(batch)))
-                log_prob, entropy = self._forward(token_batch(part, self._pad_id), temperature)
-                log_probs.append(log_prob.numpy())
-                entropies.append(entropy.numpy())
-        offsets = batch.ragged("responses").offsets
-        empty = [np.zeros(0, np.float32)]
-        return BatchData(
-            {
-                "log_probs": RaggedColumn(np.concatenate(log_probs or empty), offsets, "float32"),
-                "entropy": RaggedColumn(np.concatenate(entropies or empty), offsets, "float32"),
-            }
-        )
+                tokens = token_batch(part, self._pad_id)
+                logits = self._logits(tokens)
+                read = token_log_probs(logits, tokens.targets, temperature)
+                if self._sum_pi_squared:
+                    read = (*read, sum_pi_squared(logits, temperature))
+                parts.append(tuple(values.numpy() for values in read))
+        offsets, empty = batch.ragged("responses").offsets, (np.zeros(0, np.float32),) * len(names)
+        columns = zip(names, zip(*(parts or [empty]), strict=True), strict=True)
+        return BatchData({name: RaggedColumn(np.concatenate(p), offsets, "float32") for name, p in columns})
 
     def update(self, batch: BatchData, *, temperature: float) -> dict[str, float]:
-        """See rl_protocol.ports.PolicyBackend.update; metrics are named actor/*."""
-        config, optimiser = self._config, self._optimiser
-        if config is None or optimiser is None:
+        """See rl_protocol.ports.PolicyBackend.update; metrics are named actor/*, but for those that bring a name of their own."""
+        objective, optimiser = self._objective, self._optimiser
+        if objective is None or optimiser is None:
             raise ConfigError("This policy was built frozen (config=None), as a reference; it can't be updated.")
 
         def loss(micro: BatchData, counts: BatchCounts, means: WeightedMeans) -> torch.Tensor:
-            return self._loss(config, micro, counts, means, temperature)
+            tokens = token_batch(micro, self._pad_id)
+            log_prob, entropy = token_log_probs(self._logits(tokens), tokens.targets, temperature)
+            return objective(log_prob, entropy, _columns(micro, tokens), counts, means)
 
-        return {f"actor/{name}": value for name, value in optimiser.run(batch, loss).items()}
+        metrics = optimiser.run(batch, loss)
+        return {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
 
     def named_weights(self) -> Iterable[WeightTensor]:
         """Every parameter and persistent buffer, under the names of the Hugging Face checkpoint."""
@@ -119,34 +128,23 @@ class TorchPolicyBackend:
                 f"The checkpoint can't be written to {path}: {error}. Free some space or choose another folder."
             ) from error
 
-    def _forward(self, tokens: TokenBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logits(self, tokens: TokenBatch) -> torch.Tensor:
+        """[T, V] logits that each response token was drawn from."""
         logits = self._model(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, use_cache=False).logits
-        return token_log_probs(logits[tokens.row, tokens.position], tokens.targets, temperature)
+        return logits[tokens.row, tokens.position]
 
-    def _loss(
-        self, config: ActorConfig, micro: BatchData, counts: BatchCounts, means: WeightedMeans, temperature: float
-    ) -> torch.Tensor:
-        tokens, mask = token_batch(micro, self._pad_id), mask_of(micro)
-        log_prob, entropy = self._forward(tokens, temperature)
-        old = flat(micro, "old_log_probs")
-        pg_loss, clipped, clipped_lower = ppo_policy_loss(
-            log_prob,
-            old,
-            flat(micro, "advantages"),
-            clip_low=config.clip_ratio_low,
-            clip_high=config.clip_ratio_high,
-            clip_c=config.clip_ratio_c,
-        )
-        per_token = pg_loss - config.entropy_coeff * entropy
-        sums = {
-            "pg_loss": pg_loss,
-            "pg_clipfrac": clipped,
-            "pg_clipfrac_lower": clipped_lower,
-            "ppo_kl": old - log_prob,
-        }
-        if config.use_kl_loss:
-            divergence = kl_loss(log_prob, flat(micro, "ref_log_prob"), config.kl_loss_type)
-            per_token = per_token + config.kl_loss_coef * divergence
-            sums["kl_loss"] = divergence
-        means.add({name: float(value.detach()[mask].sum()) for name, value in sums.items()}, float(mask.sum()))
-        return aggregate(per_token, mask, tokens.row, len(micro), counts, config.loss_agg_mode)
+
+def _columns(micro: BatchData, tokens: TokenBatch) -> TokenColumns:
+    def optional(name: str) -> torch.Tensor | None:
+        return flat(micro, name) if name in micro else None
+
+    return TokenColumns(
+        old_log_prob=flat(micro, "old_log_probs"),
+        advantages=flat(micro, "advantages"),
+        mask=mask_of(micro),
+        row=tokens.row,
+        rows=len(micro),
+        ref_log_prob=optional("ref_log_prob"),
+        weights=optional("rollout_is_weights"),
+        chosen=flag(micro, "chosen_tokens") if "chosen_tokens" in micro else None,
+    )

@@ -1,0 +1,78 @@
+"""From token losses to one number, normalised by the sizes of the whole mini-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rl_protocol import ConfigError
+from rl_trainer.algorithms.policy_losses import LOSS_AGG_MODES
+from rl_trainer.algorithms.registry import nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchCounts:
+    """Sizes of the whole mini-batch, over all micro-batches and ranks: losses are normalised by them, so that no split changes a result."""
+
+    tokens: int
+    """Unmasked response tokens."""
+    sequences: int
+    """Trajectories with at least one unmasked token."""
+
+
+def masked_counts(mask: torch.Tensor, row: torch.Tensor, rows: int) -> torch.Tensor:
+    """Unmasked tokens of each of `rows` trajectories, float [rows]."""
+    return torch.zeros(rows, dtype=torch.float32, device=mask.device).index_add_(0, row, mask.float())
+
+
+def row_sums(x: torch.Tensor, mask: torch.Tensor, row: torch.Tensor, rows: int) -> torch.Tensor:
+    """Sum of the unmasked of [T] for each of `rows` trajectories, [rows]. Masked tokens get no gradient, finite or not."""
+    kept = torch.where(mask, x, torch.zeros_like(x))
+    return torch.zeros(rows, dtype=x.dtype, device=x.device).index_add_(0, row, kept)
+
+
+def row_means(x: torch.Tensor, mask: torch.Tensor, row: torch.Tensor, rows: int) -> torch.Tensor:
+    """Mean of the unmasked of [T] for each of `rows` trajectories, [rows]; 0 where there is none."""
+    return row_sums(x, mask, row, rows) / masked_counts(mask, row, rows).clamp(min=1)
+
+
+def aggregate(
+    loss: torch.Tensor,
+    mask: torch.Tensor,
+    row: torch.Tensor,
+    rows: int,
+    counts: BatchCounts,
+    mode: str,
+    scale_factor: float = 1.0,
+) -> torch.Tensor:
+    """This micro-batch's share of the mini-batch loss; the shares of all micro-batches of all ranks sum to it.
+
+    token-mean: sum over tokens / all tokens (DAPO). token-sum: sum over tokens. seq-mean-token-sum: mean over trajectories of token sums.
+    seq-mean-token-sum-norm: the same / scale_factor, a fixed length (Dr.GRPO). seq-mean-token-mean: mean over trajectories of token means (GRPO).
+    Trajectories without an unmasked token do not count.
+
+    Args:
+        loss: [T] per token.
+        mask: bool [T].
+        row: int64 [T] trajectory of each token, 0..rows-1.
+        rows: trajectories in this micro-batch.
+        counts: sizes of the whole mini-batch.
+        mode: see above.
+        scale_factor: tokens, for seq-mean-token-sum-norm alone.
+
+    Raises:
+        ConfigError: unknown mode.
+    """
+    if mode == "token-mean":
+        return torch.where(mask, loss, torch.zeros_like(loss)).sum() / max(counts.tokens, 1)
+    if mode == "token-sum":
+        return torch.where(mask, loss, torch.zeros_like(loss)).sum()
+    if mode == "seq-mean-token-mean":
+        return row_means(loss, mask, row, rows).sum() / max(counts.sequences, 1)
+    if mode not in LOSS_AGG_MODES:
+        raise ConfigError(
+            f"loss_agg_mode must be one of {', '.join(LOSS_AGG_MODES)}; got {mode!r}.{nearest(mode, LOSS_AGG_MODES)}"
+        )
+    length = scale_factor if mode == "seq-mean-token-sum-norm" else 1.0
+    return row_sums(loss, mask, row, rows).sum() / (max(counts.sequences, 1) * length)

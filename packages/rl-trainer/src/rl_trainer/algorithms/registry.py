@@ -1,0 +1,80 @@
+"""Algorithms by name: built-ins, and those that installed packages offer as entry points. Loading one imports nothing else."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, TypeVar
+
+from rl_protocol import ConfigError
+
+T = TypeVar("T")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The sentence that names the most similar known name; empty where none is similar."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = close or sorted((other for other in names if name.startswith(other)), key=len)[-1:]
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+class Registry(Generic[T]):
+    """Name -> algorithm. A name means one thing: an entry point that takes a built-in's name, or another's, is an error.
+
+    Args:
+        key: the configuration key that holds the name, for messages.
+        group: entry point group in which packages offer more.
+        kind: what an entry point must be an instance of.
+        built_in: the ones of this package.
+        elsewhere: what others call them -> name, for suggestions.
+    """
+
+    def __init__(
+        self, key: str, group: str, kind: type[T], built_in: Mapping[str, T], elsewhere: Mapping[str, str]
+    ) -> None:
+        self._key = key
+        self._group = group
+        self._kind = kind
+        self._built_in = dict(built_in)
+        self._elsewhere = dict(elsewhere)
+
+    def names(self) -> list[str]:
+        """Every name there is, built-ins first."""
+        offered = {entry.name for entry in self._offered()}
+        return [*self._built_in, *sorted(offered - self._built_in.keys())]
+
+    def get(self, name: str) -> T:
+        """The algorithm of that name.
+
+        Raises:
+            ConfigError: there is none (with the nearest name), two are called so, or the package's can't be used.
+        """
+        offered = [entry for entry in self._offered() if entry.name == name]
+        if len(offered) + (name in self._built_in) > 1:
+            where = ", ".join(entry.value for entry in offered)
+            raise ConfigError(
+                f"{self._key}={name!r} is the name of several: {'a built-in, ' if name in self._built_in else ''}{where}. "
+                f"Uninstall all but one, or rename the entry point in {self._group!r}."
+            )
+        if name in self._built_in:
+            return self._built_in[name]
+        if not offered:
+            hint = nearest(self._elsewhere.get(name, name), self.names())
+            raise ConfigError(f"{self._key} must be one of {', '.join(self.names())}; got {name!r}.{hint}")
+        return self._load(offered[0])
+
+    def _offered(self) -> list[EntryPoint]:
+        return list(entry_points(group=self._group))
+
+    def _load(self, entry: EntryPoint) -> T:
+        try:
+            loaded: object = entry.load()
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"{self._key}={entry.name!r} of {entry.value} can't be imported: {error}") from error
+        if not isinstance(loaded, self._kind):
+            raise ConfigError(
+                f"{self._key}={entry.name!r}: {entry.value} must be a {self._kind.__name__}; got {type(loaded).__name__}."
+            )
+        return loaded

@@ -1,0 +1,160 @@
+"""Names of algorithms: built-ins, entry points, refusals; and what may not be combined."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+
+from rl_protocol import ConfigError
+from rl_trainer import ActorConfig, AlgorithmConfig, build_graph
+from rl_trainer.algorithms import registry
+from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, Estimator
+from rl_trainer.algorithms.policy_losses import POLICY_LOSSES
+from rl_trainer.combinations import check_combination
+from rl_trainer.config import KLControlConfig, PolicyLossConfig, RolloutCorrectionConfig
+from rl_trainer.workers import RewardWorker
+
+doubled = Estimator(lambda inputs: ADVANTAGE_ESTIMATORS.get("grpo").estimate(inputs))
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretend that packages offer these names for advantage estimators."""
+
+    def offer(**points):
+        entries = [
+            metadata.EntryPoint(name, value, "rl_trainer.advantage_estimators") for name, value in points.items()
+        ]
+        monkeypatch.setattr(registry, "entry_points", lambda group: [e for e in entries if e.group == group])
+
+    return offer
+
+
+def test_a_package_can_offer_an_estimator(installed, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "someones_package", __import__("types").SimpleNamespace(it=doubled))
+    installed(doubled="someones_package:it")
+    assert ADVANTAGE_ESTIMATORS.get("doubled") is doubled
+    assert ADVANTAGE_ESTIMATORS.names()[-1] == "doubled"
+    assert "adv" in build_graph(AlgorithmConfig(adv_estimator="doubled"), ActorConfig())
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("no_such_package_here:it", "can't be imported"),
+        ("json:nothing", "can't be imported"),
+        ("json:dumps", "must be a Estimator; got function"),
+    ],
+)
+def test_a_package_that_offers_something_else_is_named(installed, value, message):
+    installed(mine=value)
+    with pytest.raises(ConfigError, match=message):
+        ADVANTAGE_ESTIMATORS.get("mine")
+
+
+def test_nobody_can_take_a_name_that_is_taken(installed):
+    installed(grpo="json:dumps")
+    with pytest.raises(ConfigError, match="the name of several: a built-in, json:dumps"):
+        ADVANTAGE_ESTIMATORS.get("grpo")
+
+
+@pytest.mark.parametrize(
+    ("registry_", "wrong", "right"),
+    [
+        (ADVANTAGE_ESTIMATORS, "grop", "grpo"),
+        (ADVANTAGE_ESTIMATORS, "rlo", "rloo"),
+        (ADVANTAGE_ESTIMATORS, "grpo_vectorized", "grpo'"),
+        (ADVANTAGE_ESTIMATORS, "tir_optimal_token_baseline", "optimal_token_baseline"),
+        (POLICY_LOSSES, "gmpo", "geo_mean'"),
+        (POLICY_LOSSES, "ppo", "vanilla'"),
+        (POLICY_LOSSES, "clipcov", "clip_cov"),
+        (POLICY_LOSSES, "dppo", "dppo_tv"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(registry_, wrong, right):
+    with pytest.raises(ConfigError, match=f"Did you mean '{right}"):
+        registry_.get(wrong)
+
+
+def test_every_loss_can_be_loaded_and_driver_tables_need_no_torch():
+    assert all(callable(POLICY_LOSSES.get(name).load()) for name in POLICY_LOSSES.names())
+
+
+def correction(**settings):
+    return RolloutCorrectionConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "actor", "n", "message"),
+    [
+        ({"adv_estimator": "rloo"}, {}, 1, r"rollout\.n must be at least 2 with adv_estimator=rloo"),
+        ({"adv_estimator": "gdpo"}, {}, 4, "gdpo_reward_keys goes with an estimator"),
+        ({"gdpo_reward_keys": "score"}, {}, 4, "gdpo_reward_keys goes with an estimator"),
+        (
+            {"adv_estimator": "optimal_token_baseline", "rollout_correction": correction(bypass_mode=True)},
+            {},
+            4,
+            "needs the old_log_prob stage",
+        ),
+        ({}, {"policy_loss": PolicyLossConfig(loss_mode="geo_mean")}, 4, "set actor.loss_agg_mode=seq-mean-token-mean"),
+        (
+            {"rollout_correction": correction(rollout_is="token")},
+            {"policy_loss": PolicyLossConfig(loss_mode="geo_mean"), "loss_agg_mode": "seq-mean-token-mean"},
+            4,
+            "rollout_is to sequence or geometric",
+        ),
+        ({"rollout_correction": correction(rollout_is="token", bypass_mode=True)}, {}, 4, "would count it twice"),
+        (
+            {"rollout_correction": correction(rollout_is="token", rollout_is_batch_normalize=True, bypass_mode=True)},
+            {"policy_loss": PolicyLossConfig(loss_mode="gpg")},
+            4,
+            "needs the weights of the whole batch",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused(algorithm, actor, n, message):
+    with pytest.raises(ConfigError, match=message):
+        check_combination(AlgorithmConfig(**algorithm), ActorConfig(**actor), n)
+
+
+@pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS.names())
+@pytest.mark.parametrize("loss", POLICY_LOSSES.names())
+def test_every_estimator_goes_with_every_loss(estimator, loss):
+    algorithm = AlgorithmConfig(adv_estimator=estimator, gdpo_reward_keys="score,acc" if estimator == "gdpo" else "")
+    actor = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=loss), loss_agg_mode="seq-mean-token-mean")
+    check_combination(algorithm, actor, 4)
+    assert "update_actor" in build_graph(algorithm, actor)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: ActorConfig(loss_agg_mode="seq-mean-token-sum-norm"), "actor.loss_scale_factor must be at least 1"),
+        (lambda: ActorConfig(tau_pos=0), "tau_pos"),
+        (lambda: PolicyLossConfig(clip_cov_lb=6), "clip_cov_lb must be below clip_cov_ub"),
+        (lambda: PolicyLossConfig(kl_cov_ratio=0), "kl_cov_ratio"),
+        (lambda: PolicyLossConfig(ppo_kl_coef=-1), "ppo_kl_coef"),
+        (lambda: AlgorithmConfig(kl_penalty="k3+"), "algorithm.kl_penalty must be one of k1"),
+        (lambda: KLControlConfig(type="adaptiv"), "kl_ctrl.type"),
+        (lambda: KLControlConfig(target_kl=0), "kl_ctrl.target_kl"),
+        (lambda: KLControlConfig(horizon=0), "kl_ctrl.horizon"),
+        (lambda: AlgorithmConfig(kl_ctrl=KLControlConfig(type="adaptive")), "fixed without algorithm.use_kl_in_reward"),
+        (lambda: AlgorithmConfig(gdpo_reward_keys="a,b", gdpo_reward_weights="1"), "one for each of the 2 keys"),
+        (lambda: AlgorithmConfig(gdpo_reward_keys="a", gdpo_reward_weights="x"), "must be numbers such as"),
+        (lambda: correction(rollout_is="tokens"), "rollout_correction.rollout_is must be"),
+        (lambda: correction(rollout_is="token", rollout_is_threshold="0"), "rollout_is_threshold"),
+        (lambda: correction(rollout_is_batch_normalize=True), "false without"),
+        (lambda: correction(rollout_rs="token_k1"), "set exactly when"),
+        (lambda: correction(rollout_rs_threshold="2"), "set exactly when"),
+        (lambda: correction(rollout_rs="token_k9", rollout_rs_threshold="2"), "token_k9"),
+    ],
+)
+def test_settings_out_of_range_name_their_key(build, message):
+    with pytest.raises(ConfigError, match=message):
+        build()
+
+
+def test_the_reward_worker_has_a_handler_for_every_stage_of_its_own():
+    graph = build_graph(AlgorithmConfig(adv_estimator="remax"), ActorConfig())
+    assert {"reward", "baseline", "adv"} <= set(RewardWorker.handlers) & {s.name for s in graph.stages}
