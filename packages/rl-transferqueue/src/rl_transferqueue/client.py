@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -16,12 +15,12 @@ from rl_protocol.batch import BatchData
 from rl_protocol.errors import BatchError, CapacityTimeout, DuplicateKeyError, PlaneLostError, RLError
 from rl_protocol.meta import KVBatchMeta, Scalar, Tag
 from rl_protocol.ports import PlaneStats, Traffic
-from rl_protocol.wire import Header, plan, write_payload
-from rl_transferqueue.arena import map_arena
+from rl_protocol.wire import Header, plan
 from rl_transferqueue.channel import Channel
 from rl_transferqueue.descriptor import PlaneDescriptor
 from rl_transferqueue.leases import Leases
 from rl_transferqueue.liveness import open_pidfd, this_process
+from rl_transferqueue.memory import LocalMemory, UnitMemory
 from rl_transferqueue.messages import (
     Allocate,
     Allocated,
@@ -94,7 +93,7 @@ class Client:
         ]
         self._next_unit = session[1] % len(self._units)
         self._leases = Leases(self._loop, self._controller)
-        self._arenas: dict[tuple[int, bool], mmap.mmap] = {}
+        self._memories: list[UnitMemory] = [LocalMemory(unit) for unit in descriptor.units]
         self._watched: list[int] = []
         self._put_ids = 0
         self._written = 0
@@ -136,7 +135,7 @@ class Client:
             else:
                 unit, ticket, block = await self._allocate(spec.payload, deadline)
                 try:
-                    await self._write(data, spec, block)
+                    await self._write(data, spec, block, deadline)
                     header = msgspec.msgpack.encode(spec)
                     call = self._controller.start(msgspec.structs.replace(commit, block=block, header=header))
                 except BaseException:
@@ -154,14 +153,16 @@ class Client:
         if not meta.keys:
             return BatchData({}, 0)
         self._leases.flush()
+        deadline = self._loop.time() + self._seconds(timeout_s)
         lease, anchor = self._leases.new()
         call = self._controller.start(Locate(lease, meta.partition, meta.keys, names))
-        located = await self._controller.finish(call, Located, self._seconds(timeout_s))
+        located = await self._controller.finish(call, Located, self._left(deadline))
         if not names:
             return BatchData({}, len(meta))
-        mappings = [self._arena(unit, writable=False) for unit in range(len(self._units))]
         size = sum(ref.nbytes for ref in located.blocks)
-        batch = await self._copying(size, lambda: assemble(located, names, mappings, anchor))
+        remote = any(self._memories[ref.unit].remote for ref in located.blocks)
+        left = self._left(deadline)
+        batch = await self._copying(size, remote, lambda: assemble(located, names, self._memories, anchor, left))
         self._read += batch.nbytes
         return batch
 
@@ -234,7 +235,8 @@ class Client:
             os.close(pidfd)
         for unit in self._units:
             unit.close()
-        self._arenas.clear()
+        for memory in self._memories:
+            memory.close()
         self._controller.mute()
         self._leases.detach()
 
@@ -297,25 +299,19 @@ class Client:
         call = unit.start(Allocate(nbytes, wait_s))
         return _Grant(unit, call.id, (await unit.finish(call, Allocated, timeout_s)).block)
 
-    def _arena(self, unit: int, *, writable: bool) -> mmap.mmap:
-        arena = self._arenas.get((unit, writable))
-        if arena is None:
-            arena = self._arenas[unit, writable] = map_arena(self._descriptor.units[unit], writable=writable)
-        return arena
+    async def _write(self, data: BatchData, spec: Header, block: BlockRef, deadline: float) -> None:
+        memory, left = self._memories[block.unit], self._left(deadline)
+        await self._copying(spec.payload, memory.remote, lambda: memory.write(block, spec, data, left))
 
-    async def _write(self, data: BatchData, spec: Header, block: BlockRef) -> None:
-        mapping = self._arena(block.unit, writable=True)
-        target = memoryview(mapping)[block.offset : block.offset + spec.payload]
-        await self._copying(spec.payload, lambda: write_payload(data, spec, target))
-
-    async def _copying(self, nbytes: int, copy: Callable[[], T]) -> T:
-        if nbytes < _OFF_LOOP_BYTES:
+    async def _copying(self, nbytes: int, remote: bool, copy: Callable[[], T]) -> T:
+        if nbytes < _OFF_LOOP_BYTES and not remote:
             return copy()
         done = self._loop.run_in_executor(None, copy)
         try:
             return await asyncio.shield(done)
         except asyncio.CancelledError:
-            await asyncio.wait((done,))  # nobody may get the memory while the thread writes to it
+            if not remote:
+                await asyncio.wait((done,))  # nobody may get the memory while the thread writes to it
             raise
 
 
