@@ -11,6 +11,7 @@ import msgspec
 import zmq
 
 from rl_protocol.errors import PlaneLostError, PlaneTimeout, WireError
+from rl_transferqueue.keys import PlaneKey
 from rl_transferqueue.messages import MAX_FRAME, Answer, AnyRequest, Cancel, Failure, Reply, Request, error_of, pack
 
 A = TypeVar("A", bound=msgspec.Struct)
@@ -44,6 +45,7 @@ class Channel:
         address: str,
         session: bytes,
         name: str,
+        key: PlaneKey | None = None,
     ) -> None:
         self.name = name
         self.bytes_sent = 0
@@ -64,6 +66,9 @@ class Channel:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        if key is not None:
+            key.protect_client(self._socket)
+        self._socket.setsockopt(zmq.IPV6, int("[" in address))
         self._socket.connect(address)
         self._fd = int(self._socket.fileno())
         loop.add_reader(self._fd, self._read)

@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -19,8 +19,7 @@ from rl_protocol.wire import Header, plan
 from rl_transferqueue.channel import Channel
 from rl_transferqueue.descriptor import PlaneDescriptor
 from rl_transferqueue.leases import Leases
-from rl_transferqueue.liveness import open_pidfd, this_process
-from rl_transferqueue.memory import LocalMemory, UnitMemory
+from rl_transferqueue.liveness import this_process
 from rl_transferqueue.messages import (
     Allocate,
     Allocated,
@@ -42,6 +41,7 @@ from rl_transferqueue.messages import (
     WaitReady,
 )
 from rl_transferqueue.reader import assemble
+from rl_transferqueue.routes import LocalRoute, routes
 
 T = TypeVar("T")
 
@@ -87,13 +87,13 @@ class Client:
         self._descriptor = descriptor
         self._loop = asyncio.get_running_loop()
         session = b"\x01" + os.urandom(7)
-        self._controller = Channel(self._loop, descriptor.controller.address, session, "controller")
-        self._units = [
-            Channel(self._loop, unit.address, session, f"storage unit {i}") for i, unit in enumerate(descriptor.units)
+        self._routes = routes(descriptor, session)
+        self._controller, *self._units = [
+            Channel(self._loop, way.address, session, way.name, way.key) for way in self._routes
         ]
+        self._memories = [way.memory() for way in self._routes[1:]]
         self._next_unit = session[1] % len(self._units)
         self._leases = Leases(self._loop, self._controller)
-        self._memories: list[UnitMemory] = [LocalMemory(unit) for unit in descriptor.units]
         self._watched: list[int] = []
         self._put_ids = 0
         self._written = 0
@@ -102,13 +102,13 @@ class Client:
 
     async def open(self, timeout_s: float) -> None:
         """Part of `connect`."""
-        controller, units = self._descriptor.controller, self._descriptor.units
-        for channel, process in zip(self._channels, (controller.process, *(u.process for u in units)), strict=True):
-            name = f"The {channel.name} of the data plane"
-            pidfd = open_pidfd(process, name)
-            self._watched.append(pidfd)
-            self._loop.add_reader(pidfd, self._lose, f"{name} (pid {process.pid}) has ended; its data is lost.")
-        await self._controller.call(Hello(this_process()), Done, timeout_s)
+        deadline = self._loop.time() + timeout_s
+        for way in self._routes:
+            lifeline = await way.lifeline(self._left(deadline))
+            self._watched.append(lifeline)
+            self._loop.add_reader(lifeline, self._lose, way.lost)
+        hello = Hello(this_process() if isinstance(self._routes[0], LocalRoute) else None)
+        await self._controller.call(hello, Done, self._left(deadline))
 
     # -- DataPlane
     async def put(
@@ -264,6 +264,8 @@ class Client:
             self._loop.remove_reader(pidfd)
         for channel in self._channels:
             channel.lose(message)
+        for memory in self._memories:
+            memory.close()
 
     async def _allocate(self, nbytes: int, deadline: float) -> _Grant:
         """A block of some unit and the ticket to give it back with: the next unit that has room, else the first to get some."""
@@ -310,9 +312,16 @@ class Client:
         try:
             return await asyncio.shield(done)
         except asyncio.CancelledError:
-            if not remote:
+            if remote:
+                done.add_done_callback(_forget)  # the unit drops what still arrives
+            else:
                 await asyncio.wait((done,))  # nobody may get the memory while the thread writes to it
             raise
+
+
+def _forget(done: asyncio.Future[Any]) -> None:
+    if not done.cancelled():
+        done.exception()
 
 
 def _cancel(unit: Channel, ticket: int) -> None:

@@ -13,8 +13,11 @@ import zmq
 
 from rl_protocol.errors import PlaneTimeout, RLError, WireError
 from rl_transferqueue.blocks import Block
+from rl_transferqueue.bulk_server import BulkServer
+from rl_transferqueue.hosts import Endpoints, endpoint
+from rl_transferqueue.keys import PlaneKey
 from rl_transferqueue.ledger import Ledger, Waiter
-from rl_transferqueue.liveness import open_pidfd
+from rl_transferqueue.liveness import ProcessId, open_pidfd
 from rl_transferqueue.messages import (
     BLOCK_BITS,
     CONTROLLER,
@@ -96,6 +99,7 @@ class _UnitLink:
 @dataclass(slots=True)
 class _Session:
     pidfd: int
+    """Of the client's process, or the socket of a client on another host: readable when the client is gone."""
     waiting: dict[int, tuple[Waiter, Timer]] = field(default_factory=dict[int, "tuple[Waiter, Timer]"])
 
 
@@ -108,6 +112,7 @@ class Controller:
         self._sessions: dict[bytes, _Session] = {}
         self._departed: dict[bytes, int] = {}
         """Ended sessions that still hold leases, and the pidfd of each."""
+        self._bulk: BulkServer | None = None
         self._units = [_UnitLink(self.reactor, context, unit) for unit in units]
         self.server = Server(
             self.reactor,
@@ -128,9 +133,16 @@ class Controller:
             },
         )
 
+    def listen(self, host: str, key: PlaneKey) -> Endpoints:
+        """Also serve clients of other hosts."""
+        self._bulk = BulkServer(self.reactor, host, key)
+        return Endpoints(self.server.listen(host, key), endpoint(host, self._bulk.port))
+
     def close(self) -> None:
         """Close all sockets."""
         self.server.close()
+        if self._bulk is not None:
+            self._bulk.close()
         for unit in self._units:
             unit.close()
 
@@ -138,10 +150,19 @@ class Controller:
     def _hello(self, caller: Caller, message: Hello) -> Done:
         if caller.session in self._sessions or caller.session in self._departed or len(caller.session) != 8:
             raise WireError("This session exists already, or its identity is not 8 bytes.")
-        pidfd = open_pidfd(message.process, "The client")
+        pidfd = self._lifeline(caller.session, message.process)
         self._sessions[caller.session] = _Session(pidfd)
         self.reactor.watch(pidfd, lambda: self._died(caller.session))
         return Done()
+
+    def _lifeline(self, session: bytes, process: ProcessId | None) -> int:
+        """A file descriptor that becomes readable when the client is gone."""
+        if process is not None:
+            return open_pidfd(process, "The client")
+        connection = self._bulk.claim(session) if self._bulk is not None else None
+        if connection is None:
+            raise WireError("A client that names no process needs a bulk connection to the controller first.")
+        return connection
 
     def _bye(self, caller: Caller, message: Bye) -> Done:
         del message

@@ -8,30 +8,39 @@ from rl_protocol.errors import WireError
 from rl_transferqueue.liveness import ProcessId
 
 
-class ControllerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProcessAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A server process of a plane."""
+
+    address: str
+    """ZeroMQ endpoint for clients on its host."""
+    process: ProcessId
+    host: str
+    """`hosts.this_host` of the process."""
+    control: str = ""
+    """ZeroMQ endpoint for the others; empty: there is none."""
+    bulk: str = ""
+    """host:port of its bulk connections, see `bulk`; empty: there are none."""
+
+
+class ControllerAddress(ProcessAddress, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The controller of a plane."""
 
-    address: str
-    """ZeroMQ endpoint."""
-    process: ProcessId
 
-
-class UnitAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class UnitAddress(ProcessAddress, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A storage unit of a plane."""
 
-    address: str
-    """ZeroMQ endpoint."""
-    process: ProcessId
     arena_fd: int
     """Number of the arena's file descriptor inside the unit's process."""
     arena_bytes: int
 
 
 class PlaneDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Addresses of the processes of one plane; plain data, to be handed to other processes of the same user and host."""
+    """Addresses of the processes of one plane; plain data without secrets, to be handed to other processes."""
 
     controller: ControllerAddress
     units: tuple[UnitAddress, ...]
+    shared_memory: bool
+    """False: clients on the same host also use the network (`TransferQueueConfig.shared_memory`)."""
     timeout_s: float
     """Seconds a call may take where the caller names no deadline (`TransferQueueConfig.timeout_s`)."""
 

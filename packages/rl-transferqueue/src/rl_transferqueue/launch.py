@@ -20,6 +20,8 @@ import msgspec
 from rl_protocol.errors import ConfigError, PlaneLostError
 from rl_transferqueue.config import TransferQueueConfig
 from rl_transferqueue.descriptor import ControllerAddress, PlaneDescriptor, UnitAddress
+from rl_transferqueue.hosts import listen_address, this_host
+from rl_transferqueue.keys import load_key
 from rl_transferqueue.liveness import this_process
 from rl_transferqueue.serve import ControllerSpec, Ready, ServeConfig, UnitSpec
 
@@ -97,7 +99,7 @@ def start_local_plane(
         start_timeout_s: seconds until the processes must serve.
 
     Raises:
-        ConfigError: the path of `runtime_dir` is too long, or it is not there.
+        ConfigError: the path of `runtime_dir` is too long, or it is not there; the address to listen on can't be used, or needs a key.
         PlaneLostError: a process ended or was not up in time; carries the end of what it wrote.
     """
     private = _private_dir(runtime_dir)
@@ -111,22 +113,44 @@ def start_local_plane(
         deadline = time.monotonic() + start_timeout_s
         for name, spec in (("controller", controller), *((f"unit-{unit.index}", unit) for unit in units)):
             children.append(_spawn(name, spec, private, logs))
-        first, *rest = [_wait_ready(child, deadline, start_timeout_s) for child in children]
+        ready = [_wait_ready(child, deadline, start_timeout_s) for child in children]
         undo.pop_all()
-    descriptor = PlaneDescriptor(
-        ControllerAddress(controller.address, first.process),
-        tuple(UnitAddress(s.address, r.process, r.arena_fd, s.capacity) for s, r in zip(units, rest, strict=True)),
+    return LocalPlane(_descriptor(config, controller, units, ready), children, private)
+
+
+def _descriptor(
+    config: TransferQueueConfig, controller: ControllerSpec, units: list[UnitSpec], ready: list[Ready]
+) -> PlaneDescriptor:
+    host = this_host()
+    first, *rest = ready
+    return PlaneDescriptor(
+        ControllerAddress(
+            address=controller.address, process=first.process, host=host, control=first.control, bulk=first.bulk
+        ),
+        tuple(
+            UnitAddress(
+                address=spec.address,
+                process=said.process,
+                host=host,
+                control=said.control,
+                bulk=said.bulk,
+                arena_fd=said.arena_fd,
+                arena_bytes=spec.capacity,
+            )
+            for spec, said in zip(units, rest, strict=True)
+        ),
+        config.shared_memory,
         config.timeout_s,
     )
-    return LocalPlane(descriptor, children, private)
 
 
 def _specs(config: TransferQueueConfig, private: Path) -> tuple[ControllerSpec, list[UnitSpec]]:
+    listen = listen_address(config.listen, load_key()) if config.listen else ""
     units = [
-        UnitSpec(i, f"ipc://{private}/u{i}", config.unit_bytes, config.segment_mb << 20)
+        UnitSpec(i, f"ipc://{private}/u{i}", config.unit_bytes, config.segment_mb << 20, listen)
         for i in range(config.num_storage_units)
     ]
-    return ControllerSpec(f"ipc://{private}/c", tuple(unit.address for unit in units)), units
+    return ControllerSpec(f"ipc://{private}/c", tuple(unit.address for unit in units), listen), units
 
 
 def _private_dir(base: Path | None) -> Path:

@@ -64,15 +64,15 @@ class UnitMemory(Protocol):
         ...
 
 
-class _Leased(np.ndarray):
-    """Memory of a block that keeps its lease."""
+class _Anchored(np.ndarray):
+    """Memory that keeps an object alive whose end says that nobody looks at the memory any more."""
 
-    anchor: Anchor
+    anchor: object
 
 
 def anchored(memory: mmap.mmap, start: int, nbytes: int, anchor: object) -> memoryview:
     """Part of a mapping; whatever is made from it keeps the anchor."""
-    array = np.frombuffer(memory, np.uint8, nbytes, start).view(_Leased)
+    array = np.frombuffer(memory, np.uint8, nbytes, start).view(_Anchored)
     array.anchor = anchor
     return array.data
 

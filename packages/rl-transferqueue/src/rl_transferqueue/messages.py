@@ -46,7 +46,8 @@ class BlockRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 class Hello(_Message, frozen=True):
     """First message of a session; a session is a ZeroMQ identity and ends with its process or with `Bye`."""
 
-    process: ProcessId
+    process: ProcessId | None
+    """None: on another host; the session ends with the bulk connection to the controller that was opened under its identity."""
 
 
 class Bye(_Message, frozen=True):

@@ -17,6 +17,8 @@ import zmq
 
 from rl_protocol.errors import PlaneLostError
 from rl_transferqueue.controller import Controller
+from rl_transferqueue.hosts import Endpoints, listen_address
+from rl_transferqueue.keys import load_key
 from rl_transferqueue.liveness import ProcessId, open_pidfd, this_process
 from rl_transferqueue.storage import StorageUnit
 
@@ -30,6 +32,8 @@ class UnitSpec(msgspec.Struct, frozen=True, tag=True):
     address: str
     capacity: int
     segment: int
+    listen: str = ""
+    """Numeric address for clients of other hosts; empty: none."""
 
 
 class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
@@ -37,6 +41,8 @@ class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
 
     address: str
     units: tuple[str, ...]
+    listen: str = ""
+    """See UnitSpec."""
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,6 +60,9 @@ class Ready(msgspec.Struct, frozen=True):
     process: ProcessId
     arena_fd: int
     """-1: it has no arena."""
+    control: str = ""
+    """See ProcessAddress."""
+    bulk: str = ""
 
 
 Role: TypeAlias = Controller | StorageUnit
@@ -72,7 +81,7 @@ def main(arguments: list[str]) -> int:
     else:
         for fd in (sys.stdin.fileno(), parent):
             role.reactor.watch(fd, role.reactor.stop)
-        _say_ready(config.ready_fd, role)
+        _say_ready(config.ready_fd, role, _listen(role, config.spec.listen))
         log.info("serving %s", config.spec)
         role.reactor.run()
         os.close(parent)
@@ -88,9 +97,16 @@ def _build(spec: UnitSpec | ControllerSpec, context: zmq.Context[zmq.Socket[byte
     return Controller(context, spec.address, spec.units)
 
 
-def _say_ready(fd: int, role: Role) -> None:
+def _listen(role: Role, host: str) -> Endpoints:
+    if not host:
+        return Endpoints()
+    key = load_key()
+    return role.listen(listen_address(host, key), key)
+
+
+def _say_ready(fd: int, role: Role, endpoints: Endpoints) -> None:
     arena_fd = role.arena.fd if isinstance(role, StorageUnit) else -1
-    os.write(fd, msgspec.json.encode(Ready(this_process(), arena_fd)))
+    os.write(fd, msgspec.json.encode(Ready(this_process(), arena_fd, *endpoints)))
     os.close(fd)
 
 

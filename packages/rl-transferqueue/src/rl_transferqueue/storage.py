@@ -13,6 +13,9 @@ from rl_protocol.errors import BatchError, CapacityTimeout, WireError
 from rl_protocol.wire import Header, plan, read_payload, write_payload
 from rl_transferqueue.allocator import Allocator, rounded
 from rl_transferqueue.arena import Arena
+from rl_transferqueue.bulk_server import BulkServer
+from rl_transferqueue.hosts import Endpoints, endpoint
+from rl_transferqueue.keys import PlaneKey
 from rl_transferqueue.messages import (
     BLOCK_BITS,
     CONTROLLER,
@@ -64,6 +67,7 @@ class StorageUnit:
         self._owner: dict[int, Caller] = {}
         self._ended: set[bytes] = set()
         self._parked: deque[_Parked] = deque()
+        self._bulk: BulkServer | None = None
         self.server = Server(
             self.reactor,
             context,
@@ -78,9 +82,27 @@ class StorageUnit:
             },
         )
 
+    def listen(self, host: str, key: PlaneKey) -> Endpoints:
+        """Also serve clients of other hosts."""
+        self._bulk = BulkServer(self.reactor, host, key, self)
+        return Endpoints(self.server.listen(host, key), endpoint(host, self._bulk.port))
+
     def close(self) -> None:
-        """Close the socket; the arena ends with the process."""
+        """Close the sockets; the arena ends with the process."""
         self.server.close()
+        if self._bulk is not None:
+            self._bulk.close()
+
+    # -- for bulk connections
+    @property
+    def memory(self) -> memoryview:
+        """See BulkArena."""
+        return memoryview(self.arena.memory)
+
+    def may_write(self, session: bytes, offset: int, nbytes: int) -> bool:
+        """See BulkArena."""
+        mine = (self._blocks[block] for block in self._given.get(session, {}).values())
+        return any(block.offset <= offset and offset + nbytes <= block.offset + block.nbytes for block in mine)
 
     # -- for clients
     def _allocate(self, caller: Caller, message: Allocate) -> Allocated | None:
@@ -170,6 +192,8 @@ class StorageUnit:
             if block is None:
                 continue
             self._space.give(block.offset)
+            if self._bulk is not None:
+                self._bulk.cut(block.offset, block.nbytes)
             owner = self._owner.pop(block_id, None)
             if owner is not None:
                 mine = self._given[owner.session]
