@@ -100,14 +100,13 @@ import asyncio, os, signal, sys
 import numpy as np
 from rl_protocol import BatchData, dense
 from rl_transferqueue import PlaneDescriptor, connect
-from rl_transferqueue.messages import Allocate, Allocated
+from rl_transferqueue.messages import Reserve, Reserved
 
 async def main():
     client = await connect(PlaneDescriptor.from_json(sys.argv[1]))
     meta = await client.put("p", ["committed"], BatchData({"x": dense(np.full((1, 1 << 18), 7, np.uint8))}))
     view = await client.get(meta)
-    unit = client._units[0]
-    await unit.call(Allocate(1 << 18, 0.0), Allocated, 5)
+    await client._controller.call(Reserve(1 << 18, 0.0), Reserved, 5)
     asyncio.ensure_future(client.wait_ready("p", count=2, task="t", timeout_s=60))
     asyncio.ensure_future(client.put("p", ["waits"], BatchData({"x": dense(np.zeros((1, 15 << 17), np.uint8))})))
     await asyncio.sleep(0.2)
@@ -121,14 +120,16 @@ asyncio.run(main())
 def test_a_killed_client_leaves_what_it_committed_and_nothing_else() -> None:
     async def while_it_lives(plane: LocalPlane) -> None:
         async with await connect(plane.descriptor) as client:
-            assert (await client.stats()).bytes_used == 2 << 18
+            stats = await client.stats()
+            assert (stats.bytes_used, stats.bytes_reserved) == (1 << 18, 1 << 18)
 
     async def after_its_death(plane: LocalPlane) -> None:
         async with await connect(plane.descriptor) as client:
             deadline = time.monotonic() + 5
-            while (await client.stats()).bytes_used != 1 << 18:
+            while (await client.stats()).bytes_reserved:
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.02)
+            assert (await client.stats()).bytes_used == 1 << 18
             meta = await client.list_rows("p")
             assert (await client.get(meta)).dense("x").values.min() == 7
             await client.put("p", ["more"], batch(1))
@@ -296,6 +297,10 @@ def test_a_request_that_can_only_be_read_in_part_is_answered_by_its_id(plane: Lo
                 assert answer.body.error == "WireError"
 
 
+def _aligned(number: int) -> int:
+    return number * 64 if number < 1 << 50 else number // 64 * 64
+
+
 def nonsense() -> st.SearchStrategy[AnyRequest]:
     """Messages of every type with values that make no sense."""
     number = st.one_of(st.integers(0, 3), st.integers(0, 1 << 62))
@@ -304,26 +309,35 @@ def nonsense() -> st.SearchStrategy[AnyRequest]:
     raw = st.binary(max_size=24)
     seconds = st.floats(0, 0.01)
     tag = st.dictionaries(text, st.one_of(st.none(), st.integers(0, 3), text), max_size=2)
-    tags = st.one_of(st.none(), st.lists(tag, max_size=3).map(tuple))
-    block = st.builds(messages.BlockRef, number, number, number, number)
+    span = st.builds(messages.Span, number, number.map(_aligned), number.map(_aligned))
+    column = st.builds(messages.TagColumn, text, st.lists(st.integers(0, 3), max_size=3).map(tuple), raw)
+    columns = st.lists(column, max_size=2).map(tuple)
+    expect = st.one_of(st.none(), st.lists(st.one_of(st.none(), tag), max_size=3).map(tuple))
     header = st.one_of(raw, st.just(GOOD_HEADER))
     ids = st.lists(number, max_size=3).map(tuple)
+    task = st.one_of(st.none(), text)
     return st.one_of(
         st.builds(messages.Hello, st.builds(ProcessId, st.integers(0, 1 << 40), number)),
-        st.builds(messages.Commit, number, text, texts, tags, st.one_of(st.none(), block), header),
-        st.builds(messages.Locate, number, text, texts, texts),
+        st.builds(messages.Reserve, number, seconds),
+        st.builds(messages.Abandon, st.lists(span, max_size=3).map(tuple)),
+        st.builds(messages.Commit, text, texts, columns, expect, st.one_of(st.none(), span), header, number),
+        st.builds(messages.Locate, number, text, texts, texts, raw),
         st.builds(messages.ReleaseLeases, ids),
-        st.builds(messages.WaitReady, text, number, texts, tag, st.one_of(st.none(), text), seconds),
+        st.builds(messages.WaitReady, text, number, texts, tag, task, seconds),
         st.builds(messages.GiveBack, text, text, raw),
-        st.builds(messages.ListRows, text, tag),
+        st.builds(messages.ListRows, text, tag, texts, task),
+        st.builds(messages.Watch, text, number, tag, seconds),
+        st.builds(messages.Claim, text, texts, text),
+        st.builds(messages.GetConsumption, text, text),
+        st.builds(messages.GetProduction, text, texts),
+        st.builds(messages.ResetConsumption, text, task, st.one_of(st.none(), texts)),
         st.builds(messages.Clear, text, st.one_of(st.none(), texts)),
         st.just(messages.GetStats()),
         st.builds(messages.Cancel, number),
-        st.builds(messages.Allocate, number, seconds),
-        st.builds(messages.Release, ids),
-        st.builds(messages.EndSession, raw),
-        st.builds(messages.Compact, number, header, raw, texts),
-        st.just(messages.GetUnitStats()),
+        st.just(messages.Introduce()),
+        st.builds(messages.Populate, number),
+        st.builds(messages.Measure, span, header, raw, texts),
+        st.builds(messages.Copy, span, header, raw, texts, span),
         st.just(messages.Bye()),
     )
 

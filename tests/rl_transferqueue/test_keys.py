@@ -60,7 +60,7 @@ def test_who_has_the_key_comes_in_and_nobody_else(keyed: LocalPlane, monkeypatch
 def test_control_sockets_answer_nobody_without_the_key(keyed: LocalPlane) -> None:
     """Well-formed requests, in the clear and with another key, get no answer; with the key they do."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    for server in (keyed.descriptor.controller, keyed.descriptor.units[0]):
+    for server in (keyed.descriptor.controller,):
         for key, answered in ((NO_KEY, False), (PlaneKey(BAD.encode()), False), (PlaneKey(GOOD.encode()), True)):
             stranger = context.socket(zmq.DEALER)
             stranger.setsockopt(zmq.LINGER, 0)
@@ -172,12 +172,12 @@ import asyncio, sys
 import numpy as np
 from rl_protocol import BatchData, PlaneLostError, dense
 from rl_transferqueue import PlaneDescriptor, connect
-from rl_transferqueue.messages import Allocate, Allocated
+from rl_transferqueue.messages import Reserve, Reserved
 
 async def main():
     client = await connect(PlaneDescriptor.from_json(sys.argv[1]))
     await client.put("p", ["kept"], BatchData({"x": dense(np.ones((1, 1 << 20), np.uint8))}))
-    await client._units[0].call(Allocate(6 << 20, 0.0), Allocated, 5)
+    await client._controller.call(Reserve(6 << 20, 0.0), Reserved, 5)
     print("up", flush=True)
     try:
         await client.wait_ready("never", count=1, timeout_s=60)

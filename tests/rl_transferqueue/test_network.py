@@ -19,16 +19,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from network_helpers import MIB, NO_KEY, SMALL, other_client, rows_of, served
 
-from rl_protocol import BatchData, CapacityTimeout, PlaneLostError, PlaneTimeout, RLError, dense, ragged
+from rl_protocol import BatchData, CapacityTimeout, ConfigError, PlaneLostError, PlaneTimeout, RLError, dense, ragged
 from rl_protocol.errors import WireError
 from rl_protocol.wire import plan
 from rl_transferqueue import Client, LocalPlane, TransferQueueConfig, connect, start_local_plane
 from rl_transferqueue.buffers import WarmBuffers
 from rl_transferqueue.bulk import MAGIC, ReadRows, Sending, WantedPiece, WriteBlock, Written, frame
-from rl_transferqueue.bulk_client import RemoteMemory, dial
+from rl_transferqueue.bulk_client import BulkConnection, dial
 from rl_transferqueue.channel import Channel
+from rl_transferqueue.descriptor import ControllerAddress, UnitAddress
 from rl_transferqueue.hosts import endpoint, split_endpoint
-from rl_transferqueue.messages import Allocate, Allocated, Done, Hello
+from rl_transferqueue.messages import Abandon, Done, Hello, Reserve, Reserved
+from rl_transferqueue.remote import RemoteMemory
+from rl_transferqueue.space import most_spare
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +40,21 @@ def plane() -> Iterator[LocalPlane]:
         yield plane
 
 
+def call_on(plane: LocalPlane, server: ControllerAddress | UnitAddress, session: bytes) -> BulkConnection:
+    return dial(server, plane.descriptor.host, "server", NO_KEY, session, 5)
+
+
+RESERVE = 2 * most_spare(8 * MIB)
+"""What clients may hold ahead of need in a plane of 8 MiB."""
+
+
 async def settles(client: Client, nbytes: int, seconds: float = 8.0) -> None:
     deadline = time.monotonic() + seconds
-    while (used := (await client.stats()).bytes_used) != nbytes:
-        assert time.monotonic() < deadline, f"{used} bytes are used, not {nbytes}"
+    while True:
+        stats = await client.stats()
+        if stats.bytes_used == nbytes and stats.bytes_reserved <= RESERVE:
+            return
+        assert time.monotonic() < deadline, f"{stats}, not {nbytes} bytes used"
         await asyncio.sleep(0.02)
 
 
@@ -200,7 +214,8 @@ def test_a_unit_that_dies_in_the_middle_of_a_transfer(what: str) -> None:
 
 
 def _bulk_calls(client: Client) -> int:
-    return sum(len(memory._busy) for memory in client._memories if isinstance(memory, RemoteMemory))
+    assert isinstance(client._memory, RemoteMemory)
+    return sum(transfer._connection is not None for transfer in client._memory._transfers)
 
 
 def test_a_stopped_unit_is_a_timeout_and_later_calls_work() -> None:
@@ -273,14 +288,13 @@ def test_bytes_that_arrive_after_their_block_was_taken_back_touch_nobody(plane: 
     async def main() -> None:
         session = b"\x03" + os.urandom(7)
         loop = asyncio.get_running_loop()
-        controller, unit = plane.descriptor.controller, plane.descriptor.units[0]
-        lifeline = dial(controller, "controller", NO_KEY, session, 5)
+        controller = plane.descriptor.controller
+        lifeline = call_on(plane, controller, session)
         control = Channel(loop, controller.control, session, "controller")
-        storage = Channel(loop, unit.control, session, "unit")
         await control.call(Hello(None), Done, 5)
-        block = (await storage.call(Allocate(6 * MIB, 0), Allocated, 5)).block
-        bulk = dial(unit, "unit", NO_KEY, session, 5)
-        bulk.send([frame(WriteBlock(block.offset, 6 * MIB)), memoryview(bytes([66]) * MIB)])
+        span = (await control.call(Reserve(6 * MIB, 0), Reserved, 5)).span
+        bulk = call_on(plane, plane.descriptor.units[0], session)
+        bulk.send([frame(WriteBlock(span.offset, 6 * MIB, 0)), memoryview(bytes([66]) * MIB)])
         async with await connect(plane.descriptor) as other:
             await asyncio.sleep(0.1)  # the first part arrives
             lifeline.close()
@@ -291,7 +305,9 @@ def test_bytes_that_arrive_after_their_block_was_taken_back_touch_nobody(plane: 
                 bulk.send([memoryview(bytes([66]) * (5 * MIB))])
             assert (await other.get(meta)).dense("x").values.max() == 1
             await other.clear("p")
-        for end in (bulk, control, storage):
+            with pytest.raises(ConfigError):
+                call_on(plane, plane.descriptor.units[0], session)
+        for end in (bulk, control):
             end.close()
 
     asyncio.run(main())
@@ -347,7 +363,7 @@ def test_bytes_without_meaning_end_their_own_connection(plane: LocalPlane, said:
             stranger.sendall(said)
             assert stranger.recv(4) == MAGIC
         session = b"\x04" + os.urandom(7)
-        friend = dial(server, "server", NO_KEY, session, 5)
+        friend = call_on(plane, server, session)
         friend.send([len(said).to_bytes(4, "little"), said])
         with pytest.raises((PlaneLostError, WireError)):
             friend.receive_bytes(1)
@@ -355,7 +371,7 @@ def test_bytes_without_meaning_end_their_own_connection(plane: LocalPlane, said:
 
 
 def test_requests_that_make_no_sense_are_answered(plane: LocalPlane) -> None:
-    unit = dial(plane.descriptor.units[0], "unit", NO_KEY, b"\x05" + os.urandom(7), 5)
+    unit = call_on(plane, plane.descriptor.units[0], b"\x05" + os.urandom(7))
     header = msgspec.msgpack.encode(plan(rows_of(1, 100)))
     huge = msgspec.msgpack.encode([1 << 40, 1 << 40, [["x", "dense", "uint8", [100], [[0, 100 << 40]]]]])
     for piece, headers in (
@@ -372,8 +388,8 @@ def test_requests_that_make_no_sense_are_answered(plane: LocalPlane) -> None:
         unit.send([frame(ReadRows(headers, (piece,)))])
         with pytest.raises(RLError):
             unit.expect(Sending)
-    unit.send([frame(WriteBlock(0, 100_000)), bytes(100_000)])
-    with pytest.raises(WireError, match="not this session's"):
+    unit.send([frame(WriteBlock(8 * MIB - 64, 100_000, 0)), bytes(100_000)])
+    with pytest.raises(WireError, match="no bytes"):
         unit.expect(Written)
     unit.send([(1 << 31).to_bytes(4, "little")])
     with pytest.raises(PlaneLostError):
@@ -388,3 +404,31 @@ def test_who_does_not_introduce_himself_is_sent_away(monkeypatch: pytest.MonkeyP
         while silent.recv(100):
             pass
         assert not server._connections
+
+
+def test_a_write_that_arrives_after_its_span_was_abandoned_touches_nobody(plane: LocalPlane) -> None:
+    """Nothing of it had arrived when the span was abandoned; what the session writes there later is served."""
+
+    async def main() -> None:
+        session = b"\x06" + os.urandom(7)
+        lifeline = call_on(plane, plane.descriptor.controller, session)
+        control = Channel(asyncio.get_running_loop(), plane.descriptor.controller.control, session, "controller")
+        await control.call(Hello(None), Done, 5)
+        span = (await control.call(Reserve(6 * MIB, 0), Reserved, 5)).span
+        late, later = (call_on(plane, plane.descriptor.units[0], session) for _ in range(2))
+        control.tell(Abandon((span,), late=True))
+        async with await connect(plane.descriptor) as other:
+            meta = await other.put("p", ["a"], rows_of(1, 6 * MIB), timeout_s=5)
+            late.send([frame(WriteBlock(span.offset, 64, 0)), bytes([66]) * 64])
+            with pytest.raises(PlaneLostError):
+                late.expect(Written)
+            assert (await other.get(meta)).dense("x").values.max() == 1
+            await other.clear("p")
+        again = (await control.call(Reserve(6 * MIB, 0), Reserved, 5)).span
+        assert again == span
+        later.send([frame(WriteBlock(span.offset, 64, 1)), bytes([66]) * 64])
+        later.expect(Written)
+        for end in (lifeline, late, later, control):
+            end.close()
+
+    asyncio.run(main())

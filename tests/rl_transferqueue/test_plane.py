@@ -152,7 +152,7 @@ def test_a_full_plane_makes_puts_wait_and_says_what_is_missing() -> None:
             for i in range(2):
                 await one.put("p", [f"a{i}", f"b{i}"], rows_of(i, 2, 2 * MIB))
             began = time.monotonic()
-            with pytest.raises(CapacityTimeout, match=r"65536 bytes.* 0 of 2097152 bytes.*transfer_queue\.capacity_mb"):
+            with pytest.raises(CapacityTimeout, match=r"65536 bytes.* 0 of 4194304 bytes.*transfer_queue\.capacity_mb"):
                 await two.put("p", ["c"], rows_of(3, 1, 65536), timeout_s=0.2)
             assert 0.15 < time.monotonic() - began < 2
             assert (await two.list_rows("p")).keys == ("a0", "b0", "a1", "b1")

@@ -8,7 +8,9 @@
     ├── WireError (ValueError)              bytes that are not a batch of this wire version
     ├── DataPlaneError
     │   ├── MissingDataError (LookupError)  rows or columns asked for are not in the plane
+    │   │   └── DataLostError               they were, until the storage unit that held them died
     │   ├── DuplicateKeyError (ValueError)
+    │   ├── ConflictError                   a row is not, or not any more, as the caller expected
     │   ├── CapacityTimeout (TimeoutError)  the plane stayed full until the deadline
     │   ├── PlaneTimeout (TimeoutError)     the deadline of a call passed
     │   └── PlaneLostError (ConnectionError) controller or storage unit is gone
@@ -68,6 +70,14 @@ class DataPlaneError(RLError):
 
 class MissingDataError(DataPlaneError, LookupError):
     """Rows or columns that were asked for are not in the plane; reads are strict."""
+
+
+class DataLostError(MissingDataError):
+    """Columns that were asked for were lost with the storage unit that held them; whoever made them must make them again."""
+
+
+class ConflictError(DataPlaneError):
+    """A row is not as the caller expected, or someone else took it first; nothing was changed. Look again, then decide anew."""
 
 
 class DuplicateKeyError(DataPlaneError, ValueError):

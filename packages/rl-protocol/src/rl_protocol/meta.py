@@ -36,6 +36,8 @@ class KVBatchMeta(RowOps):
     """Columns all rows have; empty: not known."""
     extra_info: dict[str, Scalar] = field(default_factory=dict[str, Scalar])
     """Facts about the whole batch (temperature, policy version); never metrics."""
+    generations: tuple[int, ...] = ()
+    """[N] which life of each row is meant, 0: any; or empty: any of all. A row that was cleared and made anew has another number."""
 
     def __post_init__(self) -> None:
         if len(set(self.keys)) != len(self.keys):
@@ -45,6 +47,11 @@ class KVBatchMeta(RowOps):
         if self.tags and len(self.tags) != len(self.keys):
             raise BatchError(
                 f"A KVBatchMeta needs one tag per key or none at all; got {len(self.keys)} keys, {len(self.tags)} tags."
+            )
+        if self.generations and len(self.generations) != len(self.keys):
+            raise BatchError(
+                f"A KVBatchMeta needs one generation per key or none at all; got {len(self.keys)} keys, "
+                f"{len(self.generations)} generations."
             )
 
     def __len__(self) -> int:
@@ -68,7 +75,8 @@ class KVBatchMeta(RowOps):
         """The rows in the order given, tags with them."""
         index = check_indices(rows, len(self)).tolist()
         tags = tuple(self.tags[i] for i in index) if self.tags else ()
-        return replace(self, keys=tuple(self.keys[i] for i in index), tags=tags)
+        generations = tuple(self.generations[i] for i in index) if self.generations else ()
+        return replace(self, keys=tuple(self.keys[i] for i in index), tags=tags, generations=generations)
 
     def select_keys(self, keys: Sequence[str]) -> Self:
         """The named rows in the order given.
@@ -105,7 +113,7 @@ class KVBatchMeta(RowOps):
         """The same rows with the columns, tags and extra_info of both.
 
         Raises:
-            BatchError: other rows, or a tag or fact that both have with different values.
+            BatchError: other rows or other lives of them, or a tag or fact that both have with different values.
         """
         if (other.partition, other.keys) != (self.partition, self.keys):
             raise BatchError(
@@ -118,6 +126,7 @@ class KVBatchMeta(RowOps):
             tags=tags if any(tags) else (),
             fields=tuple(dict.fromkeys((*self.fields, *other.fields))),
             extra_info=_merge(self.extra_info, other.extra_info, "extra_info"),
+            generations=_same_lives(self, other),
         )
 
     @classmethod
@@ -146,11 +155,26 @@ class KVBatchMeta(RowOps):
             raise BatchError(
                 "Some parts have tags and some have none; concat would lose them: use without_tags on all or on none."
             )
+        known = any(part.generations for part in parts)
         return replace(
             first,
             keys=tuple(key for part in parts for key in part.keys),
             tags=tuple(tag for part in parts for tag in part.tags),
+            generations=tuple(number for part in parts for number in _lives(part)) if known else (),
         )
+
+
+def _lives(meta: KVBatchMeta) -> tuple[int, ...]:
+    return meta.generations or (0,) * len(meta)
+
+
+def _same_lives(a: KVBatchMeta, b: KVBatchMeta) -> tuple[int, ...]:
+    for key, x, y in zip(a.keys, _lives(a), _lives(b), strict=True):
+        if x and y and x != y:
+            raise BatchError(f"union: row {key!r} was cleared and made anew between the two batches ({x}, {y}).")
+    if not a.generations or not b.generations:
+        return a.generations or b.generations
+    return tuple(x or y for x, y in zip(a.generations, b.generations, strict=True))
 
 
 def _merge(a: Mapping[str, Scalar], b: Mapping[str, Scalar], where: str) -> Tag:

@@ -7,13 +7,18 @@ Implementations must pass the conformance suites of `rl_protocol.testing`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from rl_protocol.batch import BatchData
+from rl_protocol.draft import Draft
 from rl_protocol.meta import KVBatchMeta, Scalar, Tag
+from rl_protocol.schema import ColumnSpec
 from rl_protocol.weights import WeightTensor
 
 # ---------------------------------------------------------------------------------------------------------------- data plane
@@ -43,6 +48,33 @@ class PlaneStats(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of payload held, alignment included."""
     bytes_capacity: int
     """Most bytes it may hold; 0: no bound."""
+    bytes_reserved: int = 0
+    """Bytes given to producers for what they have not put yet."""
+    lost: Mapping[str, tuple[str, ...]] = {}
+    """partition -> keys of rows that are still named but lost columns with a storage unit that died."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowChanges:
+    """What happened to the rows of a partition after some version."""
+
+    rows: KVBatchMeta
+    """Rows that are new or changed, least recent change first."""
+    removed: tuple[str, ...]
+    """Rows that were cleared, or changed and do not have the tags asked for; not all need have been known to the asker."""
+    version: int
+    """Ask for what comes after this next time."""
+    reset: bool
+    """`rows` are all rows there are: forget all others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowFlags:
+    """A yes or no for every row of a partition, oldest row first."""
+
+    keys: tuple[str, ...]
+    flags: npt.NDArray[np.bool_]
+    """bool [N], or [N, F] for F columns."""
 
 
 @runtime_checkable
@@ -57,12 +89,21 @@ class DataPlane(Protocol):
         self,
         partition: str,
         keys: Sequence[str],
-        data: BatchData | None = None,
+        data: BatchData | Draft | None = None,
         *,
         tags: Sequence[Tag] | None = None,
+        expect: Sequence[Tag | None] | None = None,
         timeout_s: float = 60.0,
     ) -> KVBatchMeta:
         """Store columns and tags of the rows named by `keys` [N]; `data` has N rows in that order, or is None for tags alone.
+
+        Args:
+            partition: the partition the rows are in.
+            keys: names of the rows.
+            data: their columns; a draft made by `alloc` is taken as it is and can't be used again.
+            tags: [N] facts to merge into those the rows have.
+            expect: [N] tags that the rows must have at this moment; None: that row must not be there.
+            timeout_s: deadline.
 
         Returns:
             The rows with the tags and columns given in this call.
@@ -70,8 +111,31 @@ class DataPlane(Protocol):
         Raises:
             BatchError: `data` or `tags` do not have one row per key.
             DuplicateKeyError: a key occurs twice.
+            ConflictError: a row is not as expected; nothing was stored.
             CapacityTimeout: no room until the deadline; nothing was stored.
             PlaneTimeout, PlaneLostError: as their names say; the put may be repeated, it is idempotent.
+        """
+        ...
+
+    async def alloc(
+        self,
+        columns: Iterable[ColumnSpec],
+        rows: int,
+        lengths: Mapping[str, Sequence[int]] | None = None,
+        *,
+        timeout_s: float = 60.0,
+    ) -> Draft:
+        """Memory of the plane for columns of `rows` rows, to be filled in place and then put without a copy.
+
+        Args:
+            columns: what to make room for; no object columns, their size is not known.
+            rows: number of rows N.
+            lengths: [N] row lengths of every ragged column.
+            timeout_s: deadline.
+
+        Raises:
+            BatchError: lengths that do not fit, or an object column.
+            CapacityTimeout: no room until the deadline.
         """
         ...
 
@@ -81,7 +145,9 @@ class DataPlane(Protocol):
         """Columns `fields` (default: `meta.fields`) of the rows, in the order of `meta.keys`.
 
         Raises:
-            MissingDataError: names the rows or columns that are not there; nothing partial is returned.
+            MissingDataError: names the rows or columns that are not there; nothing partial is returned. A row that was made anew
+                since `meta` was described is not there.
+            DataLostError: they were lost with the storage unit that held them.
         """
         ...
 
@@ -104,10 +170,56 @@ class DataPlane(Protocol):
         """
         ...
 
+    async def claim(self, partition: str, keys: Sequence[str], *, task: str, timeout_s: float = 60.0) -> KVBatchMeta:
+        """Mark exactly these rows as consumed by `task`: what a sampler does with the rows it has chosen. All or nothing.
+
+        Raises:
+            ConflictError: one of them is consumed already; names it.
+            MissingDataError: one of them is not there.
+        """
+        ...
+
     async def list_rows(
-        self, partition: str, *, where: Mapping[str, Scalar] | None = None, timeout_s: float = 60.0
+        self,
+        partition: str,
+        *,
+        where: Mapping[str, Scalar] | None = None,
+        fields: Sequence[str] = (),
+        task: str | None = None,
+        timeout_s: float = 60.0,
     ) -> KVBatchMeta:
-        """All rows of a partition that have the tags of `where`, oldest first; `fields` are those that every row has."""
+        """The rows that have the tags of `where`, all `fields`, and are not consumed by `task`; oldest first. Nothing is consumed.
+
+        `fields` of the result are those that every row has.
+        """
+        ...
+
+    async def watch(
+        self, partition: str, *, since: int = 0, where: Mapping[str, Scalar] | None = None, timeout_s: float
+    ) -> RowChanges:
+        """Wait, without polling, until rows of the partition change after version `since`; return the changes.
+
+        `since=0` returns all rows at once. A deadline that passes is no error: nothing changed, and the version is the same.
+        """
+        ...
+
+    async def consumption_status(self, partition: str, *, task: str, timeout_s: float = 60.0) -> RowFlags:
+        """Which rows were handed out for `task`: flags [N]."""
+        ...
+
+    async def production_status(self, partition: str, *, fields: Sequence[str], timeout_s: float = 60.0) -> RowFlags:
+        """Which rows have which of the columns: flags [N, F]."""
+        ...
+
+    async def reset_consumption(
+        self,
+        partition: str,
+        *,
+        task: str | None = None,
+        keys: Sequence[str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> int:
+        """Let rows (default: all) be handed out again for `task` (default: every task); returns how many had been consumed."""
         ...
 
     async def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float = 60.0) -> int:

@@ -20,10 +20,12 @@ bytes it is given and copies nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from rl_protocol.batch import BatchData
 from rl_protocol.columns import Column, column_from_buffers
@@ -64,17 +66,41 @@ def aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
+def lay_out(rows: int, columns: Iterable[tuple[str, str, str, tuple[int, ...], Sequence[int]]]) -> Header:
+    """Where the buffers of columns (name, kind, dtype, dims, bytes of each buffer) will lie in the payload."""
+    at = 0
+    headers: list[ColumnHeader] = []
+    for name, kind, dtype, dims, sizes in columns:
+        places: list[tuple[int, int]] = []
+        for size in sizes:
+            places.append((at, size))
+            at += aligned(size)
+        headers.append(ColumnHeader(name, kind, dtype, dims, tuple(places)))
+    return Header(rows, at, tuple(headers))
+
+
 def plan(batch: BatchData) -> Header:
     """Where each buffer of the batch will lie in the payload."""
-    at = 0
-    columns: list[ColumnHeader] = []
-    for name, column in batch.columns.items():
-        places: list[tuple[int, int]] = []
-        for buffer in column.buffers:
-            places.append((at, buffer.nbytes))
-            at += aligned(buffer.nbytes)
-        columns.append(ColumnHeader(name, column.kind, column.dtype, column.dims, tuple(places)))
-    return Header(len(batch), at, tuple(columns))
+    return lay_out(
+        len(batch),
+        (
+            (name, column.kind, column.dtype, column.dims, [buffer.nbytes for buffer in column.buffers])
+            for name, column in batch.columns.items()
+        ),
+    )
+
+
+def plan_rows(batch: BatchData, rows: npt.NDArray[np.int64]) -> Header:
+    """`plan(batch.select_rows(rows))` without selecting them."""
+
+    def sizes(column: Column) -> list[int]:
+        flat, *offsets = column.buffers
+        item = flat.itemsize * math.prod(column.dims)
+        if not offsets:
+            return [rows.size * item]
+        return [int(np.diff(offsets[0])[rows].sum()) * item, offsets[0].itemsize * (rows.size + 1)]
+
+    return lay_out(int(rows.size), ((name, c.kind, c.dtype, c.dims, sizes(c)) for name, c in batch.columns.items()))
 
 
 def write_payload(batch: BatchData, header: Header, target: memoryview) -> None:

@@ -26,8 +26,8 @@ class Allocator:
     >>> first, second = space.take(100), space.take(10)
     >>> first, second, space.take(100), space.used
     (0, 128, None, 192)
-    >>> space.give(0), space.give(128), space.largest
-    (128, 64, 256)
+    >>> space.give(0, 64), space.largest, space.give(64, 128), space.largest
+    (None, 64, None, 256)
     """
 
     def __init__(self, capacity: int) -> None:
@@ -37,7 +37,6 @@ class Allocator:
         self.used = 0
         self.high_water = 0
         """End of the highest range ever taken."""
-        self._taken: dict[int, int] = {}
         self._free: dict[int, int] = {}
         self._ends: dict[int, int] = {}
         self._bins: list[dict[int, None]] = [{} for _ in range(capacity.bit_length())]
@@ -60,14 +59,13 @@ class Allocator:
         length = self._remove(start)
         if length > size:
             self._insert(start + size, length - size)
-        self._taken[start] = size
         self.used += size
         self.high_water = max(self.high_water, start + size)
         return start
 
-    def give(self, start: int) -> int:
-        """Give back the range that begins at `start`; returns its bytes."""
-        size = self._taken.pop(start)
+    def give(self, start: int, nbytes: int) -> None:
+        """Give back any part of a range that was taken, in units of alignment; nobody may have given it back before."""
+        size = rounded(nbytes)
         self.used -= size
         low, high = start, start + size
         if high in self._free:
@@ -76,7 +74,6 @@ class Allocator:
             low = self._ends[low]
             self._remove(low)
         self._insert(low, high - low)
-        return size
 
     def _find(self, size: int) -> int | None:
         first = size.bit_length() - 1

@@ -6,14 +6,17 @@ maps it through /proc/<pid of the unit>/fd/<number>.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import weakref
 
 from rl_protocol.errors import DataPlaneError, PlaneLostError
 from rl_transferqueue.descriptor import UnitAddress
+from rl_transferqueue.liveness import ProcessId
 
-_MADV_POPULATE_WRITE = 23  # linux/mman.h since 5.14; the mmap module names it from Python 3.13 on
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h since 5.14; the mmap module names neither
+_CHUNK = 4 << 20
 
 
 class Arena:
@@ -33,34 +36,64 @@ class Arena:
         return True
 
 
-_mappings: weakref.WeakValueDictionary[tuple[UnitAddress, bool], mmap.mmap] = weakref.WeakValueDictionary()
+class Entered:
+    """Which parts of a mapping are in this process's page tables.
+
+    The unit touches memory ahead of need, but each process that writes to it takes a fault per page on first use. To enter many pages by one
+    call costs a quarter of that.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: set[int] = set()
+
+    def enter(self, mapping: mmap.mmap, start: int, nbytes: int) -> None:
+        """Enter the pages of a range that is about to be written; a small one is left to faults."""
+        for chunk in range(-(-start // _CHUNK), (start + nbytes) // _CHUNK):
+            if chunk not in self._chunks:
+                self._chunks.add(chunk)
+                with contextlib.suppress(OSError):  # an older kernel: pages come in on first write
+                    mapping.madvise(_MADV_POPULATE_READ, chunk * _CHUNK, _CHUNK)
+
+
+_mappings: weakref.WeakValueDictionary[tuple[ProcessId, int, bool], mmap.mmap] = weakref.WeakValueDictionary()
 
 
 def map_arena(unit: UnitAddress, *, writable: bool) -> mmap.mmap:
-    """The arena of a unit in this process's memory, shared by all who ask for it here.
+    """The arena of a unit; see `map_memory`."""
+    return map_memory(unit.process, unit.arena_fd, unit.arena_bytes, writable=writable)
+
+
+def map_memory(process: ProcessId, number: int, nbytes: int, *, writable: bool) -> mmap.mmap:
+    """Anonymous memory of a server process in this process's own, shared by all who ask for it here.
+
+    Args:
+        process: who made the memory.
+        number: its file descriptor there.
+        nbytes: its size.
+        writable: whether it will be written to.
 
     Raises:
-        PlaneLostError: the unit is gone.
-        DataPlaneError: this process may not open the unit's memory.
+        PlaneLostError: the process is gone.
+        DataPlaneError: this process may not open its memory.
     """
-    mapping = _mappings.get((unit, writable))
+    mapping = _mappings.get((process, number, writable))
     if mapping is not None:
         return mapping
-    path = f"/proc/{unit.process.pid}/fd/{unit.arena_fd}"
+    path = f"/proc/{process.pid}/fd/{number}"
     try:
         fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     except FileNotFoundError as error:
-        raise PlaneLostError(f"The storage unit with pid {unit.process.pid} is gone: {error}.") from error
+        raise PlaneLostError(f"The process of the data plane with pid {process.pid} is gone: {error}.") from error
     except PermissionError as error:
         raise DataPlaneError(
-            f"The memory of the storage unit with pid {unit.process.pid} can't be opened: {error}. Clients must run as the user that "
+            f"The memory of the data plane's process {process.pid} can't be opened: {error}. Clients must run as the user that "
             "started the plane, in the same pid namespace."
         ) from error
     try:
-        mapping = mmap.mmap(fd, unit.arena_bytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+        mapping = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     except (ValueError, OSError) as error:
-        raise DataPlaneError(f"{path} can't be mapped with {unit.arena_bytes} bytes: {error}.") from error
+        raise DataPlaneError(f"{path} can't be mapped with {nbytes} bytes: {error}.") from error
     finally:
         os.close(fd)
-    _mappings[(unit, writable)] = mapping
+    _mappings[(process, number, writable)] = mapping
     return mapping

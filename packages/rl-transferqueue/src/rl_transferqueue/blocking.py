@@ -84,9 +84,15 @@ class BlockingPlane:
 
     def __init__(self, plane: DataPlane, on: Portal) -> None:
         self.put = on.blocking(plane.put)
+        self.alloc = on.blocking(plane.alloc)
         self.get = on.blocking(plane.get)
         self.wait_ready = on.blocking(plane.wait_ready)
+        self.claim = on.blocking(plane.claim)
         self.list_rows = on.blocking(plane.list_rows)
+        self.watch = on.blocking(plane.watch)
+        self.consumption_status = on.blocking(plane.consumption_status)
+        self.production_status = on.blocking(plane.production_status)
+        self.reset_consumption = on.blocking(plane.reset_consumption)
         self.clear = on.blocking(plane.clear)
         self.stats = on.blocking(plane.stats)
         self.traffic = plane.traffic

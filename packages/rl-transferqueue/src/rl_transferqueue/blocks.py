@@ -11,16 +11,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rl_transferqueue.messages import BlockRef
-from rl_transferqueue.table import Ints
+from rl_transferqueue.board import Board
+from rl_transferqueue.messages import BlockRef, Span
+from rl_transferqueue.table import Ints, Places
 
 COMPACT_FROM = 4096
 """Bytes from which on it is worth to copy a block in order to shrink it."""
+_HEADERS = 4096
+"""Different headers that are kept once."""
 
 
 @dataclass(slots=True)
 class Block:
-    """A committed block; it is released when `cells` and `leases` are both 0."""
+    """A committed block; it is released when it has no `cells`, no `holders` and is not `compacting`."""
 
     ref: BlockRef
     header: bytes
@@ -29,39 +32,77 @@ class Block:
     """(row, column) pairs that lie in it now."""
     full_cells: int
     """(row, column) pairs that lay in it when it was made."""
-    leases: int = 0
+    holders: dict[bytes, int] | None = None
+    """session -> leases on the block."""
     compacting: bool = False
 
 
 @dataclass(slots=True)
 class BlockTable:
-    """All blocks by id, the leases on them by session, and what is to be done with them."""
+    """All blocks by slot, the leases on them by session, and what is to be done with them."""
 
+    board: Board
     blocks: dict[int, Block] = field(default_factory=dict[int, Block])
+    used: int = 0
+    """Bytes of all blocks."""
+    _last_id: int = 0
+    _last_slot: int = 0
+    _free_slots: list[int] = field(default_factory=list[int])
+    _headers: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
     _leases: dict[bytes, dict[int, tuple[int, ...]]] = field(default_factory=dict[bytes, dict[int, tuple[int, ...]]])
     _released: list[BlockRef] = field(default_factory=list[BlockRef])
+    _revoked: dict[bytes, list[int]] = field(default_factory=dict[bytes, list[int]])
     _sparse: dict[int, None] = field(default_factory=dict[int, None])
     _stalled: list[Block] = field(default_factory=list[Block])
 
-    def add(self, block: Block) -> None:
-        self.blocks[block.ref.id] = block
+    def add(self, span: Span, header: bytes, partition: str, cells: int) -> Block:
+        """A new block that holds `cells` (row, column) pairs."""
+        if self._free_slots:
+            slot = self._free_slots.pop()
+        else:
+            self._last_slot += 1
+            slot = self._last_slot
+        self._last_id += 1
+        if len(self._headers) >= _HEADERS:
+            self._headers = {}
+        header = self._headers.setdefault(header, header)
+        block = Block(BlockRef(self._last_id, span, slot), header, partition, cells, cells)
+        self.blocks[slot] = block
+        self.used += span.nbytes
+        return block
 
-    def drop_cells(self, parts: Iterable[Ints]) -> None:
-        """One cell less for every occurrence of a block id."""
-        for part in parts:
-            ids, counts = np.unique(part, return_counts=True)
-            for block_id, count in zip(ids.tolist(), counts.tolist(), strict=True):
-                block = self.blocks[block_id]
-                block.cells -= count
+    def drop_cells(self, places: Places) -> None:
+        """Cells have left the blocks they lay in."""
+        for slots, columns in places:
+            if not slots.size:
+                continue
+            found, counts = np.unique(slots, return_counts=True)
+            for slot, count in zip(found.tolist(), counts.tolist(), strict=True):
+                block = self.blocks[slot]
+                block.cells -= count * columns
+                self.board.turn(slot)
                 self._settle(block)
 
+    def lose(self, unit: int) -> Ints:
+        """A storage unit has ended: nothing lies in its blocks any more. Returns their slots."""
+        gone = [block for block in self.blocks.values() if block.ref.span.unit == unit]
+        for block in gone:
+            block.cells, block.compacting = 0, False
+            self.board.turn(block.ref.slot)
+            self._settle(block)
+        self._stalled = [block for block in self._stalled if block.ref.span.unit != unit]
+        return np.array([block.ref.slot for block in gone], dtype=np.int64)
+
     # -- leases
-    def lease(self, session: bytes, lease: int, blocks: Iterable[int]) -> None:
+    def lease(self, session: bytes, lease: int, slots: Iterable[int]) -> None:
         """Hold the blocks until the lease is released."""
-        held = tuple(blocks)
+        held = tuple(slots)
         self._leases.setdefault(session, {})[lease] = held
-        for block_id in held:
-            self.blocks[block_id].leases += 1
+        for slot in held:
+            block = self.blocks[slot]
+            if block.holders is None:
+                block.holders = {}
+            block.holders[session] = block.holders.get(session, 0) + 1
 
     def has_lease(self, session: bytes, lease: int) -> bool:
         return lease in self._leases.get(session, {})
@@ -73,50 +114,64 @@ class BlockTable:
         """End leases of a session (default: all); those that are not there are no error."""
         mine = self._leases.get(session, {})
         for lease in list(mine) if leases is None else leases:
-            for block_id in mine.pop(lease, ()):
-                block = self.blocks[block_id]
-                block.leases -= 1
+            for slot in mine.pop(lease, ()):
+                block = self.blocks[slot]
+                assert block.holders is not None
+                block.holders[session] -= 1
+                if not block.holders[session]:
+                    del block.holders[session]
                 self._settle(block)
         if not mine:
             self._leases.pop(session, None)
 
     # -- what is to be done
     def take_released(self) -> list[BlockRef]:
-        """Blocks that may be used for something else, each said once."""
+        """Blocks whose memory may be used for something else, each said once."""
         out, self._released = self._released, []
+        return out
+
+    def take_revoked(self) -> dict[bytes, list[int]]:
+        """session -> ids of blocks that only its leases keep; each said once."""
+        out, self._revoked = self._revoked, {}
         return out
 
     def take_sparse(self) -> list[Block]:
         """Blocks to be compacted. Each is held until `end_compaction`."""
-        chosen = [self.blocks[block_id] for block_id in self._sparse]
+        chosen = [self.blocks[slot] for slot in self._sparse]
         self._sparse = {}
         for block in chosen:
             block.compacting = True
-            block.leases += 1
         return chosen
 
     def end_compaction(self, block: Block, *, failed: bool) -> None:
         """The compaction is over; one that failed for want of room is tried again after `retry_compactions`."""
-        block.leases -= 1
-        if failed:
+        if failed and block.cells:
             self._stalled.append(block)
         else:
             block.compacting = False
-        self._settle(block)
+            self._settle(block)
 
     def retry_compactions(self) -> None:
         """Room was made."""
         stalled, self._stalled = self._stalled, []
         for block in stalled:
             block.compacting = False
-            if block.cells:
-                self._settle(block)
+            self._settle(block)
 
     def _settle(self, block: Block) -> None:
-        if block.cells == 0:
-            self._sparse.pop(block.ref.id, None)
-            if block.leases == 0:
-                del self.blocks[block.ref.id]
-                self._released.append(block.ref)
-        elif block.cells * 2 <= block.full_cells and block.ref.nbytes >= COMPACT_FROM and not block.compacting:
-            self._sparse[block.ref.id] = None
+        slot = block.ref.slot
+        if block.cells:
+            if block.cells * 2 <= block.full_cells and block.ref.span.nbytes >= COMPACT_FROM and not block.compacting:
+                self._sparse[slot] = None
+            return
+        self._sparse.pop(slot, None)
+        if block.compacting or self.blocks.get(slot) is not block:
+            return
+        if block.holders:
+            for session in block.holders:
+                self._revoked.setdefault(session, []).append(block.ref.id)
+            return
+        del self.blocks[slot]
+        self._free_slots.append(slot)
+        self._released.append(block.ref)
+        self.used -= block.ref.span.nbytes

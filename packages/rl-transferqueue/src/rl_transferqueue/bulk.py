@@ -54,6 +54,8 @@ class WriteBlock(_Message, frozen=True):
 
     offset: Count
     nbytes: Count
+    serial: Count
+    """How many spans the session had abandoned late (see `Abandon`) when this began: one that it abandoned since is not written to."""
 
 
 class WantedPiece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -9,8 +9,9 @@ import hmac
 import logging
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Generator
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -43,9 +44,9 @@ from rl_transferqueue.bulk import (
 from rl_transferqueue.hosts import this_host
 from rl_transferqueue.keys import PROOF_BYTES, PlaneKey
 from rl_transferqueue.liveness import this_process
-from rl_transferqueue.memory import select, unpack_header
-from rl_transferqueue.messages import failure
+from rl_transferqueue.messages import Span, failure
 from rl_transferqueue.reactor import Reactor
+from rl_transferqueue.reader import unpack_header
 from rl_transferqueue.table import Ints
 
 log = logging.getLogger(__name__)
@@ -54,23 +55,12 @@ _BACKLOG = 1024
 _TURN_BYTES = 4 << 20
 """Bytes moved in a row before other connections and control messages get a turn."""
 _SCRATCH_BYTES = 1 << 16
+_FENCES = 64
+"""Abandoned spans per session that late writes are compared with: writes that were overtaken by so many are long over."""
 
 Step: TypeAlias = memoryview | Outgoing
 Script: TypeAlias = Generator[Step, None, None]
 _decoder = msgspec.msgpack.Decoder[BulkRequest](BulkRequest)
-
-
-class BulkArena(Protocol):
-    """What is served of a unit."""
-
-    @property
-    def memory(self) -> memoryview:
-        """All of the arena."""
-        ...
-
-    def may_write(self, session: bytes, offset: int, nbytes: int) -> bool:
-        """Whether the unit gave these bytes to the session and has not taken them back."""
-        ...
 
 
 class Connection:
@@ -140,11 +130,15 @@ class Connection:
 class BulkServer:
     """Listens, shakes hands, and serves the arena of a unit. A controller has no arena: its connections only show who lives."""
 
-    def __init__(self, reactor: Reactor, host: str, key: PlaneKey, arena: BulkArena | None = None) -> None:
+    def __init__(self, reactor: Reactor, host: str, key: PlaneKey, arena: memoryview | None = None) -> None:
         self._reactor = reactor
         self._key = key
         self._arena = arena
         self._connections: set[Connection] = set()
+        self._barred: set[bytes] = set()
+        """Sessions of other hosts that have ended."""
+        self._abandoned: dict[bytes, deque[tuple[Span, int]]] = {}
+        """What each session abandoned last, and how many spans it had abandoned then."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
@@ -166,10 +160,18 @@ class BulkServer:
                 return as_lifeline(connection.leave())
         return None
 
-    def cut(self, start: int, nbytes: int) -> None:
-        """Bytes of the arena are taken back: end the connections that write into them."""
+    def fence(self, session: bytes, span: Span | None, serial: int) -> None:
+        """End what a session writes to a span, and what it began to write before it abandoned `serial` spans even if it comes only now.
+
+        Without a span all its connections end, and no more are let in.
+        """
+        if span is None:
+            self._barred.add(session)
+            self._abandoned.pop(session, None)
+        else:
+            self._abandoned.setdefault(session, deque(maxlen=_FENCES)).append((span, serial))
         for connection in list(self._connections):
-            if connection.into.start < start + nbytes and start < connection.into.stop:
+            if connection.session == session and (span is None or _meet(connection.into, span)):
                 connection.end()
 
     # -- inner
@@ -203,7 +205,7 @@ class BulkServer:
         yield memoryview(said)
         session, theirs = bytes(said[:SESSION_BYTES]), bytes(said[SESSION_BYTES:-PROOF_BYTES])
         identity = (self._key, this_host(), this_process(), mine + theirs, session)
-        if not hmac.compare_digest(said[-PROOF_BYTES:], client_proof(*identity)):
+        if session in self._barred or not hmac.compare_digest(said[-PROOF_BYTES:], client_proof(*identity)):
             log.warning(
                 "a bulk connection was refused: it does not know the key of this plane, or meant another process"
             )
@@ -229,19 +231,21 @@ class BulkServer:
 
     def _receive(self, connection: Connection, request: WriteBlock) -> Script:
         arena, stop = self._arena, request.offset + request.nbytes
-        if arena is None or not arena.may_write(connection.session, request.offset, request.nbytes):
+        if arena is None or stop > len(arena):
             left = request.nbytes
             while left:
                 part = self._scratch[: min(left, _SCRATCH_BYTES)]
                 left -= len(part)
                 yield part
-            yield Outgoing(
-                [frame(failure(WireError(f"Bytes {request.offset} to {stop} are not this session's to write.")))]
-            )
+            yield Outgoing([frame(failure(WireError(f"There are no bytes {request.offset} to {stop} here.")))])
             return
-        connection.into = range(request.offset, stop)
+        into = range(request.offset, stop)
+        for span, serial in self._abandoned.get(connection.session, ()):
+            if request.serial < serial and _meet(into, span):
+                raise WireError(f"Bytes {request.offset} to {stop} were abandoned by this session.")
+        connection.into = into
         if request.nbytes:
-            yield arena.memory[request.offset : stop]
+            yield arena[request.offset : stop]
         connection.into = range(0)
         yield Outgoing([frame(Written())])
 
@@ -260,8 +264,12 @@ class BulkServer:
             header = unpack_header(headers[piece.header])
         except UNREADABLE as error:
             raise WireError(f"The header of a block can't be read: {error}.") from error
-        payload = self._arena.memory[piece.offset : piece.offset + max(0, header.payload)]
-        return select(read_payload(header, payload, piece.fields), _rows(piece.rows, header.rows))
+        payload = self._arena[piece.offset : piece.offset + max(0, header.payload)]
+        return read_payload(header, payload, piece.fields).select_rows(_rows(piece.rows, header.rows))
+
+
+def _meet(into: range, span: Span) -> bool:
+    return into.start < span.offset + span.nbytes and span.offset < into.stop
 
 
 def _rows(wanted: tuple[int, int] | bytes, rows: int) -> range | Ints:

@@ -12,7 +12,18 @@ import zmq
 
 from rl_protocol.errors import PlaneLostError, PlaneTimeout, WireError
 from rl_transferqueue.keys import PlaneKey
-from rl_transferqueue.messages import MAX_FRAME, Answer, AnyRequest, Cancel, Failure, Reply, Request, error_of, pack
+from rl_transferqueue.messages import (
+    MAX_FRAME,
+    NOTICE,
+    Answer,
+    AnyRequest,
+    Cancel,
+    Failure,
+    Reply,
+    Request,
+    error_of,
+    pack,
+)
 
 A = TypeVar("A", bound=msgspec.Struct)
 _decoder = msgspec.msgpack.Decoder(Reply)
@@ -45,9 +56,11 @@ class Channel:
         address: str,
         session: bytes,
         name: str,
+        on_notice: Callable[[Answer], None] | None = None,
         key: PlaneKey | None = None,
     ) -> None:
         self.name = name
+        self._on_notice = on_notice
         self.bytes_sent = 0
         self.bytes_received = 0
         self._loop = loop
@@ -128,8 +141,7 @@ class Channel:
         Raises:
             BatchError, PlaneLostError: see `start`.
         """
-        if self._lost is not None:
-            raise PlaneLostError(self._lost)
+        self.check()
         request = next(self._ids)
         frame = pack(Request(request, body))
         self._socket.send(frame, zmq.DONTWAIT)
@@ -139,6 +151,11 @@ class Channel:
         ):  # the descriptor says only once that something came
             self._loop.call_soon(self._read)
         return request
+
+    def check(self) -> None:
+        """Raise PlaneLostError if the plane is gone."""
+        if self._lost is not None:
+            raise PlaneLostError(self._lost)
 
     def lose(self, message: str) -> None:
         """The server is gone: every call, now and later, raises PlaneLostError."""
@@ -205,5 +222,7 @@ class Channel:
             answer.set_result(reply.body)
         elif reply.id in self._orphans:
             self._orphans.pop(reply.id)(reply.body)
+        elif reply.id == NOTICE and self._on_notice is not None:
+            self._on_notice(reply.body)
         elif reply.id in self._cancels:  # answers come in order: none will come to the call that was left
             self._orphans.pop(self._cancels.pop(reply.id), None)

@@ -5,65 +5,73 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Self, TypeVar
 
 import msgspec
+import numpy as np
 
 from rl_protocol.batch import BatchData
-from rl_protocol.errors import BatchError, CapacityTimeout, DuplicateKeyError, PlaneLostError, RLError
+from rl_protocol.draft import Draft, plan_columns
+from rl_protocol.errors import BatchError, DuplicateKeyError, PlaneLostError, RLError
 from rl_protocol.meta import KVBatchMeta, Scalar, Tag
-from rl_protocol.ports import PlaneStats, Traffic
-from rl_protocol.wire import Header, plan
+from rl_protocol.ports import PlaneStats, RowChanges, RowFlags, Traffic
+from rl_protocol.schema import ColumnSpec
+from rl_protocol.wire import plan
+from rl_transferqueue.board import BoardView
 from rl_transferqueue.channel import Channel
 from rl_transferqueue.descriptor import PlaneDescriptor
 from rl_transferqueue.leases import Leases
 from rl_transferqueue.liveness import this_process
+from rl_transferqueue.locations import Location, Locations, Question
 from rl_transferqueue.messages import (
-    Allocate,
-    Allocated,
-    BlockRef,
+    Abandon,
+    Answer,
     Bye,
-    Cancel,
+    Changes,
+    Claim,
     Clear,
     Cleared,
     Commit,
+    Committed,
     Done,
+    Flags,
+    GetConsumption,
+    GetProduction,
     GetStats,
     GiveBack,
     Hello,
     ListRows,
     Locate,
     Located,
+    Reclaim,
+    Reserve,
+    Reserved,
+    ResetConsumption,
+    Revoked,
     Rows,
+    Span,
     Stats,
     WaitReady,
+    Watch,
 )
-from rl_transferqueue.reader import assemble
-from rl_transferqueue.routes import LocalRoute, routes
+from rl_transferqueue.regions import Regions
+from rl_transferqueue.routes import route
+from rl_transferqueue.space import most_spare
+from rl_transferqueue.tags import to_columns, to_rows
 
 T = TypeVar("T")
 
 _GRACE_S = 1.0
 """How much longer than the caller's deadline we wait for a server that keeps the deadline itself and explains it."""
-_SCALARS = (bool, int, float, str, type(None))
-_OFF_LOOP_BYTES = 8 << 20
-"""From this size on memory is copied in a thread, so that the loop goes on."""
-
-
-class _Grant(NamedTuple):
-    unit: Channel
-    ticket: int
-    """Id of the request; cancelling it gives the block back."""
-    block: BlockRef
 
 
 async def connect(descriptor: PlaneDescriptor, *, timeout_s: float = 10.0) -> Client:
     """Connect this process to a plane; the client belongs to the running loop.
 
     Raises:
-        PlaneLostError: a process of the plane does not run.
+        PlaneLostError: the controller does not run, or no storage unit does.
         PlaneTimeout: the controller did not answer within `timeout_s` seconds.
     """
     client = Client(descriptor)
@@ -75,10 +83,17 @@ async def connect(descriptor: PlaneDescriptor, *, timeout_s: float = 10.0) -> Cl
     return client
 
 
+class _ArenaDraft(Draft):
+    """A draft in the memory of a unit."""
+
+    span: Span
+
+
 class Client:
     """One session with a plane (see `rl_protocol.ports.DataPlane`); made by `connect`.
 
-    Lifecycle: connected until `close`, or until a process of the plane dies: then every call, also those under way, raises PlaneLostError.
+    Lifecycle: connected until `close`, or until the controller or the last storage unit dies: then every call, also those under way, raises
+    PlaneLostError. When one of several units dies, the others go on; reads of what lay in it raise DataLostError.
     Batches that `get` returns are views of shared memory wherever the rows asked for lie side by side in one block. They never change, and
     they keep their block from being used again: while memory is scarce, hold them no longer than needed, or copy them.
     """
@@ -87,15 +102,16 @@ class Client:
         self._descriptor = descriptor
         self._loop = asyncio.get_running_loop()
         session = b"\x01" + os.urandom(7)
-        self._routes = routes(descriptor, session)
-        self._controller, *self._units = [
-            Channel(self._loop, way.address, session, way.name, way.key) for way in self._routes
-        ]
-        self._memories = [way.memory() for way in self._routes[1:]]
-        self._next_unit = session[1] % len(self._units)
+        self._route = route(descriptor, session)
+        self._memory = self._route.memory()
+        self._controller = Channel(
+            self._loop, self._route.control, session, "controller", on_notice=self._notice, key=self._route.key
+        )
         self._leases = Leases(self._loop, self._controller)
-        self._watched: list[int] = []
-        self._put_ids = 0
+        self._regions = Regions(most_spare(descriptor.units[0].arena_bytes))
+        self._locations: Locations | None = None
+        self._watched: dict[str, int] = {}
+        """Name of each process that lives -> what becomes readable when it ends."""
         self._written = 0
         self._read = 0
         self._closed = False
@@ -103,69 +119,120 @@ class Client:
     async def open(self, timeout_s: float) -> None:
         """Part of `connect`."""
         deadline = self._loop.time() + timeout_s
-        for way in self._routes:
-            lifeline = await way.lifeline(self._left(deadline))
-            self._watched.append(lifeline)
-            self._loop.add_reader(lifeline, self._lose, way.lost)
-        hello = Hello(this_process() if isinstance(self._routes[0], LocalRoute) else None)
+        controller, units = self._descriptor.controller, self._descriptor.units
+        self._watch_process("controller", await self._route.lifeline(controller, "controller", timeout_s))
+        for i, unit in enumerate(units):
+            name = f"storage unit {i}"
+            try:
+                self._watch_process(name, await self._route.lifeline(unit, name, self._left(deadline)))
+            except PlaneLostError:
+                if i == len(units) - 1 and len(self._watched) == 1:
+                    raise
+        if self._route.here:
+            self._locations = Locations(BoardView(controller))
+        hello = Hello(this_process() if self._route.here else None)
         await self._controller.call(hello, Done, self._left(deadline))
 
-    # -- DataPlane
+    # -- writing
     async def put(
         self,
         partition: str,
         keys: Sequence[str],
-        data: BatchData | None = None,
+        data: BatchData | Draft | None = None,
         *,
         tags: Sequence[Tag] | None = None,
+        expect: Sequence[Tag | None] | None = None,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
         """See rl_protocol.ports.DataPlane.put. A batch that no storage unit could ever hold raises BatchError at once."""
         deadline = self._loop.time() + self._seconds(timeout_s)
         keys = tuple(keys)
-        _check_put(keys, data, tags)
+        _check_put(keys, data, tags, expect)
         fields = data.field_names if data is not None else ()
+        uids: tuple[int, ...] = ()
         if keys:
-            spec = plan(data) if data is not None and fields else None
-            own_tags = tuple(tags) if tags is not None else None
-            self._put_ids += 1
-            commit = Commit(self._put_ids, partition, keys, own_tags)
-            if data is None or spec is None:
-                call = self._controller.start(commit)
+            wish = Commit(
+                partition,
+                keys,
+                to_columns(keys, tags) if tags is not None else (),
+                tuple(expect) if expect is not None else None,
+            )
+            if isinstance(data, Draft):
+                uids = await self._commit_draft(wish, data, deadline)
+            elif data is None or not fields:
+                uids = await self._commit(wish, None, deadline)
             else:
-                unit, ticket, block = await self._allocate(spec.payload, deadline)
-                try:
-                    await self._write(data, spec, block, deadline)
-                    header = msgspec.msgpack.encode(spec)
-                    call = self._controller.start(msgspec.structs.replace(commit, block=block, header=header))
-                except BaseException:
-                    _cancel(unit, ticket)
-                    raise
-            await self._controller.finish(call, Done, self._left(deadline))
-        self._written += data.nbytes if data is not None else 0
-        return KVBatchMeta(partition=partition, keys=keys, tags=tuple(dict(tag) for tag in tags or ()), fields=fields)
+                uids = await self._commit_batch(wish, data, deadline)
+        given = tuple(dict(tag) for tag in tags or ())
+        return KVBatchMeta(partition=partition, keys=keys, tags=given, fields=fields, generations=uids)
 
+    async def alloc(
+        self,
+        columns: Iterable[ColumnSpec],
+        rows: int,
+        lengths: Mapping[str, Sequence[int]] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Draft:
+        """See rl_protocol.ports.DataPlane.alloc."""
+        header, offsets = plan_columns(columns, rows, lengths or {})
+        span = await self._room(header.payload, self._loop.time() + self._seconds(timeout_s))
+        memory = self._memory.draft(span, header.payload)
+        draft = _ArenaDraft(header, offsets, memory, lambda: self._abandon(span))
+        draft.span = span
+        return draft
+
+    async def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None) -> int:
+        """See rl_protocol.ports.DataPlane.clear."""
+        self._forget(partition)
+        wish = Clear(partition, None if keys is None else tuple(keys))
+        return (await self._controller.call(wish, Cleared, self._seconds(timeout_s))).count
+
+    # -- reading
     async def get(
         self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, timeout_s: float | None = None
     ) -> BatchData:
-        """See rl_protocol.ports.DataPlane.get."""
+        """See rl_protocol.ports.DataPlane.get. Asks nobody when this client has located the same rows before and they are still there."""
         names = tuple(dict.fromkeys(meta.fields if fields is None else fields))
         if not meta.keys:
             return BatchData({}, 0)
-        self._leases.flush()
         deadline = self._loop.time() + self._seconds(timeout_s)
-        lease, anchor = self._leases.new()
-        call = self._controller.start(Locate(lease, meta.partition, meta.keys, names))
-        located = await self._controller.finish(call, Located, self._left(deadline))
+        question = (meta.partition, meta.keys, names, meta.generations)
+        place = self._locations.find(question) if self._locations is not None else None
+        self._controller.check()
+        if place is None:
+            place = await self._locate(question, self._left(deadline))
         if not names:
             return BatchData({}, len(meta))
-        size = sum(ref.nbytes for ref in located.blocks)
-        remote = any(self._memories[ref.unit].remote for ref in located.blocks)
-        left = self._left(deadline)
-        batch = await self._copying(size, remote, lambda: assemble(located, names, self._memories, anchor, left))
+        batch = await self._memory.read(place.located, names, place.anchor, self._left(deadline))
         self._read += batch.nbytes
         return batch
 
+    async def list_rows(
+        self,
+        partition: str,
+        *,
+        where: Mapping[str, Scalar] | None = None,
+        fields: Sequence[str] = (),
+        task: str | None = None,
+        timeout_s: float | None = None,
+    ) -> KVBatchMeta:
+        """See rl_protocol.ports.DataPlane.list_rows."""
+        wish = ListRows(partition, dict(where or {}), tuple(fields), task)
+        return _meta(partition, await self._controller.call(wish, Rows, self._seconds(timeout_s)))
+
+    async def watch(
+        self, partition: str, *, since: int = 0, where: Mapping[str, Scalar] | None = None, timeout_s: float
+    ) -> RowChanges:
+        """See rl_protocol.ports.DataPlane.watch."""
+        seconds = self._seconds(timeout_s)
+        wish = Watch(partition, since, dict(where or {}), seconds)
+        found = await self._controller.call(wish, Changes, seconds + _GRACE_S)
+        return RowChanges(
+            rows=_meta(partition, found.rows), removed=found.removed, version=found.version, reset=found.reset
+        )
+
+    # -- consuming
     async def wait_ready(
         self,
         partition: str,
@@ -190,29 +257,57 @@ class Client:
         rows = await self._controller.call(wish, Rows, seconds + _GRACE_S, orphan=give_back)
         return _meta(partition, rows)
 
-    async def list_rows(
-        self, partition: str, *, where: Mapping[str, Scalar] | None = None, timeout_s: float | None = None
+    async def claim(
+        self, partition: str, keys: Sequence[str], *, task: str, timeout_s: float | None = None
     ) -> KVBatchMeta:
-        """See rl_protocol.ports.DataPlane.list_rows."""
-        rows = await self._controller.call(ListRows(partition, dict(where or {})), Rows, self._seconds(timeout_s))
-        return _meta(partition, rows)
+        """See rl_protocol.ports.DataPlane.claim."""
+        wish = Claim(partition, tuple(keys), task)
+        return _meta(partition, await self._controller.call(wish, Rows, self._seconds(timeout_s)))
 
-    async def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None) -> int:
-        """See rl_protocol.ports.DataPlane.clear."""
-        wish = Clear(partition, None if keys is None else tuple(keys))
+    async def consumption_status(self, partition: str, *, task: str, timeout_s: float | None = None) -> RowFlags:
+        """See rl_protocol.ports.DataPlane.consumption_status."""
+        found = await self._controller.call(GetConsumption(partition, task), Flags, self._seconds(timeout_s))
+        return RowFlags(keys=found.keys, flags=np.frombuffer(found.flags, np.bool_))
+
+    async def production_status(
+        self, partition: str, *, fields: Sequence[str], timeout_s: float | None = None
+    ) -> RowFlags:
+        """See rl_protocol.ports.DataPlane.production_status."""
+        wish = GetProduction(partition, tuple(fields))
+        found = await self._controller.call(wish, Flags, self._seconds(timeout_s))
+        flags = np.frombuffer(found.flags, np.bool_).reshape(len(found.keys), len(fields))
+        return RowFlags(keys=found.keys, flags=flags)
+
+    async def reset_consumption(
+        self,
+        partition: str,
+        *,
+        task: str | None = None,
+        keys: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """See rl_protocol.ports.DataPlane.reset_consumption."""
+        wish = ResetConsumption(partition, task, None if keys is None else tuple(keys))
         return (await self._controller.call(wish, Cleared, self._seconds(timeout_s))).count
 
+    # -- the rest
     async def stats(self, *, timeout_s: float | None = None) -> PlaneStats:
-        """See rl_protocol.ports.DataPlane.stats. Blocks that readers still hold, and those not committed yet, count as used."""
-        self._leases.flush()
+        """See rl_protocol.ports.DataPlane.stats. Blocks that readers still hold count as used."""
+        self._forget(None)
         stats = await self._controller.call(GetStats(), Stats, self._seconds(timeout_s))
-        return PlaneStats(rows=stats.rows, bytes_used=stats.bytes_used, bytes_capacity=stats.bytes_capacity)
+        return PlaneStats(
+            rows=stats.rows,
+            bytes_used=stats.bytes_used,
+            bytes_reserved=stats.bytes_reserved,
+            bytes_capacity=stats.bytes_capacity,
+            lost=stats.lost,
+        )
 
     def traffic(self) -> Traffic:
         """See rl_protocol.ports.DataPlane.traffic."""
         return Traffic(
-            control_sent=sum(channel.bytes_sent for channel in self._channels),
-            control_received=sum(channel.bytes_received for channel in self._channels),
+            control_sent=self._controller.bytes_sent,
+            control_received=self._controller.bytes_received,
             data_written=self._written,
             data_read=self._read,
         )
@@ -226,17 +321,13 @@ class Client:
         if self._closed:
             return
         self._closed = True
-        self._leases.flush()
+        self._forget(None)
         if flush_s > 0:
             with contextlib.suppress(RLError):
                 await self._controller.call(Bye(), Done, flush_s)
-        for pidfd in self._watched:
-            self._loop.remove_reader(pidfd)
-            os.close(pidfd)
-        for unit in self._units:
-            unit.close()
-        for memory in self._memories:
-            memory.close()
+        for name in list(self._watched):
+            self._unwatch_process(name)
+        self._memory.close()
         self._controller.mute()
         self._leases.detach()
 
@@ -248,108 +339,153 @@ class Client:
     ) -> None:
         await self.close()
 
-    # -- inner
-    @property
-    def _channels(self) -> tuple[Channel, ...]:
-        return (self._controller, *self._units)
+    # -- writing, inner
+    async def _commit_batch(self, wish: Commit, data: BatchData, deadline: float) -> tuple[int, ...]:
+        spec = plan(data)
+        header = msgspec.msgpack.encode(spec)
+        for left in reversed(range(len(self._descriptor.units))):
+            span = await self._room(spec.payload, deadline)
+            try:
+                await self._memory.write(span, spec, data, self._left(deadline))
+                return await self._commit(wish, (span, header, data.nbytes), deadline)
+            except PlaneLostError:  # the unit that was written to has ended, or the whole plane has
+                self._abandon(span)
+                self._controller.check()
+                if not left:
+                    raise
+            except BaseException:
+                self._abandon(span)
+                raise
+        raise AssertionError("the last unit raises")
 
+    async def _commit_draft(self, wish: Commit, draft: Draft, deadline: float) -> tuple[int, ...]:
+        if not isinstance(draft, _ArenaDraft):
+            raise BatchError("A draft can only be put into the plane that made it.")
+        batch = draft.batch()
+        nbytes = batch.nbytes
+        try:
+            await self._memory.finish(draft.span, draft.header, batch, self._left(deadline))
+            uids = await self._commit(wish, (draft.span, msgspec.msgpack.encode(draft.header), nbytes), deadline)
+        except RLError:
+            draft.discard()
+            raise
+        draft.close()
+        return uids
+
+    async def _commit(self, wish: Commit, block: tuple[Span, bytes, int] | None, deadline: float) -> tuple[int, ...]:
+        nbytes = 0
+        if block is not None:
+            span, header, nbytes = block
+            spare = self._regions.wish(span.nbytes)
+            wish = msgspec.structs.replace(wish, block=span, header=header, spare=spare)
+        call = self._controller.start(wish)
+        try:
+            made = await self._controller.finish(call, Committed, self._left(deadline), orphan=self._reserve_spare)
+        except BaseException:
+            if wish.spare:
+                self._regions.add(None)
+            raise
+        if wish.spare:
+            self._reserve_spare(made)
+        self._written += nbytes
+        return tuple(np.frombuffer(made.uids, "<i8").tolist())
+
+    def _reserve_spare(self, made: Committed) -> None:
+        rest = self._regions.add(made.spare)
+        if rest is not None:
+            self._abandon(rest)
+
+    async def _room(self, nbytes: int, deadline: float) -> Span:
+        """Memory for one put, of the reserve or of whichever unit has some first."""
+        span = self._regions.carve(nbytes)
+        if span is None:
+            left = self._left(deadline)
+            wish = Reserve(nbytes, left)
+            reserved = await self._controller.call(
+                wish, Reserved, left + _GRACE_S, orphan=lambda late: self._abandon(late.span)
+            )
+            span = reserved.span
+        return span
+
+    def _abandon(self, span: Span) -> None:
+        if not self._closed:
+            late = self._memory.abandon(span)
+            with contextlib.suppress(PlaneLostError):
+                self._controller.tell(Abandon((span,), late))
+
+    # -- reading, inner
+    async def _locate(self, question: Question, seconds: float) -> Location:
+        partition, keys, names, generations = question
+        lease, anchor = self._leases.new()
+        wish = Locate(lease, partition, keys, names, np.array(generations, "<i8").tobytes())
+        place = Location(await self._controller.call(wish, Located, seconds), anchor)
+        if names and self._locations is not None:
+            self._locations.keep(question, place)
+        return place
+
+    def _forget(self, partition: str | None) -> None:
+        """Locations are not needed any more, nor are the leases that only they held."""
+        if self._locations is not None:
+            if partition is None:
+                self._locations.clear()
+            else:
+                self._locations.forget_partition(partition)
+        self._leases.flush()
+
+    # -- inner
     def _seconds(self, timeout_s: float | None) -> float:
         return min(max(0.0, self._descriptor.timeout_s if timeout_s is None else timeout_s), 1e9)
 
     def _left(self, deadline: float) -> float:
         return max(0.0, deadline - self._loop.time())
 
-    def _lose(self, message: str) -> None:
-        for pidfd in self._watched:
-            self._loop.remove_reader(pidfd)
-        for channel in self._channels:
-            channel.lose(message)
-        for memory in self._memories:
-            memory.close()
+    def _notice(self, notice: Answer) -> None:
+        if isinstance(notice, Revoked):
+            if self._locations is not None:
+                self._locations.forget_blocks(notice.blocks)
+            self._leases.flush()
+        elif isinstance(notice, Reclaim):
+            rest = self._regions.take()
+            if rest is not None:
+                self._abandon(rest)
 
-    async def _allocate(self, nbytes: int, deadline: float) -> _Grant:
-        """A block of some unit and the ticket to give it back with: the next unit that has room, else the first to get some."""
-        self._next_unit += 1
-        turn = self._next_unit % len(self._units)
-        full: CapacityTimeout | None = None
-        for unit in (*self._units[turn:], *self._units[:turn]):
-            try:
-                return await self._allocate_on(unit, nbytes, 0.0, self._left(deadline))
-            except CapacityTimeout as error:
-                full = error
-        assert full is not None
-        return await self._allocate_anywhere(nbytes, deadline)
+    def _watch_process(self, name: str, pidfd: int) -> None:
+        self._watched[name] = pidfd
+        self._loop.add_reader(pidfd, self._ended, name)
 
-    async def _allocate_anywhere(self, nbytes: int, deadline: float) -> _Grant:
-        """Wait at all units at once; what the others give after the first is given back."""
-        left = self._left(deadline)
-        tasks = [asyncio.ensure_future(self._allocate_on(unit, nbytes, left, left + _GRACE_S)) for unit in self._units]
-        winner = None
-        waiting = set(tasks)
-        try:
-            while waiting and winner is None:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                winner = next((task for task in done if task.exception() is None), None)
-            return (winner or tasks[0]).result()
-        finally:
-            for task in tasks:
-                if task is not winner:
-                    task.cancel()
-                    task.add_done_callback(_give_back)
+    def _unwatch_process(self, name: str) -> None:
+        pidfd = self._watched.pop(name)
+        self._loop.remove_reader(pidfd)
+        os.close(pidfd)
 
-    async def _allocate_on(self, unit: Channel, nbytes: int, wait_s: float, timeout_s: float) -> _Grant:
-        call = unit.start(Allocate(nbytes, wait_s))
-        return _Grant(unit, call.id, (await unit.finish(call, Allocated, timeout_s)).block)
-
-    async def _write(self, data: BatchData, spec: Header, block: BlockRef, deadline: float) -> None:
-        memory, left = self._memories[block.unit], self._left(deadline)
-        await self._copying(spec.payload, memory.remote, lambda: memory.write(block, spec, data, left))
-
-    async def _copying(self, nbytes: int, remote: bool, copy: Callable[[], T]) -> T:
-        if nbytes < _OFF_LOOP_BYTES and not remote:
-            return copy()
-        done = self._loop.run_in_executor(None, copy)
-        try:
-            return await asyncio.shield(done)
-        except asyncio.CancelledError:
-            if remote:
-                done.add_done_callback(_forget)  # the unit drops what still arrives
-            else:
-                await asyncio.wait((done,))  # nobody may get the memory while the thread writes to it
-            raise
-
-
-def _forget(done: asyncio.Future[Any]) -> None:
-    if not done.cancelled():
-        done.exception()
-
-
-def _cancel(unit: Channel, ticket: int) -> None:
-    with contextlib.suppress(PlaneLostError):
-        unit.tell(Cancel(ticket))
-
-
-def _give_back(task: asyncio.Task[_Grant]) -> None:
-    if not task.cancelled() and task.exception() is None:
-        _cancel(task.result().unit, task.result().ticket)
+    def _ended(self, name: str) -> None:
+        """The plane is lost with its controller, or with the last of its units."""
+        self._unwatch_process(name)
+        if "controller" not in self._watched or len(self._watched) == 1:
+            self._controller.lose(f"The {name} of the data plane has ended{self._route.or_else}; the data is lost.")
+            self._memory.close()
 
 
 def _meta(partition: str, rows: Rows) -> KVBatchMeta:
-    return KVBatchMeta(partition=partition, keys=rows.keys, tags=rows.tags, fields=rows.fields)
+    return KVBatchMeta(
+        partition=partition,
+        keys=rows.keys,
+        tags=to_rows(rows.tags, len(rows.keys)),
+        fields=rows.fields,
+        generations=tuple(np.frombuffer(rows.uids, "<i8").tolist()),
+    )
 
 
-def _check_put(keys: Sequence[str], data: BatchData | None, tags: Sequence[Tag] | None) -> None:
+def _check_put(
+    keys: Sequence[str],
+    data: BatchData | Draft | None,
+    tags: Sequence[Tag] | None,
+    expect: Sequence[Tag | None] | None,
+) -> None:
     if len(set(keys)) != len(keys):
         seen: set[str] = set()
         twice = next(key for key in keys if key in seen or seen.add(key))
         raise DuplicateKeyError(f"Key {twice!r} occurs more than once in one put; keys must be unique.")
-    for what, size in (
-        ("rows of data", len(keys) if data is None else len(data)),
-        ("tags", len(keys) if tags is None else len(tags)),
-    ):
-        if size != len(keys):
-            raise BatchError(f"A put needs one row per key: {len(keys)} keys, {size} {what}.")
-    for key, tag in zip(keys, tags or (), strict=False):
-        for name, value in tag.items():
-            if not isinstance(value, _SCALARS):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are not all type-checked
-                raise BatchError(f"Tag {name!r} of row {key!r} must be a bool, int, float, str or None; got {value!r}.")
+    for what, given in (("rows of data", data), ("tags", tags), ("expected tags", expect)):
+        if given is not None and len(given) != len(keys):
+            raise BatchError(f"A put needs one row per key: {len(keys)} keys, {len(given)} {what}.")

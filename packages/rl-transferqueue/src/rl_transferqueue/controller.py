@@ -1,9 +1,10 @@
-"""The controller: the ledger behind a socket. It parks waiters, watches the clients' processes, and tells the units what to free."""
+"""The controller: ledger and space behind a socket. It parks who waits, watches the processes of clients and units, and has blocks copied."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,48 +12,66 @@ import msgspec
 import numpy as np
 import zmq
 
-from rl_protocol.errors import PlaneTimeout, RLError, WireError
+from rl_protocol.errors import PlaneTimeout, WireError
+from rl_transferqueue.allocator import ALIGN, rounded
 from rl_transferqueue.blocks import Block
+from rl_transferqueue.board import SharedBoard
 from rl_transferqueue.bulk_server import BulkServer
 from rl_transferqueue.hosts import Endpoints, endpoint
 from rl_transferqueue.keys import PlaneKey
-from rl_transferqueue.ledger import Ledger, Waiter
+from rl_transferqueue.ledger import Ledger, Served, Waiter, Watcher
 from rl_transferqueue.liveness import ProcessId, open_pidfd
 from rl_transferqueue.messages import (
-    BLOCK_BITS,
     CONTROLLER,
     MAX_FRAME,
+    NOTICE,
+    Abandon,
     Answer,
     Bye,
     Cancel,
+    Changes,
+    Claim,
     Clear,
     Cleared,
     Commit,
-    Compact,
-    Compacted,
+    Committed,
+    Copy,
     Done,
-    EndSession,
+    Fence,
+    Flags,
+    GetConsumption,
+    GetProduction,
     GetStats,
-    GetUnitStats,
     GiveBack,
     Hello,
+    Introduce,
+    Introduced,
     ListRows,
     Locate,
     Located,
-    Release,
+    Measure,
+    Measured,
+    Populate,
+    Reclaim,
     ReleaseLeases,
     Reply,
     Request,
+    Reserve,
+    Reserved,
+    ResetConsumption,
+    Revoked,
     Rows,
-    SessionBlocks,
+    Span,
     Stats,
     UnitRequest,
-    UnitStats,
     WaitReady,
+    Watch,
     pack,
 )
 from rl_transferqueue.reactor import Reactor, Timer
 from rl_transferqueue.server import Caller, Server
+from rl_transferqueue.space import Space
+from rl_transferqueue.table import Ints
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +81,7 @@ _decoder = msgspec.msgpack.Decoder(Reply)
 class _UnitLink:
     """Requests to one storage unit, in order; answers go to the callback given with each."""
 
-    def __init__(self, reactor: Reactor, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+    def __init__(self, reactor: Reactor, context: zmq.Context[zmq.Socket[bytes]], address: str, segment: int) -> None:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, CONTROLLER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
@@ -71,6 +90,9 @@ class _UnitLink:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 10)
         self._socket.connect(address)
+        self._reactor = reactor
+        self._segment = segment
+        self._populated = segment
         self._callbacks: dict[int, Callable[[Answer], None]] = {}
         self._last = 0
         reactor.watch(self._socket, self._read)
@@ -81,11 +103,18 @@ class _UnitLink:
             self._callbacks[self._last] = callback
         self._socket.send(pack(Request(self._last, body)), zmq.DONTWAIT)
 
+    def keep_ahead(self, used: int) -> None:
+        """Have the memory touched some way beyond the first `used` bytes."""
+        if used + self._segment > self._populated:
+            self._populated = used + 2 * self._segment
+            self.send(Populate(self._populated))
+
     def close(self) -> None:
+        self._reactor.unwatch(self._socket)
         self._socket.close()
 
     def _read(self) -> None:
-        while True:
+        while not self._socket.closed:
             try:
                 frame = self._socket.recv(zmq.DONTWAIT)
             except zmq.Again:
@@ -96,24 +125,55 @@ class _UnitLink:
                 callback(reply.body)
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A request that is answered later: `leave` undoes the waiting."""
+
+    timer: Timer
+    leave: Callable[[], None]
+
+
 @dataclass(slots=True)
 class _Session:
     pidfd: int
     """Of the client's process, or the socket of a client on another host: readable when the client is gone."""
-    waiting: dict[int, tuple[Waiter, Timer]] = field(default_factory=dict[int, "tuple[Waiter, Timer]"])
+    remote: bool
+    abandoned: int = 0
+    """Spans it has given back while bytes for them may still have been on their way."""
+    waiting: dict[int, _Waiting] = field(default_factory=dict[int, _Waiting])
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Parked:
+    """Someone who waits for memory."""
+
+    caller: Caller
+    nbytes: int
 
 
 class Controller:
     """State and handlers of the controller."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, units: Sequence[str]) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        units: Sequence[str],
+        unit_bytes: int,
+        segment: int,
+    ) -> None:
         self.reactor = Reactor()
-        self._ledger = Ledger()
+        self._board = SharedBoard(len(units) * unit_bytes // ALIGN + 1)
+        self._ledger = Ledger(self._board)
+        self._space = Space(len(units), unit_bytes)
         self._sessions: dict[bytes, _Session] = {}
         self._departed: dict[bytes, int] = {}
         """Ended sessions that still hold leases, and the pidfd of each."""
         self._bulk: BulkServer | None = None
-        self._units = [_UnitLink(self.reactor, context, unit) for unit in units]
+        self._parked: deque[_Parked] = deque()
+        self._units = {i: _UnitLink(self.reactor, context, unit, segment) for i, unit in enumerate(units)}
+        for i, link in self._units.items():
+            self._watch_unit(i, link)
         self.server = Server(
             self.reactor,
             context,
@@ -121,17 +181,29 @@ class Controller:
             {
                 Hello: self._hello,
                 Bye: self._bye,
+                Reserve: self._reserve,
+                Abandon: self._abandon,
                 Commit: self._commit,
                 Locate: self._locate,
                 ReleaseLeases: self._release_leases,
                 WaitReady: self._wait_ready,
                 GiveBack: self._give_back,
                 ListRows: self._list_rows,
+                Watch: self._watch,
+                Claim: self._claim,
+                GetConsumption: self._consumption,
+                GetProduction: self._production,
+                ResetConsumption: self._reset_consumption,
                 Clear: self._clear,
                 GetStats: self._stats,
                 Cancel: self._cancel,
             },
         )
+
+    @property
+    def shared_memory(self) -> tuple[int, int]:
+        """File descriptor and bytes of what clients map."""
+        return self._board.fd, self._board.nbytes
 
     def listen(self, host: str, key: PlaneKey) -> Endpoints:
         """Also serve clients of other hosts."""
@@ -143,15 +215,15 @@ class Controller:
         self.server.close()
         if self._bulk is not None:
             self._bulk.close()
-        for unit in self._units:
+        for unit in self._units.values():
             unit.close()
 
-    # -- sessions
+    # -- processes
     def _hello(self, caller: Caller, message: Hello) -> Done:
         if caller.session in self._sessions or caller.session in self._departed or len(caller.session) != 8:
             raise WireError("This session exists already, or its identity is not 8 bytes.")
         pidfd = self._lifeline(caller.session, message.process)
-        self._sessions[caller.session] = _Session(pidfd)
+        self._sessions[caller.session] = _Session(pidfd, remote=message.process is None)
         self.reactor.watch(pidfd, lambda: self._died(caller.session))
         return Done()
 
@@ -188,20 +260,31 @@ class Controller:
             os.close(pidfd)
 
     def _end(self, session: bytes) -> None:
-        """From here on the session can't commit, so what it has not committed yet can be freed."""
+        """From here on the session can't commit, so what it has reserved is freed."""
         ended = self._sessions.pop(session)
-        for waiter, timer in ended.waiting.values():
-            timer.cancel()
-            self._ledger.forget(waiter)
-        self._ledger.end_session(session)
-        for unit in self._units:
-            unit.send(EndSession(session), self._free_uncommitted)
+        for waiting in ended.waiting.values():
+            waiting.timer.cancel()
+            waiting.leave()
+        if ended.remote:
+            for unit in self._units:
+                self._fence(session, unit, None, 0)
+        else:
+            self._space.end_session(session)
+            self._serve_parked()
 
-    def _free_uncommitted(self, answer: Answer) -> None:
-        assert isinstance(answer, SessionBlocks)
-        lost = [block for block in answer.blocks if block not in self._ledger.blocks.blocks]
-        if lost:
-            self._units[lost[0] >> BLOCK_BITS].send(Release(tuple(lost)))
+    def _fence(self, session: bytes, unit: int, span: Span | None, serial: int) -> None:
+        """Free what a session of another host reserved in a unit, or a part of it, once nothing it sent can arrive there any more."""
+
+        def fenced(answer: Answer) -> None:
+            del answer
+            if span is None:
+                self._space.end_session(session, unit)
+            else:
+                self._space.abandon(session, span)
+            self._serve_parked()
+
+        if unit in self._units:  # otherwise the memory is gone, too
+            self._units[unit].send(Fence(session, span, serial), fenced)
 
     def _session(self, caller: Caller) -> _Session:
         session = self._sessions.get(caller.session)
@@ -209,34 +292,132 @@ class Controller:
             raise WireError("This session is not known or has ended; connect again.")
         return session
 
+    def _watch_unit(self, unit: int, link: _UnitLink) -> None:
+        def introduced(answer: Answer) -> None:
+            assert isinstance(answer, Introduced)
+            pidfd = open_pidfd(answer.process, f"Storage unit {unit}")
+            self.reactor.watch(pidfd, lambda: self._lose_unit(unit, pidfd))
+
+        link.send(Introduce(), introduced)
+
+    def _lose_unit(self, unit: int, pidfd: int) -> None:
+        """The others go on; what lay in this one is listed as lost."""
+        log.error("storage unit %d has ended; its data is lost", unit)
+        self.reactor.unwatch(pidfd)
+        os.close(pidfd)
+        self._units.pop(unit).close()
+        self._space.lose(unit)
+        self._serve(self._ledger.lose_unit(unit))
+        self._settle()
+
+    # -- waiting
+    def _park(self, caller: Caller, seconds: float, leave: Callable[[], None], over: Callable[[], None]) -> None:
+        """Answer later; `leave` is called when the caller leaves or its time is up, `over` then answers."""
+
+        def expire() -> None:
+            self._unpark(caller)
+            leave()
+            over()
+
+        waiting = _Waiting(self.reactor.call_later(seconds, expire), leave)
+        self._session(caller).waiting[caller.request] = waiting
+
+    def _unpark(self, caller: Caller) -> _Waiting | None:
+        session = self._sessions.get(caller.session)
+        waiting = session.waiting.pop(caller.request, None) if session is not None else None
+        if waiting is not None:
+            waiting.timer.cancel()
+        return waiting
+
+    def _cancel(self, caller: Caller, message: Cancel) -> Done:
+        waiting = self._unpark(Caller(caller.session, message.request))
+        if waiting is not None:
+            waiting.leave()
+            self._serve_parked()
+        return Done()
+
+    def _serve(self, served: Served) -> None:
+        for who, answer in served:
+            assert isinstance(who.token, Caller)
+            self._unpark(who.token)
+            self.server.answer(who.token, answer)
+
     # -- writing
-    def _commit(self, caller: Caller, message: Commit) -> Done:
+    def _reserve(self, caller: Caller, message: Reserve) -> Reserved | None:
         self._session(caller)
-        block = message.block
-        if block is not None and not block.id >> BLOCK_BITS == block.unit < len(self._units):
-            raise WireError(f"Block {block.id} is of no storage unit of this plane.")
-        try:
-            served = self._ledger.commit(
-                caller.session, message.put_id, message.partition, message.keys, message.tags, block, message.header
-            )
-        except RLError:
-            if block is not None and block.id not in self._ledger.blocks.blocks:
-                self._units[block.unit].send(Release((block.id,)))
-            raise
+        if not self._parked:
+            span = self._space.reserve(caller.session, message.nbytes)
+            if span is not None:
+                self._keep_ahead()
+                return Reserved(span)
+        self._space.check_size(message.nbytes)
+        if message.timeout_s <= 0:
+            raise self._space.full(message.nbytes, 0)
+        parked = _Parked(caller, message.nbytes)
+        self._parked.append(parked)
+
+        def over() -> None:
+            self.server.fail(caller, self._space.full(message.nbytes, message.timeout_s))
+            self._serve_parked()
+
+        self._park(caller, message.timeout_s, lambda: self._parked.remove(parked), over)
+        for session in self._space.holders():
+            self.server.answer(Caller(session, NOTICE), Reclaim())
+        return None
+
+    def _serve_parked(self) -> None:
+        """Give memory to those who wait for it, in order of arrival."""
+        while self._parked:
+            parked = self._parked[0]
+            span = self._space.reserve(parked.caller.session, parked.nbytes)
+            if span is None:
+                return
+            self._parked.popleft()
+            self._unpark(parked.caller)
+            self.server.answer(parked.caller, Reserved(span))
+        self._keep_ahead()
+
+    def _abandon(self, caller: Caller, message: Abandon) -> None:
+        session = self._session(caller)
+        for span in message.spans:
+            if message.late:
+                session.abandoned += 1
+                self._fence(caller.session, span.unit, span, session.abandoned)
+            else:
+                self._space.abandon(caller.session, span)
+        self._serve_parked()
+
+    def _commit(self, caller: Caller, message: Commit) -> Committed:
+        self._session(caller)
+        if message.block is not None:
+            self._space.check(caller.session, message.block)
+        uids, served = self._ledger.commit(
+            message.partition, message.keys, message.tags, message.block, message.header, message.expect
+        )
+        if message.block is not None:
+            self._space.commit(caller.session, message.block)
         self._serve(served)
         self._settle()
-        return Done()
+        spare = None
+        if message.spare and not self._parked:
+            spare = self._space.spare(caller.session, message.spare)
+            self._keep_ahead()
+        return Committed(uids.astype("<i8").tobytes(), spare)
 
     def _clear(self, caller: Caller, message: Clear) -> Cleared:
         del caller
-        count = self._ledger.clear(message.partition, message.keys)
+        count, served = self._ledger.clear(message.partition, message.keys)
+        self._serve(served)
         self._settle()
         return Cleared(count)
 
     # -- reading
     def _locate(self, caller: Caller, message: Locate) -> Located:
         self._session(caller)
-        return self._ledger.locate(caller.session, message.lease, message.partition, message.keys, message.fields)
+        uids = _numbers(message.uids) if message.uids else None
+        if uids is not None and uids.size != len(message.keys):
+            raise WireError("Locate.uids must hold one number per key, or nothing.")
+        return self._ledger.locate(caller.session, message.lease, message.partition, message.keys, message.fields, uids)
 
     def _release_leases(self, caller: Caller, message: ReleaseLeases) -> None:
         self._ledger.blocks.release(caller.session, message.leases)
@@ -245,26 +426,32 @@ class Controller:
 
     def _list_rows(self, caller: Caller, message: ListRows) -> Rows:
         del caller
-        return self._ledger.list_rows(message.partition, message.where)
+        return self._ledger.list_rows(message.partition, message.where, message.fields, message.task)
 
-    def _stats(self, caller: Caller, message: GetStats) -> None:
-        """The units answer after all releases sent before, so the numbers include every earlier clear."""
-        del message
-        answers: list[UnitStats] = []
+    def _watch(self, caller: Caller, message: Watch) -> Changes | None:
+        watcher = Watcher(partition=message.partition, since=message.since, where=message.where, token=caller)
+        if message.timeout_s <= 0:
+            return self._ledger.changes(watcher)
+        self._session(caller)
+        changes = self._ledger.watch(watcher)
+        if changes is None:
+            self._park(
+                caller,
+                message.timeout_s,
+                lambda: self._ledger.forget(watcher),
+                lambda: self.server.answer(caller, self._ledger.changes(watcher)),
+            )
+        return changes
 
-        def collect(answer: Answer) -> None:
-            assert isinstance(answer, UnitStats)
-            answers.append(answer)
-            if len(answers) == len(self._units):
-                used, capacity = sum(a.bytes_used for a in answers), sum(a.bytes_capacity for a in answers)
-                self.server.answer(caller, Stats(self._ledger.row_counts(), used, capacity))
+    def _stats(self, caller: Caller, message: GetStats) -> Stats:
+        del caller, message
+        ledger, space = self._ledger, self._space
+        used = ledger.blocks.used
+        return Stats(ledger.row_counts(), used, space.used - used, space.total, ledger.lost())
 
-        for unit in self._units:
-            unit.send(GetUnitStats(), collect)
-
-    # -- waiting
+    # -- consuming
     def _wait_ready(self, caller: Caller, message: WaitReady) -> Rows | None:
-        session = self._session(caller)
+        self._session(caller)
         waiter = Waiter(
             partition=message.partition,
             count=message.count,
@@ -274,62 +461,86 @@ class Controller:
             token=caller,
         )
         rows = self._ledger.wait(waiter)
-        if rows is not None:
-            return rows
-        timer = self.reactor.call_later(message.timeout_s, lambda: self._wait_over(caller, message.timeout_s))
-        session.waiting[caller.request] = (waiter, timer)
-        return None
+        if rows is None:
+            self._park(
+                caller,
+                message.timeout_s,
+                lambda: self._ledger.forget(waiter),
+                lambda: self.server.fail(caller, _too_few(waiter, message.timeout_s)),
+            )
+        return rows
 
-    def _wait_over(self, caller: Caller, timeout_s: float) -> None:
-        waiter, _ = self._sessions[caller.session].waiting.pop(caller.request)
-        self._ledger.forget(waiter)
-        text = (
-            f"Only {len(waiter.ready)} of {waiter.count} rows of partition {waiter.partition!r} were ready (fields "
-            f"{list(waiter.fields)}, where {dict(waiter.where)}, task {waiter.task!r}) within {timeout_s:g} s; raise the deadline or look "
-            "at who should write them."
-        )
-        self.server.fail(caller, PlaneTimeout(text))
+    def _claim(self, caller: Caller, message: Claim) -> Rows:
+        del caller
+        return self._ledger.claim(message.partition, message.keys, message.task)
 
     def _give_back(self, caller: Caller, message: GiveBack) -> None:
         del caller
-        if len(message.uids) % 8:
-            raise WireError("GiveBack.uids must hold int64 numbers.")
-        uids = np.unique(np.frombuffer(message.uids, "<i8"))
-        self._serve(self._ledger.give_back(message.partition, message.task, uids))
+        self._serve(self._ledger.give_back(message.partition, message.task, np.unique(_numbers(message.uids))))
 
-    def _cancel(self, caller: Caller, message: Cancel) -> Done:
-        session = self._sessions.get(caller.session)
-        waiting = session.waiting.pop(message.request, None) if session is not None else None
-        if waiting is not None:
-            waiter, timer = waiting
-            timer.cancel()
-            self._ledger.forget(waiter)
-        return Done()
+    def _consumption(self, caller: Caller, message: GetConsumption) -> Flags:
+        del caller
+        return self._ledger.consumption(message.partition, message.task)
 
-    def _serve(self, served: list[tuple[Waiter, Rows]]) -> None:
-        for waiter, rows in served:
-            caller = waiter.token
-            assert isinstance(caller, Caller)
-            self._sessions[caller.session].waiting.pop(caller.request)[1].cancel()
-            self.server.answer(caller, rows)
+    def _production(self, caller: Caller, message: GetProduction) -> Flags:
+        del caller
+        return self._ledger.production(message.partition, message.fields)
+
+    def _reset_consumption(self, caller: Caller, message: ResetConsumption) -> Cleared:
+        del caller
+        count, served = self._ledger.reset_consumption(message.partition, message.task, message.keys)
+        self._serve(served)
+        return Cleared(count)
 
     # -- storage
     def _settle(self) -> None:
-        """Tell the units what the last change made free, and have sparse blocks compacted."""
-        released: dict[int, list[int]] = {}
-        for ref in self._ledger.blocks.take_released():
-            released.setdefault(ref.unit, []).append(ref.id)
-        for unit, blocks in released.items():
-            self._units[unit].send(Release(tuple(blocks)))
+        """Do what the last change made necessary: free memory, revoke leases, copy sparse blocks."""
+        released = self._ledger.blocks.take_released()
+        for ref in released:
+            self._space.give(ref.span)
+        for session, blocks in self._ledger.blocks.take_revoked().items():
+            self.server.answer(Caller(session, NOTICE), Revoked(tuple(blocks)))
         if released:
+            self._serve_parked()
             self._ledger.blocks.retry_compactions()
         for block in self._ledger.blocks.take_sparse():
             self._compact(block, self._ledger.plan_compaction(block))
 
-    def _compact(self, block: Block, plan: Compact) -> None:
-        def finish(answer: Answer) -> None:
-            new = answer if isinstance(answer, Compacted) else Compacted(None, b"", no_gain=True)
-            self._ledger.end_compaction(block, plan, new)
-            self._settle()
+    def _compact(self, block: Block, plan: Measure) -> None:
+        unit = block.ref.span.unit
 
-        self._units[block.ref.unit].send(plan, finish)
+        def measured(answer: Answer) -> None:
+            gain = isinstance(answer, Measured) and rounded(answer.payload) < block.ref.span.nbytes
+            target = self._space.take(unit, answer.payload) if isinstance(answer, Measured) and gain else None
+            if not isinstance(answer, Measured) or target is None:
+                self._ledger.end_compaction(block, plan, None, no_gain=not gain)
+                self._settle()
+                return
+
+            def copied(done: Answer) -> None:
+                ok = isinstance(done, Done)
+                if not ok:
+                    self._space.give(target)
+                self._ledger.end_compaction(block, plan, (target, answer.header) if ok else None, no_gain=not ok)
+                self._settle()
+
+            self._units[unit].send(Copy(plan.source, plan.header, plan.rows, plan.fields, target), copied)
+
+        self._units[unit].send(plan, measured)
+
+    def _keep_ahead(self) -> None:
+        for unit, link in self._units.items():
+            link.keep_ahead(self._space.high_water(unit))
+
+
+def _numbers(packed: bytes) -> Ints:
+    if len(packed) % 8:
+        raise WireError("Generation numbers must be int64.")
+    return np.frombuffer(packed, "<i8")
+
+
+def _too_few(waiter: Waiter, timeout_s: float) -> PlaneTimeout:
+    return PlaneTimeout(
+        f"Only {waiter.ready} of {waiter.count} rows of partition {waiter.partition!r} were ready (fields {list(waiter.fields)}, where "
+        f"{dict(waiter.where)}, task {waiter.task!r}) within {timeout_s:g} s; raise the deadline or look at who should write them."
+    )

@@ -8,30 +8,32 @@ from rl_protocol.errors import WireError
 from rl_transferqueue.liveness import ProcessId
 
 
-class ProcessAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A server process of a plane."""
+class ControllerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The controller of a plane."""
 
     address: str
-    """ZeroMQ endpoint for clients on its host."""
+    """ZeroMQ endpoint."""
     process: ProcessId
-    host: str
-    """`hosts.this_host` of the process."""
+    board_fd: int
+    """Number of the board's file descriptor inside the controller's process."""
+    board_bytes: int
     control: str = ""
-    """ZeroMQ endpoint for the others; empty: there is none."""
+    """ZeroMQ endpoint for clients of other hosts; empty: there is none."""
     bulk: str = ""
     """host:port of its bulk connections, see `bulk`; empty: there are none."""
 
 
-class ControllerAddress(ProcessAddress, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The controller of a plane."""
-
-
-class UnitAddress(ProcessAddress, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class UnitAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A storage unit of a plane."""
 
+    address: str
+    """ZeroMQ endpoint."""
+    process: ProcessId
     arena_fd: int
     """Number of the arena's file descriptor inside the unit's process."""
     arena_bytes: int
+    bulk: str = ""
+    """See ControllerAddress."""
 
 
 class PlaneDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,8 +41,10 @@ class PlaneDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     controller: ControllerAddress
     units: tuple[UnitAddress, ...]
+    host: str
+    """`hosts.this_host` of the plane."""
     shared_memory: bool
-    """False: clients on the same host also use the network (`TransferQueueConfig.shared_memory`)."""
+    """False: clients on the same host use the network, too (`TransferQueueConfig.shared_memory`)."""
     timeout_s: float
     """Seconds a call may take where the caller names no deadline (`TransferQueueConfig.timeout_s`)."""
 

@@ -113,35 +113,21 @@ def start_local_plane(
         deadline = time.monotonic() + start_timeout_s
         for name, spec in (("controller", controller), *((f"unit-{unit.index}", unit) for unit in units)):
             children.append(_spawn(name, spec, private, logs))
-        ready = [_wait_ready(child, deadline, start_timeout_s) for child in children]
+        first, *rest = [_wait_ready(child, deadline, start_timeout_s) for child in children]
         undo.pop_all()
-    return LocalPlane(_descriptor(config, controller, units, ready), children, private)
-
-
-def _descriptor(
-    config: TransferQueueConfig, controller: ControllerSpec, units: list[UnitSpec], ready: list[Ready]
-) -> PlaneDescriptor:
-    host = this_host()
-    first, *rest = ready
-    return PlaneDescriptor(
+    descriptor = PlaneDescriptor(
         ControllerAddress(
-            address=controller.address, process=first.process, host=host, control=first.control, bulk=first.bulk
+            controller.address, first.process, first.memory_fd, first.memory_bytes, first.control, first.bulk
         ),
         tuple(
-            UnitAddress(
-                address=spec.address,
-                process=said.process,
-                host=host,
-                control=said.control,
-                bulk=said.bulk,
-                arena_fd=said.arena_fd,
-                arena_bytes=spec.capacity,
-            )
+            UnitAddress(spec.address, said.process, said.memory_fd, said.memory_bytes, said.bulk)
             for spec, said in zip(units, rest, strict=True)
         ),
+        this_host(),
         config.shared_memory,
         config.timeout_s,
     )
+    return LocalPlane(descriptor, children, private)
 
 
 def _specs(config: TransferQueueConfig, private: Path) -> tuple[ControllerSpec, list[UnitSpec]]:
@@ -150,7 +136,8 @@ def _specs(config: TransferQueueConfig, private: Path) -> tuple[ControllerSpec, 
         UnitSpec(i, f"ipc://{private}/u{i}", config.unit_bytes, config.segment_mb << 20, listen)
         for i in range(config.num_storage_units)
     ]
-    return ControllerSpec(f"ipc://{private}/c", tuple(unit.address for unit in units), listen), units
+    addresses = tuple(unit.address for unit in units)
+    return ControllerSpec(f"ipc://{private}/c", addresses, config.unit_bytes, config.segment_mb << 20, listen), units
 
 
 def _private_dir(base: Path | None) -> Path:

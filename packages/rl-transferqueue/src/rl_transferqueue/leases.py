@@ -18,6 +18,8 @@ from rl_protocol.errors import PlaneLostError
 from rl_transferqueue.channel import Channel
 from rl_transferqueue.messages import ReleaseLeases
 
+_TOGETHER_S = 0.002
+
 
 class Anchor:
     """What all memory of one lease refers to; its end is the end of the lease."""
@@ -28,7 +30,7 @@ class Anchor:
 class Leases:
     """Leases of one session. They may end at any time, in any thread, also after the client was closed.
 
-    While the client is open the ends are told to the controller together, from the loop. Afterwards whoever drops the last view tells it,
+    While the client is open the ends of a moment are told to the controller together, from the loop. Afterwards whoever drops the last view tells it,
     on the socket that is kept open for this.
     """
 
@@ -66,6 +68,9 @@ class Leases:
         if not self._live:
             self._channel.close()
 
+    def _arm(self) -> None:
+        self._loop.call_later(_TOGETHER_S, self.flush)
+
     def _end(self, lease: int) -> None:
         """Runs in a finalizer: it never waits and never raises."""
         self._ended.append(lease)
@@ -76,7 +81,7 @@ class Leases:
             with contextlib.suppress(
                 RuntimeError
             ):  # the loop was closed before the client: the lease ends with the process
-                self._loop.call_soon_threadsafe(self.flush)
+                self._loop.call_soon_threadsafe(self._arm)
 
     def _tell(self) -> None:
         ended: list[int] = []

@@ -19,25 +19,43 @@ from rl_transferqueue.liveness import ProcessId
 MAX_FRAME = 64 << 20
 CONTROLLER = b"controller"
 """ZeroMQ identity of the controller at its storage units."""
-BLOCK_BITS = 48
-"""A block id is the number of its unit times 2^48 plus a number that the unit counts up from 1."""
+NOTICE = 0
+"""Id of a reply that nobody asked for: a notice to a session, or what is wrong with a request whose id could not be read."""
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
-TagMessage: TypeAlias = dict[str, bool | int | float | str | None]
+Value: TypeAlias = bool | int | float | str | None
+TagMessage: TypeAlias = dict[str, Value]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
     pass
 
 
-class BlockRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One block of one unit's arena. Ids are never used twice, so a stale reference can't meet other data."""
+class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Bytes of one unit's arena, in units of 64."""
 
-    id: Count
     unit: Count
     offset: Count
     nbytes: Count
+
+
+class BlockRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One committed block. Ids are never used twice."""
+
+    id: Count
+    span: Span
+    slot: Count
+    """Where the board shows the block's epoch."""
+
+
+class TagColumn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One tag of several rows."""
+
+    name: str
+    values: tuple[Value, ...]
+    rows: bytes = b""
+    """int32 [V], ascending: the rows that have the tag, where not every row has it."""
 
 
 # ---------------------------------------------------------------------------------------------------- client -> controller
@@ -54,17 +72,35 @@ class Bye(_Message, frozen=True):
     """Ends the session. Its leases stay until they are released or the process ends."""
 
 
+class Reserve(_Message, frozen=True):
+    """Memory for blocks to be committed by this session."""
+
+    nbytes: Count
+    timeout_s: Seconds
+
+
+class Abandon(_Message, frozen=True):
+    """Reserved memory that is not needed; what is committed stays. Sent without waiting for the answer."""
+
+    spans: tuple[Span, ...]
+    late: bool = False
+    """Bytes for them may still be on their way to the unit."""
+
+
 class Commit(_Message, frozen=True):
     """Make rows, tags and the columns of a written block visible, all or nothing. From here on the block is the controller's."""
 
-    put_id: Count
-    """Chosen by the client; a repeated commit with the same id changes nothing."""
     partition: str
     keys: tuple[str, ...]
-    tags: tuple[TagMessage, ...] | None = None
-    block: BlockRef | None = None
+    tags: tuple[TagColumn, ...] = ()
+    expect: tuple[TagMessage | None, ...] | None = None
+    """[N] see rl_protocol.ports.DataPlane.put."""
+    block: Span | None = None
+    """Part of what the session has reserved."""
     header: bytes = b""
     """msgpack of rl_protocol.wire.Header; only with a block."""
+    spare: Count = 0
+    """Bytes the session would like for puts to come."""
 
 
 class Locate(_Message, frozen=True):
@@ -74,6 +110,8 @@ class Locate(_Message, frozen=True):
     partition: str
     keys: tuple[str, ...]
     fields: tuple[str, ...]
+    uids: bytes = b""
+    """int64 [N] generations the rows must have, 0: any; or empty: any of all."""
 
 
 class ReleaseLeases(_Message, frozen=True):
@@ -103,6 +141,39 @@ class GiveBack(_Message, frozen=True):
 class ListRows(_Message, frozen=True):
     partition: str
     where: TagMessage
+    fields: tuple[str, ...] = ()
+    task: str | None = None
+
+
+class Watch(_Message, frozen=True):
+    partition: str
+    since: Count
+    where: TagMessage
+    timeout_s: Seconds
+
+
+class Claim(_Message, frozen=True):
+    """Mark the rows as consumed, all or none."""
+
+    partition: str
+    keys: tuple[str, ...]
+    task: str
+
+
+class GetConsumption(_Message, frozen=True):
+    partition: str
+    task: str
+
+
+class GetProduction(_Message, frozen=True):
+    partition: str
+    fields: tuple[str, ...]
+
+
+class ResetConsumption(_Message, frozen=True):
+    partition: str
+    task: str | None
+    keys: tuple[str, ...] | None
 
 
 class Clear(_Message, frozen=True):
@@ -114,51 +185,53 @@ class GetStats(_Message, frozen=True):
     pass
 
 
-# ------------------------------------------------------------------------------------------------------- client -> server
-
-
 class Cancel(_Message, frozen=True):
-    """The caller has left request `request`: forget it if it waits; a unit also takes back the block it gave for it.
-
-    The answer to this comes after any answer to that request.
-    """
+    """The caller has left request `request`: forget it if it waits. The answer to this comes after any answer to that request."""
 
     request: Count
-
-
-# ---------------------------------------------------------------------------------------------------------- client -> unit
-
-
-class Allocate(_Message, frozen=True):
-    nbytes: Count
-    timeout_s: Seconds
 
 
 # ------------------------------------------------------------------------------------------------------ controller -> unit
 
 
-class Release(_Message, frozen=True):
-    blocks: tuple[Count, ...]
+class Introduce(_Message, frozen=True):
+    """Say which process you are."""
 
 
-class EndSession(_Message, frozen=True):
-    """A client is gone: give it nothing more, and say which blocks it was given."""
+class Fence(_Message, frozen=True):
+    """What a session of another host wrote late to a span has ended when this is answered; without a span all it writes, for ever."""
 
     session: bytes
+    span: Span | None
+    serial: Count
+    """How many spans the session has abandoned so, this one included."""
 
 
-class Compact(_Message, frozen=True):
-    """Copy columns `fields` of rows `rows` of a block to a new block."""
+class Populate(_Message, frozen=True):
+    """Touch the memory up to this offset ahead of need; sent without waiting for the answer."""
 
-    block: Count
+    stop: Count
+
+
+class Measure(_Message, frozen=True):
+    """The header that columns `fields` of rows `rows` of a block would have in a block of their own."""
+
+    source: Span
     header: bytes
     rows: bytes
     """int64, ascending."""
     fields: tuple[str, ...]
 
 
-class GetUnitStats(_Message, frozen=True):
-    pass
+class Copy(_Message, frozen=True):
+    """Copy columns `fields` of rows `rows` of a block to `target`, laid out as `Measure` said."""
+
+    source: Span
+    header: bytes
+    rows: bytes
+    """int64, ascending."""
+    fields: tuple[str, ...]
+    target: Span
 
 
 # ----------------------------------------------------------------------------------------------------------------- answers
@@ -173,10 +246,22 @@ class Failure(_Message, frozen=True):
     message: str
 
 
+class Reserved(_Message, frozen=True):
+    span: Span
+
+
+class Committed(_Message, frozen=True):
+    uids: bytes
+    """int64 [N]: generation numbers of the rows."""
+    spare: Span | None = None
+
+
 class Located(_Message, frozen=True):
     """Column c of row i is in block `blocks[places[place_of[c]][0][i]]`, row `places[place_of[c]][1][i]` of it."""
 
     blocks: tuple[BlockRef, ...]
+    epochs: bytes
+    """int64 per block: these places are right while the board shows this epoch for the block."""
     headers: tuple[bytes, ...]
     """The different headers there are."""
     header_of: tuple[Count, ...]
@@ -189,10 +274,23 @@ class Located(_Message, frozen=True):
 
 class Rows(_Message, frozen=True):
     keys: tuple[str, ...]
-    tags: tuple[TagMessage, ...]
+    tags: tuple[TagColumn, ...]
     fields: tuple[str, ...]
     uids: bytes
     """int64 [N]: generation numbers; a row that was cleared and made anew has another one."""
+
+
+class Changes(_Message, frozen=True):
+    rows: Rows
+    removed: tuple[str, ...]
+    version: Count
+    reset: bool
+
+
+class Flags(_Message, frozen=True):
+    keys: tuple[str, ...]
+    flags: bytes
+    """bool [N] or [N, F]."""
 
 
 class Cleared(_Message, frozen=True):
@@ -202,38 +300,71 @@ class Cleared(_Message, frozen=True):
 class Stats(_Message, frozen=True):
     rows: dict[str, Count]
     bytes_used: Count
+    bytes_reserved: Count
     bytes_capacity: Count
+    lost: dict[str, tuple[str, ...]]
 
 
-class Allocated(_Message, frozen=True):
-    block: BlockRef
+class Introduced(_Message, frozen=True):
+    process: ProcessId
 
 
-class SessionBlocks(_Message, frozen=True):
-    session: bytes
+class Measured(_Message, frozen=True):
+    header: bytes
+    payload: Count
+    """Bytes the copy needs."""
+
+
+# ------------------------------------------------------------------------------------------- notices, controller -> client
+
+
+class Revoked(_Message, frozen=True):
+    """No row lies in these blocks any more, but a lease of the session holds them: forget where they were."""
+
     blocks: tuple[Count, ...]
 
 
-class Compacted(_Message, frozen=True):
-    block: BlockRef | None
-    """None: no room now, or no gain."""
-    header: bytes
-    no_gain: bool = False
-    """The copy would not be smaller."""
-
-
-class UnitStats(_Message, frozen=True):
-    bytes_used: Count
-    bytes_capacity: Count
+class Reclaim(_Message, frozen=True):
+    """Somebody waits for memory: abandon what is reserved ahead of need."""
 
 
 ControllerRequest: TypeAlias = (
-    Hello | Bye | Commit | Locate | ReleaseLeases | WaitReady | GiveBack | ListRows | Clear | GetStats | Cancel
+    Hello
+    | Bye
+    | Reserve
+    | Abandon
+    | Commit
+    | Locate
+    | ReleaseLeases
+    | WaitReady
+    | GiveBack
+    | ListRows
+    | Watch
+    | Claim
+    | GetConsumption
+    | GetProduction
+    | ResetConsumption
+    | Clear
+    | GetStats
+    | Cancel
 )
-UnitRequest: TypeAlias = Allocate | Cancel | Release | EndSession | Compact | GetUnitStats
+UnitRequest: TypeAlias = Introduce | Fence | Populate | Measure | Copy
 AnyRequest: TypeAlias = ControllerRequest | UnitRequest
+Notice: TypeAlias = Revoked | Reclaim
 Answer: TypeAlias = (
-    Done | Failure | Located | Rows | Cleared | Stats | Allocated | SessionBlocks | Compacted | UnitStats
+    Done
+    | Failure
+    | Reserved
+    | Committed
+    | Located
+    | Rows
+    | Changes
+    | Flags
+    | Cleared
+    | Stats
+    | Introduced
+    | Measured
+    | Notice
 )
 
 
@@ -245,7 +376,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The answer to the request with that id; id 0 answers a request whose id could not be read."""
+    """The answer to the request with that id, or a `Notice` with the id `NOTICE`."""
 
     id: Count
     body: Answer
@@ -256,6 +387,8 @@ ERRORS: dict[str, type[RLError]] = {
     for cls in (
         errors.BatchError,
         errors.CapacityTimeout,
+        errors.ConflictError,
+        errors.DataLostError,
         errors.DataPlaneError,
         errors.DuplicateKeyError,
         errors.MissingDataError,

@@ -1,64 +1,95 @@
-"""From block references to a batch: views where the rows lie together in one block, one gather where they do not."""
+"""From block references to a batch: views where the rows lie side by side in one block, one gather where they do not."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from rl_protocol.batch import BatchData
 from rl_protocol.columns import Column
-from rl_transferqueue.leases import Anchor
-from rl_transferqueue.memory import Piece, UnitMemory
-from rl_transferqueue.messages import Located
+from rl_protocol.wire import Header
+from rl_transferqueue.gather import Part, gather
+from rl_transferqueue.messages import Located, Span
 from rl_transferqueue.table import Ints
 
+_header_decoder = msgspec.msgpack.Decoder(Header)
 
-class _Part(NamedTuple):
-    """Columns that lie at the same places: the pieces one after the other, then in the order `order` if there is one."""
 
-    pieces: list[Piece]
-    order: Ints | None
+@lru_cache(maxsize=4096)
+def unpack_header(packed: bytes) -> Header:
+    """The header of a block from its msgpack."""
+    return _header_decoder.decode(packed)
+
+
+class Piece(NamedTuple):
+    """Some columns of some rows of one block."""
+
+    span: Span
+    header: bytes
+    """msgpack of the block's rl_protocol.wire.Header."""
+    fields: tuple[str, ...]
+    rows: range | Ints
+    """Rows of the block: a range where they follow each other."""
+    positions: Ints
+    """Where each of them goes."""
+
+
+Source = Callable[[Piece], "tuple[BatchData, range | Ints]"]
+"""A batch with the columns of a piece, and which of its rows are meant."""
+
+
+def pieces_of(located: Located, fields: Sequence[str]) -> list[list[Piece]]:
+    """What to read: per set of columns that lie at the same places one piece per block."""
+    return [_pieces(located, number, fields) for number in range(len(located.places))]
 
 
 def assemble(
-    located: Located, fields: Sequence[str], memories: Sequence[UnitMemory], anchor: Anchor, timeout_s: float
-) -> BatchData:
-    """The columns `fields` as the controller located them; `memories` holds each unit's. One read per unit."""
-    parts = [_part(located, number, fields) for number in range(len(located.places))]
-    pieces = [piece for part in parts for piece in part.pieces]
-    batches: dict[int, BatchData] = {}
-    for unit in dict.fromkeys(piece.block.unit for piece in pieces):
-        mine = [i for i, piece in enumerate(pieces) if piece.block.unit == unit]
-        batches.update(zip(mine, memories[unit].read([pieces[i] for i in mine], anchor, timeout_s), strict=True))
+    groups: Sequence[Sequence[Piece]], fields: Sequence[str], source: Source
+) -> tuple[BatchData, Callable[[], None], int]:
+    """The columns `fields` of all pieces, the function that fills what is not a view, and the bytes it will copy."""
     columns: dict[str, Column] = {}
-    first = 0
-    for part in parts:
-        whole = BatchData.concat([batches[i] for i in range(first, first + len(part.pieces))])
-        columns.update((whole if part.order is None else whole.select_rows(part.order)).columns)
-        first += len(part.pieces)
-    return BatchData({name: columns[name] for name in fields})
+    fills: list[Callable[[], None]] = []
+    copied = 0
+    for pieces in groups:
+        found = [source(piece) for piece in pieces]
+        if len(found) == 1 and isinstance(found[0][1], range):
+            batch, rows = found[0]
+            columns.update((batch if len(rows) == len(batch) else batch.select_rows(rows)).columns)
+            continue
+        parts = [
+            Part(batch, np.asarray(rows, np.int64), piece.positions)
+            for (batch, rows), piece in zip(found, pieces, strict=True)
+        ]
+        batch, fill = gather(parts, sum(piece.positions.size for piece in pieces))
+        columns.update(batch.columns)
+        fills.append(fill)
+        copied += batch.nbytes
+
+    def fill_all() -> None:
+        for fill in fills:
+            fill()
+
+    return BatchData({name: columns[name] for name in fields}), fill_all, copied
 
 
-def _part(located: Located, number: int, fields: Sequence[str]) -> _Part:
+def _pieces(located: Located, number: int, fields: Sequence[str]) -> list[Piece]:
     names = tuple(name for name, place in zip(fields, located.place_of, strict=True) if place == number)
     blocks, rows = (np.frombuffer(packed, "<i4").astype(np.int64) for packed in located.places[number])
 
-    def piece(block: int, chosen: range | Ints) -> Piece:
-        return Piece(located.blocks[block], located.headers[located.header_of[block]], names, chosen)
+    def piece(block: int, chosen: Ints, positions: Ints) -> Piece:
+        together = bool((np.diff(chosen) == 1).all())
+        span = range(int(chosen[0]), int(chosen[-1]) + 1) if together else chosen
+        return Piece(located.blocks[block].span, located.headers[located.header_of[block]], names, span, positions)
 
-    starts = np.flatnonzero(np.concatenate([[True], (np.diff(blocks) != 0) | (np.diff(rows) != 1)]))
-    used = np.unique(blocks)
-    if starts.size == used.size:  # rows of each block lie together: one copy, or none if there is but one block
-        first, sizes = rows[starts].tolist(), np.diff(np.append(starts, rows.size)).tolist()
-        chosen = [range(start, start + size) for start, size in zip(first, sizes, strict=True)]
-        return _Part([piece(block, rows) for block, rows in zip(blocks[starts].tolist(), chosen, strict=True)], None)
+    if blocks[0] == blocks[-1] and bool((blocks == blocks[0]).all()):
+        return [piece(int(blocks[0]), rows, np.arange(rows.size))]
     order = np.argsort(blocks, kind="stable")
-    places = np.split(order, np.searchsorted(blocks[order], used[1:]))
-    pieces = [piece(block, rows[at]) for block, at in zip(used.tolist(), places, strict=True)]
-    if len(pieces) == 1:
-        return _Part(pieces, None)
-    back = np.empty_like(order)
-    back[order] = np.arange(order.size)
-    return _Part(pieces, back)
+    used, bounds = np.unique(blocks[order], return_index=True)
+    return [
+        piece(block, rows[positions], positions)
+        for block, positions in zip(used.tolist(), np.split(order, bounds[1:]), strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""How a client gets to each server process of a plane: through this host's memory and sockets, or over the network."""
+"""How a client gets to a plane: through this host's memory and sockets, or over the network."""
 
 from __future__ import annotations
 
@@ -7,76 +7,68 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from rl_protocol.errors import ConfigError
-from rl_transferqueue.buffers import WarmBuffers
-from rl_transferqueue.bulk_client import BulkConnection, RemoteMemory, dial
-from rl_transferqueue.descriptor import PlaneDescriptor, ProcessAddress, UnitAddress
+from rl_transferqueue.bulk_client import BulkConnection, dial
+from rl_transferqueue.descriptor import ControllerAddress, PlaneDescriptor, UnitAddress
 from rl_transferqueue.hosts import this_host
 from rl_transferqueue.keys import PlaneKey, load_key
 from rl_transferqueue.liveness import open_pidfd
-from rl_transferqueue.memory import LocalMemory, UnitMemory
+from rl_transferqueue.memory import LocalMemory, PlaneMemory
+from rl_transferqueue.remote import RemoteMemory
+
+Server: TypeAlias = ControllerAddress | UnitAddress
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRoute:
-    """To a process of this host."""
+    """To a plane of this host."""
 
-    name: str
-    server: ProcessAddress
-    key: None = None
-
-    @property
-    def address(self) -> str:
-        """ZeroMQ endpoint."""
-        return self.server.address
+    descriptor: PlaneDescriptor
+    here = True
+    key = None
+    or_else = ""
 
     @property
-    def lost(self) -> str:
-        """What is to be said when its lifeline ends."""
-        return f"The {self.name} of the data plane (pid {self.server.process.pid}) has ended; its data is lost."
+    def control(self) -> str:
+        """ZeroMQ endpoint of the controller."""
+        return self.descriptor.controller.address
 
-    async def lifeline(self, timeout_s: float) -> int:
+    async def lifeline(self, server: Server, name: str, timeout_s: float) -> int:
         """A file descriptor that becomes readable when the process has ended; the caller closes it.
 
         Raises:
             PlaneLostError: it has ended already.
         """
         del timeout_s
-        return open_pidfd(self.server.process, f"The {self.name} of the data plane")
+        return open_pidfd(server.process, f"The {name} of the data plane")
 
-    def memory(self) -> UnitMemory:
-        """The memory of a unit."""
-        assert isinstance(self.server, UnitAddress)
-        return LocalMemory(self.server)
+    def memory(self) -> PlaneMemory:
+        """The memory of the units."""
+        return LocalMemory(self.descriptor.units)
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteRoute:
-    """To a process of another host: encrypted control messages if there is a key, bulk connections, one of which is the lifeline."""
+    """To a plane of another host: control messages, encrypted if there is a key, and bulk connections, some of which are lifelines."""
 
-    name: str
-    server: ProcessAddress
+    descriptor: PlaneDescriptor
     key: PlaneKey
     session: bytes
-    buffers: WarmBuffers
+    here = False
+    or_else = " or can't be reached any more"
 
     @property
-    def address(self) -> str:
+    def control(self) -> str:
         """See LocalRoute."""
-        return self.server.control
+        return self.descriptor.controller.control
 
-    @property
-    def lost(self) -> str:
-        """See LocalRoute."""
-        return f"The {self.name} of the data plane at {self.server.bulk} has ended or can't be reached any more; its data is lost."
-
-    async def lifeline(self, timeout_s: float) -> int:
+    async def lifeline(self, server: Server, name: str, timeout_s: float) -> int:
         """See LocalRoute.
 
         Raises:
             PlaneLostError, PlaneTimeout, ConfigError: see `dial`.
         """
         dialling = asyncio.get_running_loop().run_in_executor(
-            None, dial, self.server, self.name, self.key, self.session, timeout_s
+            None, dial, server, self.descriptor.host, name, self.key, self.session, timeout_s
         )
         try:
             return (await asyncio.shield(dialling)).lifeline()
@@ -84,35 +76,25 @@ class RemoteRoute:
             dialling.add_done_callback(_hang_up)
             raise
 
-    def memory(self) -> UnitMemory:
+    def memory(self) -> PlaneMemory:
         """See LocalRoute."""
-        return RemoteMemory(self.server, self.name, self.key, self.session, self.buffers)
+        return RemoteMemory(self.descriptor.host, self.descriptor.units, self.key, self.session)
 
 
-Route: TypeAlias = LocalRoute | RemoteRoute
-
-
-def routes(descriptor: PlaneDescriptor, session: bytes) -> list[Route]:
-    """To the controller, then to each unit.
+def route(descriptor: PlaneDescriptor, session: bytes) -> LocalRoute | RemoteRoute:
+    """The way for a session of this process.
 
     Raises:
         ConfigError: the plane is on another host and does not listen there, or this process has no valid key.
     """
-    named: list[tuple[str, ProcessAddress]] = [("controller", descriptor.controller)]
-    named += [(f"storage unit {i}", unit) for i, unit in enumerate(descriptor.units)]
-    buffers = WarmBuffers()
-    found: list[Route] = []
-    for name, server in named:
-        if descriptor.shared_memory and server.host == this_host():
-            found.append(LocalRoute(name, server))
-        elif server.control and server.bulk:
-            found.append(RemoteRoute(name, server, load_key(), session, buffers))
-        else:
-            raise ConfigError(
-                f"The {name} of the data plane runs on another host (or in another pid namespace) and serves only its own: set "
-                "transfer_queue.listen to an address of that host."
-            )
-    return found
+    if descriptor.shared_memory and descriptor.host == this_host():
+        return LocalRoute(descriptor)
+    if not descriptor.controller.control:
+        raise ConfigError(
+            "The data plane runs on another host (or in another pid namespace) and serves only its own: set transfer_queue.listen to an "
+            "address of that host."
+        )
+    return RemoteRoute(descriptor, load_key(), session)
 
 
 def _hang_up(dialled: asyncio.Future[BulkConnection]) -> None:

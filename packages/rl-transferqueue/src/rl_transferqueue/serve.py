@@ -37,10 +37,12 @@ class UnitSpec(msgspec.Struct, frozen=True, tag=True):
 
 
 class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
-    """Serve the controller."""
+    """Serve the controller; `unit_bytes` is the capacity of every unit."""
 
     address: str
     units: tuple[str, ...]
+    unit_bytes: int
+    segment: int
     listen: str = ""
     """See UnitSpec."""
 
@@ -58,10 +60,11 @@ class Ready(msgspec.Struct, frozen=True):
     """What it says on the pipe once it serves."""
 
     process: ProcessId
-    arena_fd: int
-    """-1: it has no arena."""
+    memory_fd: int
+    """What clients map: a unit's arena, the controller's board."""
+    memory_bytes: int
     control: str = ""
-    """See ProcessAddress."""
+    """See ControllerAddress."""
     bulk: str = ""
 
 
@@ -94,7 +97,7 @@ def main(arguments: list[str]) -> int:
 def _build(spec: UnitSpec | ControllerSpec, context: zmq.Context[zmq.Socket[bytes]]) -> Role:
     if isinstance(spec, UnitSpec):
         return StorageUnit(context, spec.index, spec.address, spec.capacity, spec.segment)
-    return Controller(context, spec.address, spec.units)
+    return Controller(context, spec.address, spec.units, spec.unit_bytes, spec.segment)
 
 
 def _listen(role: Role, host: str) -> Endpoints:
@@ -105,8 +108,7 @@ def _listen(role: Role, host: str) -> Endpoints:
 
 
 def _say_ready(fd: int, role: Role, endpoints: Endpoints) -> None:
-    arena_fd = role.arena.fd if isinstance(role, StorageUnit) else -1
-    os.write(fd, msgspec.json.encode(Ready(this_process(), arena_fd, *endpoints)))
+    os.write(fd, msgspec.json.encode(Ready(this_process(), *role.shared_memory, *endpoints)))
     os.close(fd)
 
 

@@ -1,56 +1,39 @@
-"""A storage unit: hands out blocks of its arena, takes them back when the controller says so, and never looks into them but to compact."""
+"""A storage unit: memory that clients map and the controller gives out. It touches pages ahead of need and copies sparse blocks."""
 
 from __future__ import annotations
-
-from collections import deque
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 import zmq
 
-from rl_protocol.errors import BatchError, CapacityTimeout, WireError
-from rl_protocol.wire import Header, plan, read_payload, write_payload
-from rl_transferqueue.allocator import Allocator, rounded
+from rl_protocol.errors import WireError
+from rl_protocol.wire import Header, plan, plan_rows, read_payload, write_payload
 from rl_transferqueue.arena import Arena
 from rl_transferqueue.bulk_server import BulkServer
 from rl_transferqueue.hosts import Endpoints, endpoint
 from rl_transferqueue.keys import PlaneKey
+from rl_transferqueue.liveness import this_process
 from rl_transferqueue.messages import (
-    BLOCK_BITS,
     CONTROLLER,
-    Allocate,
-    Allocated,
-    BlockRef,
-    Cancel,
-    Compact,
-    Compacted,
+    Copy,
     Done,
-    EndSession,
-    GetUnitStats,
-    Release,
-    SessionBlocks,
-    UnitStats,
+    Fence,
+    Introduce,
+    Introduced,
+    Measure,
+    Measured,
+    Populate,
+    Span,
 )
-from rl_transferqueue.reactor import Reactor, Timer
+from rl_transferqueue.reactor import Reactor
 from rl_transferqueue.server import Caller, Server
+from rl_transferqueue.table import Ints
 
 _header_decoder = msgspec.msgpack.Decoder(Header)
 
 
-@dataclass(frozen=True, slots=True)
-class _Parked:
-    caller: Caller
-    nbytes: int
-    timer: Timer
-
-
 class StorageUnit:
-    """State and handlers of one unit.
-
-    A block belongs to the session it was given to until the controller knows it; when a session ends, the controller asks for its blocks
-    and releases those that were never committed. Requests that find no room wait in order of arrival.
-    """
+    """State and handlers of one unit. It holds bytes and knows nothing about them: whose they are is the controller's business."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], index: int, address: str, capacity: int, segment: int
@@ -58,34 +41,32 @@ class StorageUnit:
         self.reactor = Reactor(idle=self._populate)
         self.arena = Arena(capacity)
         self._index = index
-        self._space = Allocator(capacity)
         self._segment = segment
         self._populated = 0
-        self._last_id = index << BLOCK_BITS
-        self._blocks: dict[int, BlockRef] = {}
-        self._given: dict[bytes, dict[int, int]] = {}
-        self._owner: dict[int, Caller] = {}
-        self._ended: set[bytes] = set()
-        self._parked: deque[_Parked] = deque()
+        self._wanted = segment
         self._bulk: BulkServer | None = None
         self.server = Server(
             self.reactor,
             context,
             address,
             {
-                Allocate: self._allocate,
-                Cancel: self._cancel,
-                Release: self._release,
-                EndSession: self._end_session,
-                Compact: self._compact,
-                GetUnitStats: self._stats,
+                Introduce: self._introduce,
+                Fence: self._fence,
+                Populate: self._want,
+                Measure: self._measure,
+                Copy: self._copy,
             },
         )
 
+    @property
+    def shared_memory(self) -> tuple[int, int]:
+        """File descriptor and bytes of what clients map."""
+        return self.arena.fd, len(self.arena.memory)
+
     def listen(self, host: str, key: PlaneKey) -> Endpoints:
         """Also serve clients of other hosts."""
-        self._bulk = BulkServer(self.reactor, host, key, self)
-        return Endpoints(self.server.listen(host, key), endpoint(host, self._bulk.port))
+        self._bulk = BulkServer(self.reactor, host, key, memoryview(self.arena.memory))
+        return Endpoints(bulk=endpoint(host, self._bulk.port))
 
     def close(self) -> None:
         """Close the sockets; the arena ends with the process."""
@@ -93,147 +74,55 @@ class StorageUnit:
         if self._bulk is not None:
             self._bulk.close()
 
-    # -- for bulk connections
-    @property
-    def memory(self) -> memoryview:
-        """See BulkArena."""
-        return memoryview(self.arena.memory)
+    def _introduce(self, caller: Caller, message: Introduce) -> Introduced:
+        del caller, message
+        return Introduced(this_process())
 
-    def may_write(self, session: bytes, offset: int, nbytes: int) -> bool:
-        """See BulkArena."""
-        mine = (self._blocks[block] for block in self._given.get(session, {}).values())
-        return any(block.offset <= offset and offset + nbytes <= block.offset + block.nbytes for block in mine)
-
-    # -- for clients
-    def _allocate(self, caller: Caller, message: Allocate) -> Allocated | None:
-        if caller.session in self._ended:
-            raise WireError("This session has ended; connect again.")
-        if message.nbytes > self._space.capacity:
-            raise BatchError(
-                f"A block of {message.nbytes} bytes can never fit a storage unit of {self._space.capacity} bytes: put fewer rows at a "
-                "time, or raise transfer_queue.capacity_mb or lower transfer_queue.num_storage_units."
-            )
-        block = None if self._parked else self._take(message.nbytes, caller)
-        if block is not None:
-            return Allocated(block)
-        if message.timeout_s <= 0:
-            raise self._full(message.nbytes, 0)
-        timer = self.reactor.call_later(message.timeout_s, lambda: self._give_up(parked, message.timeout_s))
-        parked = _Parked(caller, message.nbytes, timer)
-        self._parked.append(parked)
-        return None
-
-    def _cancel(self, caller: Caller, message: Cancel) -> Done:
-        target = Caller(caller.session, message.request)
-        for parked in list(self._parked):
-            if parked.caller == target:
-                parked.timer.cancel()
-                self._parked.remove(parked)
-        block = self._given.get(caller.session, {}).get(message.request)
-        if block is not None:
-            self._free((block,))
-        self._serve_parked()
+    def _fence(self, caller: Caller, message: Fence) -> Done:
+        _check_controller(caller)
+        if self._bulk is not None:
+            self._bulk.fence(message.session, message.span, message.serial)
         return Done()
 
-    # -- for the controller
-    def _release(self, caller: Caller, message: Release) -> None:
+    def _want(self, caller: Caller, message: Populate) -> None:
         _check_controller(caller)
-        self._free(message.blocks)
-        self._serve_parked()
+        self._wanted = max(self._wanted, min(message.stop, len(self.arena.memory)))
 
-    def _end_session(self, caller: Caller, message: EndSession) -> SessionBlocks:
+    def _measure(self, caller: Caller, message: Measure) -> Measured:
         _check_controller(caller)
-        self._ended.add(message.session)
-        for parked in list(self._parked):
-            if parked.caller.session == message.session:
-                parked.timer.cancel()
-                self._parked.remove(parked)
-        self._serve_parked()
-        return SessionBlocks(message.session, tuple(self._given.get(message.session, {}).values()))
-
-    def _compact(self, caller: Caller, message: Compact) -> Compacted:
-        _check_controller(caller)
-        old = self._blocks.get(message.block)
-        if old is None:
-            raise WireError(f"Block {message.block} is not in storage unit {self._index}.")
         header = _header_decoder.decode(message.header)
-        payload = memoryview(self.arena.memory)[old.offset : old.offset + header.payload]
-        rows = np.frombuffer(message.rows, "<i8")
-        batch = read_payload(header, payload, message.fields).select_rows(rows)
-        wanted = plan(batch)
-        if rounded(wanted.payload) >= old.nbytes:
-            return Compacted(None, b"", no_gain=True)
-        new = self._take(wanted.payload, None)
-        if new is None:
-            return Compacted(None, b"")
-        write_payload(batch, wanted, memoryview(self.arena.memory)[new.offset : new.offset + wanted.payload])
-        return Compacted(new, msgspec.msgpack.encode(wanted))
+        batch = read_payload(header, self._memory(message.source)[: header.payload], message.fields)
+        wanted = plan_rows(batch, _rows(message.rows))
+        return Measured(msgspec.msgpack.encode(wanted), wanted.payload)
 
-    def _stats(self, caller: Caller, message: GetUnitStats) -> UnitStats:
-        del caller, message
-        return UnitStats(self._space.used, self._space.capacity)
+    def _copy(self, caller: Caller, message: Copy) -> Done:
+        _check_controller(caller)
+        header = _header_decoder.decode(message.header)
+        batch = read_payload(header, self._memory(message.source)[: header.payload], message.fields)
+        chosen = batch.select_rows(_rows(message.rows))
+        wanted = plan(chosen)
+        write_payload(chosen, wanted, self._memory(message.target)[: wanted.payload])
+        return Done()
 
-    # -- inner
-    def _take(self, nbytes: int, owner: Caller | None) -> BlockRef | None:
-        offset = self._space.take(nbytes)
-        if offset is None:
-            return None
-        self._last_id += 1
-        block = BlockRef(self._last_id, self._index, offset, rounded(nbytes))
-        self._blocks[block.id] = block
-        if owner is not None:
-            self._owner[block.id] = owner
-            self._given.setdefault(owner.session, {})[owner.request] = block.id
-        return block
-
-    def _free(self, blocks: tuple[int, ...]) -> None:
-        for block_id in blocks:
-            block = self._blocks.pop(block_id, None)
-            if block is None:
-                continue
-            self._space.give(block.offset)
-            if self._bulk is not None:
-                self._bulk.cut(block.offset, block.nbytes)
-            owner = self._owner.pop(block_id, None)
-            if owner is not None:
-                mine = self._given[owner.session]
-                del mine[owner.request]
-                if not mine:
-                    del self._given[owner.session]
-
-    def _serve_parked(self) -> None:
-        while self._parked:
-            parked = self._parked[0]
-            block = self._take(parked.nbytes, parked.caller)
-            if block is None:
-                return
-            self._parked.popleft()
-            parked.timer.cancel()
-            self.server.answer(parked.caller, Allocated(block))
-
-    def _give_up(self, parked: _Parked, timeout_s: float) -> None:
-        self._parked.remove(parked)
-        self.server.fail(parked.caller, self._full(parked.nbytes, timeout_s))
-        self._serve_parked()
-
-    def _full(self, nbytes: int, timeout_s: float) -> CapacityTimeout:
-        free = self._space.capacity - self._space.used
-        return CapacityTimeout(
-            f"A put needs {rounded(nbytes)} bytes; storage unit {self._index} has {free} of {self._space.capacity} bytes available, "
-            f"{self._space.largest} in one piece, and no more became free within {timeout_s:g} s. Clear rows that are done with, or raise "
-            "transfer_queue.capacity_mb."
-        )
+    def _memory(self, span: Span) -> memoryview:
+        if span.unit != self._index or span.offset + span.nbytes > len(self.arena.memory):
+            raise WireError(f"{span} is not in storage unit {self._index} of {len(self.arena.memory)} bytes.")
+        return memoryview(self.arena.memory)[span.offset : span.offset + span.nbytes]
 
     def _populate(self) -> bool:
         """Touch the next segment when the blocks come near it; True: there may be more to do."""
-        if self._populated >= self._space.capacity or self._populated >= self._space.high_water + self._segment:
+        if self._populated >= min(self._wanted, len(self.arena.memory)):
             return False
-        size = min(self._segment, self._space.capacity - self._populated)
+        size = min(self._segment, len(self.arena.memory) - self._populated)
         if not self.arena.populate(self._populated, size):
-            self._populated = self._space.capacity
+            self._populated = len(self.arena.memory)
             return False
         self._populated += size
         return True
+
+
+def _rows(packed: bytes) -> Ints:
+    return np.frombuffer(packed, "<i8")
 
 
 def _check_controller(caller: Caller) -> None:

@@ -20,9 +20,10 @@ import pytest
 from rl_protocol.batch import BatchData
 from rl_protocol.columns import Column, DenseColumn, ObjectColumn, RaggedColumn, dense, ragged
 from rl_protocol.dtypes import STORAGE_DTYPES
-from rl_protocol.errors import BatchError, DuplicateKeyError, MissingDataError, PlaneTimeout
+from rl_protocol.errors import BatchError, ConflictError, DuplicateKeyError, MissingDataError, PlaneTimeout
 from rl_protocol.meta import KVBatchMeta
-from rl_protocol.ports import DataPlane
+from rl_protocol.ports import DataPlane, RowChanges
+from rl_protocol.schema import ColumnSpec
 
 _SOON_S = 0.05
 """Long enough for a wrong answer to show, short enough for tests."""
@@ -62,6 +63,11 @@ def every_kind(rows: int) -> BatchData:
     pool = ["text", b"bytes", None, {"a": [1, 2.5, True]}, "", 7, "\u00fc"]
     columns["objects"] = ObjectColumn.from_values(pool[i % len(pool)] for i in range(rows))
     return BatchData(columns)
+
+
+def said(changes: RowChanges) -> tuple[tuple[str, ...], set[str], bool]:
+    """What changed, what went, and whether all else is to be forgotten."""
+    return changes.rows.keys, set(changes.removed), changes.reset
 
 
 class DataPlaneSuite:
@@ -332,6 +338,224 @@ class DataPlaneSuite:
             assert not waiting.done()
             await plane.put("p", ["a"], numbers([1]))
             assert (await waiting).keys == ("b", "a")
+
+        self.run(body)
+
+    # ------------------------------------------------------------------------------------------------- generations, expectations
+    def test_a_row_made_anew_is_another_row(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            old = await plane.put("p", ["a", "b"], numbers([1, 2]))
+            again = await plane.put("p", ["a"], numbers([3], "y"))
+            assert again.generations == old.generations[:1]
+            await plane.clear("p", ["a"])
+            new = await plane.put("p", ["a"], numbers([10]))
+            assert new.generations != old.generations[:1]
+            with pytest.raises(MissingDataError, match="'a'"):
+                await plane.get(old)
+            with pytest.raises(MissingDataError, match="'a'"):
+                await plane.get(KVBatchMeta.concat([old.slice(1, 2), old.slice(0, 1)]))
+            assert (await plane.get(old.slice(1, 2))).dense("x").values.tolist() == [2]
+            assert (await plane.get(new)).dense("x").values.tolist() == [10]
+            by_name = KVBatchMeta(partition="p", keys=("b", "a"))
+            assert (await plane.get(by_name, ["x"])).dense("x").values.tolist() == [2, 10]
+            listed, waited = await plane.list_rows("p"), await plane.wait_ready("p", count=2, timeout_s=1)
+            assert listed.generations == waited.generations == (old.generations[1], new.generations[0])
+
+        self.run(body)
+
+    def test_a_put_that_expects_something_else_changes_nothing(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            await plane.put("p", ["a", "b"], tags=[{"s": "new", "n": 1}, {"s": "new"}])
+            await plane.put("p", ["a", "b"], tags=[{"s": "mine"}, {"s": "mine"}], expect=[{"s": "new", "n": 1}, {}])
+            with pytest.raises(ConflictError, match="'a'"):
+                await plane.put("p", ["b", "a"], numbers([1, 2]), tags=[{"s": "no"}, {}], expect=[{}, {"s": "new"}])
+            with pytest.raises(ConflictError, match="'a'"):
+                await plane.put("p", ["c", "a"], numbers([1, 2]), tags=[{"s": "no"}, {}], expect=[None, None])
+            with pytest.raises(ConflictError, match="'ghost'"):
+                await plane.put("p", ["ghost"], tags=[{}], expect=[{"s": "new"}])
+            with pytest.raises(BatchError):
+                await plane.put("p", ["a"], tags=[{}], expect=[])
+            rows = await plane.list_rows("p")
+            assert (rows.keys, rows.fields, [tag["s"] for tag in rows.tags]) == (("a", "b"), (), ["mine", "mine"])
+            assert (await plane.stats()).bytes_used == 0
+            await plane.put("p", ["c"], tags=[{"s": "new"}], expect=[None])
+            with pytest.raises(ConflictError, match="'c'"):
+                await plane.put("p", ["c"], tags=[{"s": "new"}], expect=[None])
+
+        self.run(body)
+
+    def test_of_many_who_change_a_tag_only_one_succeeds(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            await plane.put("p", ["a"], tags=[{"turn": 0}])
+            for turn in range(5):
+                wishes = [plane.put("p", ["a"], tags=[{"turn": turn + 1}], expect=[{"turn": turn}]) for _ in range(4)]
+                done = await asyncio.gather(*wishes, return_exceptions=True)
+                assert sorted(type(result).__name__ for result in done) == ["ConflictError"] * 3 + ["KVBatchMeta"]
+
+        self.run(body)
+
+    # ------------------------------------------------------------------------------------------------------------ writing in place
+    def test_a_draft_is_filled_in_place_and_put(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            columns = [
+                ColumnSpec(name="d", kind="dense", dtype="float32", dims=(3,)),
+                ColumnSpec(name="r", kind="ragged", dtype="int64"),
+                ColumnSpec(name="m", kind="ragged", dtype="bool", dims=(2,)),
+            ]
+            draft = await plane.alloc(columns, 2, {"r": [3, 0], "m": [0, 1]})
+            assert (len(draft), draft.field_names) == (2, ("d", "r", "m"))
+            draft["d"][:] = [[1, 2, 3], [4, 5, 6]]
+            draft["r"][:] = [7, 8, 9]
+            draft["m"][:] = [[True, False]]
+            assert (await plane.stats()).bytes_used == 0
+            meta = await plane.put("p", ["a", "b"], draft, tags=[{"n": 1}, {"n": 2}])
+            assert (meta.fields, meta.tags) == (("d", "r", "m"), ({"n": 1}, {"n": 2}))
+            got = await plane.get(meta.select_rows([1, 0]))
+            assert got.dense("d").values.tolist() == [[4, 5, 6], [1, 2, 3]]
+            assert [row.tolist() for row in got.ragged("r").rows()] == [[], [7, 8, 9]]
+            assert [row.tolist() for row in got.ragged("m").rows()] == [[[True, False]], []]
+            with pytest.raises(BatchError, match="already"):
+                await plane.put("p", ["a", "b"], draft)
+            with pytest.raises(BatchError, match="already"):
+                draft["d"]
+            await plane.clear("p")
+            assert (await plane.stats()).bytes_used == 0
+
+        self.run(body)
+
+    def test_a_draft_can_be_given_up(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            spec = ColumnSpec(name="x", kind="dense", dtype="int64")
+            draft = await plane.alloc([spec], 1000)
+            draft.discard()
+            draft.discard()
+            with pytest.raises(BatchError):
+                draft["x"]
+            stats = await plane.stats()
+            assert (stats.bytes_used, stats.bytes_reserved) == (0, 0)
+            for bad in (
+                plane.alloc([ColumnSpec(name="o", kind="object")], 1),
+                plane.alloc([spec], -1),
+                plane.alloc([spec], 1, {"x": [1]}),
+                plane.alloc([ColumnSpec(name="r", kind="ragged", dtype="int8")], 2, {"r": [1]}),
+                plane.alloc([ColumnSpec(name="r", kind="ragged", dtype="int8")], 1, {"r": [-1]}),
+            ):
+                with pytest.raises(BatchError):
+                    await bad
+
+        self.run(body)
+
+    # -------------------------------------------------------------------------------------------------------------------- watching
+    def test_watch_tells_what_changed_and_nothing_else(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            await plane.put("p", keys_of(range(3)), tags=[{"n": i} for i in range(3)])
+            first = await plane.watch("p", timeout_s=1)
+            assert said(first) == (("row0", "row1", "row2"), set(), True)
+            nothing = await plane.watch("p", since=first.version, timeout_s=0)
+            assert (said(nothing), nothing.version) == (((), set(), False), first.version)
+            await plane.put("p", ["row1"], numbers([1]))
+            await plane.put("p", ["row3"], tags=[{"n": 3}])
+            await plane.clear("p", ["row0"])
+            await plane.put("p", ["row2"], tags=[{"n": 20}])
+            await plane.put("other", ["x"], tags=[{}])
+            second = await plane.watch("p", since=first.version, timeout_s=1)
+            assert said(second) == (("row1", "row3", "row2"), {"row0"}, False)
+            assert second.rows.tags == ({"n": 1}, {"n": 3}, {"n": 20})
+            await plane.put("p", ["row0"], tags=[{"n": 0}])
+            third = await plane.watch("p", since=first.version, timeout_s=1)
+            assert said(third) == (("row1", "row3", "row2", "row0"), set(), False)
+            assert said(await plane.watch("p", since=second.version, timeout_s=1)) == (("row0",), set(), False)
+
+        self.run(body)
+
+    def test_watch_wakes_when_something_changes(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            version = (await plane.watch("p", timeout_s=1)).version
+            assert version > 0
+            for change, key in ((plane.put("p", ["a"], tags=[{"n": 1}]), "a"), (plane.clear("p", ["a"]), None)):
+                waiting = asyncio.ensure_future(plane.watch("p", since=version, timeout_s=30))
+                await asyncio.sleep(_SOON_S)
+                await plane.put("other", ["b"], tags=[{}])
+                await asyncio.sleep(_SOON_S)
+                assert not waiting.done()
+                await change
+                changes = await waiting
+                assert changes.rows.keys == ((key,) if key else ())
+                assert changes.version > version
+                version = changes.version
+            assert said(await plane.watch("p", since=version, timeout_s=_SOON_S))[:2] == ((), set())
+
+        self.run(body)
+
+    def test_watch_by_tag_says_which_rows_do_not_fit_any_more(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            await plane.put("p", ["a", "b"], tags=[{"s": "done"}, {"s": "new"}])
+            first = await plane.watch("p", where={"s": "done"}, timeout_s=1)
+            assert said(first) == (("a",), set(), True)
+            await plane.put("p", ["a", "b"], tags=[{"s": "new"}, {"s": "done"}])
+            second = await plane.watch("p", since=first.version, where={"s": "done"}, timeout_s=1)
+            assert said(second) == (("b",), {"a"}, False)
+
+        self.run(body)
+
+    # ------------------------------------------------------------------------------------------------------------------- consuming
+    def test_list_rows_that_a_task_may_take(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            await plane.put("p", keys_of(range(4)), numbers(range(4)))
+            await plane.put("p", keys_of([1, 2, 3]), numbers(range(3), "y"), tags=[{"k": i} for i in (1, 1, 2)])
+            await plane.wait_ready("p", count=1, fields=["y"], task="t", timeout_s=1)
+            assert list((await plane.list_rows("p", fields=["x", "y"], task="t")).keys) == keys_of([2, 3])
+            assert list((await plane.list_rows("p", fields=["y"], where={"k": 1})).keys) == keys_of([1, 2])
+            assert (await plane.list_rows("p", fields=["never"])).keys == ()
+            assert len(await plane.list_rows("p", fields=["y"], task="t")) == 2
+
+        self.run(body)
+
+    def test_claim_takes_all_or_nothing(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            await plane.put("p", keys_of(range(4)), numbers(range(4)), tags=[{"n": i} for i in range(4)])
+            meta = await plane.claim("p", ["row3", "row1"], task="t")
+            assert (meta.keys, meta.tags, meta.fields) == (("row3", "row1"), ({"n": 3}, {"n": 1}), ("x",))
+            with pytest.raises(ConflictError, match="'row1'"):
+                await plane.claim("p", ["row0", "row1"], task="t")
+            with pytest.raises(MissingDataError, match="'ghost'"):
+                await plane.claim("p", ["row0", "ghost"], task="t")
+            with pytest.raises(DuplicateKeyError):
+                await plane.claim("p", ["row0", "row0"], task="t")
+            assert (await plane.wait_ready("p", count=2, task="t", timeout_s=1)).keys == ("row0", "row2")
+            assert len(await plane.claim("p", ["row0", "row1"], task="other")) == 2
+
+        self.run(body)
+
+    def test_status_of_production_and_consumption(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            await plane.put("p", keys_of(range(3)), numbers(range(3)))
+            await plane.put("p", keys_of([1]), numbers([1], "y"))
+            produced = await plane.production_status("p", fields=["y", "x", "never"])
+            assert list(produced.keys) == keys_of(range(3))
+            assert produced.flags.tolist() == [[False, True, False], [True, True, False], [False, True, False]]
+            assert (await plane.consumption_status("p", task="t")).flags.tolist() == [False] * 3
+            await plane.wait_ready("p", count=2, task="t", timeout_s=1)
+            await plane.wait_ready("p", count=1, task="u", timeout_s=1)
+            assert (await plane.consumption_status("p", task="t")).flags.tolist() == [True, True, False]
+            assert await plane.reset_consumption("p", task="t", keys=["row1", "row2", "ghost"]) == 1
+            assert (await plane.consumption_status("p", task="t")).flags.tolist() == [True, False, False]
+            assert await plane.reset_consumption("p") == 1
+            assert await plane.reset_consumption("nowhere") == 0
+            assert (await plane.consumption_status("p", task="u")).flags.tolist() == [False] * 3
+            nothing = await plane.production_status("nowhere", fields=["x", "y"])
+            assert (nothing.keys, nothing.flags.shape) == ((), (0, 2))
+
+        self.run(body)
+
+    def test_rows_that_are_reset_wake_who_waits(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            await plane.put("p", keys_of(range(2)), numbers(range(2)))
+            await plane.wait_ready("p", count=2, task="t", timeout_s=1)
+            waiting = asyncio.ensure_future(plane.wait_ready("p", count=2, task="t", timeout_s=30))
+            await asyncio.sleep(_SOON_S)
+            assert await plane.reset_consumption("p", task="t") == 2
+            assert list((await waiting).keys) == keys_of(range(2))
 
         self.run(body)
 

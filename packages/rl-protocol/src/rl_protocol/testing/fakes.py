@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+import numpy as np
 
 from rl_protocol.batch import BatchData
 from rl_protocol.columns import Column
-from rl_protocol.errors import BatchError, DuplicateKeyError, MissingDataError, PlaneTimeout
+from rl_protocol.draft import Draft, plan_columns
+from rl_protocol.errors import BatchError, ConflictError, DuplicateKeyError, MissingDataError, PlaneTimeout
 from rl_protocol.meta import KVBatchMeta, Scalar, Tag
-from rl_protocol.ports import PlaneStats, Traffic
+from rl_protocol.ports import PlaneStats, RowChanges, RowFlags, Traffic
+from rl_protocol.schema import ColumnSpec
 
 
 class _Row:
-    def __init__(self) -> None:
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self.version = 0
         self.columns: dict[str, Column] = {}
         self.tag: Tag = {}
         self.consumed: set[str] = set()
 
-    def matches(self, fields: Sequence[str], where: Mapping[str, Scalar]) -> bool:
-        return all(f in self.columns for f in fields) and all(
-            k in self.tag and self.tag[k] == v for k, v in where.items()
+    def matches(self, fields: Sequence[str], where: Mapping[str, Scalar], task: str | None = None) -> bool:
+        return (
+            all(f in self.columns for f in fields)
+            and all(k in self.tag and self.tag[k] == v for k, v in where.items())
+            and task not in self.consumed
         )
 
 
@@ -29,6 +38,10 @@ class MemoryDataPlane:
 
     def __init__(self) -> None:
         self._partitions: dict[str, dict[str, _Row]] = {}
+        self._removed: dict[str, dict[str, int]] = {}
+        """Per partition, the version at which each row was cleared that is not there now."""
+        self._version = 1
+        self._generations = 0
         self._changed: asyncio.Condition | None = None
         self._written = 0
         self._read = 0
@@ -37,30 +50,55 @@ class MemoryDataPlane:
         self,
         partition: str,
         keys: Sequence[str],
-        data: BatchData | None = None,
+        data: BatchData | Draft | None = None,
         *,
         tags: Sequence[Tag] | None = None,
+        expect: Sequence[Tag | None] | None = None,
         timeout_s: float = 60.0,
     ) -> KVBatchMeta:
         """See rl_protocol.ports.DataPlane.put."""
         del timeout_s
-        check_put(keys, data, tags)
+        batch = data.batch() if isinstance(data, Draft) else data
+        check_put(keys, batch, tags, expect)
         rows = self._partitions.setdefault(partition, {})
+        for key, wanted in zip(keys, expect or (), strict=False):
+            _check_expected(partition, key, rows.get(key), wanted)
+        if isinstance(data, Draft):
+            data.close()
+        self._version += bool(keys)
         for i, key in enumerate(keys):
-            row = rows.setdefault(key, _Row())
-            if data is not None:
-                part = data.select_rows([i])
-                row.columns.update(part.columns)
+            if key not in rows:
+                self._generations += 1
+                rows[key] = _Row(self._generations)
+                self._removed.get(partition, {}).pop(key, None)
+            row = rows[key]
+            row.version = self._version
+            if batch is not None:
+                row.columns.update(batch.select_rows([i]).columns)
             if tags is not None:
                 row.tag.update(tags[i])
-        self._written += data.nbytes if data is not None else 0
-        changed = self._condition()
-        async with changed:
-            changed.notify_all()
-        fields = data.field_names if data is not None else ()
+        self._written += batch.nbytes if batch is not None else 0
+        await self._notify()
         return KVBatchMeta(
-            partition=partition, keys=tuple(keys), tags=tuple(dict(t) for t in tags or ()), fields=fields
+            partition=partition,
+            keys=tuple(keys),
+            tags=tuple(dict(t) for t in tags or ()),
+            fields=batch.field_names if batch is not None else (),
+            generations=tuple(rows[key].generation for key in keys),
         )
+
+    async def alloc(
+        self,
+        columns: Iterable[ColumnSpec],
+        rows: int,
+        lengths: Mapping[str, Sequence[int]] | None = None,
+        *,
+        timeout_s: float = 60.0,
+    ) -> Draft:
+        """See rl_protocol.ports.DataPlane.alloc."""
+        del timeout_s
+        header, offsets = plan_columns(columns, rows, lengths or {})
+        return Draft(header, offsets, np.zeros(header.payload, np.uint8))
 
     async def get(
         self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, timeout_s: float = 60.0
@@ -68,13 +106,7 @@ class MemoryDataPlane:
         """See rl_protocol.ports.DataPlane.get."""
         del timeout_s
         names = meta.fields if fields is None else tuple(fields)
-        rows = self._partitions.get(meta.partition, {})
-        missing = [key for key in meta.keys if key not in rows]
-        if missing:
-            raise MissingDataError(
-                f"{len(missing)} rows are not in partition {meta.partition!r}, the first is {missing[0]!r}.",
-                keys=missing,
-            )
+        rows = self._existing(meta)
         for key in meta.keys:
             for name in names:
                 if name not in rows[key].columns:
@@ -100,11 +132,7 @@ class MemoryDataPlane:
 
         def ready() -> list[str]:
             rows = self._partitions.get(partition, {})
-            return [
-                k
-                for k, r in rows.items()
-                if r.matches(fields, where or {}) and (task is None or task not in r.consumed)
-            ]
+            return [k for k, r in rows.items() if r.matches(fields, where or {}, task)]
 
         try:
             changed = self._condition()
@@ -121,20 +149,100 @@ class MemoryDataPlane:
             ) from None
         return self._describe(partition, chosen)
 
+    async def claim(self, partition: str, keys: Sequence[str], *, task: str, timeout_s: float = 60.0) -> KVBatchMeta:
+        """See rl_protocol.ports.DataPlane.claim."""
+        del timeout_s
+        check_put(keys, None, None)
+        rows = self._existing(KVBatchMeta(partition=partition, keys=tuple(keys)))
+        for key in keys:
+            if task in rows[key].consumed:
+                raise ConflictError(f"Row {key!r} of partition {partition!r} is consumed by task {task!r} already.")
+        for key in keys:
+            rows[key].consumed.add(task)
+        return self._describe(partition, keys)
+
     async def list_rows(
-        self, partition: str, *, where: Mapping[str, Scalar] | None = None, timeout_s: float = 60.0
+        self,
+        partition: str,
+        *,
+        where: Mapping[str, Scalar] | None = None,
+        fields: Sequence[str] = (),
+        task: str | None = None,
+        timeout_s: float = 60.0,
     ) -> KVBatchMeta:
         """See rl_protocol.ports.DataPlane.list_rows."""
         del timeout_s
         rows = self._partitions.get(partition, {})
-        return self._describe(partition, [k for k, r in rows.items() if r.matches((), where or {})])
+        return self._describe(partition, [k for k, r in rows.items() if r.matches(fields, where or {}, task)])
+
+    async def watch(
+        self, partition: str, *, since: int = 0, where: Mapping[str, Scalar] | None = None, timeout_s: float
+    ) -> RowChanges:
+        """See rl_protocol.ports.DataPlane.watch."""
+
+        def changes() -> RowChanges:
+            rows = self._partitions.get(partition, {})
+            changed = sorted((k for k, r in rows.items() if r.version > since), key=lambda k: rows[k].version)
+            shown = [key for key in changed if rows[key].matches((), where or {})]
+            gone = [key for key, version in self._removed.get(partition, {}).items() if version > since]
+            return RowChanges(
+                rows=self._describe(partition, shown),
+                removed=() if since == 0 else (*gone, *(key for key in changed if key not in shown)),
+                version=max(
+                    [since, 1, *(rows[k].version for k in changed), *self._removed.get(partition, {}).values()]
+                ),
+                reset=since == 0,
+            )
+
+        changed = self._condition()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(timeout_s, 0.001)), changed:
+                await changed.wait_for(lambda: changes().version > since or since == 0)
+        return changes()
+
+    async def consumption_status(self, partition: str, *, task: str, timeout_s: float = 60.0) -> RowFlags:
+        """See rl_protocol.ports.DataPlane.consumption_status."""
+        del timeout_s
+        rows = self._partitions.get(partition, {})
+        return RowFlags(keys=tuple(rows), flags=np.array([task in row.consumed for row in rows.values()], np.bool_))
+
+    async def production_status(self, partition: str, *, fields: Sequence[str], timeout_s: float = 60.0) -> RowFlags:
+        """See rl_protocol.ports.DataPlane.production_status."""
+        del timeout_s
+        rows = self._partitions.get(partition, {})
+        flags = [[name in row.columns for name in fields] for row in rows.values()]
+        return RowFlags(keys=tuple(rows), flags=np.array(flags, np.bool_).reshape(len(rows), len(fields)))
+
+    async def reset_consumption(
+        self,
+        partition: str,
+        *,
+        task: str | None = None,
+        keys: Sequence[str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> int:
+        """See rl_protocol.ports.DataPlane.reset_consumption."""
+        del timeout_s
+        rows = self._partitions.get(partition, {})
+        reset = 0
+        for key in rows if keys is None else dict.fromkeys(keys):
+            consumed = rows[key].consumed if key in rows else set[str]()
+            before = set(consumed)
+            consumed.difference_update(before if task is None else {task})
+            reset += consumed != before
+        await self._notify()
+        return reset
 
     async def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float = 60.0) -> int:
         """See rl_protocol.ports.DataPlane.clear."""
         del timeout_s
         rows = self._partitions.get(partition, {})
-        gone = [rows.pop(key, None) for key in (list(rows) if keys is None else keys)]
-        return sum(row is not None for row in gone)
+        gone = [key for key in (list(rows) if keys is None else dict.fromkeys(keys)) if rows.pop(key, None) is not None]
+        if gone:
+            self._version += 1
+            self._removed.setdefault(partition, {}).update(dict.fromkeys(gone, self._version))
+            await self._notify()
+        return len(gone)
 
     async def stats(self, *, timeout_s: float = 60.0) -> PlaneStats:
         """See rl_protocol.ports.DataPlane.stats."""
@@ -153,6 +261,26 @@ class MemoryDataPlane:
     async def close(self) -> None:
         """Nothing to release."""
 
+    def _existing(self, meta: KVBatchMeta) -> dict[str, _Row]:
+        rows = self._partitions.get(meta.partition, {})
+        lives = meta.generations or (0,) * len(meta)
+        missing = [
+            key
+            for key, life in zip(meta.keys, lives, strict=True)
+            if key not in rows or life not in (0, rows[key].generation)
+        ]
+        if missing:
+            raise MissingDataError(
+                f"{len(missing)} rows are not in partition {meta.partition!r}, the first is {missing[0]!r}.",
+                keys=missing,
+            )
+        return rows
+
+    async def _notify(self) -> None:
+        changed = self._condition()
+        async with changed:
+            changed.notify_all()
+
     def _condition(self) -> asyncio.Condition:
         if self._changed is None:
             self._changed = asyncio.Condition()
@@ -162,11 +290,28 @@ class MemoryDataPlane:
         rows = [self._partitions[partition][key] for key in keys]
         shared = [name for name in (rows[0].columns if rows else ()) if all(name in row.columns for row in rows)]
         return KVBatchMeta(
-            partition=partition, keys=tuple(keys), tags=tuple(dict(row.tag) for row in rows), fields=tuple(shared)
+            partition=partition,
+            keys=tuple(keys),
+            tags=tuple(dict(row.tag) for row in rows),
+            fields=tuple(shared),
+            generations=tuple(row.generation for row in rows),
         )
 
 
-def check_put(keys: Sequence[str], data: BatchData | None, tags: Sequence[Tag] | None) -> None:
+def _check_expected(partition: str, key: str, row: _Row | None, wanted: Tag | None) -> None:
+    if not (row is None if wanted is None else (row or _Row(0)).matches((), wanted)):
+        raise ConflictError(
+            f"Row {key!r} of partition {partition!r} was expected to {'be absent' if wanted is None else f'have the tags {wanted}'}; "
+            f"it has {row.tag if row is not None else 'no tags, it is not there'}."
+        )
+
+
+def check_put(
+    keys: Sequence[str],
+    data: BatchData | None,
+    tags: Sequence[Tag] | None,
+    expect: Sequence[Tag | None] | None = None,
+) -> None:
     """The checks every plane makes before a put.
 
     Raises:
@@ -178,6 +323,7 @@ def check_put(keys: Sequence[str], data: BatchData | None, tags: Sequence[Tag] |
     for what, size in (
         ("rows of data", None if data is None else len(data)),
         ("tags", None if tags is None else len(tags)),
+        ("expected tags", None if expect is None else len(expect)),
     ):
         if size is not None and size != len(keys):
             raise BatchError(f"A put needs one row per key: {len(keys)} keys, {size} {what}.")

@@ -1,0 +1,184 @@
+"""Which bytes of which unit are whose: free, reserved by a session, or committed. Pure bookkeeping: no memory is touched here.
+
+A session reserves a range, writes into it, and commits parts of it as blocks; what it does not need it gives back. Parts may be committed in
+any order. The rest of a session's reservations is freed when it ends, so a client that dies costs no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rl_protocol.errors import BatchError, CapacityTimeout, PlaneLostError, WireError
+from rl_transferqueue.allocator import ALIGN, Allocator, rounded
+from rl_transferqueue.messages import Span
+
+_SPARE_SHARE = 64
+"""A range reserved ahead of need takes at most this part of a unit's capacity ..."""
+_SPARE_BYTES = 16 << 20
+"""... and at most this many bytes ..."""
+_SPARE_FREE = 2
+"""... and is given only while this part of the unit stays free."""
+
+
+def most_spare(capacity: int) -> int:
+    """Most bytes that are reserved ahead of need where a unit holds `capacity` bytes."""
+    return min(_SPARE_BYTES, capacity // _SPARE_SHARE // ALIGN * ALIGN)
+
+
+@dataclass(slots=True)
+class _Gap:
+    """Reserved bytes start..stop of a unit that are not committed."""
+
+    unit: int
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class Space:
+    """Memory of units of equal `capacity` bytes (a multiple of 64).
+
+    >>> space = Space(2, 1024)
+    >>> span = space.reserve(b"s", 100)
+    >>> space.commit(b"s", Span(span.unit, span.offset, 64))
+    >>> space.end_session(b"s"), space.used
+    (None, 64)
+    """
+
+    units: int
+    capacity: int
+    _free: dict[int, Allocator] = field(init=False)
+    _gaps: dict[bytes, list[_Gap]] = field(init=False, default_factory=dict[bytes, list[_Gap]])
+    _turn: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self._free = {unit: Allocator(self.capacity) for unit in range(self.units)}
+
+    @property
+    def used(self) -> int:
+        """Bytes that are committed or reserved for puts to come."""
+        return sum(unit.used for unit in self._free.values())
+
+    @property
+    def total(self) -> int:
+        """Bytes of all units that live."""
+        return self.capacity * len(self._free)
+
+    def high_water(self, unit: int) -> int:
+        """End of the highest range ever taken."""
+        return self._free[unit].high_water if unit in self._free else 0
+
+    def reserve(self, session: bytes, nbytes: int) -> Span | None:
+        """A range of at least `nbytes` bytes, by turns of whichever unit has room; None: none has.
+
+        Raises:
+            BatchError: no unit could ever hold it.
+            PlaneLostError: no unit lives.
+        """
+        self.check_size(nbytes)
+        self._turn += 1
+        order = list(self._free)
+        turn = self._turn % len(order)
+        for unit in (*order[turn:], *order[:turn]):
+            span = self.take(unit, nbytes)
+            if span is not None:
+                self._gaps.setdefault(session, []).append(_Gap(unit, span.offset, span.offset + span.nbytes))
+                return span
+        return None
+
+    def check_size(self, nbytes: int) -> None:
+        """Raise what `reserve` raises where waiting is in vain."""
+        if not self._free:
+            raise PlaneLostError("All storage units of the data plane have ended; its data is lost.")
+        if rounded(nbytes) > self.capacity:
+            raise BatchError(
+                f"A block of {nbytes} bytes can never fit a storage unit of {self.capacity} bytes: put fewer rows at a "
+                "time, or raise transfer_queue.capacity_mb or lower transfer_queue.num_storage_units."
+            )
+
+    def spare(self, session: bytes, nbytes: int) -> Span | None:
+        """A range for puts to come, while memory is plentiful."""
+        if rounded(nbytes) > most_spare(self.capacity):
+            return None
+        if any(unit.used > self.capacity - self.capacity // _SPARE_FREE for unit in self._free.values()):
+            return None
+        return self.reserve(session, nbytes)
+
+    def check(self, session: bytes, span: Span) -> None:
+        """Raise WireError unless the range is reserved by the session and not committed."""
+        if span.offset % ALIGN or span.nbytes % ALIGN or not span.nbytes:
+            raise WireError(f"{span} is not aligned to {ALIGN} bytes.")
+        if span.unit not in self._free:
+            raise PlaneLostError(f"Storage unit {span.unit} of the data plane has ended; repeat the put.")
+        if self._find(session, span) is None:
+            raise WireError(f"{span} is not reserved by this session.")
+
+    def commit(self, session: bytes, span: Span) -> None:
+        """The range, which passed `check`, is a block from here on: `give` it back when it is done with."""
+        self._carve(session, span)
+
+    def abandon(self, session: bytes, span: Span) -> None:
+        """The session does not need the range; nothing happens unless it is reserved by it and not committed."""
+        if span.nbytes and not (span.offset % ALIGN or span.nbytes % ALIGN) and self._carve(session, span):
+            self.give(span)
+
+    def take(self, unit: int, nbytes: int) -> Span | None:
+        """A range of one unit for a block, outside of any session."""
+        if unit not in self._free:
+            return None
+        start = self._free[unit].take(nbytes)
+        return None if start is None else Span(unit, start, rounded(nbytes))
+
+    def give(self, span: Span) -> None:
+        """A committed block or a range of `take` is free again; nothing happens if its unit is gone."""
+        if span.unit in self._free:
+            self._free[span.unit].give(span.offset, span.nbytes)
+
+    def end_session(self, session: bytes, unit: int | None = None) -> None:
+        """Free what the session reserved, of one unit or of all, and did not commit."""
+        gaps = self._gaps.get(session, [])
+        ended = [gap for gap in gaps if unit in (None, gap.unit)]
+        self._keep(session, [gap for gap in gaps if gap not in ended])
+        for gap in ended:
+            self.give(Span(gap.unit, gap.start, gap.stop - gap.start))
+
+    def holders(self) -> Sequence[bytes]:
+        """Sessions with reservations."""
+        return list(self._gaps)
+
+    def lose(self, unit: int) -> None:
+        """A unit is gone with all its memory."""
+        self._free.pop(unit, None)
+        for session, gaps in list(self._gaps.items()):
+            self._keep(session, [gap for gap in gaps if gap.unit != unit])
+
+    def full(self, nbytes: int, timeout_s: float) -> CapacityTimeout:
+        """What to tell whoever waited `timeout_s` seconds for `nbytes` bytes."""
+        free = self.total - self.used
+        largest = max((unit.largest for unit in self._free.values()), default=0)
+        return CapacityTimeout(
+            f"A put needs {rounded(nbytes)} bytes; the storage units have {free} of {self.total} bytes available, {largest} in one piece, "
+            f"and no more became free within {timeout_s:g} s. Clear rows that are done with, or raise transfer_queue.capacity_mb."
+        )
+
+    def _find(self, session: bytes, span: Span) -> _Gap | None:
+        for gap in self._gaps.get(session, ()):
+            if gap.unit == span.unit and gap.start <= span.offset and span.offset + span.nbytes <= gap.stop:
+                return gap
+        return None
+
+    def _carve(self, session: bytes, span: Span) -> bool:
+        gap = self._find(session, span)
+        if gap is None:
+            return False
+        rest = [_Gap(gap.unit, gap.start, span.offset), _Gap(gap.unit, span.offset + span.nbytes, gap.stop)]
+        others = [other for other in self._gaps[session] if other is not gap]
+        self._keep(session, [*others, *(part for part in rest if part.stop > part.start)])
+        return True
+
+    def _keep(self, session: bytes, gaps: list[_Gap]) -> None:
+        if gaps:
+            self._gaps[session] = gaps
+        else:
+            self._gaps.pop(session, None)

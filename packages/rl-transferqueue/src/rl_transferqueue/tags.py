@@ -1,0 +1,51 @@
+"""Tags row by row, as callers see them, and column by column, as they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rl_protocol.errors import BatchError
+from rl_protocol.meta import Scalar, Tag
+from rl_transferqueue.messages import TagColumn
+
+_SCALARS = (bool, int, float, str, type(None))
+
+
+def to_columns(keys: Sequence[str], tags: Sequence[Tag]) -> tuple[TagColumn, ...]:
+    """One column per name.
+
+    >>> to_columns(("a", "b"), ({"n": 1}, {"n": 2}))
+    (TagColumn(name='n', values=(1, 2), rows=b''),)
+
+    Raises:
+        BatchError: a value that no tag may have; names the row.
+    """
+    values: dict[str, list[Scalar]] = {}
+    rows: dict[str, list[int]] = {}
+    for i, (key, tag) in enumerate(zip(keys, tags, strict=True)):
+        for name, value in tag.items():
+            if not isinstance(value, _SCALARS):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are not all type-checked
+                raise BatchError(f"Tag {name!r} of row {key!r} must be a bool, int, float, str or None; got {value!r}.")
+            values.setdefault(name, []).append(value)
+            rows.setdefault(name, []).append(i)
+    return tuple(
+        TagColumn(name, tuple(column), b"" if len(column) == len(tags) else np.array(rows[name], "<i4").tobytes())
+        for name, column in values.items()
+    )
+
+
+def to_rows(columns: Sequence[TagColumn], size: int) -> tuple[Tag, ...]:
+    """The tags of `size` rows."""
+    whole = [column for column in columns if not column.rows]
+    names = [column.name for column in whole]
+    if whole:
+        tags: list[Tag] = [dict(zip(names, row, strict=True)) for row in zip(*(c.values for c in whole), strict=True)]
+    else:
+        tags = [{} for _ in range(size)]
+    for column in columns:
+        if column.rows:
+            for row, value in zip(np.frombuffer(column.rows, "<i4").tolist(), column.values, strict=True):
+                tags[row][column.name] = value
+    return tuple(tags)
