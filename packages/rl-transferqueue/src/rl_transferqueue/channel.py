@@ -11,6 +11,7 @@ import msgspec
 import zmq
 
 from rl_protocol.errors import UNREADABLE, PlaneLostError, PlaneTimeout, WireError
+from rl_transferqueue.keys import PlaneKey
 from rl_transferqueue.messages import (
     MAX_FRAME,
     NOTICE,
@@ -56,6 +57,7 @@ class Channel:
         session: bytes,
         name: str,
         on_notice: Callable[[Answer], None] | None = None,
+        key: PlaneKey | None = None,
     ) -> None:
         self.name = name
         self._on_notice = on_notice
@@ -77,6 +79,9 @@ class Channel:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        if key is not None:
+            key.protect_client(self._socket)
+        self._socket.setsockopt(zmq.IPV6, int("[" in address))
         self._socket.connect(address)
         self._fd = int(self._socket.fileno())
         loop.add_reader(self._fd, self._read)

@@ -34,9 +34,9 @@ class Reactor:
         self._idle = idle
         self._running = True
 
-    def watch(self, source: Source, callback: Callable[[], None]) -> None:
-        """Call back while the source can be read (or has ended)."""
-        self._poller.register(source, zmq.POLLIN)
+    def watch(self, source: Source, callback: Callable[[], None], *, write: bool = False) -> None:
+        """Call back while the source can be read, or with `write` written (or has ended); replaces what was said before of the source."""
+        self._poller.register(source, zmq.POLLOUT if write else zmq.POLLIN)
         self._callbacks[source] = callback
 
     def unwatch(self, source: Source) -> None:

@@ -11,6 +11,8 @@ import msgspec
 import zmq
 
 from rl_protocol.errors import UNREADABLE, BatchError, RLError, WireError
+from rl_transferqueue.hosts import endpoint
+from rl_transferqueue.keys import PlaneKey
 from rl_transferqueue.messages import MAX_FRAME, Answer, Reply, Request, failure, pack
 from rl_transferqueue.reactor import Reactor
 from rl_transferqueue.tally import ServerTally
@@ -52,10 +54,17 @@ class Server:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address)
+        self._socket.bind(address)  # before `listen`: only the endpoints bound after it ask for a key
         self.undecodable = 0
         self.tally = ServerTally()
         reactor.watch(self._socket, self._read)
+
+    def listen(self, host: str, key: PlaneKey) -> str:
+        """Also serve other hosts, at an address of this one and a port that is free; returns the endpoint."""
+        key.protect_server(self._socket)
+        self._socket.setsockopt(zmq.IPV6, int(":" in host))
+        self._socket.bind(f"tcp://{endpoint(host, '*')}")
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def answer(self, caller: Caller, body: Answer) -> None:
         """Send an answer; a caller that is gone gets nothing."""
