@@ -25,6 +25,7 @@ from rl_transferqueue.board import BoardView
 from rl_transferqueue.channel import Channel
 from rl_transferqueue.descriptor import PlaneDescriptor
 from rl_transferqueue.leases import Leases
+from rl_transferqueue.links import connect_unix
 from rl_transferqueue.liveness import open_pidfd, this_process
 from rl_transferqueue.locations import Location, Locations, Question
 from rl_transferqueue.messages import (
@@ -106,9 +107,8 @@ class Client:
         self._descriptor = descriptor
         self._loop = asyncio.get_running_loop()
         session = b"\x01" + os.urandom(7)
-        self._controller = Channel(
-            self._loop, descriptor.controller.address, session, "controller", on_notice=self._notice
-        )
+        link = connect_unix(descriptor.controller.address, session, "controller")
+        self._controller = Channel(self._loop, link, "controller", on_notice=self._notice)
         self._leases = Leases(self._loop, self._controller)
         self._regions = Regions(most_spare(descriptor.units[0].arena_bytes))
         self._arenas: dict[tuple[int, bool], mmap.mmap] = {}

@@ -20,6 +20,7 @@ import msgspec
 from rl_protocol.errors import ConfigError, PlaneLostError
 from rl_transferqueue.config import TransferQueueConfig
 from rl_transferqueue.descriptor import ControllerAddress, PlaneDescriptor, UnitAddress
+from rl_transferqueue.links import socket_path
 from rl_transferqueue.liveness import this_process
 from rl_transferqueue.serve import ControllerSpec, Ready, ServeConfig, UnitSpec
 
@@ -123,11 +124,11 @@ def start_local_plane(
 
 def _specs(config: TransferQueueConfig, private: Path) -> tuple[ControllerSpec, list[UnitSpec]]:
     units = [
-        UnitSpec(i, f"ipc://{private}/u{i}", config.unit_bytes, config.segment_mb << 20)
+        UnitSpec(i, socket_path(private, f"u{i}"), config.unit_bytes, config.segment_mb << 20)
         for i in range(config.num_storage_units)
     ]
     addresses = tuple(unit.address for unit in units)
-    return ControllerSpec(f"ipc://{private}/c", addresses, config.unit_bytes, config.segment_mb << 20), units
+    return ControllerSpec(socket_path(private, "c"), addresses, config.unit_bytes, config.segment_mb << 20), units
 
 
 def _private_dir(base: Path | None) -> Path:

@@ -1,4 +1,4 @@
-"""The serving end of the control protocol: one ROUTER socket, one table of handlers."""
+"""The serving end of the control protocol: one listening socket, one table of handlers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
-import zmq
 
 from rl_protocol.errors import BatchError, RLError, WireError
-from rl_transferqueue.messages import MAX_FRAME, Answer, Reply, Request, failure, pack
+from rl_transferqueue.connection import Connection
+from rl_transferqueue.links import LinkClosed, accept, listen_unix
+from rl_transferqueue.messages import Answer, Reply, Request, failure, pack
 from rl_transferqueue.reactor import Reactor
 
 log = logging.getLogger(__name__)
 
-_BURST = 64
-"""Frames read in a row before timers and other sources get a turn."""
+_IDENTITY = 64
+"""Longest name of a session in bytes."""
 
 
 class Caller(NamedTuple):
@@ -41,48 +42,69 @@ _id_decoder = msgspec.msgpack.Decoder(_OnlyId)
 class Server:
     """Reads requests and answers them. Frames that can't be read are counted, answered with WireError, and harm nobody else."""
 
-    def __init__(
-        self, reactor: Reactor, context: zmq.Context[zmq.Socket[bytes]], address: str, handlers: Mapping[type, Handler]
-    ) -> None:
+    def __init__(self, reactor: Reactor, address: str, handlers: Mapping[type, Handler]) -> None:
+        self._reactor = reactor
         self._handlers = handlers
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address)
+        self._listener = listen_unix(address)
+        self._peers: dict[bytes, Connection] = {}
+        self._strangers: set[Connection] = set()
+        """Connections that have not sent their first frame."""
         self.undecodable = 0
-        reactor.watch(self._socket, self._read)
+        reactor.watch(self._listener.fileno(), self._accept)
 
     def answer(self, caller: Caller, body: Answer) -> None:
         """Send an answer; a caller that is gone gets nothing."""
+        peer = self._peers.get(caller.session)
+        if peer is None:
+            return
         try:
             frame = pack(Reply(caller.request, body))
         except BatchError as error:
             frame = pack(Reply(caller.request, failure(error)))
-        self._socket.send_multipart([caller.session, frame], zmq.DONTWAIT)
+        peer.send(frame)
 
     def fail(self, caller: Caller, error: RLError) -> None:
         self.answer(caller, failure(error))
 
     def close(self) -> None:
-        self._socket.close()
+        for peer in (*self._peers.values(), *self._strangers):
+            peer.close()
+        self._listener.close()
 
-    def _read(self) -> None:
-        for _ in range(_BURST):
-            try:
-                session, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            self._dispatch(session, frames)
+    # -- connections
+    def _accept(self) -> None:
+        link = accept(self._listener)
+        if link is None:
+            return
+        session: bytes | None = None
 
-    def _dispatch(self, session: bytes, frames: list[bytes]) -> None:
+        def take(frame: bytes) -> None:
+            nonlocal session
+            if session is None:
+                if frame in self._peers or not 0 < len(frame) <= _IDENTITY:
+                    raise LinkClosed("another connection has this identity, or it is none")
+                session = frame
+                self._strangers.discard(peer)
+                self._peers[session] = peer
+            else:
+                self._dispatch(session, frame)
+
+        def closed() -> None:
+            self._strangers.discard(peer)
+            if session is not None:
+                del self._peers[session]
+
+        peer = Connection(self._reactor, link, take, closed)
+        self._strangers.add(peer)
+
+    # -- requests
+    def _dispatch(self, session: bytes, frame: bytes) -> None:
         try:
-            request = _decoder.decode(b"" if len(frames) != 1 else frames[0])
+            request = _decoder.decode(frame)
         except (msgspec.DecodeError, RecursionError) as error:
             self.undecodable += 1
             log.warning("frame %d that can't be read, from session %s: %s", self.undecodable, session.hex(), error)
-            self.fail(Caller(session, _id_of(frames)), WireError(f"The request can't be read: {error}."))
+            self.fail(Caller(session, _id_of(frame)), WireError(f"The request can't be read: {error}."))
             return
         caller = Caller(session, request.id)
         handler = self._handlers.get(type(request.body))
@@ -97,9 +119,9 @@ class Server:
                 self.answer(caller, body)
 
 
-def _id_of(frames: list[bytes]) -> int:
+def _id_of(frame: bytes) -> int:
     try:
-        found = _id_decoder.decode(frames[0]).id if len(frames) == 1 else 0
+        found = _id_decoder.decode(frame).id
     except (msgspec.DecodeError, RecursionError):
         return 0
     return found if 0 <= found < 1 << 62 else 0
