@@ -1,14 +1,18 @@
-"""A plane for the tests that leave it alive."""
+"""A plane for the tests that leave it alive; helper modules of this folder become importable under pytest's importlib mode."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from rl_transferqueue import Client, LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, start_local_plane
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

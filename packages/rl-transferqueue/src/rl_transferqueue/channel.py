@@ -132,6 +132,7 @@ class Channel:
         self.bytes_sent += len(frame)
         if not self._link.send(frame) and self._listening:
             self._loop.add_writer(self._fd, self._flush)
+        self._read_soon()
         return request
 
     def check(self) -> None:
@@ -185,13 +186,20 @@ class Channel:
         if self._link.flush():
             self._loop.remove_writer(self._fd)
 
+    def _read_soon(self) -> None:
+        if self._listening and self._link.pending():
+            self._loop.call_soon(self._read)
+
     def _read(self) -> None:
+        if not self._listening:
+            return
         try:
             for frame in self._link.receive():
                 self.bytes_received += len(frame)
                 self._take(_decoder.decode(frame))
                 if not self._listening:
                     return
+            self._read_soon()
         except LinkClosed as closed:
             self._loop.remove_reader(self._fd)
             self.lose(f"The connection to the {self.name} of the data plane has ended: {closed}.")

@@ -15,10 +15,13 @@ from rl_protocol.errors import PlaneLostError, PlaneTimeout, WireError
 from rl_transferqueue.allocator import ALIGN, rounded
 from rl_transferqueue.blocks import Block
 from rl_transferqueue.board import SharedBoard
+from rl_transferqueue.bulk_server import BulkServer
 from rl_transferqueue.connection import Connection
+from rl_transferqueue.hosts import Endpoints, endpoint
+from rl_transferqueue.keys import PlaneKey
 from rl_transferqueue.ledger import Ledger, Served, Waiter, Watcher
 from rl_transferqueue.links import connect_unix
-from rl_transferqueue.liveness import open_pidfd
+from rl_transferqueue.liveness import ProcessId, open_pidfd
 from rl_transferqueue.messages import (
     CONTROLLER,
     NOTICE,
@@ -34,6 +37,7 @@ from rl_transferqueue.messages import (
     Committed,
     Copy,
     Done,
+    Fence,
     Flags,
     GetConsumption,
     GetProduction,
@@ -57,6 +61,7 @@ from rl_transferqueue.messages import (
     ResetConsumption,
     Revoked,
     Rows,
+    Span,
     Stats,
     UnitRequest,
     WaitReady,
@@ -141,6 +146,10 @@ class _Waiting:
 @dataclass(slots=True)
 class _Session:
     pidfd: int
+    """Of the client's process, or the socket of a client on another host: readable when the client is gone."""
+    remote: bool
+    abandoned: int = 0
+    """Spans it has given back while bytes for them may still have been on their way."""
     waiting: dict[int, _Waiting] = field(default_factory=dict[int, _Waiting])
 
 
@@ -169,6 +178,7 @@ class Controller:
         self._sessions: dict[bytes, _Session] = {}
         self._departed: dict[bytes, int] = {}
         """Ended sessions that still hold leases, and the pidfd of each."""
+        self._bulk: BulkServer | None = None
         self._parked: deque[_Parked] = deque()
         self._units = {i: _UnitLink(self.reactor, unit, segment) for i, unit in enumerate(units)}
         for i, link in self._units.items():
@@ -203,9 +213,16 @@ class Controller:
         """File descriptor and bytes of what clients map."""
         return self._board.fd, self._board.nbytes
 
+    def listen(self, host: str, key: PlaneKey) -> Endpoints:
+        """Also serve clients of other hosts."""
+        self._bulk = BulkServer(self.reactor, host, key)
+        return Endpoints(self.server.listen(host, key), endpoint(host, self._bulk.port))
+
     def close(self) -> None:
         """Close all sockets."""
         self.server.close()
+        if self._bulk is not None:
+            self._bulk.close()
         for unit in self._units.values():
             unit.close()
 
@@ -213,10 +230,19 @@ class Controller:
     def _hello(self, caller: Caller, message: Hello) -> Done:
         if caller.session in self._sessions or caller.session in self._departed or len(caller.session) != 8:
             raise WireError("This session exists already, or its identity is not 8 bytes.")
-        pidfd = open_pidfd(message.process, "The client")
-        self._sessions[caller.session] = _Session(pidfd)
+        pidfd = self._lifeline(caller.session, message.process)
+        self._sessions[caller.session] = _Session(pidfd, remote=message.process is None)
         self.reactor.watch(pidfd, lambda: self._died(caller.session))
         return Done()
+
+    def _lifeline(self, session: bytes, process: ProcessId | None) -> int:
+        """A file descriptor that becomes readable when the client is gone."""
+        if process is not None:
+            return open_pidfd(process, "The client")
+        connection = self._bulk.claim(session) if self._bulk is not None else None
+        if connection is None:
+            raise WireError("A client that names no process needs a bulk connection to the controller first.")
+        return connection
 
     def _bye(self, caller: Caller, message: Bye) -> Done:
         del message
@@ -247,8 +273,26 @@ class Controller:
         for waiting in ended.waiting.values():
             waiting.timer.cancel()
             waiting.leave()
-        self._space.end_session(session)
-        self._serve_parked()
+        if ended.remote:
+            for unit in self._units:
+                self._fence(session, unit, None, 0)
+        else:
+            self._space.end_session(session)
+            self._serve_parked()
+
+    def _fence(self, session: bytes, unit: int, span: Span | None, serial: int) -> None:
+        """Free what a session of another host reserved in a unit, or a part of it, once nothing it sent can arrive there any more."""
+
+        def fenced(answer: Answer) -> None:
+            del answer
+            if span is None:
+                self._space.end_session(session, unit)
+            else:
+                self._space.abandon(session, span)
+            self._serve_parked()
+
+        if unit in self._units:  # otherwise the memory is gone, too
+            self._units[unit].send(Fence(session, span, serial), fenced)
 
     def _session(self, caller: Caller) -> _Session:
         session = self._sessions.get(caller.session)
@@ -342,8 +386,13 @@ class Controller:
         self._keep_ahead()
 
     def _abandon(self, caller: Caller, message: Abandon) -> None:
+        session = self._session(caller)
         for span in message.spans:
-            self._space.abandon(caller.session, span)
+            if message.late:
+                session.abandoned += 1
+                self._fence(caller.session, span.unit, span, session.abandoned)
+            else:
+                self._space.abandon(caller.session, span)
         self._serve_parked()
 
     def _commit(self, caller: Caller, message: Commit) -> Committed:

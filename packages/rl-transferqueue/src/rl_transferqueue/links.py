@@ -1,4 +1,4 @@
-"""Connections that carry frames: unix sockets between processes of one host.
+"""Connections that carry frames: here unix sockets between processes of one host, for other hosts see `zmq_link`.
 
     offset  size  content
     0       4     N, length of the frame, little-endian unsigned, at most MAX_FRAME
@@ -49,6 +49,10 @@ class Link(Protocol):
         Raises:
             LinkClosed: none will come any more.
         """
+        ...
+
+    def pending(self) -> bool:
+        """Whether frames have come that `fileno` will not announce."""
         ...
 
     def detach(self, timeout_s: float) -> None:
@@ -139,6 +143,9 @@ class UnixLink:
         if not data:
             raise LinkClosed("the connection was closed")
         return list(self._frames.feed(data))
+
+    def pending(self) -> bool:
+        return False
 
     def detach(self, timeout_s: float) -> None:
         self._socket.settimeout(timeout_s)

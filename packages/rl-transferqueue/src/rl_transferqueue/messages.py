@@ -64,7 +64,8 @@ class TagColumn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 class Hello(_Message, frozen=True):
     """First message of a session; a session is the identity of a connection and ends with its process or with `Bye`."""
 
-    process: ProcessId
+    process: ProcessId | None
+    """None: on another host; the session ends with the bulk connection to the controller that was opened under its identity."""
 
 
 class Bye(_Message, frozen=True):
@@ -82,6 +83,8 @@ class Abandon(_Message, frozen=True):
     """Reserved memory that is not needed; what is committed stays. Sent without waiting for the answer."""
 
     spans: tuple[Span, ...]
+    late: bool = False
+    """Bytes for them may still be on their way to the unit."""
 
 
 class Commit(_Message, frozen=True):
@@ -193,6 +196,15 @@ class Cancel(_Message, frozen=True):
 
 class Introduce(_Message, frozen=True):
     """Say which process you are."""
+
+
+class Fence(_Message, frozen=True):
+    """What a session of another host wrote late to a span has ended when this is answered; without a span all it writes, for ever."""
+
+    session: bytes
+    span: Span | None
+    serial: Count
+    """How many spans the session has abandoned so, this one included."""
 
 
 class Populate(_Message, frozen=True):
@@ -336,7 +348,7 @@ ControllerRequest: TypeAlias = (
     | GetStats
     | Cancel
 )
-UnitRequest: TypeAlias = Introduce | Populate | Measure | Copy
+UnitRequest: TypeAlias = Introduce | Fence | Populate | Measure | Copy
 AnyRequest: TypeAlias = ControllerRequest | UnitRequest
 Notice: TypeAlias = Revoked | Reclaim
 Answer: TypeAlias = (

@@ -17,6 +17,8 @@ import msgspec
 
 from rl_protocol.errors import PlaneLostError
 from rl_transferqueue.controller import Controller
+from rl_transferqueue.hosts import Endpoints, listen_address
+from rl_transferqueue.keys import load_key
 from rl_transferqueue.liveness import ProcessId, open_pidfd, this_process
 from rl_transferqueue.storage import StorageUnit
 
@@ -30,6 +32,8 @@ class UnitSpec(msgspec.Struct, frozen=True, tag=True):
     address: str
     capacity: int
     segment: int
+    listen: str = ""
+    """Numeric address for clients of other hosts; empty: none."""
 
 
 class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
@@ -39,6 +43,8 @@ class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
     units: tuple[str, ...]
     unit_bytes: int
     segment: int
+    listen: str = ""
+    """See UnitSpec."""
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,6 +63,9 @@ class Ready(msgspec.Struct, frozen=True):
     memory_fd: int
     """What clients map: a unit's arena, the controller's board."""
     memory_bytes: int
+    control: str = ""
+    """See ControllerAddress."""
+    bulk: str = ""
 
 
 Role: TypeAlias = Controller | StorageUnit
@@ -75,7 +84,7 @@ def main(arguments: list[str]) -> int:
     else:
         for fd in (sys.stdin.fileno(), parent):
             role.reactor.watch(fd, role.reactor.stop)
-        _say_ready(config.ready_fd, role)
+        _say_ready(config.ready_fd, role, _listen(role, config.spec.listen))
         log.info("serving %s", config.spec)
         role.reactor.run()
         os.close(parent)
@@ -90,8 +99,15 @@ def _build(spec: UnitSpec | ControllerSpec) -> Role:
     return Controller(spec.address, spec.units, spec.unit_bytes, spec.segment)
 
 
-def _say_ready(fd: int, role: Role) -> None:
-    os.write(fd, msgspec.json.encode(Ready(this_process(), *role.shared_memory)))
+def _listen(role: Role, host: str) -> Endpoints:
+    if not host:
+        return Endpoints()
+    key = load_key()
+    return role.listen(listen_address(host, key), key)
+
+
+def _say_ready(fd: int, role: Role, endpoints: Endpoints) -> None:
+    os.write(fd, msgspec.json.encode(Ready(this_process(), *role.shared_memory, *endpoints)))
     os.close(fd)
 
 

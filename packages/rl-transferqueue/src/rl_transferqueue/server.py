@@ -7,17 +7,22 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
+import zmq
 
 from rl_protocol.errors import BatchError, RLError, WireError
 from rl_transferqueue.connection import Connection
+from rl_transferqueue.hosts import endpoint
+from rl_transferqueue.keys import PlaneKey
 from rl_transferqueue.links import LinkClosed, accept, listen_unix
-from rl_transferqueue.messages import Answer, Reply, Request, failure, pack
+from rl_transferqueue.messages import MAX_FRAME, Answer, Reply, Request, failure, pack
 from rl_transferqueue.reactor import Reactor
 
 log = logging.getLogger(__name__)
 
 _IDENTITY = 64
 """Longest name of a session in bytes."""
+_BURST = 64
+"""Frames of other hosts read in a row before timers and other sources get a turn."""
 
 
 class Caller(NamedTuple):
@@ -49,19 +54,37 @@ class Server:
         self._peers: dict[bytes, Connection] = {}
         self._strangers: set[Connection] = set()
         """Connections that have not sent their first frame."""
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._router: zmq.Socket[bytes] | None = None
+        """For clients of other hosts."""
         self.undecodable = 0
         reactor.watch(self._listener.fileno(), self._accept)
 
+    def listen(self, host: str, key: PlaneKey) -> str:
+        """Also serve other hosts, at an address of this one and a port that is free; returns the endpoint."""
+        self._context = zmq.Context()
+        router = self._router = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+        router.setsockopt(zmq.SNDHWM, 0)
+        router.setsockopt(zmq.RCVHWM, 0)
+        router.setsockopt(zmq.LINGER, 0)
+        key.protect_server(router)
+        router.setsockopt(zmq.IPV6, int(":" in host))
+        router.bind(f"tcp://{endpoint(host, '*')}")
+        self._reactor.watch(router, self._read_router)
+        return router.getsockopt_string(zmq.LAST_ENDPOINT)
+
     def answer(self, caller: Caller, body: Answer) -> None:
         """Send an answer; a caller that is gone gets nothing."""
-        peer = self._peers.get(caller.session)
-        if peer is None:
-            return
         try:
             frame = pack(Reply(caller.request, body))
         except BatchError as error:
             frame = pack(Reply(caller.request, failure(error)))
-        peer.send(frame)
+        peer = self._peers.get(caller.session)
+        if peer is not None:
+            peer.send(frame)
+        elif self._router is not None:
+            self._router.send_multipart([caller.session, frame], zmq.DONTWAIT)
 
     def fail(self, caller: Caller, error: RLError) -> None:
         self.answer(caller, failure(error))
@@ -70,6 +93,9 @@ class Server:
         for peer in (*self._peers.values(), *self._strangers):
             peer.close()
         self._listener.close()
+        if self._router is not None and self._context is not None:
+            self._router.close()
+            self._context.term()
 
     # -- connections
     def _accept(self) -> None:
@@ -96,6 +122,16 @@ class Server:
 
         peer = Connection(self._reactor, link, take, closed)
         self._strangers.add(peer)
+
+    def _read_router(self) -> None:
+        assert self._router is not None
+        for _ in range(_BURST):
+            try:
+                session, *frames = self._router.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            if session not in self._peers:
+                self._dispatch(session, frames[0] if len(frames) == 1 else b"")
 
     # -- requests
     def _dispatch(self, session: bytes, frame: bytes) -> None:
