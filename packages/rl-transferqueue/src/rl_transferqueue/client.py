@@ -213,10 +213,12 @@ class Client:
         where: Mapping[str, Scalar] | None = None,
         fields: Sequence[str] = (),
         task: str | None = None,
+        keys: Sequence[str] | None = None,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
         """See rl_protocol.ports.DataPlane.list_rows."""
-        wish = ListRows(partition, dict(where or {}), tuple(fields), task)
+        named = None if keys is None else tuple(keys)
+        wish = ListRows(partition, dict(where or {}), tuple(fields), task, named)
         return _meta(partition, await self._controller.call(wish, Rows, self._seconds(timeout_s)))
 
     async def watch(
@@ -299,6 +301,8 @@ class Client:
             bytes_reserved=stats.bytes_reserved,
             bytes_capacity=stats.bytes_capacity,
             lost=stats.lost,
+            columns=stats.columns,
+            tasks=stats.tasks,
         )
 
     def traffic(self) -> Traffic:

@@ -434,7 +434,7 @@ class Controller:
 
     def _list_rows(self, caller: Caller, message: ListRows) -> Rows:
         del caller
-        return self._ledger.list_rows(message.partition, message.where, message.fields, message.task)
+        return self._ledger.list_rows(message.partition, message.where, message.fields, message.task, message.keys)
 
     def _watch(self, caller: Caller, message: Watch) -> Changes | None:
         watcher = Watcher(partition=message.partition, since=message.since, where=message.where, token=caller)
@@ -454,8 +454,16 @@ class Controller:
     def _stats(self, caller: Caller, message: GetStats) -> Stats:
         del caller, message
         ledger, space = self._ledger, self._space
-        used = ledger.blocks.used
-        return Stats(ledger.row_counts(), used, space.used - used, space.total, ledger.lost())
+        used, taken = ledger.blocks.used, space.used
+        return Stats(
+            ledger.row_counts(),
+            used,
+            max(0, taken - used),
+            space.total,
+            ledger.lost(),
+            ledger.columns(),
+            ledger.tasks(),
+        )
 
     # -- consuming
     def _wait_ready(self, caller: Caller, message: WaitReady) -> Rows | None:

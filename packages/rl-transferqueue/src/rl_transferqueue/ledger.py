@@ -90,6 +90,14 @@ class Ledger:
         """partition -> rows that lost columns with a storage unit."""
         return {name: tuple(table.lost) for name, table in self._partitions.items() if table.lost}
 
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        """partition -> columns that some row has or had."""
+        return {name: tuple(table.columns) for name, table in self._partitions.items()}
+
+    def tasks(self) -> dict[str, tuple[str, ...]]:
+        """partition -> tasks that consumed rows."""
+        return {name: tuple(sorted(table.tasks)) for name, table in self._partitions.items()}
+
     # -- writing
     def commit(
         self,
@@ -206,12 +214,24 @@ class Ledger:
         )
 
     def list_rows(
-        self, partition: str, where: Mapping[str, Scalar], fields: Sequence[str] = (), task: str | None = None
+        self,
+        partition: str,
+        where: Mapping[str, Scalar],
+        fields: Sequence[str] = (),
+        task: str | None = None,
+        keys: tuple[str, ...] | None = None,
     ) -> Rows:
-        """All rows with the tags of `where` and all `fields` that are not consumed by `task`, oldest first."""
+        """The rows (oldest first) or those of `keys` (in that order) with the tags of `where` and all `fields`, not consumed by `task`.
+
+        Raises:
+            MissingDataError: one of `keys` is not there.
+        """
         table = self._partitions.get(partition) or PartitionTable()
         whole = not where and not fields and task is None
-        return _describe(table, table.slots() if whole else table.find_ready(fields, where, task))
+        if keys is None:
+            return _describe(table, table.slots() if whole else table.find_ready(fields, where, task))
+        slots = _existing(table, partition, keys, None)
+        return _describe(table, slots if whole else slots[table.ready(slots, fields, where, task)])
 
     def consumption(self, partition: str, task: str) -> Flags:
         """Which rows are consumed by the task."""

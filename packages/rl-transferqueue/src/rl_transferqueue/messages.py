@@ -143,6 +143,7 @@ class ListRows(_Message, frozen=True):
     where: TagMessage
     fields: tuple[str, ...] = ()
     task: str | None = None
+    keys: tuple[str, ...] | None = None
 
 
 class Watch(_Message, frozen=True):
@@ -303,6 +304,8 @@ class Stats(_Message, frozen=True):
     bytes_reserved: Count
     bytes_capacity: Count
     lost: dict[str, tuple[str, ...]]
+    columns: dict[str, tuple[str, ...]]
+    tasks: dict[str, tuple[str, ...]]
 
 
 class Introduced(_Message, frozen=True):
