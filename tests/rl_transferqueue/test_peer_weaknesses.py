@@ -122,7 +122,9 @@ def test_a_dead_storage_unit_is_a_typed_error_within_seconds() -> None:
             metas = [await client.put("p", [f"k{i}"], rows(1, MIB)) for i in range(4)]
             for pid in plane.pids[1:]:
                 os.kill(pid, signal.SIGKILL)
-            await asyncio.sleep(0.5)  # until they hear of it, clients may still read what they have mapped: it is there and right
+            await asyncio.sleep(
+                0.5
+            )  # until they hear of it, clients may still read what they have mapped: it is there and right
             for one in (client, other):
                 for meta in metas:
                     await _raises_soon(one.get(meta, timeout_s=60), DataPlaneError)

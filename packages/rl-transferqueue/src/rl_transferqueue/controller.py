@@ -10,20 +10,20 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-import zmq
 
-from rl_protocol.errors import PlaneTimeout, WireError
+from rl_protocol.errors import PlaneLostError, PlaneTimeout, WireError
 from rl_transferqueue.allocator import ALIGN, rounded
 from rl_transferqueue.blocks import Block
 from rl_transferqueue.board import SharedBoard
 from rl_transferqueue.bulk_server import BulkServer
+from rl_transferqueue.connection import Connection
 from rl_transferqueue.hosts import Endpoints, endpoint
 from rl_transferqueue.keys import PlaneKey
 from rl_transferqueue.ledger import Ledger, Served, Waiter, Watcher
+from rl_transferqueue.links import connect_unix
 from rl_transferqueue.liveness import ProcessId, open_pidfd
 from rl_transferqueue.messages import (
     CONTROLLER,
-    MAX_FRAME,
     NOTICE,
     Abandon,
     Answer,
@@ -79,32 +79,34 @@ from rl_transferqueue.tally import ColumnTally
 log = logging.getLogger(__name__)
 
 _decoder = msgspec.msgpack.Decoder(Reply)
+_RETRY_S = 0.01
+"""Between attempts to reach a storage unit that starts at the same time."""
 
 
 class _UnitLink:
-    """Requests to one storage unit, in order; answers go to the callback given with each."""
+    """Requests to one storage unit, in order; answers go to the callback given with each. The unit may come up later than this."""
 
-    def __init__(self, reactor: Reactor, context: zmq.Context[zmq.Socket[bytes]], address: str, segment: int) -> None:
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, CONTROLLER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 10)
-        self._socket.connect(address)
+    def __init__(self, reactor: Reactor, address: str, segment: int) -> None:
         self._reactor = reactor
+        self._address = address
         self._segment = segment
         self._populated = segment
+        self._connection: Connection | None = None
+        self._unsent: list[bytes] = []
         self._callbacks: dict[int, Callable[[Answer], None]] = {}
         self._last = 0
-        reactor.watch(self._socket, self._read)
+        self._closed = False
+        self._connect()
 
     def send(self, body: UnitRequest, callback: Callable[[Answer], None] | None = None) -> None:
         self._last += 1
         if callback is not None:
             self._callbacks[self._last] = callback
-        self._socket.send(pack(Request(self._last, body)), zmq.DONTWAIT)
+        frame = pack(Request(self._last, body))
+        if self._connection is None:
+            self._unsent.append(frame)
+        else:
+            self._connection.send(frame)
 
     def keep_ahead(self, used: int) -> None:
         """Have the memory touched some way beyond the first `used` bytes."""
@@ -113,19 +115,27 @@ class _UnitLink:
             self.send(Populate(self._populated))
 
     def close(self) -> None:
-        self._reactor.unwatch(self._socket)
-        self._socket.close()
+        self._closed = True
+        if self._connection is not None:
+            self._connection.close()
 
-    def _read(self) -> None:
-        while not self._socket.closed:
-            try:
-                frame = self._socket.recv(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            reply = _decoder.decode(frame)
-            callback = self._callbacks.pop(reply.id, None)
-            if callback is not None:
-                callback(reply.body)
+    def _connect(self) -> None:
+        if self._closed:
+            return
+        try:
+            link = connect_unix(self._address, CONTROLLER, "storage unit")
+        except PlaneLostError:
+            self._reactor.call_later(_RETRY_S, self._connect)
+            return
+        self._connection = Connection(self._reactor, link, self._take, lambda: None)
+        for frame in self._unsent:
+            self._connection.send(frame)
+
+    def _take(self, frame: bytes) -> None:
+        reply = _decoder.decode(frame)
+        callback = self._callbacks.pop(reply.id, None)
+        if callback is not None:
+            callback(reply.body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +169,6 @@ class Controller:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         units: Sequence[str],
         unit_bytes: int,
@@ -175,12 +184,11 @@ class Controller:
         """Ended sessions that still hold leases, and the pidfd of each."""
         self._bulk: BulkServer | None = None
         self._parked: deque[_Parked] = deque()
-        self._units = {i: _UnitLink(self.reactor, context, unit, segment) for i, unit in enumerate(units)}
+        self._units = {i: _UnitLink(self.reactor, unit, segment) for i, unit in enumerate(units)}
         for i, link in self._units.items():
             self._watch_unit(i, link)
         self.server = Server(
             self.reactor,
-            context,
             address,
             {
                 Hello: self._hello,
@@ -436,7 +444,7 @@ class Controller:
 
     def _list_rows(self, caller: Caller, message: ListRows) -> Rows:
         del caller
-        return self._ledger.list_rows(message.partition, message.where, message.fields, message.task)
+        return self._ledger.list_rows(message.partition, message.where, message.fields, message.task, message.keys)
 
     def _watch(self, caller: Caller, message: Watch) -> Changes | None:
         watcher = Watcher(partition=message.partition, since=message.since, where=message.where, token=caller)
@@ -456,8 +464,16 @@ class Controller:
     def _stats(self, caller: Caller, message: GetStats) -> Stats:
         del caller, message
         ledger, space = self._ledger, self._space
-        used = ledger.blocks.used
-        return Stats(ledger.row_counts(), used, space.used - used, space.total, ledger.lost())
+        used, taken = ledger.blocks.used, space.used
+        return Stats(
+            ledger.row_counts(),
+            used,
+            max(0, taken - used),
+            space.total,
+            ledger.lost(),
+            ledger.columns(),
+            ledger.tasks(),
+        )
 
     def _metrics(self, caller: Caller, message: GetMetrics) -> Metrics:
         del caller, message
@@ -518,6 +534,8 @@ class Controller:
     # -- storage
     def _settle(self) -> None:
         """Do what the last change made necessary: free memory, revoke leases, copy sparse blocks."""
+        if not self._ledger.blocks.unsettled:
+            return
         released = self._ledger.blocks.take_released()
         for ref in released:
             self._space.give(ref.span)

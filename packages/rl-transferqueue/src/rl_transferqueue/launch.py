@@ -28,6 +28,7 @@ from rl_transferqueue.descriptor import (
 )
 from rl_transferqueue.hosts import listen_address, this_host
 from rl_transferqueue.keys import load_key
+from rl_transferqueue.links import socket_path
 from rl_transferqueue.liveness import this_process
 from rl_transferqueue.serve import ControllerSpec, Ready, ServeConfig, UnitSpec
 
@@ -140,11 +141,12 @@ def start_local_plane(
 def _specs(config: TransferQueueConfig, private: Path) -> tuple[ControllerSpec, list[UnitSpec]]:
     listen = listen_address(config.listen, load_key()) if config.listen else ""
     units = [
-        UnitSpec(i, f"ipc://{private}/u{i}", config.unit_bytes, config.segment_mb << 20, listen)
+        UnitSpec(i, socket_path(private, f"u{i}"), config.unit_bytes, config.segment_mb << 20, listen)
         for i in range(config.num_storage_units)
     ]
     addresses = tuple(unit.address for unit in units)
-    return ControllerSpec(f"ipc://{private}/c", addresses, config.unit_bytes, config.segment_mb << 20, listen), units
+    segment = config.segment_mb << 20
+    return ControllerSpec(socket_path(private, "c"), addresses, config.unit_bytes, segment, listen), units
 
 
 def _private_dir(base: Path | None) -> Path:

@@ -6,6 +6,7 @@ removes the runtime directory: the parent may not be there to do it.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -13,7 +14,6 @@ import sys
 from typing import TypeAlias
 
 import msgspec
-import zmq
 
 from rl_protocol.errors import PlaneLostError
 from rl_transferqueue.controller import Controller
@@ -73,10 +73,10 @@ Role: TypeAlias = Controller | StorageUnit
 
 def main(arguments: list[str]) -> int:
     """Serve until stdin or the parent ends; the exit status."""
+    gc.set_threshold(50_000, 20, 1_000_000)  # a full collection would look at every row there is, and finds no garbage
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = msgspec.json.decode(arguments[0], type=ServeConfig)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    role = _build(config.spec, context)
+    role = _build(config.spec)
     try:
         parent = open_pidfd(config.parent, "The parent")
     except PlaneLostError:
@@ -89,15 +89,14 @@ def main(arguments: list[str]) -> int:
         role.reactor.run()
         os.close(parent)
     role.close()
-    context.term()
     shutil.rmtree(config.runtime_dir, ignore_errors=True)
     return 0
 
 
-def _build(spec: UnitSpec | ControllerSpec, context: zmq.Context[zmq.Socket[bytes]]) -> Role:
+def _build(spec: UnitSpec | ControllerSpec) -> Role:
     if isinstance(spec, UnitSpec):
-        return StorageUnit(context, spec.index, spec.address, spec.capacity, spec.segment)
-    return Controller(context, spec.address, spec.units, spec.unit_bytes, spec.segment)
+        return StorageUnit(spec.index, spec.address, spec.capacity, spec.segment)
+    return Controller(spec.address, spec.units, spec.unit_bytes, spec.segment)
 
 
 def _listen(role: Role, host: str) -> Endpoints:

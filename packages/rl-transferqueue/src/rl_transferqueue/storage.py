@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
-import zmq
 
 from rl_protocol.errors import WireError
 from rl_protocol.wire import Header, plan, plan_rows, read_payload, write_payload
@@ -35,9 +34,7 @@ _header_decoder = msgspec.msgpack.Decoder(Header)
 class StorageUnit:
     """State and handlers of one unit. It holds bytes and knows nothing about them: whose they are is the controller's business."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], index: int, address: str, capacity: int, segment: int
-    ) -> None:
+    def __init__(self, index: int, address: str, capacity: int, segment: int) -> None:
         self.reactor = Reactor(idle=self._populate)
         self.arena = Arena(capacity)
         self._index = index
@@ -47,7 +44,6 @@ class StorageUnit:
         self._bulk: BulkServer | None = None
         self.server = Server(
             self.reactor,
-            context,
             address,
             {
                 Introduce: self._introduce,
