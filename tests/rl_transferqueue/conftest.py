@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from rl_transferqueue import Client, LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, start_local_plane
+
+sys.path.insert(0, str(Path(__file__).parent))  # makes the helper modules of this folder importable
 
 
 @pytest.fixture(scope="session")
