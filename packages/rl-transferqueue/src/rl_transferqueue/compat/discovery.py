@@ -39,23 +39,27 @@ def find() -> str:
         return ""
 
 
-def announce(text: str) -> bool:
-    """Tell the others; False: somebody else has announced another plane."""
+class Notice:
+    """An announcement of ours. The actor lives as long as this does, and ends with this process."""
+
+    def __init__(self, board: Any) -> None:
+        self._board = board
+
+    def withdraw(self) -> None:
+        """Take it back."""
+        ray = _ray()
+        if ray is not None and self._board is not None:
+            ray.kill(self._board)
+
+
+def announce(text: str) -> Notice | None:
+    """Tell the others; None: somebody else has announced another plane."""
     ray = _ray()
     if ray is None:
-        return True
+        return Notice(None)
     try:
         board = ray.remote(num_cpus=0)(_Board).options(name=_NAME, namespace=_NAMESPACE).remote(text)
     except ValueError:
-        return False
-    return ray.get(board.read.remote(), timeout=_DEADLINE_S) == text
-
-
-def withdraw() -> None:
-    """Take the announcement back."""
-    ray = _ray()
-    if ray is not None:
-        try:
-            ray.kill(ray.get_actor(_NAME, namespace=_NAMESPACE))
-        except ValueError:
-            return
+        return None
+    ray.get(board.read.remote(), timeout=_DEADLINE_S)  # from now on it can be found
+    return Notice(board)

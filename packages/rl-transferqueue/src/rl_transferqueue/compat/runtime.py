@@ -81,6 +81,7 @@ class _Process:
         self.pid = os.getpid()
         self.client: TransferQueueClient | None = None
         self.plane: LocalPlane | None = None
+        self.notice: discovery.Notice | None = None
         self.sampler: BaseSampler | None = None
 
 
@@ -144,14 +145,15 @@ def close() -> None:
     """Close this process's client; in the process that started the plane, end the plane and with it all data. Safe to call twice."""
     with _lock:
         here = _here()
-        client, plane = here.client, here.plane
-        here.client = here.plane = here.sampler = None
+        client, plane, notice = here.client, here.plane, here.notice
+        here.client = here.plane = here.notice = here.sampler = None
         if client is not None:
             client.close()
         if plane is not None:
             os.environ.pop(PLANE_VARIABLE, None)
-            discovery.withdraw()
             plane.close()
+        if notice is not None:
+            notice.withdraw()
 
 
 def settings_of(conf: Any) -> Settings:
@@ -196,7 +198,8 @@ def _start(here: _Process, conf: Conf) -> None:
     sizes = {name: value for name, value in vars(settings.sampler).items() if known and name in _SAMPLER_SIZES}
     told = Announcement(plane.descriptor, known, sizes, settings.polling_mode, settings.fetch_timeout_s)
     text = msgspec.json.encode(told).decode()
-    if not discovery.announce(text):  # another process was faster
+    here.notice = discovery.announce(text)
+    if here.notice is None:  # another process was faster
         plane.close()
         if not _attach(here):
             raise NotInitializedError(
