@@ -101,6 +101,7 @@ class StreamingDataset(IterableDataset[Batch]):
                 if batch is None:
                     return
                 yield batch
+                del batch  # its memory is the caller's to hold, not ours while we wait for the next
         finally:
             on.run(stream.close())
 
@@ -129,7 +130,8 @@ class _Stream:
         self._of = dataset
         self._plane = plane
         self._ready: asyncio.Queue[Batch | None] = asyncio.Queue(dataset.ahead)
-        self._drawing = asyncio.create_task(self._draw(turns))
+        # The task ends in an exception whose frames hold batches and this object: `close` parts them, or their memory waits for the gc.
+        self._drawing: asyncio.Future[None] = asyncio.create_task(self._draw(turns))
 
     @classmethod
     async def open(cls, dataset: StreamingDataset, turns: Iterator[int]) -> _Stream:
@@ -156,8 +158,13 @@ class _Stream:
 
     async def close(self) -> None:
         """Stop drawing and disconnect."""
-        self._drawing.cancel()
-        await asyncio.gather(self._drawing, return_exceptions=True)
+        drawing, self._drawing = self._drawing, asyncio.get_running_loop().create_future()
+        drawing.cancel()
+        await asyncio.wait((drawing,))
+        if not drawing.cancelled():
+            drawing.exception()  # it was raised by `next`, or nobody cares any more
+        while not self._ready.empty():
+            self._ready.get_nowait()
         await self._plane.close()
 
     async def _draw(self, turns: Iterator[int]) -> None:
