@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -173,6 +174,15 @@ def test_rows_that_differ_in_one_dimension_only(client: tq.TransferQueueClient) 
     bad = torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(1, 4)])
     with pytest.raises(SchemaError, match="'x'"):
         tq.kv_batch_put(["a", "b"], "p", TensorDict({"x": bad}, batch_size=[2]))
+
+
+def test_nothing_is_unpickled(client: tq.TransferQueueClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def poisoned(*_: object, **__: object) -> object:
+        raise AssertionError("something was unpickled")
+
+    for name in ("loads", "load", "Unpickler"):
+        monkeypatch.setattr(pickle, name, poisoned)
+    compat_scenarios.run(tq, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------------------ fetching
