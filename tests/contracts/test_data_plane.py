@@ -22,12 +22,13 @@ class TestMemoryDataPlane(DataPlaneSuite):
 class TestLocalPlane(DataPlaneSuite):
     """One plane for all tests; each leaves it empty, which is checked."""
 
+    config = TransferQueueConfig(capacity_mb=64, segment_mb=1)
     plane: LocalPlane
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
     def _plane(cls) -> Iterator[None]:
-        with start_local_plane(TransferQueueConfig(capacity_mb=64, segment_mb=1)) as cls.plane:
+        with start_local_plane(cls.config) as cls.plane:
             yield
 
     @asynccontextmanager
@@ -41,3 +42,9 @@ class TestLocalPlane(DataPlaneSuite):
                 for partition in (await cleaner.stats()).rows:
                     await cleaner.clear(partition)
                 assert (await cleaner.stats()).bytes_used == 0
+
+
+class TestNetworkPlane(TestLocalPlane):
+    """The same without shared memory: unit and clients at two loopback addresses."""
+
+    config = TransferQueueConfig(capacity_mb=64, segment_mb=1, listen="127.0.0.2", shared_memory=False)

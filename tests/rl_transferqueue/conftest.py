@@ -1,4 +1,4 @@
-"""A plane for the tests that leave it alive."""
+"""A plane for the tests that leave it alive; helper modules of this folder become importable under pytest's importlib mode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from rl_transferqueue import Client, LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, start_local_plane
 
-sys.path.insert(0, str(Path(__file__).parent))  # makes the helper modules of this folder importable
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,8 +22,9 @@ from rl_protocol import BatchData, DataPlaneError, PlaneLostError, PlaneTimeout,
 from rl_protocol.errors import WireError
 from rl_protocol.wire import plan
 from rl_transferqueue import LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, messages, start_local_plane
+from rl_transferqueue.links import Frames
 from rl_transferqueue.liveness import ProcessId, this_process
-from rl_transferqueue.messages import AnyRequest, Failure, Hello, Reply, Request, pack
+from rl_transferqueue.messages import MAX_FRAME, AnyRequest, Failure, Hello, ListRows, Reply, Request, pack
 
 SMALL = TransferQueueConfig(num_storage_units=1, capacity_mb=2, segment_mb=1)
 
@@ -249,24 +250,32 @@ class Raw:
     """A peer that says whatever it likes."""
 
     def __init__(self, address: str, identity: bytes | None = None) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        if identity is not None:
-            self.socket.setsockopt(zmq.IDENTITY, identity)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(address)
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(5)
+        self.socket.connect(address.removeprefix("unix:"))
+        self.said = Frames()
+        self.heard: list[bytes] = []
+        self.send(identity or os.urandom(8))
 
     def __enter__(self) -> Raw:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.socket.close()
-        self.context.term()
 
-    def ask(self, *frames: bytes) -> Reply:
-        self.socket.send_multipart(frames)
-        assert self.socket.poll(5000), "no answer"
-        return msgspec.msgpack.decode(self.socket.recv(), type=Reply)
+    def send(self, frame: bytes) -> None:
+        self.socket.sendall(len(frame).to_bytes(4, "little") + frame)
+
+    def hear(self) -> Reply:
+        while not self.heard:
+            data = self.socket.recv(1 << 16)
+            assert data, "the connection was closed"
+            self.heard += self.said.feed(data)
+        return msgspec.msgpack.decode(self.heard.pop(0), type=Reply)
+
+    def ask(self, frame: bytes) -> Reply:
+        self.send(frame)
+        return self.hear()
 
 
 def addresses(plane: LocalPlane) -> list[str]:
@@ -274,17 +283,53 @@ def addresses(plane: LocalPlane) -> list[str]:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(frames=st.lists(st.lists(st.binary(max_size=40), min_size=1, max_size=3), min_size=1, max_size=5))
-def test_garbage_is_answered_and_harms_nobody(shared_plane: LocalPlane, frames: list[list[bytes]]) -> None:
+@given(frames=st.lists(st.binary(max_size=40), min_size=1, max_size=5))
+def test_garbage_is_answered_and_harms_nobody(shared_plane: LocalPlane, frames: list[bytes]) -> None:
     for address in addresses(shared_plane):
         with Raw(address) as raw:
-            for parts in frames:
-                answer = raw.ask(*parts)
+            for frame in frames:
+                answer = raw.ask(frame)
                 assert isinstance(answer.body, Failure)
                 assert answer.body.error == "WireError"
             answer = raw.ask(pack(Request(7, Hello(ProcessId(1, 1)))))
             assert answer.id == 7
             assert isinstance(answer.body, Failure)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(stream=st.binary(min_size=1, max_size=60))
+def test_a_stream_that_is_no_frames_harms_nobody(shared_plane: LocalPlane, stream: bytes) -> None:
+    """Cut short, or with lengths that can't be: the connection ends at most, and others are served."""
+    for address in addresses(shared_plane):
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.connect(address.removeprefix("unix:"))
+            raw.sendall(stream)
+        with Raw(address) as fine:
+            assert isinstance(fine.ask(b"").body, Failure)
+
+
+def test_a_frame_that_is_too_long_ends_the_connection(plane: LocalPlane) -> None:
+    for address in addresses(plane):
+        with Raw(address) as raw:
+            raw.socket.sendall((MAX_FRAME + 1).to_bytes(4, "little"))
+            assert raw.socket.recv(1) == b""
+
+
+def test_a_client_that_does_not_read_its_answers_holds_up_nobody(plane: LocalPlane) -> None:
+    async def main() -> None:
+        async with await connect(plane.descriptor) as client:
+            keys = [f"{'k' * 100}{i}" for i in range(2000)]
+            await client.put("big", keys, tags=[{}] * len(keys))
+            with Raw(plane.descriptor.controller.address) as raw:
+                for i in range(50):
+                    raw.send(pack(Request(i + 1, ListRows("big", {}))))
+                await asyncio.sleep(0.2)
+                assert len(await client.list_rows("big", timeout_s=5)) == 2000
+                for i in range(50):
+                    answer = await asyncio.to_thread(raw.hear)
+                    assert (answer.id, len(answer.body.keys)) == (i + 1, 2000)  # type: ignore[union-attr]
+
+    asyncio.run(main())
 
 
 def test_a_request_that_can_only_be_read_in_part_is_answered_by_its_id(plane: LocalPlane) -> None:
@@ -325,7 +370,7 @@ def nonsense() -> st.SearchStrategy[AnyRequest]:
         st.builds(messages.ReleaseLeases, ids),
         st.builds(messages.WaitReady, text, number, texts, tag, task, seconds),
         st.builds(messages.GiveBack, text, text, raw),
-        st.builds(messages.ListRows, text, tag, texts, task),
+        st.builds(messages.ListRows, text, tag, texts, task, st.one_of(st.none(), texts)),
         st.builds(messages.Watch, text, number, tag, seconds),
         st.builds(messages.Claim, text, texts, text),
         st.builds(messages.GetConsumption, text, text),
@@ -360,14 +405,12 @@ def test_well_formed_nonsense_harms_nobody(own_plane: LocalPlane, data: st.DataO
     said = data.draw(st.lists(nonsense(), min_size=1, max_size=8))
     for address in addresses(own_plane):
         with Raw(address, b"\x02" + os.urandom(7)) as raw:
-            raw.socket.send(pack(Request(1, Hello(this_process()))))
+            raw.send(pack(Request(1, Hello(this_process()))))
             for i, message in enumerate(said):
-                raw.socket.send(pack(Request(i + 2, message)))
-            raw.socket.send(b"end")
-            while True:
-                assert raw.socket.poll(5000), "no answer"
-                if msgspec.msgpack.decode(raw.socket.recv(), type=Reply).id == 0:
-                    break
+                raw.send(pack(Request(i + 2, message)))
+            answer = raw.ask(b"end")
+            while not (answer.id == 0 and isinstance(answer.body, Failure)):
+                answer = raw.hear()
     asyncio.run(_put_and_clear(own_plane.descriptor))
 
 

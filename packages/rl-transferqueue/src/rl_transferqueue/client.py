@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -19,13 +18,12 @@ from rl_protocol.errors import BatchError, DuplicateKeyError, PlaneLostError, RL
 from rl_protocol.meta import KVBatchMeta, Scalar, Tag
 from rl_protocol.ports import PlaneStats, RowChanges, RowFlags, Traffic
 from rl_protocol.schema import ColumnSpec
-from rl_protocol.wire import Header, plan, write_payload
-from rl_transferqueue.arena import map_arena
+from rl_protocol.wire import plan
 from rl_transferqueue.board import BoardView
 from rl_transferqueue.channel import Channel
 from rl_transferqueue.descriptor import PlaneDescriptor
 from rl_transferqueue.leases import Leases
-from rl_transferqueue.liveness import open_pidfd, this_process
+from rl_transferqueue.liveness import this_process
 from rl_transferqueue.locations import Location, Locations, Question
 from rl_transferqueue.messages import (
     Abandon,
@@ -58,8 +56,8 @@ from rl_transferqueue.messages import (
     WaitReady,
     Watch,
 )
-from rl_transferqueue.reader import assemble
 from rl_transferqueue.regions import Regions
+from rl_transferqueue.routes import route
 from rl_transferqueue.space import most_spare
 from rl_transferqueue.tags import to_columns, to_rows
 
@@ -67,8 +65,6 @@ T = TypeVar("T")
 
 _GRACE_S = 1.0
 """How much longer than the caller's deadline we wait for a server that keeps the deadline itself and explains it."""
-_OFF_LOOP_BYTES = 8 << 20
-"""From this size on memory is copied in a thread, so that the loop goes on."""
 
 
 async def connect(descriptor: PlaneDescriptor, *, timeout_s: float = 10.0) -> Client:
@@ -106,32 +102,34 @@ class Client:
         self._descriptor = descriptor
         self._loop = asyncio.get_running_loop()
         session = b"\x01" + os.urandom(7)
-        self._controller = Channel(
-            self._loop, descriptor.controller.address, session, "controller", on_notice=self._notice
-        )
+        self._route = route(descriptor, session)
+        self._memory = self._route.memory()
+        self._controller = Channel(self._loop, self._route.connect(), "controller", on_notice=self._notice)
         self._leases = Leases(self._loop, self._controller)
         self._regions = Regions(most_spare(descriptor.units[0].arena_bytes))
-        self._arenas: dict[tuple[int, bool], mmap.mmap] = {}
         self._locations: Locations | None = None
         self._watched: dict[str, int] = {}
-        """Name of each process that lives -> its pidfd."""
+        """Name of each process that lives -> what becomes readable when it ends."""
         self._written = 0
         self._read = 0
         self._closed = False
 
     async def open(self, timeout_s: float) -> None:
         """Part of `connect`."""
+        deadline = self._loop.time() + timeout_s
         controller, units = self._descriptor.controller, self._descriptor.units
-        self._watch_process("controller", open_pidfd(controller.process, "The controller of the data plane"))
+        self._watch_process("controller", await self._route.lifeline(controller, "controller", timeout_s))
         for i, unit in enumerate(units):
             name = f"storage unit {i}"
             try:
-                self._watch_process(name, open_pidfd(unit.process, f"The {name} of the data plane"))
+                self._watch_process(name, await self._route.lifeline(unit, name, self._left(deadline)))
             except PlaneLostError:
                 if i == len(units) - 1 and len(self._watched) == 1:
                     raise
-        self._locations = Locations(BoardView(controller))
-        await self._controller.call(Hello(this_process()), Done, timeout_s)
+        if self._route.here:
+            self._locations = Locations(BoardView(controller))
+        hello = Hello(this_process() if self._route.here else None)
+        await self._controller.call(hello, Done, self._left(deadline))
 
     # -- writing
     async def put(
@@ -177,7 +175,7 @@ class Client:
         """See rl_protocol.ports.DataPlane.alloc."""
         header, offsets = plan_columns(columns, rows, lengths or {})
         span = await self._room(header.payload, self._loop.time() + self._seconds(timeout_s))
-        memory = np.frombuffer(self._arena(span.unit, writable=True), np.uint8, header.payload, span.offset)
+        memory = self._memory.draft(span, header.payload)
         draft = _ArenaDraft(header, offsets, memory, lambda: self._abandon(span))
         draft.span = span
         return draft
@@ -196,17 +194,15 @@ class Client:
         names = tuple(dict.fromkeys(meta.fields if fields is None else fields))
         if not meta.keys:
             return BatchData({}, 0)
+        deadline = self._loop.time() + self._seconds(timeout_s)
         question = (meta.partition, meta.keys, names, meta.generations)
         place = self._locations.find(question) if self._locations is not None else None
         self._controller.check()
         if place is None:
-            place = await self._locate(question, self._seconds(timeout_s))
+            place = await self._locate(question, self._left(deadline))
         if not names:
             return BatchData({}, len(meta))
-        located = place.located
-        mappings = {unit: self._arena(unit, writable=False) for unit in {ref.span.unit for ref in located.blocks}}
-        size = sum(ref.span.nbytes for ref in located.blocks)
-        batch = await self._copying(size, lambda: assemble(located, names, mappings, place.anchor))
+        batch = await self._memory.read(place.located, names, place.anchor, self._left(deadline))
         self._read += batch.nbytes
         return batch
 
@@ -217,10 +213,12 @@ class Client:
         where: Mapping[str, Scalar] | None = None,
         fields: Sequence[str] = (),
         task: str | None = None,
+        keys: Sequence[str] | None = None,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
         """See rl_protocol.ports.DataPlane.list_rows."""
-        wish = ListRows(partition, dict(where or {}), tuple(fields), task)
+        named = None if keys is None else tuple(keys)
+        wish = ListRows(partition, dict(where or {}), tuple(fields), task, named)
         return _meta(partition, await self._controller.call(wish, Rows, self._seconds(timeout_s)))
 
     async def watch(
@@ -303,6 +301,8 @@ class Client:
             bytes_reserved=stats.bytes_reserved,
             bytes_capacity=stats.bytes_capacity,
             lost=stats.lost,
+            columns=stats.columns,
+            tasks=stats.tasks,
         )
 
     def traffic(self) -> Traffic:
@@ -329,7 +329,7 @@ class Client:
                 await self._controller.call(Bye(), Done, flush_s)
         for name in list(self._watched):
             self._unwatch_process(name)
-        self._arenas.clear()
+        self._memory.close()
         self._controller.mute()
         self._leases.detach()
 
@@ -348,9 +348,10 @@ class Client:
         for left in reversed(range(len(self._descriptor.units))):
             span = await self._room(spec.payload, deadline)
             try:
-                await self._write(data, spec, span)
+                await self._memory.write(span, spec, data, self._left(deadline))
                 return await self._commit(wish, (span, header, data.nbytes), deadline)
             except PlaneLostError:  # the unit that was written to has ended, or the whole plane has
+                self._abandon(span)
                 self._controller.check()
                 if not left:
                     raise
@@ -362,8 +363,10 @@ class Client:
     async def _commit_draft(self, wish: Commit, draft: Draft, deadline: float) -> tuple[int, ...]:
         if not isinstance(draft, _ArenaDraft):
             raise BatchError("A draft can only be put into the plane that made it.")
-        nbytes = draft.batch().nbytes
+        batch = draft.batch()
+        nbytes = batch.nbytes
         try:
+            await self._memory.finish(draft.span, draft.header, batch, self._left(deadline))
             uids = await self._commit(wish, (draft.span, msgspec.msgpack.encode(draft.header), nbytes), deadline)
         except RLError:
             draft.discard()
@@ -408,13 +411,9 @@ class Client:
 
     def _abandon(self, span: Span) -> None:
         if not self._closed:
+            late = self._memory.abandon(span)
             with contextlib.suppress(PlaneLostError):
-                self._controller.tell(Abandon((span,)))
-
-    async def _write(self, data: BatchData, spec: Header, span: Span) -> None:
-        mapping = self._arena(span.unit, writable=True)
-        target = memoryview(mapping)[span.offset : span.offset + spec.payload]
-        await self._copying(spec.payload, lambda: write_payload(data, spec, target))
+                self._controller.tell(Abandon((span,), late))
 
     # -- reading, inner
     async def _locate(self, question: Question, seconds: float) -> Location:
@@ -465,23 +464,8 @@ class Client:
         """The plane is lost with its controller, or with the last of its units."""
         self._unwatch_process(name)
         if "controller" not in self._watched or len(self._watched) == 1:
-            self._controller.lose(f"The {name} of the data plane has ended; the data is lost.")
-
-    def _arena(self, unit: int, *, writable: bool) -> mmap.mmap:
-        arena = self._arenas.get((unit, writable))
-        if arena is None:
-            arena = self._arenas[unit, writable] = map_arena(self._descriptor.units[unit], writable=writable)
-        return arena
-
-    async def _copying(self, nbytes: int, copy: Callable[[], T]) -> T:
-        if nbytes < _OFF_LOOP_BYTES:
-            return copy()
-        done = self._loop.run_in_executor(None, copy)
-        try:
-            return await asyncio.shield(done)
-        except asyncio.CancelledError:
-            await asyncio.wait((done,))  # nobody may get the memory while the thread writes to it
-            raise
+            self._controller.lose(f"The {name} of the data plane has ended{self._route.or_else}; the data is lost.")
+            self._memory.close()
 
 
 def _meta(partition: str, rows: Rows) -> KVBatchMeta:

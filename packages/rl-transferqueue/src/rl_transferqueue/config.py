@@ -32,6 +32,18 @@ class TransferQueueConfig:
         default=60.0, metadata={"help": "Seconds a call on the plane may take where the caller names no deadline."}
     )
 
+    listen: str = field(
+        default="",
+        metadata={
+            "help": "Address of this host to serve clients of other hosts at; beyond loopback it needs a key (RL_TQ_KEY_FILE). "
+            "Empty: only this host, over unix sockets."
+        },
+    )
+    shared_memory: bool = field(
+        default=True,
+        metadata={"help": "Clients on the plane's host share its memory; off: they use the network too (for tests)."},
+    )
+
     def __post_init__(self) -> None:
         if not 1 <= self.num_storage_units <= 256:
             raise ConfigError(f"transfer_queue.num_storage_units must be in 1..256; got {self.num_storage_units}.")
@@ -44,6 +56,10 @@ class TransferQueueConfig:
             raise ConfigError(f"transfer_queue.segment_mb must be at least 1; got {self.segment_mb}.")
         if not 0 < self.timeout_s < float("inf"):
             raise ConfigError(f"transfer_queue.timeout_s must be a positive number of seconds; got {self.timeout_s}.")
+        if not self.shared_memory and not self.listen:
+            raise ConfigError(
+                "transfer_queue.shared_memory=false leaves clients no way in: set transfer_queue.listen, such as 127.0.0.1."
+            )
 
     @property
     def unit_bytes(self) -> int:

@@ -10,17 +10,20 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-import zmq
 
-from rl_protocol.errors import PlaneTimeout, WireError
+from rl_protocol.errors import PlaneLostError, PlaneTimeout, WireError
 from rl_transferqueue.allocator import ALIGN, rounded
 from rl_transferqueue.blocks import Block
 from rl_transferqueue.board import SharedBoard
+from rl_transferqueue.bulk_server import BulkServer
+from rl_transferqueue.connection import Connection
+from rl_transferqueue.hosts import Endpoints, endpoint
+from rl_transferqueue.keys import PlaneKey
 from rl_transferqueue.ledger import Ledger, Served, Waiter, Watcher
-from rl_transferqueue.liveness import open_pidfd
+from rl_transferqueue.links import connect_unix
+from rl_transferqueue.liveness import ProcessId, open_pidfd
 from rl_transferqueue.messages import (
     CONTROLLER,
-    MAX_FRAME,
     NOTICE,
     Abandon,
     Answer,
@@ -34,6 +37,7 @@ from rl_transferqueue.messages import (
     Committed,
     Copy,
     Done,
+    Fence,
     Flags,
     GetConsumption,
     GetProduction,
@@ -57,6 +61,7 @@ from rl_transferqueue.messages import (
     ResetConsumption,
     Revoked,
     Rows,
+    Span,
     Stats,
     UnitRequest,
     WaitReady,
@@ -71,32 +76,34 @@ from rl_transferqueue.table import Ints
 log = logging.getLogger(__name__)
 
 _decoder = msgspec.msgpack.Decoder(Reply)
+_RETRY_S = 0.01
+"""Between attempts to reach a storage unit that starts at the same time."""
 
 
 class _UnitLink:
-    """Requests to one storage unit, in order; answers go to the callback given with each."""
+    """Requests to one storage unit, in order; answers go to the callback given with each. The unit may come up later than this."""
 
-    def __init__(self, reactor: Reactor, context: zmq.Context[zmq.Socket[bytes]], address: str, segment: int) -> None:
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, CONTROLLER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 10)
-        self._socket.connect(address)
+    def __init__(self, reactor: Reactor, address: str, segment: int) -> None:
         self._reactor = reactor
+        self._address = address
         self._segment = segment
         self._populated = segment
+        self._connection: Connection | None = None
+        self._unsent: list[bytes] = []
         self._callbacks: dict[int, Callable[[Answer], None]] = {}
         self._last = 0
-        reactor.watch(self._socket, self._read)
+        self._closed = False
+        self._connect()
 
     def send(self, body: UnitRequest, callback: Callable[[Answer], None] | None = None) -> None:
         self._last += 1
         if callback is not None:
             self._callbacks[self._last] = callback
-        self._socket.send(pack(Request(self._last, body)), zmq.DONTWAIT)
+        frame = pack(Request(self._last, body))
+        if self._connection is None:
+            self._unsent.append(frame)
+        else:
+            self._connection.send(frame)
 
     def keep_ahead(self, used: int) -> None:
         """Have the memory touched some way beyond the first `used` bytes."""
@@ -105,19 +112,27 @@ class _UnitLink:
             self.send(Populate(self._populated))
 
     def close(self) -> None:
-        self._reactor.unwatch(self._socket)
-        self._socket.close()
+        self._closed = True
+        if self._connection is not None:
+            self._connection.close()
 
-    def _read(self) -> None:
-        while not self._socket.closed:
-            try:
-                frame = self._socket.recv(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            reply = _decoder.decode(frame)
-            callback = self._callbacks.pop(reply.id, None)
-            if callback is not None:
-                callback(reply.body)
+    def _connect(self) -> None:
+        if self._closed:
+            return
+        try:
+            link = connect_unix(self._address, CONTROLLER, "storage unit")
+        except PlaneLostError:
+            self._reactor.call_later(_RETRY_S, self._connect)
+            return
+        self._connection = Connection(self._reactor, link, self._take, lambda: None)
+        for frame in self._unsent:
+            self._connection.send(frame)
+
+    def _take(self, frame: bytes) -> None:
+        reply = _decoder.decode(frame)
+        callback = self._callbacks.pop(reply.id, None)
+        if callback is not None:
+            callback(reply.body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +146,10 @@ class _Waiting:
 @dataclass(slots=True)
 class _Session:
     pidfd: int
+    """Of the client's process, or the socket of a client on another host: readable when the client is gone."""
+    remote: bool
+    abandoned: int = 0
+    """Spans it has given back while bytes for them may still have been on their way."""
     waiting: dict[int, _Waiting] = field(default_factory=dict[int, _Waiting])
 
 
@@ -147,7 +166,6 @@ class Controller:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         units: Sequence[str],
         unit_bytes: int,
@@ -160,13 +178,13 @@ class Controller:
         self._sessions: dict[bytes, _Session] = {}
         self._departed: dict[bytes, int] = {}
         """Ended sessions that still hold leases, and the pidfd of each."""
+        self._bulk: BulkServer | None = None
         self._parked: deque[_Parked] = deque()
-        self._units = {i: _UnitLink(self.reactor, context, unit, segment) for i, unit in enumerate(units)}
+        self._units = {i: _UnitLink(self.reactor, unit, segment) for i, unit in enumerate(units)}
         for i, link in self._units.items():
             self._watch_unit(i, link)
         self.server = Server(
             self.reactor,
-            context,
             address,
             {
                 Hello: self._hello,
@@ -195,9 +213,16 @@ class Controller:
         """File descriptor and bytes of what clients map."""
         return self._board.fd, self._board.nbytes
 
+    def listen(self, host: str, key: PlaneKey) -> Endpoints:
+        """Also serve clients of other hosts."""
+        self._bulk = BulkServer(self.reactor, host, key)
+        return Endpoints(self.server.listen(host, key), endpoint(host, self._bulk.port))
+
     def close(self) -> None:
         """Close all sockets."""
         self.server.close()
+        if self._bulk is not None:
+            self._bulk.close()
         for unit in self._units.values():
             unit.close()
 
@@ -205,10 +230,19 @@ class Controller:
     def _hello(self, caller: Caller, message: Hello) -> Done:
         if caller.session in self._sessions or caller.session in self._departed or len(caller.session) != 8:
             raise WireError("This session exists already, or its identity is not 8 bytes.")
-        pidfd = open_pidfd(message.process, "The client")
-        self._sessions[caller.session] = _Session(pidfd)
+        pidfd = self._lifeline(caller.session, message.process)
+        self._sessions[caller.session] = _Session(pidfd, remote=message.process is None)
         self.reactor.watch(pidfd, lambda: self._died(caller.session))
         return Done()
+
+    def _lifeline(self, session: bytes, process: ProcessId | None) -> int:
+        """A file descriptor that becomes readable when the client is gone."""
+        if process is not None:
+            return open_pidfd(process, "The client")
+        connection = self._bulk.claim(session) if self._bulk is not None else None
+        if connection is None:
+            raise WireError("A client that names no process needs a bulk connection to the controller first.")
+        return connection
 
     def _bye(self, caller: Caller, message: Bye) -> Done:
         del message
@@ -239,8 +273,26 @@ class Controller:
         for waiting in ended.waiting.values():
             waiting.timer.cancel()
             waiting.leave()
-        self._space.end_session(session)
-        self._serve_parked()
+        if ended.remote:
+            for unit in self._units:
+                self._fence(session, unit, None, 0)
+        else:
+            self._space.end_session(session)
+            self._serve_parked()
+
+    def _fence(self, session: bytes, unit: int, span: Span | None, serial: int) -> None:
+        """Free what a session of another host reserved in a unit, or a part of it, once nothing it sent can arrive there any more."""
+
+        def fenced(answer: Answer) -> None:
+            del answer
+            if span is None:
+                self._space.end_session(session, unit)
+            else:
+                self._space.abandon(session, span)
+            self._serve_parked()
+
+        if unit in self._units:  # otherwise the memory is gone, too
+            self._units[unit].send(Fence(session, span, serial), fenced)
 
     def _session(self, caller: Caller) -> _Session:
         session = self._sessions.get(caller.session)
@@ -334,8 +386,13 @@ class Controller:
         self._keep_ahead()
 
     def _abandon(self, caller: Caller, message: Abandon) -> None:
+        session = self._session(caller)
         for span in message.spans:
-            self._space.abandon(caller.session, span)
+            if message.late:
+                session.abandoned += 1
+                self._fence(caller.session, span.unit, span, session.abandoned)
+            else:
+                self._space.abandon(caller.session, span)
         self._serve_parked()
 
     def _commit(self, caller: Caller, message: Commit) -> Committed:
@@ -377,7 +434,7 @@ class Controller:
 
     def _list_rows(self, caller: Caller, message: ListRows) -> Rows:
         del caller
-        return self._ledger.list_rows(message.partition, message.where, message.fields, message.task)
+        return self._ledger.list_rows(message.partition, message.where, message.fields, message.task, message.keys)
 
     def _watch(self, caller: Caller, message: Watch) -> Changes | None:
         watcher = Watcher(partition=message.partition, since=message.since, where=message.where, token=caller)
@@ -397,8 +454,16 @@ class Controller:
     def _stats(self, caller: Caller, message: GetStats) -> Stats:
         del caller, message
         ledger, space = self._ledger, self._space
-        used = ledger.blocks.used
-        return Stats(ledger.row_counts(), used, space.used - used, space.total, ledger.lost())
+        used, taken = ledger.blocks.used, space.used
+        return Stats(
+            ledger.row_counts(),
+            used,
+            max(0, taken - used),
+            space.total,
+            ledger.lost(),
+            ledger.columns(),
+            ledger.tasks(),
+        )
 
     # -- consuming
     def _wait_ready(self, caller: Caller, message: WaitReady) -> Rows | None:
@@ -446,6 +511,8 @@ class Controller:
     # -- storage
     def _settle(self) -> None:
         """Do what the last change made necessary: free memory, revoke leases, copy sparse blocks."""
+        if not self._ledger.blocks.unsettled:
+            return
         released = self._ledger.blocks.take_released()
         for ref in released:
             self._space.give(ref.span)

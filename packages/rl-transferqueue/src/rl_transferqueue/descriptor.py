@@ -12,29 +12,39 @@ class ControllerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """The controller of a plane."""
 
     address: str
-    """ZeroMQ endpoint."""
+    """`unix:<path of its socket>`."""
     process: ProcessId
     board_fd: int
     """Number of the board's file descriptor inside the controller's process."""
     board_bytes: int
+    control: str = ""
+    """ZeroMQ endpoint for clients of other hosts; empty: there is none."""
+    bulk: str = ""
+    """host:port of its bulk connections, see `bulk`; empty: there are none."""
 
 
 class UnitAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A storage unit of a plane."""
 
     address: str
-    """ZeroMQ endpoint."""
+    """`unix:<path of its socket>`."""
     process: ProcessId
     arena_fd: int
     """Number of the arena's file descriptor inside the unit's process."""
     arena_bytes: int
+    bulk: str = ""
+    """See ControllerAddress."""
 
 
 class PlaneDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Addresses of the processes of one plane; plain data, to be handed to other processes of the same user and host."""
+    """Addresses of the processes of one plane; plain data without secrets, to be handed to other processes."""
 
     controller: ControllerAddress
     units: tuple[UnitAddress, ...]
+    host: str
+    """`hosts.this_host` of the plane."""
+    shared_memory: bool
+    """False: clients on the same host use the network, too (`TransferQueueConfig.shared_memory`)."""
     timeout_s: float
     """Seconds a call may take where the caller names no deadline (`TransferQueueConfig.timeout_s`)."""
 

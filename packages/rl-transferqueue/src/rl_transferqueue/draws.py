@@ -16,8 +16,7 @@ from rl_protocol.meta import KVBatchMeta, Scalar
 from rl_protocol.ports import DataPlane
 from rl_transferqueue.samplers import Sampler
 
-SHARES = "shares"
-"""Column of a draw: the keys of each rank, as a list of lists."""
+_SHARES = "shares"
 
 
 def draws_of(partition: str) -> str:
@@ -111,14 +110,14 @@ class _Wish:
                 await self._plane.put(draws, [turn], tags=[{"turn": turn}], expect=[None])
             except ConflictError:
                 try:
-                    made = await self._plane.get(KVBatchMeta(partition=draws, keys=(turn,)), [SHARES])
-                    return made.objects(SHARES).row(0)
+                    made = await self._plane.get(KVBatchMeta(partition=draws, keys=(turn,)), [_SHARES])
+                    return made.objects(_SHARES).row(0)
                 except MissingDataError:
                     version = await self._change(draws, version, "somebody else is choosing", {"turn": turn})
                     continue
             try:
                 shares = await self.choose()
-                await self._plane.put(draws, [turn], BatchData({SHARES: ObjectColumn.from_values([shares])}))
+                await self._plane.put(draws, [turn], BatchData({_SHARES: ObjectColumn.from_values([shares])}))
             except BaseException:
                 await self._plane.clear(draws, [turn])  # another may choose
                 raise

@@ -20,6 +20,9 @@ import msgspec
 from rl_protocol.errors import ConfigError, PlaneLostError
 from rl_transferqueue.config import TransferQueueConfig
 from rl_transferqueue.descriptor import ControllerAddress, PlaneDescriptor, UnitAddress
+from rl_transferqueue.hosts import listen_address, this_host
+from rl_transferqueue.keys import load_key
+from rl_transferqueue.links import socket_path
 from rl_transferqueue.liveness import this_process
 from rl_transferqueue.serve import ControllerSpec, Ready, ServeConfig, UnitSpec
 
@@ -97,7 +100,7 @@ def start_local_plane(
         start_timeout_s: seconds until the processes must serve.
 
     Raises:
-        ConfigError: the path of `runtime_dir` is too long, or it is not there.
+        ConfigError: the path of `runtime_dir` is too long, or it is not there; the address to listen on can't be used, or needs a key.
         PlaneLostError: a process ended or was not up in time; carries the end of what it wrote.
     """
     private = _private_dir(runtime_dir)
@@ -114,20 +117,29 @@ def start_local_plane(
         first, *rest = [_wait_ready(child, deadline, start_timeout_s) for child in children]
         undo.pop_all()
     descriptor = PlaneDescriptor(
-        ControllerAddress(controller.address, first.process, first.memory_fd, first.memory_bytes),
-        tuple(UnitAddress(s.address, r.process, r.memory_fd, r.memory_bytes) for s, r in zip(units, rest, strict=True)),
+        ControllerAddress(
+            controller.address, first.process, first.memory_fd, first.memory_bytes, first.control, first.bulk
+        ),
+        tuple(
+            UnitAddress(spec.address, said.process, said.memory_fd, said.memory_bytes, said.bulk)
+            for spec, said in zip(units, rest, strict=True)
+        ),
+        this_host(),
+        config.shared_memory,
         config.timeout_s,
     )
     return LocalPlane(descriptor, children, private)
 
 
 def _specs(config: TransferQueueConfig, private: Path) -> tuple[ControllerSpec, list[UnitSpec]]:
+    listen = listen_address(config.listen, load_key()) if config.listen else ""
     units = [
-        UnitSpec(i, f"ipc://{private}/u{i}", config.unit_bytes, config.segment_mb << 20)
+        UnitSpec(i, socket_path(private, f"u{i}"), config.unit_bytes, config.segment_mb << 20, listen)
         for i in range(config.num_storage_units)
     ]
     addresses = tuple(unit.address for unit in units)
-    return ControllerSpec(f"ipc://{private}/c", addresses, config.unit_bytes, config.segment_mb << 20), units
+    segment = config.segment_mb << 20
+    return ControllerSpec(socket_path(private, "c"), addresses, config.unit_bytes, segment, listen), units
 
 
 def _private_dir(base: Path | None) -> Path:

@@ -1,85 +1,95 @@
-"""From block references to a batch: views of shared memory where the rows lie together, one gather where they do not.
-
-All memory that views refer to carries the anchor of its lease, see `leases`.
-"""
+"""From block references to a batch: views where the rows lie side by side in one block, one gather where they do not."""
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from rl_protocol.batch import BatchData
 from rl_protocol.columns import Column
-from rl_protocol.wire import Header, read_payload
-from rl_transferqueue.leases import Anchor
-from rl_transferqueue.messages import BlockRef, Located
+from rl_protocol.wire import Header
+from rl_transferqueue.gather import Part, gather
+from rl_transferqueue.messages import Located, Span
 from rl_transferqueue.table import Ints
 
 _header_decoder = msgspec.msgpack.Decoder(Header)
 
 
 @lru_cache(maxsize=4096)
-def _header(packed: bytes) -> Header:
+def unpack_header(packed: bytes) -> Header:
+    """The header of a block from its msgpack."""
     return _header_decoder.decode(packed)
 
 
-class _Leased(np.ndarray):
-    """Memory of a block that keeps its lease."""
+class Piece(NamedTuple):
+    """Some columns of some rows of one block."""
 
-    anchor: Anchor
+    span: Span
+    header: bytes
+    """msgpack of the block's rl_protocol.wire.Header."""
+    fields: tuple[str, ...]
+    rows: range | Ints
+    """Rows of the block: a range where they follow each other."""
+    positions: Ints
+    """Where each of them goes."""
 
 
-def block_memory(mapping: mmap.mmap, ref: BlockRef, nbytes: int, anchor: Anchor) -> memoryview:
-    """The payload of a block; whatever is made from it keeps the anchor."""
-    memory = np.frombuffer(mapping, np.uint8, nbytes, ref.span.offset).view(_Leased)
-    memory.anchor = anchor
-    return memory.data
+Source = Callable[[Piece], "tuple[BatchData, range | Ints]"]
+"""A batch with the columns of a piece, and which of its rows are meant."""
 
 
-def assemble(located: Located, fields: Sequence[str], mappings: Mapping[int, mmap.mmap], anchor: Anchor) -> BatchData:
-    """The columns `fields` as the controller located them; `mappings` holds the arena of each unit that is needed."""
+def pieces_of(located: Located, fields: Sequence[str]) -> list[list[Piece]]:
+    """What to read: per set of columns that lie at the same places one piece per block."""
+    return [_pieces(located, number, fields) for number in range(len(located.places))]
 
-    def opened(block: int, names: Sequence[str]) -> BatchData:
-        ref, header = located.blocks[block], _header(located.headers[located.header_of[block]])
-        return read_payload(header, block_memory(mappings[ref.span.unit], ref, header.payload, anchor), names)
 
+def assemble(
+    groups: Sequence[Sequence[Piece]], fields: Sequence[str], source: Source
+) -> tuple[BatchData, Callable[[], None], int]:
+    """The columns `fields` of all pieces, the function that fills what is not a view, and the bytes it will copy."""
     columns: dict[str, Column] = {}
-    for number, (packed_blocks, packed_rows) in enumerate(located.places):
-        names = [name for name, place in zip(fields, located.place_of, strict=True) if place == number]
-        blocks, rows = (np.frombuffer(packed, "<i4").astype(np.int64) for packed in (packed_blocks, packed_rows))
-        columns.update(_gather(blocks, rows, names, opened).columns)
-    return BatchData({name: columns[name] for name in fields})
+    fills: list[Callable[[], None]] = []
+    copied = 0
+    for pieces in groups:
+        found = [source(piece) for piece in pieces]
+        if len(found) == 1 and isinstance(found[0][1], range):
+            batch, rows = found[0]
+            columns.update((batch if len(rows) == len(batch) else batch.select_rows(rows)).columns)
+            continue
+        parts = [
+            Part(batch, np.asarray(rows, np.int64), piece.positions)
+            for (batch, rows), piece in zip(found, pieces, strict=True)
+        ]
+        batch, fill = gather(parts, sum(piece.positions.size for piece in pieces))
+        columns.update(batch.columns)
+        fills.append(fill)
+        copied += batch.nbytes
+
+    def fill_all() -> None:
+        for fill in fills:
+            fill()
+
+    return BatchData({name: columns[name] for name in fields}), fill_all, copied
 
 
-def _gather(
-    blocks: Ints, rows: Ints, names: Sequence[str], opened: Callable[[int, Sequence[str]], BatchData]
-) -> BatchData:
-    starts = np.flatnonzero(np.concatenate([[True], (np.diff(blocks) != 0) | (np.diff(rows) != 1)]))
-    used = np.unique(blocks)
-    if starts.size == used.size:  # rows of each block lie together: one copy, or none if there is but one block
-        stops = np.append(starts[1:], rows.size)
-        return BatchData.concat(
-            [
-                _span(opened(int(blocks[start]), names), int(rows[start]), int(stop - start))
-                for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
-            ]
-        )
+def _pieces(located: Located, number: int, fields: Sequence[str]) -> list[Piece]:
+    names = tuple(name for name, place in zip(fields, located.place_of, strict=True) if place == number)
+    blocks, rows = (np.frombuffer(packed, "<i4").astype(np.int64) for packed in located.places[number])
+
+    def piece(block: int, chosen: Ints, positions: Ints) -> Piece:
+        together = bool((np.diff(chosen) == 1).all())
+        span = range(int(chosen[0]), int(chosen[-1]) + 1) if together else chosen
+        return Piece(located.blocks[block].span, located.headers[located.header_of[block]], names, span, positions)
+
+    if blocks[0] == blocks[-1] and bool((blocks == blocks[0]).all()):
+        return [piece(int(blocks[0]), rows, np.arange(rows.size))]
     order = np.argsort(blocks, kind="stable")
-    bounds = np.searchsorted(blocks[order], used[1:])
-    parts = [
-        opened(block, names).select_rows(rows[positions])
-        for block, positions in zip(used.tolist(), np.split(order, bounds), strict=True)
+    used, bounds = np.unique(blocks[order], return_index=True)
+    return [
+        piece(block, rows[positions], positions)
+        for block, positions in zip(used.tolist(), np.split(order, bounds[1:]), strict=True)
     ]
-    if len(parts) == 1:
-        return parts[0]
-    back = np.empty_like(order)
-    back[order] = np.arange(order.size)
-    return BatchData.concat(parts).select_rows(back)
-
-
-def _span(batch: BatchData, start: int, size: int) -> BatchData:
-    return batch if start == 0 and size == len(batch) else batch.select_rows(range(start, start + size))

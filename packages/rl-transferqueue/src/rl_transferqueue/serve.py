@@ -6,6 +6,7 @@ removes the runtime directory: the parent may not be there to do it.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -13,10 +14,11 @@ import sys
 from typing import TypeAlias
 
 import msgspec
-import zmq
 
 from rl_protocol.errors import PlaneLostError
 from rl_transferqueue.controller import Controller
+from rl_transferqueue.hosts import Endpoints, listen_address
+from rl_transferqueue.keys import load_key
 from rl_transferqueue.liveness import ProcessId, open_pidfd, this_process
 from rl_transferqueue.storage import StorageUnit
 
@@ -30,6 +32,8 @@ class UnitSpec(msgspec.Struct, frozen=True, tag=True):
     address: str
     capacity: int
     segment: int
+    listen: str = ""
+    """Numeric address for clients of other hosts; empty: none."""
 
 
 class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
@@ -39,6 +43,8 @@ class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
     units: tuple[str, ...]
     unit_bytes: int
     segment: int
+    listen: str = ""
+    """See UnitSpec."""
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,6 +63,9 @@ class Ready(msgspec.Struct, frozen=True):
     memory_fd: int
     """What clients map: a unit's arena, the controller's board."""
     memory_bytes: int
+    control: str = ""
+    """See ControllerAddress."""
+    bulk: str = ""
 
 
 Role: TypeAlias = Controller | StorageUnit
@@ -64,10 +73,10 @@ Role: TypeAlias = Controller | StorageUnit
 
 def main(arguments: list[str]) -> int:
     """Serve until stdin or the parent ends; the exit status."""
+    gc.set_threshold(50_000, 20, 1_000_000)  # a full collection would look at every row there is, and finds no garbage
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = msgspec.json.decode(arguments[0], type=ServeConfig)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    role = _build(config.spec, context)
+    role = _build(config.spec)
     try:
         parent = open_pidfd(config.parent, "The parent")
     except PlaneLostError:
@@ -75,24 +84,30 @@ def main(arguments: list[str]) -> int:
     else:
         for fd in (sys.stdin.fileno(), parent):
             role.reactor.watch(fd, role.reactor.stop)
-        _say_ready(config.ready_fd, role)
+        _say_ready(config.ready_fd, role, _listen(role, config.spec.listen))
         log.info("serving %s", config.spec)
         role.reactor.run()
         os.close(parent)
     role.close()
-    context.term()
     shutil.rmtree(config.runtime_dir, ignore_errors=True)
     return 0
 
 
-def _build(spec: UnitSpec | ControllerSpec, context: zmq.Context[zmq.Socket[bytes]]) -> Role:
+def _build(spec: UnitSpec | ControllerSpec) -> Role:
     if isinstance(spec, UnitSpec):
-        return StorageUnit(context, spec.index, spec.address, spec.capacity, spec.segment)
-    return Controller(context, spec.address, spec.units, spec.unit_bytes, spec.segment)
+        return StorageUnit(spec.index, spec.address, spec.capacity, spec.segment)
+    return Controller(spec.address, spec.units, spec.unit_bytes, spec.segment)
 
 
-def _say_ready(fd: int, role: Role) -> None:
-    os.write(fd, msgspec.json.encode(Ready(this_process(), *role.shared_memory)))
+def _listen(role: Role, host: str) -> Endpoints:
+    if not host:
+        return Endpoints()
+    key = load_key()
+    return role.listen(listen_address(host, key), key)
+
+
+def _say_ready(fd: int, role: Role, endpoints: Endpoints) -> None:
+    os.write(fd, msgspec.json.encode(Ready(this_process(), *role.shared_memory, *endpoints)))
     os.close(fd)
 
 

@@ -135,9 +135,12 @@ class Space:
         if span.unit in self._free:
             self._free[span.unit].give(span.offset, span.nbytes)
 
-    def end_session(self, session: bytes) -> None:
-        """Free what the session reserved and did not commit."""
-        for gap in self._gaps.pop(session, ()):
+    def end_session(self, session: bytes, unit: int | None = None) -> None:
+        """Free what the session reserved, of one unit or of all, and did not commit."""
+        gaps = self._gaps.get(session, [])
+        ended = [gap for gap in gaps if unit in (None, gap.unit)]
+        self._keep(session, [gap for gap in gaps if gap not in ended])
+        for gap in ended:
             self.give(Span(gap.unit, gap.start, gap.stop - gap.start))
 
     def holders(self) -> Sequence[bytes]:
@@ -169,7 +172,11 @@ class Space:
         gap = self._find(session, span)
         if gap is None:
             return False
-        rest = [_Gap(gap.unit, gap.start, span.offset), _Gap(gap.unit, span.offset + span.nbytes, gap.stop)]
+        stop = span.offset + span.nbytes
+        if gap.start == span.offset and stop < gap.stop:  # a reserve is used from its beginning
+            gap.start = stop
+            return True
+        rest = [_Gap(gap.unit, gap.start, span.offset), _Gap(gap.unit, stop, gap.stop)]
         others = [other for other in self._gaps[session] if other is not gap]
         self._keep(session, [*others, *(part for part in rest if part.stop > part.start)])
         return True

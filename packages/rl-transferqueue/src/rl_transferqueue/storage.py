@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
-import zmq
 
 from rl_protocol.errors import WireError
 from rl_protocol.wire import Header, plan, plan_rows, read_payload, write_payload
 from rl_transferqueue.arena import Arena
+from rl_transferqueue.bulk_server import BulkServer
+from rl_transferqueue.hosts import Endpoints, endpoint
+from rl_transferqueue.keys import PlaneKey
 from rl_transferqueue.liveness import this_process
 from rl_transferqueue.messages import (
     CONTROLLER,
     Copy,
     Done,
+    Fence,
     Introduce,
     Introduced,
     Measure,
@@ -31,20 +34,24 @@ _header_decoder = msgspec.msgpack.Decoder(Header)
 class StorageUnit:
     """State and handlers of one unit. It holds bytes and knows nothing about them: whose they are is the controller's business."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], index: int, address: str, capacity: int, segment: int
-    ) -> None:
+    def __init__(self, index: int, address: str, capacity: int, segment: int) -> None:
         self.reactor = Reactor(idle=self._populate)
         self.arena = Arena(capacity)
         self._index = index
         self._segment = segment
         self._populated = 0
         self._wanted = segment
+        self._bulk: BulkServer | None = None
         self.server = Server(
             self.reactor,
-            context,
             address,
-            {Introduce: self._introduce, Populate: self._want, Measure: self._measure, Copy: self._copy},
+            {
+                Introduce: self._introduce,
+                Fence: self._fence,
+                Populate: self._want,
+                Measure: self._measure,
+                Copy: self._copy,
+            },
         )
 
     @property
@@ -52,13 +59,26 @@ class StorageUnit:
         """File descriptor and bytes of what clients map."""
         return self.arena.fd, len(self.arena.memory)
 
+    def listen(self, host: str, key: PlaneKey) -> Endpoints:
+        """Also serve clients of other hosts."""
+        self._bulk = BulkServer(self.reactor, host, key, memoryview(self.arena.memory))
+        return Endpoints(bulk=endpoint(host, self._bulk.port))
+
     def close(self) -> None:
-        """Close the socket; the arena ends with the process."""
+        """Close the sockets; the arena ends with the process."""
         self.server.close()
+        if self._bulk is not None:
+            self._bulk.close()
 
     def _introduce(self, caller: Caller, message: Introduce) -> Introduced:
         del caller, message
         return Introduced(this_process())
+
+    def _fence(self, caller: Caller, message: Fence) -> Done:
+        _check_controller(caller)
+        if self._bulk is not None:
+            self._bulk.fence(message.session, message.span, message.serial)
+        return Done()
 
     def _want(self, caller: Caller, message: Populate) -> None:
         _check_controller(caller)

@@ -21,8 +21,6 @@ from rl_protocol.errors import WireError
 from rl_protocol.meta import KVBatchMeta, Tag
 from rl_transferqueue.client import Client
 from rl_transferqueue.compat.core import Core
-from rl_transferqueue.compat.lookups import names_of
-from rl_transferqueue.draws import SHARES, draws_of
 
 ROWS_FILE = "controller_state.msgpack"
 INDEX_FILE = "storage_state.msgpack"
@@ -49,8 +47,8 @@ class SavedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 async def save_rows(core: Core, path: Path) -> None:
     """Write rows, tags and consumption of all partitions to one file."""
-    partitions = (await core.plane.stats()).rows
-    saved = [await _saved(core.plane, name, await core.lookups.names(name, "task")) for name in partitions]
+    stats = await core.plane.stats()
+    saved = [await _saved(core.plane, name, stats.tasks.get(name, ())) for name in stats.rows]
     await asyncio.to_thread(path.write_bytes, msgspec.msgpack.encode(saved))
 
 
@@ -74,8 +72,7 @@ async def load_rows(core: Core, path: Path) -> None:
     """
     saved = _decode(await asyncio.to_thread(path.read_bytes), list[SavedPartition], path)
     for name in (await core.plane.stats()).rows:
-        if not name.endswith(names_of("")):
-            await core.plane.clear(name)
+        await core.plane.clear(name)
     for part in saved:
         await core.plane.put(part.name, part.keys, tags=part.tags)
         for task, places in part.consumed.items():
@@ -85,9 +82,9 @@ async def load_rows(core: Core, path: Path) -> None:
 async def save_columns(core: Core, folder: Path) -> None:
     """Write the columns of all partitions to files of a folder."""
     index: list[SavedFile] = []
-    for name in (await core.plane.stats()).rows:
-        fields_known = [SHARES] if name.endswith(draws_of("")) else await core.lookups.names(name, "field")
-        for rows, fields in await _alike(core.plane, name, fields_known):
+    stats = await core.plane.stats()
+    for name in stats.rows:
+        for rows, fields in await _alike(core.plane, name, stats.columns.get(name, ())):
             for start in range(0, len(rows), _ROWS_PER_FILE):
                 part = rows.slice(start, min(start + _ROWS_PER_FILE, len(rows)))
                 file = f"storage_{len(index):05d}.batch"

@@ -22,14 +22,13 @@ from rl_transferqueue.client import Client
 from rl_transferqueue.compat.convert import parsed, schema_of, to_batch, to_tensordict
 from rl_transferqueue.compat.errors import KeyNotFoundError, NotReadyError, StorageKeyNotFoundError
 from rl_transferqueue.compat.fetching import Settings, fetch
-from rl_transferqueue.compat.lookups import Lookups, names_of
 from rl_transferqueue.compat.meta import BatchMeta, Meta
 from rl_transferqueue.draws import draws_of
 
 _UNNAMED = "\x00"
 """First character of the keys of rows that the user gave none."""
 _KEY = "key"
-_OWN = (draws_of(""), names_of(""))
+_DRAWS = draws_of("")
 """How the names of partitions end that users do not see."""
 
 Parser = Callable[[dict[str, Any]], object]
@@ -41,7 +40,6 @@ class Core:
     def __init__(self, plane: Client, settings: Settings) -> None:
         self.plane = plane
         self.settings = settings
-        self.lookups = Lookups(plane)
 
     # -- rows by key
     async def put_rows(
@@ -56,10 +54,8 @@ class Core:
         if fields is not None:
             fields = parsed(fields, data_parser) if data_parser is not None else fields
         batch = to_batch(fields) if fields is not None else None
-        if batch is not None:
-            await self.lookups.add(partition, "field", batch.field_names)
         await self.plane.put(partition, keys, batch, tags=tags)
-        return (await self.lookups.rows(partition, keys))[0]
+        return await self.plane.list_rows(partition, keys=keys)
 
     async def get_rows(self, keys: Sequence[str], partition: str, select_fields: Sequence[str] | None) -> TensorDict:
         """Fields of named rows.
@@ -75,7 +71,12 @@ class Core:
 
     async def _all_fields(self, partition: str, keys: Sequence[str]) -> list[str]:
         """Columns of the rows, which must agree in them."""
-        rows, partly = await self.lookups.rows(partition, keys)
+        rows = await self.plane.list_rows(partition, keys=keys)
+        others = sorted(set((await self.plane.stats()).columns.get(partition, ())) - set(rows.fields))
+        status = await self.plane.production_status(partition, fields=others)
+        mine = set(keys)
+        has: list[list[bool]] = [f for key, f in zip(status.keys, status.flags.tolist(), strict=True) if key in mine]
+        partly = [name for place, name in enumerate(others) if any(flags[place] for flags in has)]
         if partly:
             raise StorageKeyNotFoundError(
                 f"Only some of the {len(keys)} rows of partition {partition!r} have {partly}; select the fields you mean."
@@ -84,7 +85,7 @@ class Core:
 
     async def list_partitions(self) -> list[str]:
         """Partitions that have rows."""
-        return [name for name in (await self.plane.stats()).rows if not name.endswith(_OWN)]
+        return [name for name in (await self.plane.stats()).rows if not name.endswith(_DRAWS)]
 
     async def kv_list(self, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
         """partition -> key -> tags."""
@@ -104,7 +105,7 @@ class Core:
         if create:
             await self.plane.put(partition_id, names, tags=[{}] * len(names))
         try:
-            rows, _ = await self.lookups.rows(partition_id, names)
+            rows = await self.plane.list_rows(partition_id, keys=names)
         except MissingDataError as error:
             raise StorageKeyNotFoundError(error.message) from error
         return await self._describe(rows, rows.fields)
@@ -155,7 +156,6 @@ class Core:
                 f"mode must be fetch (with a task_name), insert or force_fetch; got {mode!r}, task {task_name!r}."
             )
         try:
-            await self.lookups.add(partition_id, "task", [task_name])
             rows = await fetch(
                 self.plane, self.settings, data_fields, batch_size, partition_id, task_name, sampling_config or {}
             )
@@ -211,7 +211,6 @@ class Core:
         for partition, places in _by_partition(metadata).items():
             rows = await self._rows(metadata, partition, places)
             tags = [metadata.custom_meta[place] for place in places]
-            await self.lookups.add(partition, "field", batch.field_names)
             await self._store(rows, batch.select_rows(places), tags)
         return metadata.add_fields(data)
 

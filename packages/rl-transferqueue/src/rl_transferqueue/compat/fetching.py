@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from rl_protocol.errors import ConflictError, MissingDataError, PlaneTimeout
@@ -93,7 +93,7 @@ async def fetch(
     asked = _Asked(sampler, count, told, ranks)
     shares = await draw(plane, asked, partition, task=task, count=count, fields=fields, turn=turn, timeout_s=seconds)
     mine = shares[list(ranks).index(rank)]
-    return replace((await plane.list_rows(partition)).select_keys(mine.keys), fields=mine.fields)
+    return await plane.list_rows(partition, keys=mine.keys)
 
 
 async def _sample_alone(

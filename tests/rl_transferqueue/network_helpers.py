@@ -1,0 +1,69 @@
+"""What the tests of planes without shared memory have in common."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from rl_protocol import BatchData, dense
+from rl_transferqueue import PlaneDescriptor, TransferQueueConfig
+from rl_transferqueue.bulk_server import BulkServer
+from rl_transferqueue.keys import PlaneKey
+from rl_transferqueue.reactor import Reactor
+
+MIB = 1 << 20
+SMALL = TransferQueueConfig(num_storage_units=1, capacity_mb=8, segment_mb=1, listen="127.0.0.2", shared_memory=False)
+NO_KEY = PlaneKey(b"")
+
+
+def rows_of(value: int, nbytes: int) -> BatchData:
+    return BatchData({"x": dense(np.full((1, nbytes), value, np.uint8))})
+
+
+OTHER_CLIENT = """
+import asyncio, sys
+from pathlib import Path
+import numpy as np
+from rl_protocol import BatchData, dense
+from rl_transferqueue import PlaneDescriptor, connect
+
+async def main():
+    async with await connect(PlaneDescriptor.from_json(sys.argv[1])) as client:
+        meta = await client.put("p", ["a", "b"], BatchData({"x": dense(np.arange(1 << 17).reshape(2, -1))}))
+        got = (await client.get(meta.select_rows([1]))).dense("x").values
+        assert got.tolist() == [list(range(1 << 16, 1 << 17))]
+        await client.clear("p")
+        print("rl-transferqueue (deleted)" in Path("/proc/self/maps").read_text())
+
+asyncio.run(main())
+"""
+
+
+def other_client(descriptor: PlaneDescriptor, *prefix: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [*prefix, sys.executable, "-W", "error", "-c", OTHER_CLIENT, descriptor.to_json()]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environment}
+    )
+
+
+@contextmanager
+def served(key: PlaneKey) -> Iterator[BulkServer]:
+    reactor = Reactor()
+    server = BulkServer(reactor, "127.0.0.1", key)
+    stop, stopped = os.pipe()
+    reactor.watch(stop, reactor.stop)
+    thread = threading.Thread(target=reactor.run)
+    thread.start()
+    try:
+        yield server
+    finally:
+        os.close(stopped)
+        thread.join()
+        os.close(stop)
+        server.close()
