@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from rl_protocol import BatchData, BatchError, KVBatchMeta, PlaneLostError, PlaneTimeout, RolloutError, dense
@@ -301,3 +304,44 @@ def test_a_lost_plane_ends_every_wait() -> None:
 
     with start_local_plane(TransferQueueConfig(num_storage_units=1, capacity_mb=8, segment_mb=1)) as plane:
         asyncio.run(main(plane))
+
+
+WORKER = """
+import asyncio, os, signal, sys
+import msgspec
+from rl_protocol import BatchData, dense
+from rl_transferqueue import PlaneDescriptor, connect
+from rl_transferqueue.groups import Lease
+from rl_transferqueue.replay import settle
+
+async def main():
+    lease = msgspec.json.decode(sys.argv[2], type=Lease)
+    client = await connect(PlaneDescriptor.from_json(sys.argv[1]))
+    await settle(client, lease, lease.sessions[0], BatchData({"score": dense([1.0])}))
+    await client.put(lease.partition, [f"a/{lease.sessions[1]}/0"], tags=[{"uid": "a", "attempt": 0}])  # half a session
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_a_worker_that_is_killed_leaves_nothing_in_the_batch(plane: LocalPlane) -> None:
+    async def main() -> None:
+        async with await connect(plane.descriptor) as client:
+            config = ReplayConfig(groups_per_version=1, lease_s=4.0)
+            async with ReplayBuffer(client, "p", config) as buffer:
+                await buffer.add(["a"], 2)
+                (lease,) = await buffer.lease(1, version=0, timeout_s=5)
+                arguments = ["-c", WORKER, plane.descriptor.to_json(), msgspec.json.encode(lease).decode()]
+                worker = await asyncio.create_subprocess_exec(sys.executable, *arguments)
+                assert await worker.wait() == -signal.SIGKILL
+                (again,) = await buffer.lease(1, version=0, timeout_s=20)
+                assert again.attempt == 1
+                await settle_all(client, again)
+                meta = await buffer.take(1, version=0, timeout_s=5)
+                assert meta.keys == ("a/2/0", "a/3/0")
+                assert (await client.list_rows("p")).keys == meta.keys
+                await buffer.commit(["a"])
+            assert await left(client) == {}
+
+    asyncio.run(main())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
 from rl_protocol.ports import DataPlane
@@ -24,6 +26,10 @@ class Portal:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rl-transferqueue-portal", daemon=True)
         self._thread.start()
 
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine there without waiting for it; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine there and wait for it; an interrupt here cancels it there.
 
@@ -35,7 +41,7 @@ class Portal:
             raise RuntimeError(
                 "A blocking call inside the portal's own loop would wait for itself; await the async one."
             )
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = self.submit(coroutine)
         try:
             return future.result()
         except BaseException:
@@ -45,6 +51,7 @@ class Portal:
     def blocking(self, method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
         """The sync twin of an async method, with the same arguments."""
 
+        @functools.wraps(method)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             return self.run(method(*args, **kwargs))
 

@@ -167,7 +167,7 @@ class ReplayBuffer:
             timeout_s,
         )
         keys = [RowKey(g.uid, session, i).text for g in groups for session in g.good for i in range(g.settled[session])]
-        return (await self._plane.list_rows(self._partition)).select_keys(keys)
+        return await self._plane.list_rows(self._partition, keys=keys)
 
     async def commit(self, uids: Sequence[str]) -> None:
         """Groups that were taken and are trained on: they, and all their rows, are cleared.

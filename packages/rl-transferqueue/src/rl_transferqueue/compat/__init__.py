@@ -1,0 +1,97 @@
+"""The API of TransferQueue 0.1.11: `import rl_transferqueue.compat as tq`. Needs the extra `[compat]` (torch, tensordict); no Ray.
+
+Names, arguments and meaning are those of 0.1.11. What differs, and why:
+
+| 0.1.11                                                      | here                                                                      |
+|-------------------------------------------------------------|---------------------------------------------------------------------------|
+| Ray hosts the plane; one per cluster                        | `init` starts it on this host; others attach by RL_TRANSFERQUEUE_PLANE,   |
+|                                                             | or by a named actor where Ray runs                                        |
+| reads drop rows and fields that are not there               | StorageKeyNotFoundError (KeyError, ValueError) names them                 |
+| "all fields" of rows that differ: those they share          | StorageKeyNotFoundError names the fields that only some have              |
+| a put the controller refuses is reported as done            | raises, and stores nothing                                                |
+| BatchMeta.select_fields drops unknown names                 | FieldNotFoundError (KeyError)                                             |
+| put through metadata of cleared rows brings them back       | StorageKeyNotFoundError                                                   |
+| global_indexes are used again                               | never; they start at 1                                                    |
+| get_meta sleeps in the controller, for all clients          | waits for the event; `controller.fetch_timeout_s`, NotReadyError          |
+| samplers run in the controller                              | in the asking process; row claims are atomic, and what was decided for a  |
+|                                                             | (dp_rank, batch_index) is kept in the plane for all processes             |
+| data_parser is shipped by cloudpickle to the storage        | runs in the process that puts                                             |
+| non-tensor values may be pickled                            | numbers, strings, bytes, tensors, arrays, and lists and dicts of them;    |
+|                                                             | others raise SchemaError                                                  |
+| tags may hold anything                                      | bool, int, float, str, None                                               |
+| total_storage_size bounds rows, and puts beyond it raise    | ignored; `rl_transferqueue.capacity_mb` bounds bytes, and puts wait       |
+| checkpoints are pickles, and need the same number of units  | msgpack and wire format 1, any number of units; row numbers are new       |
+| StreamingDataset polls and keeps every batch                | waits for the event and keeps what `step` has not released                |
+"""
+
+from rl_transferqueue.compat.client import AsyncTransferQueueClient, TransferQueueClient
+from rl_transferqueue.compat.errors import (
+    FieldNotFoundError,
+    KeyNotFoundError,
+    NotInitializedError,
+    NotReadyError,
+    StorageKeyNotFoundError,
+)
+from rl_transferqueue.compat.kv import (
+    async_kv_batch_get,
+    async_kv_batch_get_by_meta,
+    async_kv_batch_put,
+    async_kv_clear,
+    async_kv_list,
+    async_kv_put,
+    kv_batch_get,
+    kv_batch_get_by_meta,
+    kv_batch_put,
+    kv_clear,
+    kv_list,
+    kv_put,
+    load_checkpoint,
+    save_checkpoint,
+)
+from rl_transferqueue.compat.meta import BatchMeta, KVBatchMeta
+from rl_transferqueue.compat.runtime import close, get_client, get_metrics_endpoint, init
+from rl_transferqueue.compat.samplers import (
+    BaseSampler,
+    GRPOGroupNSampler,
+    RankAwareSampler,
+    SeqlenBalancedSampler,
+    SequentialSampler,
+)
+from rl_transferqueue.compat.streaming import StreamingDataLoader, StreamingDataset
+
+__all__ = [
+    "AsyncTransferQueueClient",
+    "BaseSampler",
+    "BatchMeta",
+    "FieldNotFoundError",
+    "GRPOGroupNSampler",
+    "KVBatchMeta",
+    "KeyNotFoundError",
+    "NotInitializedError",
+    "NotReadyError",
+    "RankAwareSampler",
+    "SeqlenBalancedSampler",
+    "SequentialSampler",
+    "StorageKeyNotFoundError",
+    "StreamingDataLoader",
+    "StreamingDataset",
+    "TransferQueueClient",
+    "async_kv_batch_get",
+    "async_kv_batch_get_by_meta",
+    "async_kv_batch_put",
+    "async_kv_clear",
+    "async_kv_list",
+    "async_kv_put",
+    "close",
+    "get_client",
+    "get_metrics_endpoint",
+    "init",
+    "kv_batch_get",
+    "kv_batch_get_by_meta",
+    "kv_batch_put",
+    "kv_clear",
+    "kv_list",
+    "kv_put",
+    "load_checkpoint",
+    "save_checkpoint",
+]

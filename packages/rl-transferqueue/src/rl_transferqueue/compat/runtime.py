@@ -1,0 +1,255 @@
+"""init, close and get_client: the plane and the one client of this process.
+
+The process that calls `init` first starts a plane on this host and tells others where it is in two ways: the environment variable
+RL_TRANSFERQUEUE_PLANE (JSON), which processes started from then on inherit, and, if Ray is running in this process, a named Ray actor as in
+0.1.11. Every other process, when it calls `init` or its first operation, attaches to that plane. It ends with `close` in the process that
+started it, or with that process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any, cast
+
+import msgspec
+
+from rl_protocol.errors import ConfigError, PlaneLostError, WireError
+from rl_transferqueue.compat import discovery
+from rl_transferqueue.compat.client import TransferQueueClient
+from rl_transferqueue.compat.errors import NotInitializedError
+from rl_transferqueue.compat.fetching import Settings
+from rl_transferqueue.compat.samplers import (
+    BaseSampler,
+    GRPOGroupNSampler,
+    RankAwareSampler,
+    SeqlenBalancedSampler,
+    SequentialSampler,
+)
+from rl_transferqueue.config import TransferQueueConfig
+from rl_transferqueue.descriptor import PlaneDescriptor
+from rl_transferqueue.launch import LocalPlane, start_local_plane
+
+logger = logging.getLogger(__name__)
+
+PLANE_VARIABLE = "RL_TRANSFERQUEUE_PLANE"
+_SAMPLERS = {
+    kind.__name__: kind for kind in (SequentialSampler, GRPOGroupNSampler, RankAwareSampler, SeqlenBalancedSampler)
+}
+_SAMPLER_SIZES = ("n_samples_per_prompt", "dp_size")
+_DEFAULTS: Mapping[str, Any] = {
+    "metrics": {"enabled": False, "port": 0},
+    "controller": {"sampler": "SequentialSampler", "polling_mode": False, "fetch_timeout_s": 5.0, "zmq_info": None},
+    "backend": {
+        "storage_backend": "SimpleStorage",
+        "SimpleStorage": {"total_storage_size": None, "num_data_storage_units": 2},
+    },
+    "rl_transferqueue": {"capacity_mb": 1024},
+}
+
+
+class Announcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What other processes must know of a plane."""
+
+    descriptor: PlaneDescriptor
+    sampler: str
+    """Class of the sampler; "" if it is the user's own, which each process must be given by its own `init`."""
+    sizes: dict[str, int]
+    polling_mode: bool
+    fetch_timeout_s: float
+
+
+class Conf(dict[str, Any]):
+    """A configuration that can be read by attribute or by item."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"No setting {name!r}; there are {', '.join(self)}.") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+class _Process:
+    """What this process holds. A forked child starts with nothing and attaches anew."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.client: TransferQueueClient | None = None
+        self.plane: LocalPlane | None = None
+        self.notice: discovery.Notice | None = None
+        self.sampler: BaseSampler | None = None
+
+
+_lock = threading.RLock()
+_processes: dict[int, _Process] = {}
+
+
+def _here() -> _Process:
+    return _processes.setdefault(os.getpid(), _Process())
+
+
+def init(conf: Any = None) -> Conf:
+    """Attach to the plane there is, or start one.
+
+    Args:
+        conf: settings to lay over the defaults, any mapping (OmegaConf too), as in 0.1.11. Used: `controller.sampler` (a name, a class or an
+            instance), `controller.polling_mode`, `backend.SimpleStorage.num_data_storage_units`; `total_storage_size` (rows) is ignored, the bound
+            is in bytes: `rl_transferqueue.capacity_mb` and the other fields of TransferQueueConfig.
+
+    Returns:
+        All settings; `controller.zmq_info` is the descriptor as JSON, for TransferQueueClient and StreamingDataset.
+
+    Raises:
+        ConfigError: a setting that can't be honoured.
+    """
+    merged = _merge(_DEFAULTS, conf if conf is not None else {})
+    with _lock:
+        here = _here()
+        here.sampler = _own_sampler(merged) or here.sampler
+        if here.client is None and not _attach(here):
+            _start(here, merged)
+        assert here.client is not None
+        merged["controller"]["zmq_info"] = here.client.descriptor.to_json()
+        return merged
+
+
+def get_client() -> TransferQueueClient:
+    """The client of this process; attaches to the plane if there is one.
+
+    Raises:
+        NotInitializedError: `init` was called nowhere this process can see.
+    """
+    here = _here()
+    if here.client is None:
+        with _lock:
+            if here.client is None and not _attach(here):
+                raise NotInitializedError(
+                    f"There is no plane: call init() first. Processes that are not children of the one that did need {PLANE_VARIABLE} set as it "
+                    "is there, or Ray."
+                )
+    assert here.client is not None
+    return here.client
+
+
+def get_metrics_endpoint() -> str | None:
+    """host:port of the Prometheus endpoint; None while metrics are not enabled."""
+    return None
+
+
+def close() -> None:
+    """Close this process's client; in the process that started the plane, end the plane and with it all data. Safe to call twice."""
+    with _lock:
+        here = _here()
+        client, plane, notice = here.client, here.plane, here.notice
+        here.client = here.plane = here.notice = here.sampler = None
+        if client is not None:
+            client.close()
+        if plane is not None:
+            os.environ.pop(PLANE_VARIABLE, None)
+            plane.close()
+        if notice is not None:
+            notice.withdraw()
+
+
+def settings_of(conf: Any) -> Settings:
+    """How a configuration (what `init` returned, or was given) says rows are fetched."""
+    merged = _merge(_DEFAULTS, conf)
+    return Settings(
+        sampler=_own_sampler(merged) or _named_sampler(merged),
+        polling_mode=bool(merged.controller.polling_mode),
+        fetch_timeout_s=float(merged.controller.fetch_timeout_s),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- inner
+def _attach(here: _Process) -> bool:
+    """Connect to an announced plane that is alive."""
+    text = os.environ.get(PLANE_VARIABLE) or discovery.find()
+    if not text:
+        return False
+    try:
+        told = msgspec.json.decode(text, type=Announcement)
+    except msgspec.DecodeError as error:
+        raise WireError(f"{PLANE_VARIABLE} does not describe a plane: {error}.") from error
+    sampler = here.sampler
+    if sampler is None and told.sampler:
+        sampler = _SAMPLERS[told.sampler](**told.sizes)
+    settings = Settings(polling_mode=told.polling_mode, fetch_timeout_s=told.fetch_timeout_s)
+    if sampler is not None:
+        settings.sampler = sampler
+    try:
+        here.client = _client(told.descriptor, settings)
+    except PlaneLostError:
+        logger.info("The plane named by %s is gone.", PLANE_VARIABLE)
+        return False
+    return True
+
+
+def _start(here: _Process, conf: Conf) -> None:
+    settings = settings_of(conf)
+    plane = start_local_plane(_plane_config(conf))
+    kind = type(settings.sampler).__name__
+    known = kind if _SAMPLERS.get(kind) is type(settings.sampler) else ""
+    sizes = {name: value for name, value in vars(settings.sampler).items() if known and name in _SAMPLER_SIZES}
+    told = Announcement(plane.descriptor, known, sizes, settings.polling_mode, settings.fetch_timeout_s)
+    text = msgspec.json.encode(told).decode()
+    here.notice = discovery.announce(text)
+    if here.notice is None:  # another process was faster
+        plane.close()
+        if not _attach(here):
+            raise NotInitializedError(
+                "Another process has announced a plane at the same time, and it is gone already; call init() again."
+            )
+        return
+    os.environ[PLANE_VARIABLE] = text
+    here.plane = plane
+    here.client = _client(plane.descriptor, settings)
+
+
+def _client(descriptor: PlaneDescriptor, settings: Settings) -> TransferQueueClient:
+    return TransferQueueClient(f"TransferQueueClient_{os.getpid()}", descriptor, settings=settings)
+
+
+def _plane_config(conf: Conf) -> TransferQueueConfig:
+    if conf.backend.storage_backend != "SimpleStorage":
+        raise ConfigError(f"backend.storage_backend must be SimpleStorage; got {conf.backend.storage_backend!r}.")
+    if conf.metrics.enabled:
+        raise ConfigError("metrics.enabled: there is no Prometheus endpoint yet; set it to false.")
+    units = conf.backend.SimpleStorage.num_data_storage_units
+    own: Mapping[str, Any] = {"num_storage_units": units} | conf["rl_transferqueue"]
+    try:
+        return TransferQueueConfig(**own)
+    except TypeError as error:
+        raise ConfigError(f"The section rl_transferqueue has a setting that is not known: {error}.") from error
+
+
+def _own_sampler(conf: Conf) -> BaseSampler | None:
+    """A sampler given as an object or a class; None: it was named."""
+    given = conf.controller.sampler
+    if isinstance(given, type) and issubclass(given, BaseSampler):
+        return given()
+    return given if isinstance(given, BaseSampler) else None
+
+
+def _named_sampler(conf: Conf) -> BaseSampler:
+    name = conf.controller.sampler
+    if name not in _SAMPLERS:
+        raise ConfigError(f"controller.sampler must be a BaseSampler or one of {', '.join(_SAMPLERS)}; got {name!r}.")
+    return _SAMPLERS[name]()
+
+
+def _merge(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Conf:
+    merged = Conf({name: _merge(v, {}) if isinstance(v, Mapping) else v for name, v in defaults.items()})
+    for name in given:
+        value = given[name]
+        if hasattr(value, "keys"):
+            base = merged.get(name)
+            merged[name] = _merge(cast("Mapping[str, Any]", base) if isinstance(base, Mapping) else {}, value)
+        else:
+            merged[name] = value
+    return merged

@@ -1,0 +1,219 @@
+"""StreamingDataset and StreamingDataLoader of 0.1.11; `rl_transferqueue.streaming` is the native way."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
+
+from tensordict import TensorDict
+from torch.utils.data import DataLoader, IterableDataset
+
+from rl_protocol.errors import BatchError
+from rl_transferqueue.compat.client import TransferQueueClient
+from rl_transferqueue.compat.convert import to_batch, to_tensordict
+from rl_transferqueue.compat.errors import NotReadyError
+from rl_transferqueue.compat.meta import BatchMeta
+from rl_transferqueue.compat.runtime import settings_of
+
+Fetched: TypeAlias = tuple[TensorDict, BatchMeta]
+
+
+class StreamingDataset(IterableDataset[Fetched]):
+    """The batches of one data-parallel rank in micro-batches, as they become ready. Batches are kept, and given again after `reset`, until `step`.
+
+    Args:
+        config: what `init` returned.
+        batch_size: rows to fetch at once.
+        micro_batch_size: rows to give at once.
+        data_fields: fields to read.
+        partition_id: where the rows are.
+        task_name: whoever must not be handed a row twice.
+        dp_rank: processes with the same number get the same rows; use the RankAwareSampler.
+        should_check_consumption_status: end when the task has consumed the whole partition; else there is no end.
+        fetch_batch_fn: replaces `default_fetch_batch_fn`; returns (None, meta) when there is nothing yet.
+        process_batch_fn: replaces `chunk_batch_fn`.
+        timeout_s: longest time without data; 0.1.11 waits without end.
+
+    Raises:
+        BatchError: a number out of range, or no fields.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        batch_size: int,
+        micro_batch_size: int,
+        data_fields: list[str],
+        partition_id: str,
+        task_name: str,
+        dp_rank: int,
+        should_check_consumption_status: bool = False,
+        fetch_batch_fn: Callable[..., tuple[TensorDict | None, BatchMeta]] | None = None,
+        process_batch_fn: Callable[..., Iterable[Fetched]] | None = None,
+        *,
+        timeout_s: float = 600.0,
+    ) -> None:
+        super().__init__()
+        if micro_batch_size < 1 or dp_rank < 0 or not data_fields:
+            raise BatchError(
+                f"micro_batch_size must be at least 1, dp_rank at least 0, and data_fields not empty; got {micro_batch_size}, {dp_rank}, "
+                f"{data_fields}."
+            )
+        self.config = config
+        self.batch_size = batch_size
+        self.micro_batch_size = micro_batch_size
+        self.data_fields = data_fields
+        self.partition_id = partition_id
+        self.task_name = task_name
+        self.dp_rank = dp_rank
+        self.should_check_consumption_status = should_check_consumption_status
+        self.fetch_batch_fn = fetch_batch_fn or default_fetch_batch_fn
+        self.process_batch_fn = process_batch_fn or chunk_batch_fn
+        self.timeout_s = timeout_s
+        self.sampling_config: dict[str, Any] = {"dp_rank": dp_rank, "task_name": task_name}
+        self.buffer: list[Fetched] = []
+        self.batch_index = 0
+        self._client: tuple[int, TransferQueueClient] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_client": None}
+
+    def __iter__(self) -> Iterator[Fetched]:
+        """Micro-batch after micro-batch.
+
+        Raises:
+            NotReadyError: no data for `timeout_s` seconds.
+        """
+        client = self._connected()
+        deadline = time.monotonic() + self.timeout_s
+        while self.batch_index < len(self.buffer) or not self._finished(client):
+            if self.batch_index < len(self.buffer):
+                batch = self.buffer[self.batch_index]
+                self.batch_index += 1
+                yield from self.process_batch_fn(*batch, micro_batch_size=self.micro_batch_size)
+                deadline = time.monotonic() + self.timeout_s
+                continue
+            data, meta = self._fetch(client)
+            if data is not None:
+                self.buffer.append((data, meta))
+            elif time.monotonic() > deadline:
+                raise NotReadyError(
+                    f"Task {self.task_name!r} got no {self.batch_size} rows of partition {self.partition_id!r} within {self.timeout_s:g} s."
+                )
+
+    def reset(self) -> None:
+        """Begin again with the batches that were fetched."""
+        self.batch_index = 0
+
+    def step(self, partition_id: str) -> None:
+        """Go to another partition; batches of the former are released."""
+        self.buffer = []
+        self.batch_index = 0
+        self.partition_id = partition_id
+
+    def _connected(self) -> TransferQueueClient:
+        pid = os.getpid()
+        if self._client is None or self._client[0] != pid:  # a forked worker needs its own
+            settings = settings_of(self.config)
+            settings.polling_mode = False
+            client = TransferQueueClient(
+                f"StreamingDataset_{pid}", self.config["controller"]["zmq_info"], settings=settings
+            )
+            self._client = pid, client
+        return self._client[1]
+
+    def _finished(self, client: TransferQueueClient) -> bool:
+        return self.should_check_consumption_status and client.check_consumption_status(
+            self.task_name, self.partition_id
+        )
+
+    def _fetch(self, client: TransferQueueClient) -> tuple[TensorDict | None, BatchMeta]:
+        try:
+            return self.fetch_batch_fn(
+                tq_client=client,
+                data_fields=self.data_fields,
+                batch_size=self.batch_size,
+                partition_id=self.partition_id,
+                task_name=self.task_name,
+                sampling_config=self.sampling_config,
+                batch_index=self.batch_index,
+            )
+        except NotReadyError:
+            return None, BatchMeta.empty()
+
+
+def default_fetch_batch_fn(
+    tq_client: TransferQueueClient,
+    data_fields: list[str],
+    batch_size: int,
+    partition_id: str,
+    task_name: str,
+    sampling_config: dict[str, Any],
+    batch_index: int,
+) -> tuple[TensorDict | None, BatchMeta]:
+    """The next batch and its metadata, or (None, an empty one); waits as `get_meta` does."""
+    told = sampling_config | {"batch_index": batch_index, "partition_id": partition_id}
+    meta = tq_client.get_meta(data_fields, batch_size, partition_id, task_name=task_name, sampling_config=told)
+    return (tq_client.get_data(meta), meta) if meta.size else (None, meta)
+
+
+def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int = 1) -> list[Fetched]:
+    """Consecutive parts of at most `micro_batch_size` rows.
+
+    Raises:
+        BatchError: fewer rows than `micro_batch_size`, or a size below 1.
+    """
+    rows = int(td.batch_size[0])
+    if not 1 <= micro_batch_size <= rows:
+        raise BatchError(f"micro_batch_size must be in 1..{rows}; got {micro_batch_size}.")
+    batch = to_batch(td)
+    spans = [(start, min(start + micro_batch_size, rows)) for start in range(0, rows, micro_batch_size)]
+    return [(to_tensordict(batch.slice(*span)), batch_meta[slice(*span)]) for span in spans]
+
+
+class StreamingDataLoader(DataLoader[Fetched]):
+    """A DataLoader that hands on what a StreamingDataset gives; the arguments are those of DataLoader."""
+
+    def __init__(
+        self,
+        dataset: StreamingDataset,
+        num_workers: int = 0,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+    ) -> None:
+        super().__init__(
+            dataset,
+            batch_size=None,
+            num_workers=num_workers,
+            collate_fn=collate_fn or _as_it_is,
+            pin_memory=pin_memory,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+        )
+        self._streaming = dataset
+
+    def reset(self) -> None:
+        """See StreamingDataset.reset."""
+        self._streaming.reset()
+
+    def step(self, partition_id: str) -> None:
+        """See StreamingDataset.step."""
+        self._streaming.step(partition_id)
+
+    def get_buffer(self) -> list[Fetched]:
+        """The batches fetched since the last `step`."""
+        return self._streaming.buffer
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,211 @@
+"""tqbridge over both planes: what is read, what is written, how often, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_protocol import (
+    BatchData,
+    BatchError,
+    ConfigError,
+    KVBatchMeta,
+    MissingDataError,
+    SchemaError,
+    WorkerError,
+    dense,
+)
+from rl_protocol.testing.fakes import MemoryDataPlane
+from rl_transferqueue import BlockingPlane, LocalPlane, Portal, connect_blocking
+from rl_transferqueue.bridge import Declaration, Replicas, check_flow, declaration, tqbridge
+
+
+class AsyncWorker:
+    def __init__(self, plane: Any) -> None:
+        self.plane = plane
+
+    @tqbridge(reads=("x",), writes=("y", "z"))
+    async def double(self, batch: BatchData, factor: int = 2) -> BatchData:
+        """Doubles."""
+        assert batch.field_names == ("x",)
+        values = batch.dense("x").values
+        return BatchData({"y": dense(values * factor), "z": dense(values + 1)})
+
+    @tqbridge(reads=("y",))
+    async def total(self, batch: BatchData) -> float:
+        return float(batch.dense("y").values.sum())
+
+    @tqbridge(reads=("x",), writes=("y",))
+    async def wrong(self, batch: BatchData, how: str) -> Any:
+        y = {"y": dense(np.zeros(len(batch) + (how == "rows")))}
+        more = {"x": batch["x"]} if how == "more" else {}
+        return None if how == "none" else BatchData(y | more)
+
+
+class SyncWorker:
+    def __init__(self, plane: Any, replicas: Replicas | None = None) -> None:
+        self.plane = plane
+        self.replicas = replicas
+        self.seen: list[list[float]] = []
+
+    @tqbridge(reads=("x",), writes=("y",))
+    def double(self, batch: BatchData, factor: int = 2) -> BatchData:
+        self.seen.append(batch.dense("x").values.tolist())
+        return BatchData({"y": dense(batch.dense("x").values * factor)})
+
+
+def rows(count: int) -> BatchData:
+    return BatchData({"x": dense(np.arange(count, dtype=np.float64)), "other": dense(np.zeros(count))})
+
+
+def test_an_async_method_reads_and_writes_what_it_declares() -> None:
+    async def main() -> None:
+        plane = MemoryDataPlane()
+        meta = await plane.put("p", ["a", "b", "c"], rows(3), tags=[{"n": i} for i in range(3)])
+        worker = AsyncWorker(plane)
+        part = meta.select_keys(["c", "a"])
+        out = await worker.double(part, factor=3)
+        assert (out.keys, out.tags, out.fields) == (part.keys, part.tags, ("x", "other", "y", "z"))
+        assert (await plane.get(out, ["y"])).dense("y").values.tolist() == [6.0, 0.0]
+        assert await worker.total(out) == 6.0
+        assert worker.double.__doc__ == "Doubles."
+
+    asyncio.run(main())
+
+
+def test_a_sync_method_uses_the_blocking_plane(plane: LocalPlane) -> None:
+    client = connect_blocking(plane.descriptor)
+    meta = client.put("p", ["a", "b"], rows(2))
+    out = SyncWorker(client).double(meta)
+    assert client.get(out, ["y"]).dense("y").values.tolist() == [0.0, 2.0]
+    client.close()
+
+
+def test_what_it_did_not_declare_is_refused_and_not_stored() -> None:
+    async def main() -> None:
+        plane = MemoryDataPlane()
+        meta = await plane.put("p", ["a", "b"], rows(2))
+        worker = AsyncWorker(plane)
+        with pytest.raises(BatchError, match="given 2 rows and returned 3"):
+            await worker.wrong(meta, "rows")
+        with pytest.raises(SchemaError, match=r"wrong declares that it writes \['y'\]; it returned \['y', 'x'\]"):
+            await worker.wrong(meta, "more")
+        with pytest.raises(SchemaError, match="NoneType"):
+            await worker.wrong(meta, how="none")
+        with pytest.raises(BatchError, match="KVBatchMeta, not a BatchData"):
+            await worker.double(rows(1))
+        with pytest.raises(MissingDataError):
+            await worker.total(meta)
+        assert (await plane.list_rows("p")).fields == ("x", "other")
+
+    asyncio.run(main())
+
+
+class _Group:
+    """Replicas that are threads of this process."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=10)
+        self._message: bytes | None = None
+
+    def rank(self, number: int) -> Replicas:
+        group = self
+
+        class Rank:
+            leader = number == 0
+
+            def share(self, message: bytes | None) -> bytes:
+                if self.leader:
+                    group._message = message
+                group._barrier.wait()
+                assert group._message is not None
+                return group._message
+
+        return Rank()
+
+
+@pytest.fixture
+def counted() -> Iterator[tuple[BlockingPlane, list[str]]]:
+    """A blocking in-memory plane, and the calls that reached it."""
+    calls: list[str] = []
+
+    class Counting(MemoryDataPlane):
+        async def get(self, *args: Any, **kwargs: Any) -> BatchData:
+            calls.append("get")
+            return await super().get(*args, **kwargs)
+
+        async def put(self, *args: Any, **kwargs: Any) -> KVBatchMeta:
+            calls.append("put")
+            return await super().put(*args, **kwargs)
+
+    portal = Portal()
+    yield BlockingPlane(Counting(), portal), calls
+    portal.close()
+
+
+def test_replicas_fetch_and_write_once(counted: tuple[BlockingPlane, list[str]]) -> None:
+    plane, calls = counted
+    meta = plane.put("p", ["a", "b"], rows(2))
+    calls.clear()
+    group = _Group(3)
+    workers = [SyncWorker(plane, group.rank(number)) for number in range(3)]
+    results: list[KVBatchMeta] = []
+
+    def work(worker: SyncWorker) -> None:
+        results.append(worker.double(meta, factor=5))
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calls == ["get", "put"]
+    assert [worker.seen for worker in workers] == [[[0.0, 1.0]]] * 3
+    assert [set(result.fields) for result in results] == [{"x", "other", "y"}] * 3
+    assert plane.get(meta, ["y"]).dense("y").values.tolist() == [0.0, 5.0]
+
+
+def test_if_the_leader_cannot_fetch_nobody_hangs(counted: tuple[BlockingPlane, list[str]]) -> None:
+    plane, _ = counted
+    group = _Group(2)
+    errors: list[BaseException] = []
+
+    def work(worker: SyncWorker) -> None:
+        try:
+            worker.double(KVBatchMeta(partition="p", keys=("ghost",)))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(SyncWorker(plane, group.rank(n)),)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(type(error).__name__ for error in errors) == ["MissingDataError", "WorkerError"]
+    assert all("ghost" in str(error) for error in errors)
+    assert any(isinstance(error, WorkerError) and "leader" in str(error) for error in errors)
+
+
+def test_the_graph_is_checked_before_anything_starts() -> None:
+    double, total = declaration(AsyncWorker.double), declaration(AsyncWorker.total)
+    assert double == Declaration("double", ("x",), ("y", "z"))
+    check_flow([double, total], given=["x"])
+    with pytest.raises(
+        ConfigError, match=r"Step 'total' reads column 'y', which no earlier step writes; there are \['x'\]"
+    ):
+        check_flow([total, double], given=["x"])
+    with pytest.raises(ConfigError, match="'x'"):
+        check_flow([double, total])
+    with pytest.raises(ConfigError, match="'double' writes column 'y', which is written by step 'double' already"):
+        check_flow([double, double], given=["x"])
+    with pytest.raises(ConfigError, match="'z', which is written before the first step"):
+        check_flow([double], given=["x", "z"])
+    with pytest.raises(ConfigError, match="decorate it with tqbridge"):
+        declaration(rows)
+    with pytest.raises(ConfigError, match="declared once"):
+        tqbridge(reads=("x", "x"))

@@ -1,0 +1,381 @@
+"""The API of TransferQueue 0.1.11: the same user code gives the same results, and what it must not do it does not do."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import compat_scenarios
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+import rl_transferqueue.compat as tq
+from rl_protocol import BatchError, ConfigError, DuplicateKeyError, SchemaError, WireError
+from rl_transferqueue.compat import runtime
+
+HERE = Path(__file__).parent
+RECORDED = HERE / "compat_0_1_11.json"
+"""What compat_peer.py printed: results and signatures of the package itself."""
+needs_wheel = pytest.mark.skipif(
+    importlib.util.find_spec("transfer_queue") is None,
+    reason="TransferQueue 0.1.11 is not installed: uv sync --group bench",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    tq.close()
+    assert runtime.PLANE_VARIABLE not in os.environ
+
+
+@pytest.fixture
+def client() -> tq.TransferQueueClient:
+    """The client of this process, on a plane without rows that all tests share who need no other."""
+    tq.init({"controller": {"fetch_timeout_s": 0.3}, "rl_transferqueue": {"capacity_mb": 64, "segment_mb": 1}})
+    client = tq.get_client()
+    for partition in client.get_partition_list():
+        client.clear_partition(partition)
+    return client
+
+
+@pytest.fixture
+def no_plane() -> Iterator[None]:
+    """For tests that start their own."""
+    tq.close()
+    yield
+    tq.close()
+
+
+def rows(count: int, name: str = "x") -> TensorDict:
+    return TensorDict({name: torch.arange(count)}, batch_size=[count])
+
+
+# ------------------------------------------------------------------------------------------------------------ same user code
+@pytest.mark.parametrize("scenario", compat_scenarios.SCENARIOS, ids=lambda s: s.__name__)
+def test_user_code_sees_what_it_sees_with_the_package(
+    scenario: Any, client: tq.TransferQueueClient, tmp_path: Path
+) -> None:
+    got = compat_scenarios.play(scenario, tq, tmp_path)
+    expected = json.loads(RECORDED.read_text())["scenarios"][scenario.__name__]
+    assert json.loads(json.dumps(got)) == expected
+
+
+def test_everything_a_user_calls_takes_the_same_arguments(client: tq.TransferQueueClient) -> None:
+    ours, theirs = compat_scenarios.signatures(tq), json.loads(RECORDED.read_text())["signatures"]
+    assert ours.keys() == theirs.keys()
+    for name, arguments in theirs.items():
+        mine = ours[name]
+        assert mine[: len(arguments)] == arguments, name
+        assert all(extra.endswith("=") for extra in mine[len(arguments) :]), name
+
+
+@pytest.mark.slow
+@needs_wheel
+def test_the_record_is_what_the_package_does(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(HERE / "compat_peer.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+        env=os.environ | {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"},
+    )
+    assert json.loads(done.stdout.strip().splitlines()[-1]) == json.loads(RECORDED.read_text())
+
+
+def test_the_names_are_all_there() -> None:
+    theirs = {
+        *compat_scenarios.FUNCTIONS,
+        *compat_scenarios.METHODS,
+        "StorageKeyNotFoundError",
+    }
+    assert theirs <= set(tq.__all__)
+    assert all(hasattr(tq, name) for name in tq.__all__)
+    assert tq.__all__ == sorted(tq.__all__)
+
+
+# ------------------------------------------------------------------------------------------- where 0.1.11 loses, this raises
+def test_reads_are_strict(client: tq.TransferQueueClient) -> None:
+    tq.kv_batch_put(["a", "b"], "p", rows(2))
+    tq.kv_put("a", "p", {"only_a": torch.tensor([1.0])})
+    with pytest.raises(tq.StorageKeyNotFoundError, match="ghost"):
+        tq.kv_batch_get(["a", "ghost"], "p")
+    with pytest.raises(tq.StorageKeyNotFoundError, match="never"):
+        tq.kv_batch_get(["a", "b"], "p", ["x", "never"])
+    with pytest.raises(tq.StorageKeyNotFoundError, match=r"only_a.*select the fields"):
+        tq.kv_batch_get(["a", "b"], "p")
+    assert sorted(tq.kv_batch_get("a", "p").keys()) == ["only_a", "x"]
+    assert list(tq.kv_batch_get("b", "p").keys()) == ["x"]
+    meta = client.kv_retrieve_meta(["a", "b"], "p")
+    with pytest.raises(tq.FieldNotFoundError, match="never"):
+        meta.select_fields(["x", "never"])
+    with pytest.raises(tq.KeyNotFoundError, match=r"\[999\]"):
+        client.kv_retrieve_keys([999], "p")
+
+
+def test_a_put_that_is_refused_stores_nothing(client: tq.TransferQueueClient) -> None:
+    with pytest.raises(DuplicateKeyError):
+        tq.kv_batch_put(["a", "a"], "p", rows(2))
+    with pytest.raises(BatchError, match="must be a bool"):
+        tq.kv_put("a", "p", {"x": torch.tensor([1])}, {"list": [1, 2]})
+    with pytest.raises(SchemaError, match=r"'o'.*Row 0"):
+        tq.kv_put("a", "p", {"o": object()})
+    with pytest.raises(BatchError, match="nested"):
+        tq.kv_put("a", "p", {"x": torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged)})
+    with pytest.raises(BatchError, match="data_parser must keep"):
+        tq.kv_put("a", "p", {"x": torch.tensor([1])}, data_parser=lambda fields: fields.clear())
+    assert tq.kv_list() == {}
+
+
+def test_metadata_of_rows_that_were_made_anew_is_stale(client: tq.TransferQueueClient) -> None:
+    tq.kv_batch_put(["a", "b"], "p", rows(2))
+    meta = client.kv_retrieve_meta(["a", "b"], "p")
+    tq.kv_clear("a", "p")
+    with pytest.raises(tq.StorageKeyNotFoundError, match="cleared"):
+        client.put(rows(2, "y"), meta)
+    tq.kv_put("a", "p", {"x": torch.tensor(7)})
+    with pytest.raises(tq.StorageKeyNotFoundError):
+        client.get_data(meta)
+    client.clear_samples(meta)
+    assert tq.kv_list("p") == {"p": {"a": {}}}
+    assert tq.kv_batch_get("a", "p").get("x").tolist() == [7]
+
+
+def test_tensors_arrays_and_other_records_inside_objects(client: tq.TransferQueueClient) -> None:
+    record = {
+        "pixels": torch.ones(2, 3, dtype=torch.bfloat16),
+        "grid": np.arange(6).reshape(2, 3),
+        "n": np.float32(1.5),
+    }
+    tq.kv_batch_put(["a", "b"], "p", TensorDict({"o": NonTensorStack(record, None)}, batch_size=[2]))
+    got = tq.kv_batch_get("a", "p").get("o").tolist()[0]
+    assert torch.equal(got["pixels"], torch.ones(2, 3, dtype=torch.bfloat16))
+    assert np.array_equal(got["grid"], record["grid"])
+    assert got["n"] == 1.5
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # of the strided layout, by who makes one
+def test_rows_that_differ_in_one_dimension_only(client: tq.TransferQueueClient) -> None:
+    strided = torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(1, 3)])
+    tq.kv_batch_put(["a", "b"], "p", TensorDict({"x": strided}, batch_size=[2]))
+    assert [list(row.shape) for row in tq.kv_batch_get(["b", "a"], "p").get("x").unbind()] == [[1, 3], [2, 3]]
+    bad = torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(1, 4)])
+    with pytest.raises(SchemaError, match="'x'"):
+        tq.kv_batch_put(["a", "b"], "p", TensorDict({"x": bad}, batch_size=[2]))
+
+
+def test_nothing_is_unpickled(client: tq.TransferQueueClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def poisoned(*_: object, **__: object) -> object:
+        raise AssertionError("something was unpickled")
+
+    for name in ("loads", "load", "Unpickler"):
+        monkeypatch.setattr(pickle, name, poisoned)
+    compat_scenarios.run(tq, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------------------ fetching
+def test_get_meta_waits_for_the_event_until_its_deadline(client: tq.TransferQueueClient) -> None:
+    with pytest.raises(tq.NotReadyError, match=r"within 0\.3"):
+        client.get_meta(["x"], 1, "p", task_name="t")
+
+    async def main() -> list[int]:
+        waiting = asyncio.ensure_future(client.async_get_meta(["x"], 2, "p", task_name="t"))
+        await asyncio.sleep(0.05)
+        await client.async_put(rows(2), partition_id="p")
+        return (await client.async_get_data(await waiting)).get("x").tolist()
+
+    assert asyncio.run(main()) == [0, 1]
+    with pytest.raises(BatchError, match="mode"):
+        client.get_meta(["x"], 1, "p", mode="guess")
+    assert client.get_meta(["x", "y"], 2, "p", mode="force_fetch").production_status.tolist() == [0, 0]
+    inserted = client.get_meta(["x"], 1, "p", mode="insert")
+    assert (inserted.size, inserted.is_ready, inserted.field_names) == (1, False, ["x"])
+
+
+def fetch(rank: int) -> list[int]:
+    client = tq.get_client()
+    told = {"dp_rank": rank, "batch_index": 0}
+    return client.get_data(client.get_meta(["x"], 2, "p", task_name="t", sampling_config=told)).get("x").tolist()
+
+
+CHILD = f"""
+import json
+import rl_transferqueue.compat as tq
+{inspect.getsource(fetch)}
+tq.kv_put("child", "told", tag={{"n": 1}})
+print(json.dumps([fetch(0), fetch(1)]))
+"""
+
+
+@pytest.mark.usefixtures("no_plane")
+def test_processes_of_one_rank_get_the_same_rows_and_ranks_share_nothing() -> None:
+    tq.init({"controller": {"sampler": "RankAwareSampler"}, "rl_transferqueue": {"capacity_mb": 32, "segment_mb": 1}})
+    try:
+        tq.get_client().put(rows(4), partition_id="p")
+        mine = fetch(0)
+        done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        same, other = json.loads(done.stdout.strip().splitlines()[-1])
+        assert same == mine
+        assert sorted([*mine, *other]) == [0, 1, 2, 3]
+        assert fetch(1) == other
+        assert tq.kv_list("told") == {"told": {"child": {"n": 1}}}
+    finally:
+        tq.close()
+
+
+@pytest.mark.usefixtures("no_plane")
+def test_groups_are_balanced_over_ranks_and_users_bring_their_own_sampler() -> None:
+    class Longest(tq.BaseSampler):
+        """Takes the longest rows; marks only those longer than 5 as consumed."""
+
+        def sample(self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any) -> Any:
+            tags = kwargs["partition"].get_custom_meta(ready_indexes)
+            chosen = sorted(ready_indexes, key=lambda i: -tags[i]["total_lengths"])[:batch_size]
+            return chosen, [i for i in chosen if tags[i]["total_lengths"] > 5]
+
+    settings = {"rl_transferqueue": {"capacity_mb": 32, "segment_mb": 1}}
+    lengths = [1, 2, 9, 9, 5, 5, 6, 6]
+
+    def fill(client: tq.TransferQueueClient) -> None:
+        meta = client.put(rows(8), partition_id="p")
+        meta.update_custom_meta([{"total_lengths": n} for n in lengths])
+        client.set_custom_meta(meta)
+
+    tq.init(settings | {"controller": {"sampler": tq.SeqlenBalancedSampler(n_samples_per_prompt=2, dp_size=2)}})
+    try:
+        client = tq.get_client()
+        fill(client)
+        shares = [
+            client.get_data(
+                client.get_meta(["x"], 4, "p", task_name="t", sampling_config={"dp_rank": r, "batch_index": 0})
+            )
+            .get("x")
+            .tolist()
+            for r in (1, 0)
+        ]
+        assert [sorted(share) for share in shares] == [[4, 5, 6, 7], [0, 1, 2, 3]]
+        assert client.check_consumption_status("t", "p")
+    finally:
+        tq.close()
+    tq.init(settings | {"controller": {"sampler": Longest}})
+    try:
+        client = tq.get_client()
+        fill(client)
+        first = client.get_data(client.get_meta(["x"], 3, "p", task_name="t")).get("x").tolist()
+        assert sorted(first[:2]) == [2, 3]
+        assert sorted(client.get_data(client.get_meta(["x"], 3, "p", task_name="t")).get("x").tolist())[:1] == [4]
+    finally:
+        tq.close()
+
+
+@pytest.mark.usefixtures("no_plane")
+def test_polling_mode_answers_at_once() -> None:
+    tq.init({"controller": {"polling_mode": True}, "rl_transferqueue": {"capacity_mb": 32, "segment_mb": 1}})
+    try:
+        assert tq.get_client().get_meta(["x"], 1, "p", task_name="t").size == 0
+    finally:
+        tq.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------- lifecycle
+def test_without_init_there_is_nothing() -> None:
+    code = (
+        "import rl_transferqueue.compat as tq\n"
+        "try:\n    tq.kv_list()\nexcept tq.NotInitializedError as error:\n    print('init()' in str(error))\n"
+        "tq.close()\n"
+    )
+    clean = {name: value for name, value in os.environ.items() if name != runtime.PLANE_VARIABLE}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=clean, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "True"
+
+
+IN_RAY = """
+import os
+import ray
+import rl_transferqueue.compat as tq
+
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)  # before init: the workers do not inherit its variable
+tq.init({"rl_transferqueue": {"capacity_mb": 32, "segment_mb": 1}})
+
+@ray.remote
+def work():
+    import rl_transferqueue.compat as tq
+    inherited = "RL_TRANSFERQUEUE_PLANE" in os.environ
+    tq.kv_put("a", "p", tag={"n": 1})
+    return inherited, tq.kv_list("p")
+
+print(ray.get(work.remote(), timeout=120), tq.kv_list("p"))
+tq.close()
+try:
+    ray.get_actor("TransferQueueController", namespace="transfer_queue")
+except ValueError:
+    print("withdrawn")
+ray.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_ray_workers_find_the_plane_by_name() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IN_RAY],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=os.environ | {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"},
+    )
+    assert done.stdout.split("\n")[:2] == ["(False, {'p': {'a': {'n': 1}}}) {'p': {'a': {'n': 1}}}", "withdrawn"], (
+        done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("conf", "what"),
+    [
+        ({"backend": {"storage_backend": "MooncakeStore"}}, "storage_backend"),
+        ({"controller": {"sampler": "GuessingSampler"}}, "GuessingSampler"),
+        ({"rl_transferqueue": {"capacity": 3}}, "capacity"),
+        ({"metrics": {"enabled": True}}, "metrics"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused(conf: dict[str, Any], what: str, no_plane: None) -> None:
+    with pytest.raises(ConfigError, match=what):
+        tq.init(conf)
+
+
+def test_a_damaged_checkpoint_is_refused(client: tq.TransferQueueClient, tmp_path: Path) -> None:
+    tq.kv_batch_put(["a", "b"], "p", rows(2), [{"n": 1}, {"n": 2}])
+    tq.save_checkpoint(tmp_path / "c")
+    tq.save_checkpoint(tmp_path / "c", metadata={"step": 2})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
+    assert json.loads((tmp_path / "c" / "metadata.json").read_text())["user_metadata"] == {"step": 2}
+    (tmp_path / "c" / "controller_state.msgpack").write_bytes(b"\x80\x04]garbage")
+    with pytest.raises(WireError, match="controller_state"):
+        tq.load_checkpoint(tmp_path / "c")
+    assert tq.kv_list("p") == {"p": {"a": {"n": 1}, "b": {"n": 2}}}
+    with pytest.raises(FileNotFoundError):
+        tq.load_checkpoint(tmp_path / "ghost")
+
+
+def test_a_save_that_was_cut_short_between_its_renames_is_found(client: tq.TransferQueueClient, tmp_path: Path) -> None:
+    tq.kv_put("a", "p", tag={"n": 1})
+    tq.save_checkpoint(tmp_path / "c")
+    (tmp_path / "c").rename(tmp_path / "c.old")
+    tq.kv_clear("a", "p")
+    tq.load_checkpoint(tmp_path / "c")
+    assert tq.kv_list("p") == {"p": {"a": {"n": 1}}}

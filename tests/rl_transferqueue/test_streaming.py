@@ -1,0 +1,210 @@
+"""Batches for torch ranks: two real rank processes see each row exactly once; in this process, deadlines, bounds and workers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import rl_transferqueue.compat as tq
+from rl_protocol import BatchData, ConfigError, ObjectColumn, PlaneLostError, PlaneTimeout, dense, ragged
+from rl_transferqueue import BlockingPlane, LocalPlane, TransferQueueConfig, connect_blocking, start_local_plane
+from rl_transferqueue.samplers import RankAware, Sequential
+from rl_transferqueue.streaming import StreamingDataLoader, StreamingDataset
+
+RANK = """
+import json, sys
+from rl_transferqueue import PlaneDescriptor
+from rl_transferqueue.samplers import Groups, LengthBalanced
+from rl_transferqueue.streaming import StreamingDataLoader, StreamingDataset
+
+dataset = StreamingDataset(
+    PlaneDescriptor.from_json(sys.argv[1]), partition="p", task="train", fields=["x", "jag", "text"], rank=int(sys.argv[2]),
+    sampler=LengthBalanced(2, "len", Groups("uid", 2)), count=4, turns=6, timeout_s=60,
+)
+for data, meta in StreamingDataLoader(dataset):
+    assert data.batch_size[0] == len(meta) == 4
+    assert [row.shape[0] for row in data["jag"].unbind()] == [int(x) % 3 for x in data["x"]]
+    assert data["text"] == [f"row {int(x)}" for x in data["x"]]
+    print(json.dumps([list(meta.keys), data["x"].tolist()]), flush=True)
+"""
+
+
+def put(client: BlockingPlane, rows: range) -> None:
+    data = BatchData(
+        {
+            "x": dense(np.array(list(rows), dtype=np.int64)),
+            "jag": ragged([[1.0] * (i % 3) for i in rows], "float32"),
+            "text": ObjectColumn.from_values(f"row {i}" for i in rows),
+        }
+    )
+    client.put("p", [f"k{i}" for i in rows], data, tags=[{"uid": i // 2, "len": i % 7} for i in rows])
+
+
+def stream(plane: LocalPlane, **given: Any) -> StreamingDataset:
+    settings: dict[str, Any] = {
+        "partition": "p",
+        "task": "train",
+        "fields": ["x"],
+        "sampler": Sequential(),
+        "count": 2,
+        "timeout_s": 10,
+    }
+    return StreamingDataset(plane.descriptor, **(settings | given))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def consumed(client: BlockingPlane) -> int:
+    return int(client.consumption_status("p", task="train").flags.sum())
+
+
+def test_two_rank_processes_see_each_row_exactly_once(plane: LocalPlane) -> None:
+    client = connect_blocking(plane.descriptor)
+    put(client, range(20))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, plane.descriptor.to_json(), str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    put(client, range(20, 37))  # a group is cut in two
+    time.sleep(0.3)
+    put(client, range(37, 48))
+    seen: list[list[list[str]]] = []
+    for process in ranks:
+        out, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error
+        turns = [json.loads(line) for line in out.splitlines()]
+        assert all([f"k{x}" for x in xs] == keys for keys, xs in turns)
+        seen.append([keys for keys, _ in turns])
+    assert [len(turns) for turns in seen] == [6, 6]
+    assert sorted(itertools.chain(*seen[0], *seen[1])) == sorted(f"k{i}" for i in range(48))
+    for share in itertools.chain(*seen):
+        numbers = sorted(int(key[1:]) for key in share)
+        assert {n // 2 for n in numbers} == {numbers[0] // 2, numbers[-1] // 2}  # two whole groups
+    client.clear("p")
+    client.close()
+
+
+def test_a_rank_that_restarts_gets_its_turns_again(plane: LocalPlane) -> None:
+    client = connect_blocking(plane.descriptor)
+    put(client, range(12))
+    everything = [
+        [meta.keys for _, meta in stream(plane, sampler=RankAware(2), rank=rank, count=4, turns=3)] for rank in (0, 1)
+    ]
+    again = [meta.keys for _, meta in stream(plane, sampler=RankAware(2), rank=1, count=4, turns=3, first_turn=1)]
+    assert again == everything[1][1:]
+    assert sorted(itertools.chain(*everything[0], *everything[1])) == sorted(f"k{i}" for i in range(12))
+    client.close()
+
+
+def test_no_more_is_drawn_ahead_than_was_said(plane: LocalPlane) -> None:
+    client = connect_blocking(plane.descriptor)
+    put(client, range(20))
+    batches = iter(stream(plane, ahead=2))
+    first, meta = next(batches)
+    assert first["x"].tolist() == [0, 1]
+    assert meta.fields == ("x",)
+    until(lambda: consumed(client) >= 6)
+    time.sleep(0.1)
+    assert consumed(client) <= 8  # one given, two in the queue, at most one more waiting for room
+    batches.close()  # type: ignore[attr-defined]
+    client.close()
+
+
+def test_a_batch_is_waited_for_until_the_deadline_and_no_longer(plane: LocalPlane) -> None:
+    client = connect_blocking(plane.descriptor)
+    put(client, range(3))
+    batches = iter(stream(plane, timeout_s=0.3))
+    next(batches)
+    start = time.monotonic()
+    with pytest.raises(PlaneTimeout, match=r"Rank 0 of task 'train' got no batch.*within 0\.3 s"):
+        next(batches)
+    assert 0.25 < time.monotonic() - start < 5
+    slow = iter(stream(plane, task="other", timeout_s=0.3))
+    assert next(slow)[0]["x"].tolist() == [0, 1]
+    time.sleep(0.5)  # a trainer that takes longer than the deadline is not one that waits
+    put(client, range(3, 4))
+    assert next(slow)[0]["x"].tolist() == [2, 3]
+    slow.close()  # type: ignore[attr-defined]
+    client.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_workers_of_a_loader_keep_the_order_of_turns(plane: LocalPlane) -> None:
+    client = connect_blocking(plane.descriptor)
+    put(client, range(12))
+    dataset = stream(plane, sampler=RankAware(1), turns=6)
+    turns = [meta.keys for _, meta in StreamingDataLoader(dataset, num_workers=2, timeout=60)]
+    assert len(turns) == 6
+    assert sorted(itertools.chain(*turns)) == sorted(f"k{i}" for i in range(12))
+    again = [meta.keys for _, meta in stream(plane, sampler=RankAware(1), turns=6)]
+    assert turns == again
+    client.close()
+
+
+def test_a_lost_plane_ends_the_iteration() -> None:
+    with start_local_plane(TransferQueueConfig(num_storage_units=1, capacity_mb=8, segment_mb=1)) as plane:
+        batches = iter(stream(plane))
+        client = connect_blocking(plane.descriptor)
+        put(client, range(2))
+        next(batches)
+        plane.close()
+        with pytest.raises(PlaneLostError):
+            next(batches)
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("count", 0), ("ahead", 0), ("rank", -1), ("turns", -1), ("timeout_s", -1.0)]
+)
+def test_numbers_out_of_range_are_refused(plane: LocalPlane, name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=str(value)):
+        stream(plane, **{name: value})
+
+
+# ------------------------------------------------------------------------------------------------------------ as in 0.1.11
+def test_the_compatible_dataset_gives_micro_batches_and_ends_when_all_is_consumed() -> None:
+    sampler = tq.RankAwareSampler()
+    conf = tq.init({"controller": {"sampler": sampler}, "rl_transferqueue": {"capacity_mb": 32, "segment_mb": 1}})
+    try:
+        jagged = torch.nested.nested_tensor([torch.arange(i + 1) for i in range(8)], layout=torch.jagged)
+        tq.get_client().put(TensorDict({"x": torch.arange(8), "jag": jagged}, batch_size=[8]), partition_id="p")
+        ranks = [
+            tq.StreamingDataset(conf, 4, 3, ["x", "jag"], "p", "train", rank, should_check_consumption_status=True)
+            for rank in (0, 1)
+        ]
+        loaders = [tq.StreamingDataLoader(dataset) for dataset in ranks]
+        got = [[(td["x"].tolist(), [len(row) for row in td["jag"].unbind()], m.size) for td, m in loaders[0]]]
+        assert [size for _, _, size in got[0]] == [3, 1, 3, 1]
+        assert sorted(itertools.chain(*(xs for xs, _, _ in got[0]))) == list(range(8))
+        assert all([x + 1 for x in xs] == lengths for xs, lengths, _ in got[0])
+        assert list(loaders[1]) == []  # rank 0 took everything
+        assert len(loaders[0].get_buffer()) == 2
+        loaders[0].reset()
+        assert [td["x"].tolist() for td, _ in loaders[0]] == [xs for xs, _, _ in got[0]]
+        loaders[0].step("q")
+        assert loaders[0].get_buffer() == []
+        endless = tq.StreamingDataset(conf, 1, 1, ["x"], "empty", "train", 0, timeout_s=0.1)
+        with pytest.raises(tq.NotReadyError, match="empty"):
+            next(iter(endless))
+    finally:
+        tq.close()
