@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_protocol import BatchError, ObjectColumn, RaggedColumn, SchemaError, WireError, dense, ragged
-from rl_protocol.columns import ColumnType, check_offsets, column_from_buffers, concat_columns, offsets_from_lengths
+from rl_protocol.buffers import column_from_buffers
+from rl_protocol.columns import ColumnType, check_offsets, concat_columns, offsets_from_lengths
 
 ROWS = st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5), max_size=8)
 OBJECTS = st.lists(

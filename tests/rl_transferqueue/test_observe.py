@@ -210,7 +210,7 @@ def test_a_plane_that_cannot_be_found_or_is_gone_is_one_line(
 
 def test_metrics_without_the_extra_say_what_to_install(alone: LocalPlane, tmp_path: Path) -> None:
     (tmp_path / "prometheus_client.py").write_text("raise ModuleNotFoundError('no', name='prometheus_client')")
-    done = run("metrics", PYTHONPATH=str(tmp_path))
+    done = run("metrics", PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     assert done.returncode == 2
     assert "pip install 'rl-transferqueue[metrics]' (prometheus_client is missing)" in done.stderr
 

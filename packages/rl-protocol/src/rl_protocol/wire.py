@@ -30,7 +30,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_protocol.batch import BatchData
-from rl_protocol.columns import Column, ColumnType, column_from_buffers, column_type
+from rl_protocol.buffers import column_from_buffers
+from rl_protocol.columns import Column, ColumnType, column_type
 from rl_protocol.errors import UNREADABLE, SchemaError, UnknownNameError, WireError
 
 MAGIC = b"RLB1"
