@@ -475,7 +475,6 @@ def compare(core: Any, helper: Any, batches: list[Batch]) -> dict[str, float]:
         lambda b: {
             f"advantage {n}": float(np.abs(our_advantages(n, b) - verl_advantages(core, n, b)).max())
             for n in ADVANTAGE_ESTIMATORS.names()
-            if n != "gpg"  # theirs has another alpha; see the differences
         },
         lambda b: correction_pairs(helper, b),
         lambda b: other_pairs(core, b),

@@ -106,6 +106,7 @@ def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig) -> StepGraph:
     components = ("reward_components",) if algorithm.component_keys() else ()
     old_writes = ("old_log_probs", "entropy", *(("sum_pi_squared",) if needs_sum_pi_squared(algorithm) else ()))
     reference = ("ref_log_prob",) if ref else ()
+    extra = tuple(name for name in estimator.reads if name != "old_log_probs")
     scored = (*tokens, "response_mask", "scores", "acc", *old, *(() if bypass else ("entropy", "rollout_log_probs")))
     stages = [
         Stage("rollout", (), rollout),
@@ -116,7 +117,7 @@ def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig) -> StepGraph:
         *([Stage("values", tokens, ("values",))] if critic else []),
         Stage(
             "adv",
-            tuple(dict.fromkeys((*scored, *estimator.reads, *reference))),
+            (*scored, *extra, *reference),
             ("advantages", "returns", *(mask if mask == ("loss_mask",) else ()), *weights, *chosen),
             known_as,
         ),
