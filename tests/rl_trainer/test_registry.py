@@ -32,7 +32,7 @@ def installed(monkeypatch):
         entries = [
             metadata.EntryPoint(name, value, "rl_trainer.advantage_estimators") for name, value in points.items()
         ]
-        monkeypatch.setattr(registry, "entry_points", lambda group: [e for e in entries if e.group == group])
+        monkeypatch.setattr(registry, "installed", lambda group: tuple(e for e in entries if e.group == group))
 
     return offer
 
@@ -49,7 +49,7 @@ def test_a_package_can_offer_a_policy_loss(monkeypatch):
     """Its table entry needs no torch; its function is loaded where the loss is computed."""
     spec = PolicyLoss(function="someones_losses:it", off_policy=False)
     entry = metadata.EntryPoint("mine", "someones_table:it", "rl_trainer.policy_losses")
-    monkeypatch.setattr(registry, "entry_points", lambda group: [e for e in [entry] if e.group == group])
+    monkeypatch.setattr(registry, "installed", lambda group: (entry,) if entry.group == group else ())
     monkeypatch.setitem(sys.modules, "someones_table", SimpleNamespace(it=spec))
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="mine"))
     check_combination(AlgorithmConfig(), config, 4)
