@@ -98,7 +98,8 @@ def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig) -> StepGraph:
     critic, ref, bypass = needs_critic(algorithm), needs_reference(algorithm, actor), correction.bypass_mode
     tokens = ("prompts", "responses")
     old = ("rollout_log_probs",) if bypass else ("old_log_probs",)
-    mask = ("loss_mask",) if not bypass and correction.rollout_rs else ("response_mask",)
+    rejected = ("loss_mask",) if not bypass and correction.rollout_rs else ()
+    mask = rejected or ("response_mask",)
     known_as = {"rollout_log_probs": "old_log_probs"} if bypass else {}
     weights = ("rollout_is_weights",) if not bypass and correction.rollout_is else ()
     chosen = ("chosen_tokens",) if loss.chooses else ()
@@ -118,7 +119,7 @@ def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig) -> StepGraph:
         Stage(
             "adv",
             (*scored, *extra, *reference),
-            ("advantages", "returns", *(mask if mask == ("loss_mask",) else ()), *weights, *chosen),
+            ("advantages", "returns", *rejected, *weights, *chosen),
             known_as,
         ),
         *(
