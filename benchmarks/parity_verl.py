@@ -67,7 +67,9 @@ class Batch:
         self.values, self.token = rng.normal(size=total), rng.normal(size=total)
         self.adv = rng.normal(size=self.lengths.size)[self.row]
         self.squares = np.exp(2 * self.old) + 0.1 * rng.random(total)
-        self.parts = rng.normal(size=(self.lengths.size, 2))
+        self.parts = (
+            np.round(8 * rng.normal(size=(self.lengths.size, 2))) / 8
+        )  # verl takes them in float32, where these are exact
 
     def pad(self, flat: np.ndarray[Any, Any]) -> torch.Tensor:
         """[T] -> [N, L], zeros at the right."""
