@@ -293,7 +293,7 @@ def batches(draw):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(x=batches())
 def test_every_estimator_equals_the_oracle(name, x):
     advantages, returns = ADVANTAGE_ESTIMATORS.get(name).estimate(x)
@@ -303,7 +303,7 @@ def test_every_estimator_equals_the_oracle(name, x):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=10)
 @given(x=batches(), seed=st.integers(0, 2**32 - 1))
 def test_the_order_of_rows_changes_not_one_bit(name, x, seed):
     order = np.random.default_rng(seed).permutation(len(x.keys))

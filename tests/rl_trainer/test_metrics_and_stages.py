@@ -129,6 +129,14 @@ def test_importance_weights_are_written_and_reported():
     assert metrics["rollout_corr/kl"] == pytest.approx(-(np.log(1.5) + 3) / 3)
 
 
+def test_a_batch_in_which_everything_is_rejected_gives_zeros_and_no_nan():
+    correction = RolloutCorrectionConfig(rollout_rs="token_k2", rollout_rs_threshold="1e-9", rollout_is="sequence")
+    columns, metrics = estimate_advantages(*mismatched(1.0, 1.0, 1.0), scoring(rollout_correction=correction))
+    assert columns.ragged("advantages").values.tolist() == [0.0, 0.0, 0.0]
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0
+    assert all(np.isfinite(value) for value in metrics.values())
+
+
 @pytest.mark.parametrize(("loss", "count"), [("kl_cov", 1), ("clip_cov", 1), ("vanilla", None)])
 def test_tokens_are_chosen_for_the_losses_that_want_them(loss, count):
     policy_loss = PolicyLossConfig(loss_mode=loss, clip_cov_lb=-10)

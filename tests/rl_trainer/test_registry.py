@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rl_protocol import ConfigError
 from rl_trainer import ActorConfig, AlgorithmConfig, build_graph
 from rl_trainer.algorithms import registry
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, Estimator
-from rl_trainer.algorithms.policy_losses import POLICY_LOSSES
+from rl_trainer.algorithms.losses import BatchCounts, PolicyObjective, TokenColumns, TokenLoss
+from rl_trainer.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from rl_trainer.combinations import check_combination
 from rl_trainer.config import KLControlConfig, PolicyLossConfig, RolloutCorrectionConfig
+from rl_trainer.metrics import WeightedMeans
 from rl_trainer.workers import RewardWorker
 
 doubled = Estimator(lambda inputs: ADVANTAGE_ESTIMATORS.get("grpo").estimate(inputs))
@@ -26,17 +32,51 @@ def installed(monkeypatch):
         entries = [
             metadata.EntryPoint(name, value, "rl_trainer.advantage_estimators") for name, value in points.items()
         ]
-        monkeypatch.setattr(registry, "entry_points", lambda group: [e for e in entries if e.group == group])
+        monkeypatch.setattr(registry, "installed", lambda group: tuple(e for e in entries if e.group == group))
 
     return offer
 
 
 def test_a_package_can_offer_an_estimator(installed, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "someones_package", __import__("types").SimpleNamespace(it=doubled))
+    monkeypatch.setitem(sys.modules, "someones_package", SimpleNamespace(it=doubled))
     installed(doubled="someones_package:it")
     assert ADVANTAGE_ESTIMATORS.get("doubled") is doubled
     assert ADVANTAGE_ESTIMATORS.names()[-1] == "doubled"
     assert "adv" in build_graph(AlgorithmConfig(adv_estimator="doubled"), ActorConfig())
+
+
+def test_a_package_can_offer_a_policy_loss(monkeypatch):
+    """Its table entry needs no torch; its function is loaded where the loss is computed."""
+    spec = PolicyLoss(function="someones_losses:it", off_policy=False)
+    entry = metadata.EntryPoint("mine", "someones_table:it", "rl_trainer.policy_losses")
+    monkeypatch.setattr(registry, "installed", lambda group: (entry,) if entry.group == group else ())
+    monkeypatch.setitem(sys.modules, "someones_table", SimpleNamespace(it=spec))
+    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="mine"))
+    check_combination(AlgorithmConfig(), config, 4)
+    with pytest.raises(ConfigError, match="someones_losses:it can't be imported"):
+        PolicyObjective(config, RolloutCorrectionConfig())
+    monkeypatch.setitem(sys.modules, "someones_losses", SimpleNamespace(it=lambda x: TokenLoss(loss=x.log_prob * 3)))
+    tokens = TokenColumns(
+        old_log_prob=torch.zeros(1),
+        advantages=torch.ones(1),
+        mask=torch.tensor([True]),
+        row=torch.tensor([0]),
+        rows=1,
+    )
+    counts = BatchCounts(tokens=1, sequences=1)
+    loss = PolicyObjective(config, RolloutCorrectionConfig())(
+        torch.tensor([-2.0]), torch.zeros(1), tokens, counts, WeightedMeans()
+    )
+    assert loss.item() == -6.0
+
+
+def test_an_estimator_that_asks_for_what_nobody_writes_is_refused(installed, monkeypatch):
+    monkeypatch.setitem(
+        sys.modules, "someones_package", SimpleNamespace(it=Estimator(doubled.estimate, reads=("moods",)))
+    )
+    installed(doubled="someones_package:it")
+    with pytest.raises(ConfigError, match="reads moods, which no stage writes"):
+        check_combination(AlgorithmConfig(adv_estimator="doubled"), ActorConfig(), 4)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +117,9 @@ def test_an_unknown_name_is_refused_with_the_nearest(registry_, wrong, right):
         registry_.get(wrong)
 
 
-def test_every_loss_can_be_loaded_and_driver_tables_need_no_torch():
-    assert all(callable(POLICY_LOSSES.get(name).load()) for name in POLICY_LOSSES.names())
+def test_the_driver_checks_every_combination_without_torch():
+    code = "import sys, rl_trainer as t; t.build_graph(t.AlgorithmConfig(), t.ActorConfig()); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "False\n"
 
 
 def correction(**settings):
@@ -91,6 +132,12 @@ def correction(**settings):
         ({"adv_estimator": "rloo"}, {}, 1, r"rollout\.n must be at least 2 with adv_estimator=rloo"),
         ({"adv_estimator": "gdpo"}, {}, 4, "gdpo_reward_keys goes with an estimator"),
         ({"gdpo_reward_keys": "score"}, {}, 4, "gdpo_reward_keys goes with an estimator"),
+        (
+            {"adv_estimator": "gdpo", "gdpo_reward_keys": "score", "use_kl_in_reward": True},
+            {},
+            4,
+            "set it to false and actor.use_kl_loss to true",
+        ),
         (
             {"adv_estimator": "optimal_token_baseline", "rollout_correction": correction(bypass_mode=True)},
             {},

@@ -175,6 +175,22 @@ def test_the_critic_starts_at_zero_and_learns_its_returns(model_path):
     assert losses[-1] < 0.01 * losses[0]
 
 
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_micro_batches_do_not_change_the_critics_update(model_path, mode):
+    """A loss normalised per micro-batch would multiply the learning rate by their number."""
+    results = []
+    for micro in (0, 1, 3):
+        config = CriticConfig(
+            optim=OptimConfig(lr=1e-2), ppo_mini_batch_size=4, ppo_micro_batch_size=micro, loss_agg_mode=mode
+        )
+        critic = TorchCriticBackend(model_path, config, rollout_n=1, seed=0)
+        metrics = critic.update(critic_batch(critic))
+        results.append((critic.compute_values(batch()).ragged("values").values, metrics))
+    for values, metrics in results[1:]:
+        assert values.tolist() == pytest.approx(results[0][0].tolist(), abs=1e-5)
+        assert metrics == pytest.approx(results[0][1], abs=1e-5)
+
+
 def test_a_checkpoint_that_cannot_be_written_names_its_path(model_path, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match=f"{tmp_path}/file/checkpoint"):

@@ -1,9 +1,12 @@
-"""The columns of trajectory rows: those all parts agree on, and those that stages of the trainer hand to each other."""
+"""Columns of trajectory rows: those all parts agree on, and those that stages of the trainer hand to each other."""
 
 from __future__ import annotations
 
 from rl_protocol.rl_columns import TRAJECTORY_SCHEMA
 from rl_protocol.schema import BatchSchema, ColumnSpec, SameLength
+
+BASELINE_PARTITION = "baseline"
+"""Where greedy responses are kept while a step needs their scores."""
 
 _BETWEEN_STAGES = (
     ColumnSpec(

@@ -7,7 +7,7 @@ from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl_trainer.algorithms.policy_losses import POLICY_LOSSES
 from rl_trainer.config import ActorConfig, AlgorithmConfig
 
-WRITABLE = ("values", "old_log_probs", "sum_pi_squared", "reward_components", "reward_baselines", "rollout_log_probs")
+WRITABLE = ("values", "old_log_probs", "sum_pi_squared", "reward_components", "reward_baselines")
 """Columns beyond scores and masks that an estimator may ask for."""
 
 
@@ -37,6 +37,11 @@ def _check_estimator(algorithm: AlgorithmConfig, rollout_n: int) -> None:
         raise ConfigError(
             f"algorithm.gdpo_reward_keys goes with an estimator that looks at parts of the reward, such as gdpo, and only with it; "
             f"got {algorithm.gdpo_reward_keys!r} and adv_estimator={name}."
+        )
+    if "reward_components" in estimator.reads and algorithm.use_kl_in_reward:
+        raise ConfigError(
+            f"algorithm.adv_estimator={name} looks at the parts of the reward alone, not at algorithm.use_kl_in_reward=true; "
+            "set it to false and actor.use_kl_loss to true."
         )
     if "sum_pi_squared" in estimator.reads and correction.bypass_mode:
         raise ConfigError(

@@ -98,7 +98,8 @@ def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig) -> StepGraph:
     critic, ref, bypass = needs_critic(algorithm), needs_reference(algorithm, actor), correction.bypass_mode
     tokens = ("prompts", "responses")
     old = ("rollout_log_probs",) if bypass else ("old_log_probs",)
-    mask = ("loss_mask",) if not bypass and correction.rollout_rs else ("response_mask",)
+    rejected = ("loss_mask",) if not bypass and correction.rollout_rs else ()
+    mask = rejected or ("response_mask",)
     known_as = {"rollout_log_probs": "old_log_probs"} if bypass else {}
     weights = ("rollout_is_weights",) if not bypass and correction.rollout_is else ()
     chosen = ("chosen_tokens",) if loss.chooses else ()
@@ -106,6 +107,7 @@ def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig) -> StepGraph:
     components = ("reward_components",) if algorithm.component_keys() else ()
     old_writes = ("old_log_probs", "entropy", *(("sum_pi_squared",) if needs_sum_pi_squared(algorithm) else ()))
     reference = ("ref_log_prob",) if ref else ()
+    extra = tuple(name for name in estimator.reads if name != "old_log_probs")
     scored = (*tokens, "response_mask", "scores", "acc", *old, *(() if bypass else ("entropy", "rollout_log_probs")))
     stages = [
         Stage("rollout", (), rollout),
@@ -116,8 +118,8 @@ def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig) -> StepGraph:
         *([Stage("values", tokens, ("values",))] if critic else []),
         Stage(
             "adv",
-            tuple(dict.fromkeys((*scored, *estimator.reads, *reference))),
-            ("advantages", "returns", *(mask if mask == ("loss_mask",) else ()), *weights, *chosen),
+            (*scored, *extra, *reference),
+            ("advantages", "returns", *rejected, *weights, *chosen),
             known_as,
         ),
         *(

@@ -20,11 +20,11 @@ import msgspec
 from rl_protocol import KVBatchMeta, RLError, balanced_parts
 from rl_protocol.ports import DataPlane, SamplingParams, WeightSync
 from rl_protocol.rl_columns import TRAIN_PARTITION, VALIDATION_PARTITION, prompt_partition
+from rl_trainer.columns import BASELINE_PARTITION
 from rl_trainer.config import CriticConfig, LoopConfig, RolloutConfig
 from rl_trainer.data import PromptOrder
 from rl_trainer.messages import PromptRef, RolloutCall, SaveCall, StageCall, StageResult
 from rl_trainer.stages import StepGraph
-from rl_trainer.workers import BASELINE_PARTITION
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from rl_protocol.ports import (
 )
 from rl_protocol.rl_columns import PROMPT_SCHEMA, prompt_partition
 from rl_trainer.algorithms.kl import adaptive_kl_coef
-from rl_trainer.columns import TRAINER_SCHEMA
+from rl_trainer.columns import BASELINE_PARTITION, TRAINER_SCHEMA
 from rl_trainer.config import AlgorithmConfig, PolicyLossConfig
 from rl_trainer.data import PromptDataset
 from rl_trainer.messages import RolloutCall, SaveCall, StageCall, StageResult
@@ -36,8 +36,6 @@ from rl_trainer.scoring import Scoring, estimate_advantages
 from rl_trainer.stages import Stage, StepGraph
 
 Handler = Callable[[Any], Awaitable[Any]]
-BASELINE_PARTITION = "baseline"
-"""Where greedy responses are kept while a step needs their scores."""
 
 
 class Worker:

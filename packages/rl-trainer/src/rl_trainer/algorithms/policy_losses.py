@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any, Literal
 
+from rl_protocol import ConfigError
 from rl_trainer.algorithms.registry import Registry
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
@@ -32,8 +33,15 @@ class PolicyLoss:
     chooses: Literal["", "clip_cov", "kl_cov"] = ""
 
     def load(self) -> Any:
-        """The function; imports torch."""
-        return EntryPoint(name="", value=self.function, group=GROUP).load()
+        """The function; imports torch.
+
+        Raises:
+            ConfigError: it can't be imported.
+        """
+        try:
+            return EntryPoint(name="", value=self.function, group=GROUP).load()
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"The policy loss {self.function} can't be imported: {error}") from error
 
 
 _TOKENWISE, _SEQUENCE = "rl_trainer.algorithms.losses.tokenwise:", "rl_trainer.algorithms.losses.sequence:"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
@@ -10,6 +11,12 @@ from typing import Generic, TypeVar
 from rl_protocol import ConfigError
 
 T = TypeVar("T")
+
+
+@functools.cache
+def installed(group: str) -> tuple[EntryPoint, ...]:
+    """What installed packages offer in that group; looked up once, as it does not change while a process runs."""
+    return tuple(entry_points(group=group))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -42,7 +49,7 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """Every name there is, built-ins first."""
-        offered = {entry.name for entry in self._offered()}
+        offered = {entry.name for entry in installed(self._group)}
         return [*self._built_in, *sorted(offered - self._built_in.keys())]
 
     def get(self, name: str) -> T:
@@ -51,7 +58,7 @@ class Registry(Generic[T]):
         Raises:
             ConfigError: there is none (with the nearest name), two are called so, or the package's can't be used.
         """
-        offered = [entry for entry in self._offered() if entry.name == name]
+        offered = [entry for entry in installed(self._group) if entry.name == name]
         if len(offered) + (name in self._built_in) > 1:
             where = ", ".join(entry.value for entry in offered)
             raise ConfigError(
@@ -64,9 +71,6 @@ class Registry(Generic[T]):
             hint = nearest(self._elsewhere.get(name, name), self.names())
             raise ConfigError(f"{self._key} must be one of {', '.join(self.names())}; got {name!r}.{hint}")
         return self._load(offered[0])
-
-    def _offered(self) -> list[EntryPoint]:
-        return list(entry_points(group=self._group))
 
     def _load(self, entry: EntryPoint) -> T:
         try:

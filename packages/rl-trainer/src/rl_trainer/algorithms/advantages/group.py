@@ -71,8 +71,8 @@ def dr_grpo(inputs: AdvantageInputs) -> Estimate:
 
 
 def grpo_passk(inputs: AdvantageInputs) -> Estimate:
-    """Pass@k (Tang et al. 2025, arXiv:2503.19595): only the best session of a group is
-    credited, with its lead over the second best, divided by the group's std + 1e-6 if `norm_by_std`. Two that are equally good lead by 0.
+    """Pass@k (Tang et al. 2025, arXiv:2503.19595): only the best session of a group is credited, with its lead over the second best,
+    divided by the group's std + 1e-6 if `norm_by_std`. Two that are equally good lead by 0.
     """
     e, x = inputs.episodes, inputs.session_scores()
     groups = _groups(e, x)

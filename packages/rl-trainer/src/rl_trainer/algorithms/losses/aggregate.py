@@ -48,6 +48,8 @@ def aggregate(
 ) -> torch.Tensor:
     """This micro-batch's share of the mini-batch loss; the shares of all micro-batches of all ranks sum to it.
 
+    (Whoever averages gradients over ranks instead of summing them, as FSDP does, multiplies the share by their number.)
+
     token-mean: sum over tokens / all tokens (DAPO). token-sum: sum over tokens. seq-mean-token-sum: mean over trajectories of token sums.
     seq-mean-token-sum-norm: the same / scale_factor, a fixed length (Dr.GRPO). seq-mean-token-mean: mean over trajectories of token means (GRPO).
     Trajectories without an unmasked token do not count.

@@ -65,8 +65,7 @@ class PolicyObjective:
     def __init__(self, config: ActorConfig, correction: RolloutCorrectionConfig) -> None:
         self._config = config
         self._correction = correction
-        self._spec = POLICY_LOSSES.get(config.policy_loss.loss_mode)
-        self._function: LossFunction = self._spec.load()
+        self._function: LossFunction = POLICY_LOSSES.get(config.policy_loss.loss_mode).load()
 
     def __call__(
         self,
