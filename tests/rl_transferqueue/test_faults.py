@@ -286,7 +286,7 @@ def test_a_child_that_does_not_come_up_is_explained(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     base = tmp_path / "run"
     base.mkdir()
-    with pytest.raises(PlaneLostError, match=r"(?s)controller process .* ended with status 1.*no zmq today"):
+    with pytest.raises(PlaneLostError, match=r"(?s)unit-0 process .* ended with status 1.*no zmq today"):
         start_local_plane(SMALL, base)
     assert list(base.iterdir()) == []
 
@@ -461,7 +461,6 @@ def nonsense() -> st.SearchStrategy[AnyRequest]:
         st.builds(messages.Clear, text, st.one_of(st.none(), texts)),
         st.just(messages.GetStats()),
         st.builds(messages.Cancel, number),
-        st.just(messages.Introduce()),
         st.builds(messages.Populate, number),
         st.builds(messages.Measure, span, header, raw, texts),
         st.builds(messages.Copy, span, header, raw, texts, span),

@@ -199,10 +199,6 @@ class Cancel(_Message, frozen=True):
 # ------------------------------------------------------------------------------------------------------ controller -> unit
 
 
-class Introduce(_Message, frozen=True):
-    """Say which process you are."""
-
-
 class Fence(_Message, frozen=True):
     """What a session of another host wrote late to a span has ended when this is answered; without a span all it writes, for ever."""
 
@@ -342,10 +338,6 @@ class Metrics(_Message, frozen=True):
     """Requests that wait for rows now."""
 
 
-class Introduced(_Message, frozen=True):
-    process: ProcessId
-
-
 class Measured(_Message, frozen=True):
     header: bytes
     payload: Count
@@ -386,7 +378,7 @@ ControllerRequest: TypeAlias = (
     | GetMetrics
     | Cancel
 )
-UnitRequest: TypeAlias = Introduce | Fence | Populate | Measure | Copy
+UnitRequest: TypeAlias = Fence | Populate | Measure | Copy
 AnyRequest: TypeAlias = ControllerRequest | UnitRequest
 Notice: TypeAlias = Revoked | Reclaim
 Answer: TypeAlias = (
@@ -401,7 +393,6 @@ Answer: TypeAlias = (
     | Cleared
     | Stats
     | Metrics
-    | Introduced
     | Measured
     | Notice
 )
