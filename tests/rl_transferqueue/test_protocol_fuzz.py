@@ -184,9 +184,9 @@ def lies_of_a_known_session(address: str, seed: int) -> None:
 
 
 def the_name_of_the_controller(address: str, seed: int) -> None:
-    """Someone else has this name: a unit must not listen."""
+    """Someone else has this name: a unit (the controller itself has seed 0) must not listen."""
     with peer(address, b"controller") as dealer:
-        for frame in Liar(seed, healthy=True).frames(200):
+        for frame in Liar(seed, healthy=seed > 0).frames(200):
             dealer.send(frame)
         answers(dealer)
 
