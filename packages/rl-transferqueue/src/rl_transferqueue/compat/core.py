@@ -73,15 +73,18 @@ class Core:
         """Columns of the rows, which must agree in them."""
         rows = await self.plane.list_rows(partition, keys=keys)
         others = sorted(set((await self.plane.stats()).columns.get(partition, ())) - set(rows.fields))
-        status = await self.plane.production_status(partition, fields=others)
-        mine = set(keys)
-        has: list[list[bool]] = [f for key, f in zip(status.keys, status.flags.tolist(), strict=True) if key in mine]
-        partly = [name for place, name in enumerate(others) if any(flags[place] for flags in has)]
+        partly = await self._had_by_some(partition, set(keys), others) if others else []
         if partly:
             raise StorageKeyNotFoundError(
                 f"Only some of the {len(keys)} rows of partition {partition!r} have {partly}; select the fields you mean."
             )
         return sorted(rows.fields)
+
+    async def _had_by_some(self, partition: str, keys: set[str], fields: list[str]) -> list[str]:
+        """Which of the columns at least one of the rows has."""
+        status = await self.plane.production_status(partition, fields=fields)
+        has: list[list[bool]] = [f for key, f in zip(status.keys, status.flags.tolist(), strict=True) if key in keys]
+        return [name for place, name in enumerate(fields) if any(flags[place] for flags in has)]
 
     async def list_partitions(self) -> list[str]:
         """Partitions that have rows."""
