@@ -19,10 +19,11 @@ from rl_protocol.errors import BatchError, ConflictError, MissingDataError, Plan
 from rl_protocol.meta import KVBatchMeta as Rows
 from rl_protocol.meta import Tag
 from rl_transferqueue.client import Client
+from rl_transferqueue.compat.batch_meta import BatchMeta
 from rl_transferqueue.compat.convert import parsed, schema_of, to_batch, to_tensordict
 from rl_transferqueue.compat.errors import KeyNotFoundError, NotReadyError, StorageKeyNotFoundError
 from rl_transferqueue.compat.fetching import Settings, fetch
-from rl_transferqueue.compat.meta import BatchMeta, Meta
+from rl_transferqueue.compat.meta import Meta
 from rl_transferqueue.draws import draws_of
 
 _UNNAMED = "\x00"
