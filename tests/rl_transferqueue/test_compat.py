@@ -21,7 +21,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 import rl_transferqueue.compat as tq
-from rl_protocol import BatchError, ConfigError, DuplicateKeyError, SchemaError, WireError
+from rl_protocol import BatchError, ConfigError, DuplicateKeyError, PlaneLostError, SchemaError, WireError
 from rl_transferqueue.compat import runtime
 
 HERE = Path(__file__).parent
@@ -356,6 +356,28 @@ def test_ray_workers_find_the_plane_by_name() -> None:
 def test_settings_that_cannot_be_honoured_are_refused(conf: dict[str, Any], what: str, no_plane: None) -> None:
     with pytest.raises(ConfigError, match=what):
         tq.init(conf)
+
+
+@pytest.mark.usefixtures("no_plane")
+def test_a_plane_that_has_ended_is_not_attached_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"rl_transferqueue": {"capacity_mb": 32, "segment_mb": 1}}
+    tq.init(settings)
+    told = os.environ[runtime.PLANE_VARIABLE]
+    tq.close()
+    monkeypatch.setenv(runtime.PLANE_VARIABLE, told)
+    with pytest.raises(tq.NotInitializedError, match=r"init\(\)"):
+        tq.kv_list()
+    tq.init(settings)
+    assert tq.kv_list() == {}
+    plane = runtime._here().plane  # pyright: ignore[reportPrivateUsage]
+    assert plane is not None
+    plane.close()  # as if it had crashed
+    with pytest.raises(PlaneLostError):
+        tq.kv_list()
+    tq.init(settings)
+    assert tq.kv_list() == {}
+    monkeypatch.setenv(runtime.PLANE_VARIABLE, "not json")
+    tq.close()
 
 
 def test_a_damaged_checkpoint_is_refused(client: tq.TransferQueueClient, tmp_path: Path) -> None:

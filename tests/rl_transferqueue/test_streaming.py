@@ -204,7 +204,8 @@ def test_the_compatible_dataset_gives_micro_batches_and_ends_when_all_is_consume
         loaders[0].step("q")
         assert loaders[0].get_buffer() == []
         endless = tq.StreamingDataset(conf, 1, 1, ["x"], "empty", "train", 0, timeout_s=0.1)
+        stream = iter(endless)
         with pytest.raises(tq.NotReadyError, match="empty"):
-            next(iter(endless))
+            next(stream)
     finally:
         tq.close()

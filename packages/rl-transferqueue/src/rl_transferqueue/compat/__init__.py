@@ -24,6 +24,7 @@ Names, arguments and meaning are those of 0.1.11. What differs, and why:
 | StreamingDataset polls and keeps every batch                | waits for the event and keeps what `step` has not released                |
 """
 
+from rl_transferqueue.compat.batch_meta import BatchMeta
 from rl_transferqueue.compat.client import AsyncTransferQueueClient, TransferQueueClient
 from rl_transferqueue.compat.errors import (
     FieldNotFoundError,
@@ -48,7 +49,7 @@ from rl_transferqueue.compat.kv import (
     load_checkpoint,
     save_checkpoint,
 )
-from rl_transferqueue.compat.meta import BatchMeta, KVBatchMeta
+from rl_transferqueue.compat.meta import KVBatchMeta
 from rl_transferqueue.compat.runtime import close, get_client, get_metrics_endpoint, init
 from rl_transferqueue.compat.samplers import (
     BaseSampler,

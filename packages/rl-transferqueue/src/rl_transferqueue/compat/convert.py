@@ -13,14 +13,13 @@ import msgspec
 import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict
-from typing_extensions import Buffer
 
 from rl_protocol.batch import BatchData
 from rl_protocol.columns import Column, DenseColumn, ObjectColumn, RaggedColumn
 from rl_protocol.dtypes import dtype_name, storage_dtype
 from rl_protocol.errors import BatchError, SchemaError
 from rl_protocol.torch import TORCH_DTYPES, column_from_tensor, tensor_from_column, to_array, to_tensor
-from rl_transferqueue.compat.meta import Schema
+from rl_transferqueue.compat.batch_meta import Schema
 
 _TENSOR, _ARRAY = 1, 2
 """Kinds of msgpack extension inside object columns."""
@@ -131,7 +130,7 @@ def _extension(kind: int, value: object) -> msgspec.msgpack.Ext:
 
 def _unpack(value: Any) -> Any:
     if isinstance(value, msgspec.msgpack.Ext):
-        return _unpack_extension(value.code, value.data)
+        return _unpack_extension(value.code, bytes(memoryview(value.data)))
     if isinstance(value, list):
         return [_unpack(item) for item in cast("list[Any]", value)]
     if isinstance(value, dict):
@@ -139,7 +138,7 @@ def _unpack(value: Any) -> Any:
     return value
 
 
-def _unpack_extension(kind: int, data: Buffer) -> Any:
+def _unpack_extension(kind: int, data: bytes) -> Any:
     dtype, shape, raw = msgspec.msgpack.decode(data, type=tuple[str, tuple[int, ...], bytearray])
     array = np.frombuffer(raw, storage_dtype(dtype)).reshape(shape)
     return to_tensor(array, dtype) if kind == _TENSOR else array

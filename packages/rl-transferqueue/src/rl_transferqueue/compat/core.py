@@ -19,10 +19,11 @@ from rl_protocol.errors import BatchError, ConflictError, MissingDataError, Plan
 from rl_protocol.meta import KVBatchMeta as Rows
 from rl_protocol.meta import Tag
 from rl_transferqueue.client import Client
+from rl_transferqueue.compat.batch_meta import BatchMeta
 from rl_transferqueue.compat.convert import parsed, schema_of, to_batch, to_tensordict
 from rl_transferqueue.compat.errors import KeyNotFoundError, NotReadyError, StorageKeyNotFoundError
 from rl_transferqueue.compat.fetching import Settings, fetch
-from rl_transferqueue.compat.meta import BatchMeta, Meta
+from rl_transferqueue.compat.meta import Meta
 from rl_transferqueue.draws import draws_of
 
 _UNNAMED = "\x00"
@@ -73,15 +74,18 @@ class Core:
         """Columns of the rows, which must agree in them."""
         rows = await self.plane.list_rows(partition, keys=keys)
         others = sorted(set((await self.plane.stats()).columns.get(partition, ())) - set(rows.fields))
-        status = await self.plane.production_status(partition, fields=others)
-        mine = set(keys)
-        has: list[list[bool]] = [f for key, f in zip(status.keys, status.flags.tolist(), strict=True) if key in mine]
-        partly = [name for place, name in enumerate(others) if any(flags[place] for flags in has)]
+        partly = await self._had_by_some(partition, set(keys), others) if others else []
         if partly:
             raise StorageKeyNotFoundError(
                 f"Only some of the {len(keys)} rows of partition {partition!r} have {partly}; select the fields you mean."
             )
         return sorted(rows.fields)
+
+    async def _had_by_some(self, partition: str, keys: set[str], fields: list[str]) -> list[str]:
+        """Which of the columns at least one of the rows has."""
+        status = await self.plane.production_status(partition, fields=fields)
+        has: list[list[bool]] = [f for key, f in zip(status.keys, status.flags.tolist(), strict=True) if key in keys]
+        return [name for place, name in enumerate(fields) if any(flags[place] for flags in has)]
 
     async def list_partitions(self) -> list[str]:
         """Partitions that have rows."""

@@ -110,6 +110,7 @@ def init(conf: Any = None) -> Conf:
     merged = _merge(_DEFAULTS, conf if conf is not None else {})
     with _lock:
         here = _here()
+        _drop_dead(here)
         here.sampler = _own_sampler(merged) or here.sampler
         if here.client is None and not _attach(here):
             _start(here, merged)
@@ -169,9 +170,10 @@ def settings_of(conf: Any) -> Settings:
 # ---------------------------------------------------------------------------------------------------------------- inner
 def _attach(here: _Process) -> bool:
     """Connect to an announced plane that is alive."""
-    text = os.environ.get(PLANE_VARIABLE) or discovery.find()
-    if not text:
-        return False
+    return any(text and _connect(here, text) for text in (os.environ.get(PLANE_VARIABLE, ""), discovery.find()))
+
+
+def _connect(here: _Process, text: str) -> bool:
     try:
         told = msgspec.json.decode(text, type=Announcement)
     except msgspec.DecodeError as error:
@@ -185,9 +187,19 @@ def _attach(here: _Process) -> bool:
     try:
         here.client = _client(told.descriptor, settings)
     except PlaneLostError:
-        logger.info("The plane named by %s is gone.", PLANE_VARIABLE)
+        logger.info("An announced plane is gone: %s", told.descriptor.controller.address)
         return False
     return True
+
+
+def _drop_dead(here: _Process) -> None:
+    """Forget a client whose plane has ended."""
+    if here.client is None:
+        return
+    try:
+        here.client.portal.run(here.client.core.plane.stats())
+    except PlaneLostError:
+        close()
 
 
 def _start(here: _Process, conf: Conf) -> None:

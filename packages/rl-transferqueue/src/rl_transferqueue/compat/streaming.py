@@ -11,10 +11,10 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader, IterableDataset
 
 from rl_protocol.errors import BatchError
+from rl_transferqueue.compat.batch_meta import BatchMeta
 from rl_transferqueue.compat.client import TransferQueueClient
 from rl_transferqueue.compat.convert import to_batch, to_tensordict
 from rl_transferqueue.compat.errors import NotReadyError
-from rl_transferqueue.compat.meta import BatchMeta
 from rl_transferqueue.compat.runtime import settings_of
 
 Fetched: TypeAlias = tuple[TensorDict, BatchMeta]
@@ -75,18 +75,23 @@ class StreamingDataset(IterableDataset[Fetched]):
         self.sampling_config: dict[str, Any] = {"dp_rank": dp_rank, "task_name": task_name}
         self.buffer: list[Fetched] = []
         self.batch_index = 0
-        self._client: tuple[int, TransferQueueClient] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_client": None}
 
     def __iter__(self) -> Iterator[Fetched]:
-        """Micro-batch after micro-batch.
+        """Micro-batch after micro-batch, over a client of its own.
 
         Raises:
             NotReadyError: no data for `timeout_s` seconds.
         """
-        client = self._connected()
+        settings = settings_of(self.config)
+        settings.polling_mode = False
+        zmq_info = self.config["controller"]["zmq_info"]
+        client = TransferQueueClient(f"StreamingDataset_{os.getpid()}", zmq_info, settings=settings)
+        try:
+            yield from self._micro_batches(client)
+        finally:
+            client.close()
+
+    def _micro_batches(self, client: TransferQueueClient) -> Iterator[Fetched]:
         deadline = time.monotonic() + self.timeout_s
         while self.batch_index < len(self.buffer) or not self._finished(client):
             if self.batch_index < len(self.buffer):
@@ -112,17 +117,6 @@ class StreamingDataset(IterableDataset[Fetched]):
         self.buffer = []
         self.batch_index = 0
         self.partition_id = partition_id
-
-    def _connected(self) -> TransferQueueClient:
-        pid = os.getpid()
-        if self._client is None or self._client[0] != pid:  # a forked worker needs its own
-            settings = settings_of(self.config)
-            settings.polling_mode = False
-            client = TransferQueueClient(
-                f"StreamingDataset_{pid}", self.config["controller"]["zmq_info"], settings=settings
-            )
-            self._client = pid, client
-        return self._client[1]
 
     def _finished(self, client: TransferQueueClient) -> bool:
         return self.should_check_consumption_status and client.check_consumption_status(
