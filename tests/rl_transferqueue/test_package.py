@@ -47,6 +47,8 @@ def test_import_loads_nothing_heavy_and_does_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["rl_transferqueue", *MODULES])
 def test_doctests(name: str) -> None:
+    if name.startswith("rl_transferqueue.backends."):
+        pytest.importorskip(name, exc_type=ImportError)
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
@@ -60,7 +62,7 @@ def test_readme_examples_run() -> None:
 
 
 def test_no_module_can_unpickle() -> None:
-    for path in SOURCE.glob("*.py"):
+    for path in SOURCE.rglob("*.py"):
         code = path.read_text()
         for word in ("import pickle", "recv_pyobj", "send_pyobj", "marshal", "eval(", "exec("):
             assert word not in code, f"{path.name} uses {word}"

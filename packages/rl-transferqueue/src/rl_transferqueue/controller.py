@@ -39,6 +39,7 @@ from rl_transferqueue.messages import (
     Done,
     Fence,
     Flags,
+    Free,
     GetConsumption,
     GetProduction,
     GetStats,
@@ -161,7 +162,10 @@ class Controller:
         units: Sequence[str],
         unit_bytes: int,
         segment: int,
+        *,
+        stored: bool = False,
     ) -> None:
+        """`stored`: blocks lie in a backend's stores, see `stored`, and not in arenas."""
         self.reactor = Reactor()
         self._board = SharedBoard(len(units) * unit_bytes // ALIGN + 1)
         self._ledger = Ledger(self._board)
@@ -170,7 +174,9 @@ class Controller:
         self._departed: dict[bytes, int] = {}
         """Ended sessions that still hold leases, and the pidfd of each."""
         self._bulk: BulkServer | None = None
+        self._stored = stored
         self._parked: deque[_Parked] = deque()
+        self._unit_pidfds: dict[int, int] = {}
         self._units = {i: _UnitLink(self.reactor, context, unit, segment) for i, unit in enumerate(units)}
         for i, link in self._units.items():
             self._watch_unit(i, link)
@@ -211,12 +217,15 @@ class Controller:
         return Endpoints(self.server.listen(host, key), endpoint(host, self._bulk.port))
 
     def close(self) -> None:
-        """Close all sockets."""
+        """Close all sockets and descriptors."""
         self.server.close()
         if self._bulk is not None:
             self._bulk.close()
         for unit in self._units.values():
             unit.close()
+        sessions = (session.pidfd for session in self._sessions.values())
+        for pidfd in (*self._unit_pidfds.values(), *sessions, *self._departed.values()):
+            os.close(pidfd)
 
     # -- processes
     def _hello(self, caller: Caller, message: Hello) -> Done:
@@ -265,26 +274,24 @@ class Controller:
         for waiting in ended.waiting.values():
             waiting.timer.cancel()
             waiting.leave()
-        if ended.remote:
+        if ended.remote or self._stored:
             for unit in self._units:
-                self._fence(session, unit, None, 0)
+                self._fence(Fence(session, self._space.reserved(session, unit), True, 0), unit)
         else:
             self._space.end_session(session)
             self._serve_parked()
 
-    def _fence(self, session: bytes, unit: int, span: Span | None, serial: int) -> None:
-        """Free what a session of another host reserved in a unit, or a part of it, once nothing it sent can arrive there any more."""
+    def _fence(self, fence: Fence, unit: int) -> None:
+        """Free spans that a session has reserved in a unit once nothing it sent can arrive there any more."""
 
         def fenced(answer: Answer) -> None:
-            del answer
-            if span is None:
-                self._space.end_session(session, unit)
-            else:
-                self._space.abandon(session, span)
+            _check_done(answer, fence)
+            for span in fence.spans:
+                self._space.abandon(fence.session, span)
             self._serve_parked()
 
         if unit in self._units:  # otherwise the memory is gone, too
-            self._units[unit].send(Fence(session, span, serial), fenced)
+            self._units[unit].send(fence, fenced)
 
     def _session(self, caller: Caller) -> _Session:
         session = self._sessions.get(caller.session)
@@ -296,13 +303,15 @@ class Controller:
         def introduced(answer: Answer) -> None:
             assert isinstance(answer, Introduced)
             pidfd = open_pidfd(answer.process, f"Storage unit {unit}")
-            self.reactor.watch(pidfd, lambda: self._lose_unit(unit, pidfd))
+            self._unit_pidfds[unit] = pidfd
+            self.reactor.watch(pidfd, lambda: self._lose_unit(unit))
 
         link.send(Introduce(), introduced)
 
-    def _lose_unit(self, unit: int, pidfd: int) -> None:
+    def _lose_unit(self, unit: int) -> None:
         """The others go on; what lay in this one is listed as lost."""
         log.error("storage unit %d has ended; its data is lost", unit)
+        pidfd = self._unit_pidfds.pop(unit)
         self.reactor.unwatch(pidfd)
         os.close(pidfd)
         self._units.pop(unit).close()
@@ -382,7 +391,7 @@ class Controller:
         for span in message.spans:
             if message.late:
                 session.abandoned += 1
-                self._fence(caller.session, span.unit, span, session.abandoned)
+                self._fence(Fence(caller.session, (span,), False, session.abandoned), span.unit)
             else:
                 self._space.abandon(caller.session, span)
         self._serve_parked()
@@ -496,6 +505,9 @@ class Controller:
     def _settle(self) -> None:
         """Do what the last change made necessary: free memory, revoke leases, copy sparse blocks."""
         released = self._ledger.blocks.take_released()
+        if self._stored:
+            self._free([ref.span for ref in released])
+            released = []
         for ref in released:
             self._space.give(ref.span)
         for session, blocks in self._ledger.blocks.take_revoked().items():
@@ -505,6 +517,19 @@ class Controller:
             self._ledger.blocks.retry_compactions()
         for block in self._ledger.blocks.take_sparse():
             self._compact(block, self._ledger.plan_compaction(block))
+
+    def _free(self, spans: Sequence[Span]) -> None:
+        """Free blocks that a backend holds: their places are not given anew before it has forgotten them."""
+        for unit in {span.unit for span in spans} & self._units.keys():
+            mine = Free(tuple(span for span in spans if span.unit == unit))
+
+            def freed(answer: Answer, mine: Free = mine) -> None:
+                _check_done(answer, mine)
+                for span in mine.spans:
+                    self._space.give(span)
+                self._serve_parked()
+
+            self._units[unit].send(mine, freed)
 
     def _compact(self, block: Block, plan: Measure) -> None:
         unit = block.ref.span.unit
@@ -531,6 +556,11 @@ class Controller:
     def _keep_ahead(self) -> None:
         for unit, link in self._units.items():
             link.keep_ahead(self._space.high_water(unit))
+
+
+def _check_done(answer: Answer, request: Fence | Free) -> None:
+    if not isinstance(answer, Done):
+        log.error("a storage unit answered %s to %s", answer, request)
 
 
 def _numbers(packed: bytes) -> Ints:
