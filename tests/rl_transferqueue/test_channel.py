@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+import socket
 
 import pytest
 
 from rl_protocol import PlaneTimeout
 from rl_transferqueue.channel import Channel
+from rl_transferqueue.links import UnixLink
 from rl_transferqueue.messages import Cleared, Reply, WaitReady
 
 NEVER = WaitReady("never", 1, (), {}, None, 60.0)
@@ -16,10 +17,10 @@ NEVER = WaitReady("never", 1, (), {}, None, 60.0)
 
 @pytest.mark.parametrize("when", ["before the cancel", "before the caller is told", "after the caller is told"])
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
-def test_an_answer_to_a_caller_that_left_goes_to_its_orphan(tmp_path: Path, how: str, when: str) -> None:
+def test_an_answer_to_a_caller_that_left_goes_to_its_orphan(how: str, when: str) -> None:
     async def main() -> None:
-        nobody = f"ipc://{tmp_path}/nobody"  # every answer is the test's own
-        channel = Channel(asyncio.get_running_loop(), nobody, b"\x01channel", "controller")
+        here, nobody = socket.socketpair(socket.AF_UNIX)  # every answer is the test's own
+        channel = Channel(asyncio.get_running_loop(), UnixLink(here), "controller")
         orphans: list[Cleared] = []
         call = channel.start(NEVER)
         answer = Reply(call.id, Cleared(7))
@@ -42,5 +43,6 @@ def test_an_answer_to_a_caller_that_left_goes_to_its_orphan(tmp_path: Path, how:
             assert isinstance(done, asyncio.CancelledError if how == "cancel" else PlaneTimeout)
             assert [orphan.count for orphan in orphans] == [7]
         channel.close()
+        nobody.close()
 
     asyncio.run(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,16 +15,16 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rl_protocol import BatchData, DataPlaneError, PlaneLostError, PlaneTimeout, dense
+from rl_protocol import BatchData, ColumnSpec, DataLostError, DataPlaneError, PlaneLostError, PlaneTimeout, dense
 from rl_protocol.errors import WireError
 from rl_protocol.wire import plan
 from rl_transferqueue import LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, messages, start_local_plane
+from rl_transferqueue.links import Frames
 from rl_transferqueue.liveness import ProcessId, this_process
-from rl_transferqueue.messages import AnyRequest, Failure, Hello, Reply, Request, pack
+from rl_transferqueue.messages import MAX_FRAME, AnyRequest, Failure, Hello, ListRows, Reply, Request, pack
 
 SMALL = TransferQueueConfig(num_storage_units=1, capacity_mb=2, segment_mb=1)
 
@@ -76,6 +77,88 @@ def test_every_call_says_that_the_plane_is_lost(victim: int) -> None:
         assert time.monotonic() - began < 5
 
     with start_local_plane(SMALL) as plane:
+        asyncio.run(main(plane))
+
+
+def test_when_one_unit_of_several_dies_the_others_go_on_and_the_lost_rows_are_named() -> None:
+    """Rows of two puts lie in two units; one unit is killed while a reader waits for the rows in it."""
+    config = TransferQueueConfig(num_storage_units=2, capacity_mb=64, segment_mb=1)
+
+    def rows(value: int) -> BatchData:
+        return BatchData({"x": dense(np.full((2, 1 << 20), value, np.uint8)), "y": dense([value, value])})
+
+    async def main(plane: LocalPlane) -> None:
+        async with await connect(plane.descriptor) as client, await connect(plane.descriptor) as other:
+            first = await client.put("p", ["a", "b"], rows(1), tags=[{"n": 1}, {"n": 2}])
+            second = await client.put("p", ["c", "d"], rows(2))
+            view = (await client.get(first)).dense("x").values
+            await other.get(second)
+            waiting = asyncio.ensure_future(other.wait_ready("p", count=5, fields=["x"], timeout_s=60))
+            watching = (await other.watch("p", timeout_s=1)).version
+            await asyncio.sleep(0.05)
+            began = time.monotonic()
+            os.kill(plane.pids[1], signal.SIGKILL)
+            changes = await other.watch("p", since=watching, timeout_s=5)
+            assert time.monotonic() - began < 5
+            lost, kept, value = (first, second, 2) if changes.rows.keys == first.keys else (second, first, 1)
+            assert changes.rows.keys == lost.keys
+            stats = await client.stats()
+            assert stats.lost == {"p": lost.keys}
+            assert stats.bytes_capacity == config.unit_bytes
+            for plane_client in (client, other):
+                with pytest.raises(DataLostError, match=rf"'x'.*'{lost.keys[0]}'.*'p'.*lost"):
+                    await plane_client.get(lost)
+                assert (await plane_client.get(kept)).dense("x").values.max() == value
+            assert (view == 1).all()
+            produced = await client.production_status("p", fields=["x", "y"])
+            assert [key for key, flag in zip(produced.keys, produced.flags.all(axis=1), strict=True) if not flag] == [
+                *lost.keys
+            ]
+            assert (await client.list_rows("p", where={"n": 2})).keys == ("b",)
+
+            again = await client.put("p", lost.keys, rows(7))
+            assert again.generations == lost.generations
+            assert (await other.get(lost)).dense("x").values.min() == 7
+            await client.put("p", ["e"], rows(3).slice(0, 1))
+            assert (await waiting).keys == ("a", "b", "c", "d", "e")
+            stats = await client.stats()
+            assert (stats.lost, stats.bytes_used) == ({}, sum((2 << 20) + 64 for _ in range(2)) + (1 << 20) + 64)
+            await client.clear("p")
+            del view
+            deadline = time.monotonic() + 5
+            while (await client.stats()).bytes_used:
+                assert time.monotonic() < deadline, "the memory of the unit that lives did not come back"
+                await asyncio.sleep(0.02)
+        async with await connect(plane.descriptor) as late:
+            assert (await late.get(await late.put("q", ["a"], batch(100)))).dense("x").values.all()
+
+    with start_local_plane(config) as plane:
+        asyncio.run(main(plane))
+
+
+def test_a_put_that_is_written_while_its_unit_dies_goes_to_another() -> None:
+    config = TransferQueueConfig(num_storage_units=2, capacity_mb=64, segment_mb=1)
+
+    async def main(plane: LocalPlane) -> None:
+        async with await connect(plane.descriptor) as client:
+            big = BatchData({"x": dense(np.ones((4, 4 << 20), np.uint8))})
+            drafts = [await client.alloc([ColumnSpec(name="x", kind="dense", dtype="uint8")], 64) for _ in range(2)]
+            os.kill(plane.pids[1], signal.SIGKILL)
+            meta = await client.put("p", [f"{j}" for j in range(4)], big)
+            deadline = time.monotonic() + 5
+            while (await client.stats()).bytes_capacity > config.unit_bytes:
+                assert time.monotonic() < deadline, "the death of the unit was not noticed"
+                await asyncio.sleep(0.02)
+            keys = [str(i) for i in range(64)]
+            done = [await asyncio.gather(client.put("q", keys, draft), return_exceptions=True) for draft in drafts]
+            refused = [error for (error,) in done if isinstance(error, PlaneLostError)]
+            assert len(refused) == 1
+            assert "repeat the put" in str(refused[0])
+            if (await client.stats()).lost:  # the unit died after it was written to and before anybody noticed
+                await client.put("p", meta.keys, big)
+            assert (await client.get(meta)).dense("x").values.all()
+
+    with start_local_plane(config) as plane:
         asyncio.run(main(plane))
 
 
@@ -203,7 +286,7 @@ def test_a_child_that_does_not_come_up_is_explained(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     base = tmp_path / "run"
     base.mkdir()
-    with pytest.raises(PlaneLostError, match=r"(?s)controller process .* ended with status 1.*no zmq today"):
+    with pytest.raises(PlaneLostError, match=r"(?s)unit-0 process .* ended with status 1.*no zmq today"):
         start_local_plane(SMALL, base)
     assert list(base.iterdir()) == []
 
@@ -249,24 +332,32 @@ class Raw:
     """A peer that says whatever it likes."""
 
     def __init__(self, address: str, identity: bytes | None = None) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        if identity is not None:
-            self.socket.setsockopt(zmq.IDENTITY, identity)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(address)
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(5)
+        self.socket.connect(address.removeprefix("unix:"))
+        self.said = Frames()
+        self.heard: list[bytes] = []
+        self.send(identity or os.urandom(8))
 
     def __enter__(self) -> Raw:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.socket.close()
-        self.context.term()
 
-    def ask(self, *frames: bytes) -> Reply:
-        self.socket.send_multipart(frames)
-        assert self.socket.poll(5000), "no answer"
-        return msgspec.msgpack.decode(self.socket.recv(), type=Reply)
+    def send(self, frame: bytes) -> None:
+        self.socket.sendall(len(frame).to_bytes(4, "little") + frame)
+
+    def hear(self) -> Reply:
+        while not self.heard:
+            data = self.socket.recv(1 << 16)
+            assert data, "the connection was closed"
+            self.heard += self.said.feed(data)
+        return msgspec.msgpack.decode(self.heard.pop(0), type=Reply)
+
+    def ask(self, frame: bytes) -> Reply:
+        self.send(frame)
+        return self.hear()
 
 
 def addresses(plane: LocalPlane) -> list[str]:
@@ -274,17 +365,53 @@ def addresses(plane: LocalPlane) -> list[str]:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(frames=st.lists(st.lists(st.binary(max_size=40), min_size=1, max_size=3), min_size=1, max_size=5))
-def test_garbage_is_answered_and_harms_nobody(shared_plane: LocalPlane, frames: list[list[bytes]]) -> None:
+@given(frames=st.lists(st.binary(max_size=40), min_size=1, max_size=5))
+def test_garbage_is_answered_and_harms_nobody(shared_plane: LocalPlane, frames: list[bytes]) -> None:
     for address in addresses(shared_plane):
         with Raw(address) as raw:
-            for parts in frames:
-                answer = raw.ask(*parts)
+            for frame in frames:
+                answer = raw.ask(frame)
                 assert isinstance(answer.body, Failure)
                 assert answer.body.error == "WireError"
             answer = raw.ask(pack(Request(7, Hello(ProcessId(1, 1)))))
             assert answer.id == 7
             assert isinstance(answer.body, Failure)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(stream=st.binary(min_size=1, max_size=60))
+def test_a_stream_that_is_no_frames_harms_nobody(shared_plane: LocalPlane, stream: bytes) -> None:
+    """Cut short, or with lengths that can't be: the connection ends at most, and others are served."""
+    for address in addresses(shared_plane):
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.connect(address.removeprefix("unix:"))
+            raw.sendall(stream)
+        with Raw(address) as fine:
+            assert isinstance(fine.ask(b"").body, Failure)
+
+
+def test_a_frame_that_is_too_long_ends_the_connection(plane: LocalPlane) -> None:
+    for address in addresses(plane):
+        with Raw(address) as raw:
+            raw.socket.sendall((MAX_FRAME + 1).to_bytes(4, "little"))
+            assert raw.socket.recv(1) == b""
+
+
+def test_a_client_that_does_not_read_its_answers_holds_up_nobody(plane: LocalPlane) -> None:
+    async def main() -> None:
+        async with await connect(plane.descriptor) as client:
+            keys = [f"{'k' * 100}{i}" for i in range(2000)]
+            await client.put("big", keys, tags=[{}] * len(keys))
+            with Raw(plane.descriptor.controller.address) as raw:
+                for i in range(50):
+                    raw.send(pack(Request(i + 1, ListRows("big", {}))))
+                await asyncio.sleep(0.2)
+                assert len(await client.list_rows("big", timeout_s=5)) == 2000
+                for i in range(50):
+                    answer = await asyncio.to_thread(raw.hear)
+                    assert (answer.id, len(answer.body.keys)) == (i + 1, 2000)  # type: ignore[union-attr]
+
+    asyncio.run(main())
 
 
 def test_a_request_that_can_only_be_read_in_part_is_answered_by_its_id(plane: LocalPlane) -> None:
@@ -325,7 +452,7 @@ def nonsense() -> st.SearchStrategy[AnyRequest]:
         st.builds(messages.ReleaseLeases, ids),
         st.builds(messages.WaitReady, text, number, texts, tag, task, seconds),
         st.builds(messages.GiveBack, text, text, raw),
-        st.builds(messages.ListRows, text, tag, texts, task),
+        st.builds(messages.ListRows, text, tag, texts, task, st.one_of(st.none(), texts)),
         st.builds(messages.Watch, text, number, tag, seconds),
         st.builds(messages.Claim, text, texts, text),
         st.builds(messages.GetConsumption, text, text),
@@ -334,7 +461,6 @@ def nonsense() -> st.SearchStrategy[AnyRequest]:
         st.builds(messages.Clear, text, st.one_of(st.none(), texts)),
         st.just(messages.GetStats()),
         st.builds(messages.Cancel, number),
-        st.just(messages.Introduce()),
         st.builds(messages.Populate, number),
         st.builds(messages.Measure, span, header, raw, texts),
         st.builds(messages.Copy, span, header, raw, texts, span),
@@ -360,14 +486,12 @@ def test_well_formed_nonsense_harms_nobody(own_plane: LocalPlane, data: st.DataO
     said = data.draw(st.lists(nonsense(), min_size=1, max_size=8))
     for address in addresses(own_plane):
         with Raw(address, b"\x02" + os.urandom(7)) as raw:
-            raw.socket.send(pack(Request(1, Hello(this_process()))))
+            raw.send(pack(Request(1, Hello(this_process()))))
             for i, message in enumerate(said):
-                raw.socket.send(pack(Request(i + 2, message)))
-            raw.socket.send(b"end")
-            while True:
-                assert raw.socket.poll(5000), "no answer"
-                if msgspec.msgpack.decode(raw.socket.recv(), type=Reply).id == 0:
-                    break
+                raw.send(pack(Request(i + 2, message)))
+            answer = raw.ask(b"end")
+            while not (answer.id == 0 and isinstance(answer.body, Failure)):
+                answer = raw.hear()
     asyncio.run(_put_and_clear(own_plane.descriptor))
 
 

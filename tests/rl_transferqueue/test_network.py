@@ -29,9 +29,11 @@ from rl_transferqueue.bulk_client import BulkConnection, dial
 from rl_transferqueue.channel import Channel
 from rl_transferqueue.descriptor import ControllerAddress, UnitAddress
 from rl_transferqueue.hosts import endpoint, split_endpoint
+from rl_transferqueue.keys import load_key
 from rl_transferqueue.messages import Abandon, Done, Hello, Reserve, Reserved
 from rl_transferqueue.remote import RemoteMemory
 from rl_transferqueue.space import most_spare
+from rl_transferqueue.zmq_link import ZmqLink
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +292,7 @@ def test_bytes_that_arrive_after_their_block_was_taken_back_touch_nobody(plane: 
         loop = asyncio.get_running_loop()
         controller = plane.descriptor.controller
         lifeline = call_on(plane, controller, session)
-        control = Channel(loop, controller.control, session, "controller")
+        control = Channel(loop, ZmqLink(controller.control, session, load_key()), "controller")
         await control.call(Hello(None), Done, 5)
         span = (await control.call(Reserve(6 * MIB, 0), Reserved, 5)).span
         bulk = call_on(plane, plane.descriptor.units[0], session)
@@ -412,7 +414,9 @@ def test_a_write_that_arrives_after_its_span_was_abandoned_touches_nobody(plane:
     async def main() -> None:
         session = b"\x06" + os.urandom(7)
         lifeline = call_on(plane, plane.descriptor.controller, session)
-        control = Channel(asyncio.get_running_loop(), plane.descriptor.controller.control, session, "controller")
+        control = Channel(
+            asyncio.get_running_loop(), ZmqLink(plane.descriptor.controller.control, session, load_key()), "controller"
+        )
         await control.call(Hello(None), Done, 5)
         span = (await control.call(Reserve(6 * MIB, 0), Reserved, 5)).span
         late, later = (call_on(plane, plane.descriptor.units[0], session) for _ in range(2))

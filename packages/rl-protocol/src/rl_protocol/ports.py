@@ -52,6 +52,10 @@ class PlaneStats(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes given to producers for what they have not put yet."""
     lost: Mapping[str, tuple[str, ...]] = {}
     """partition -> keys of rows that are still named but lost columns with a storage unit that died."""
+    columns: Mapping[str, tuple[str, ...]] = {}
+    """partition -> columns that some row has or had."""
+    tasks: Mapping[str, tuple[str, ...]] = {}
+    """partition -> tasks that consumed rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,11 +190,15 @@ class DataPlane(Protocol):
         where: Mapping[str, Scalar] | None = None,
         fields: Sequence[str] = (),
         task: str | None = None,
+        keys: Sequence[str] | None = None,
         timeout_s: float = 60.0,
     ) -> KVBatchMeta:
         """The rows that have the tags of `where`, all `fields`, and are not consumed by `task`; oldest first. Nothing is consumed.
 
-        `fields` of the result are those that every row has.
+        With `keys` only those rows are looked at, and the result has their order. `fields` of the result are those that every row has.
+
+        Raises:
+            MissingDataError: one of `keys` is not there.
         """
         ...
 

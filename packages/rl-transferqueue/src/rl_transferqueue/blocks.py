@@ -21,6 +21,14 @@ _HEADERS = 4096
 """Different headers that are kept once."""
 
 
+def _counted(slots: Ints) -> Iterable[tuple[int, int]]:
+    """Each slot once, and how often it occurs."""
+    if slots.size == 1:
+        return ((int(slots[0]), 1),)
+    found, counts = np.unique(slots, return_counts=True)
+    return zip(found.tolist(), counts.tolist(), strict=True)
+
+
 @dataclass(slots=True)
 class Block:
     """A committed block; it is released when it has no `cells`, no `holders` and is not `compacting`."""
@@ -76,8 +84,7 @@ class BlockTable:
         for slots, columns in places:
             if not slots.size:
                 continue
-            found, counts = np.unique(slots, return_counts=True)
-            for slot, count in zip(found.tolist(), counts.tolist(), strict=True):
+            for slot, count in _counted(slots):
                 block = self.blocks[slot]
                 block.cells -= count * columns
                 self.board.turn(slot)
@@ -125,6 +132,11 @@ class BlockTable:
             self._leases.pop(session, None)
 
     # -- what is to be done
+    @property
+    def unsettled(self) -> bool:
+        """Whether any of the following has something to say."""
+        return bool(self._released or self._revoked or self._sparse)
+
     def take_released(self) -> list[BlockRef]:
         """Blocks whose memory may be used for something else, each said once."""
         out, self._released = self._released, []

@@ -1,4 +1,4 @@
-"""The asking end of the control protocol: one DEALER socket on the running loop, many calls at a time."""
+"""The asking end of the control protocol: one link on the running loop, many calls at a time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from itertools import count
 from typing import NamedTuple, TypeVar
 
 import msgspec
-import zmq
 
 from rl_protocol.errors import PlaneLostError, PlaneTimeout, WireError
-from rl_transferqueue.keys import PlaneKey
+from rl_transferqueue.links import Link, LinkClosed
 from rl_transferqueue.messages import (
-    MAX_FRAME,
     NOTICE,
     Answer,
     AnyRequest,
@@ -27,8 +25,7 @@ from rl_transferqueue.messages import (
 
 A = TypeVar("A", bound=msgspec.Struct)
 _decoder = msgspec.msgpack.Decoder(Reply)
-_BURST = 256
-_LINGER_MS = 500
+_LINGER_S = 0.5
 
 
 class Call(NamedTuple):
@@ -53,11 +50,9 @@ class Channel:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        address: str,
-        session: bytes,
+        link: Link,
         name: str,
         on_notice: Callable[[Answer], None] | None = None,
-        key: PlaneKey | None = None,
     ) -> None:
         self.name = name
         self._on_notice = on_notice
@@ -72,18 +67,8 @@ class Channel:
         self._orphans: dict[int, Callable[[Answer], None]] = {}
         self._cancels: dict[int, int] = {}
         self._lost: str | None = None
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, session)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        if key is not None:
-            key.protect_client(self._socket)
-        self._socket.setsockopt(zmq.IPV6, int("[" in address))
-        self._socket.connect(address)
-        self._fd = int(self._socket.fileno())
+        self._link = link
+        self._fd = link.fileno()
         loop.add_reader(self._fd, self._read)
 
     def start(self, body: AnyRequest) -> Call:
@@ -144,12 +129,10 @@ class Channel:
         self.check()
         request = next(self._ids)
         frame = pack(Request(request, body))
-        self._socket.send(frame, zmq.DONTWAIT)
         self.bytes_sent += len(frame)
-        if (
-            self._listening and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
-        ):  # the descriptor says only once that something came
-            self._loop.call_soon(self._read)
+        if not self._link.send(frame) and self._listening:
+            self._loop.add_writer(self._fd, self._flush)
+        self._read_soon()
         return request
 
     def check(self) -> None:
@@ -168,13 +151,15 @@ class Channel:
         if self._listening:
             self._listening = False
             self._loop.remove_reader(self._fd)
+            self._loop.remove_writer(self._fd)
+            self._link.detach(_LINGER_S)
             self._fail("This client is closed; connect again.")
 
     def close(self) -> None:
         """Close the socket; messages sent last have half a second to leave."""
         self.mute()
         self.lose("This client is closed; connect again.")
-        self._socket.close()
+        self._link.close()
 
     def _fail(self, message: str) -> None:
         for answer in self._pending.values():
@@ -197,22 +182,30 @@ class Channel:
             self._orphans[call.id] = pass_on
         self._cancels[self.tell(Cancel(call.id))] = call.id
 
+    def _flush(self) -> None:
+        if self._link.flush():
+            self._loop.remove_writer(self._fd)
+
+    def _read_soon(self) -> None:
+        if self._listening and self._link.pending():
+            self._loop.call_soon(self._read)
+
     def _read(self) -> None:
-        for _ in range(_BURST):
-            if self._socket.closed:
-                return
-            try:
-                frame = self._socket.recv(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            self.bytes_received += len(frame)
-            try:
-                reply = _decoder.decode(frame)
-            except msgspec.DecodeError as error:
-                self.lose(f"The {self.name} of the data plane speaks another protocol: {error}.")
-                return
-            self._take(reply)
-        self._loop.call_soon(self._read)
+        if not self._listening:
+            return
+        try:
+            for frame in self._link.receive():
+                self.bytes_received += len(frame)
+                self._take(_decoder.decode(frame))
+                if not self._listening:
+                    return
+            self._read_soon()
+        except LinkClosed as closed:
+            self._loop.remove_reader(self._fd)
+            self.lose(f"The connection to the {self.name} of the data plane has ended: {closed}.")
+        except msgspec.DecodeError as error:
+            self._loop.remove_reader(self._fd)
+            self.lose(f"The {self.name} of the data plane speaks another protocol: {error}.")
 
     def _take(self, reply: Reply) -> None:
         answer = self._pending.get(reply.id)

@@ -105,9 +105,7 @@ class Client:
         session = b"\x01" + os.urandom(7)
         self._route = route(descriptor, session)
         self._memory = self._route.memory()
-        self._controller = Channel(
-            self._loop, self._route.control, session, "controller", on_notice=self._notice, key=self._route.key
-        )
+        self._controller = Channel(self._loop, self._route.connect(), "controller", on_notice=self._notice)
         self._leases = Leases(self._loop, self._controller)
         ahead = descriptor.backend in BUILT_IN  # a backend's block has its span for itself
         self._regions = Regions(most_spare(descriptor.units[0].arena_bytes) if ahead else 0)
@@ -217,10 +215,12 @@ class Client:
         where: Mapping[str, Scalar] | None = None,
         fields: Sequence[str] = (),
         task: str | None = None,
+        keys: Sequence[str] | None = None,
         timeout_s: float | None = None,
     ) -> KVBatchMeta:
         """See rl_protocol.ports.DataPlane.list_rows."""
-        wish = ListRows(partition, dict(where or {}), tuple(fields), task)
+        named = None if keys is None else tuple(keys)
+        wish = ListRows(partition, dict(where or {}), tuple(fields), task, named)
         return _meta(partition, await self._controller.call(wish, Rows, self._seconds(timeout_s)))
 
     async def watch(
@@ -303,6 +303,8 @@ class Client:
             bytes_reserved=stats.bytes_reserved,
             bytes_capacity=stats.bytes_capacity,
             lost=stats.lost,
+            columns=stats.columns,
+            tasks=stats.tasks,
         )
 
     def traffic(self) -> Traffic:

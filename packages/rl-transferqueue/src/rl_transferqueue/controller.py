@@ -7,23 +7,24 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import numpy as np
-import zmq
 
-from rl_protocol.errors import PlaneTimeout, WireError
+from rl_protocol.errors import PlaneLostError, PlaneTimeout, WireError
 from rl_transferqueue.allocator import ALIGN, rounded
 from rl_transferqueue.blocks import Block
 from rl_transferqueue.board import SharedBoard
 from rl_transferqueue.bulk_server import BulkServer
+from rl_transferqueue.connection import Connection
 from rl_transferqueue.hosts import Endpoints, endpoint
 from rl_transferqueue.keys import PlaneKey
 from rl_transferqueue.ledger import Ledger, Served, Waiter, Watcher
+from rl_transferqueue.links import connect_unix
 from rl_transferqueue.liveness import ProcessId, open_pidfd
 from rl_transferqueue.messages import (
     CONTROLLER,
-    MAX_FRAME,
     NOTICE,
     Abandon,
     Answer,
@@ -45,8 +46,6 @@ from rl_transferqueue.messages import (
     GetStats,
     GiveBack,
     Hello,
-    Introduce,
-    Introduced,
     ListRows,
     Locate,
     Located,
@@ -77,32 +76,50 @@ from rl_transferqueue.table import Ints
 log = logging.getLogger(__name__)
 
 _decoder = msgspec.msgpack.Decoder(Reply)
+_RETRY_S = 0.01
+"""Between attempts to reach a storage unit that starts at the same time."""
 
 
 class _UnitLink:
-    """Requests to one storage unit, in order; answers go to the callback given with each."""
+    """Requests to one storage unit, in order; answers go to the callback given with each. The unit may come up later than this.
 
-    def __init__(self, reactor: Reactor, context: zmq.Context[zmq.Socket[bytes]], address: str, segment: int) -> None:
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, CONTROLLER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 10)
-        self._socket.connect(address)
+    The end of the connection is the end of the unit.
+    """
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        address: str,
+        segment: int,
+        on_connected: Callable[[], None],
+        on_lost: Callable[[], None],
+    ) -> None:
         self._reactor = reactor
+        self._on_connected = on_connected
+        self._on_lost = on_lost
+        self._address = address
         self._segment = segment
         self._populated = segment
+        self._connection: Connection | None = None
+        self._unsent: list[bytes] = []
         self._callbacks: dict[int, Callable[[Answer], None]] = {}
         self._last = 0
-        reactor.watch(self._socket, self._read)
+        self._closed = False
+        reactor.call_later(0.0, self._connect)
+
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None
 
     def send(self, body: UnitRequest, callback: Callable[[Answer], None] | None = None) -> None:
         self._last += 1
         if callback is not None:
             self._callbacks[self._last] = callback
-        self._socket.send(pack(Request(self._last, body)), zmq.DONTWAIT)
+        frame = pack(Request(self._last, body))
+        if self._connection is None:
+            self._unsent.append(frame)
+        else:
+            self._connection.send(frame)
 
     def keep_ahead(self, used: int) -> None:
         """Have the memory touched some way beyond the first `used` bytes."""
@@ -111,19 +128,28 @@ class _UnitLink:
             self.send(Populate(self._populated))
 
     def close(self) -> None:
-        self._reactor.unwatch(self._socket)
-        self._socket.close()
+        self._closed = True
+        if self._connection is not None:
+            self._connection.close()
 
-    def _read(self) -> None:
-        while not self._socket.closed:
-            try:
-                frame = self._socket.recv(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            reply = _decoder.decode(frame)
-            callback = self._callbacks.pop(reply.id, None)
-            if callback is not None:
-                callback(reply.body)
+    def _connect(self) -> None:
+        if self._closed:
+            return
+        try:
+            link = connect_unix(self._address, CONTROLLER, "storage unit")
+        except PlaneLostError:
+            self._reactor.call_later(_RETRY_S, self._connect)
+            return
+        self._connection = Connection(self._reactor, link, self._take, self._on_lost)
+        for frame in self._unsent:
+            self._connection.send(frame)
+        self._on_connected()
+
+    def _take(self, frame: bytes) -> None:
+        reply = _decoder.decode(frame)
+        callback = self._callbacks.pop(reply.id, None)
+        if callback is not None:
+            callback(reply.body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +183,6 @@ class Controller:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         units: Sequence[str],
         unit_bytes: int,
@@ -176,13 +201,13 @@ class Controller:
         self._bulk: BulkServer | None = None
         self._stored = stored
         self._parked: deque[_Parked] = deque()
-        self._unit_pidfds: dict[int, int] = {}
-        self._units = {i: _UnitLink(self.reactor, context, unit, segment) for i, unit in enumerate(units)}
-        for i, link in self._units.items():
-            self._watch_unit(i, link)
+        self._units = {
+            i: _UnitLink(self.reactor, unit, segment, self._check_ready, partial(self._lose_unit, i))
+            for i, unit in enumerate(units)
+        }
+        self._on_ready: Callable[[], None] | None = None
         self.server = Server(
             self.reactor,
-            context,
             address,
             {
                 Hello: self._hello,
@@ -216,6 +241,16 @@ class Controller:
         self._bulk = BulkServer(self.reactor, host, key)
         return Endpoints(self.server.listen(host, key), endpoint(host, self._bulk.port))
 
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        """Call back once, when all units are connected: from then on the end of each is noticed."""
+        self._on_ready = callback
+        self._check_ready()
+
+    def _check_ready(self) -> None:
+        if self._on_ready is not None and all(link.connected for link in self._units.values()):
+            callback, self._on_ready = self._on_ready, None
+            callback()
+
     def close(self) -> None:
         """Close all sockets and descriptors."""
         self.server.close()
@@ -224,7 +259,7 @@ class Controller:
         for unit in self._units.values():
             unit.close()
         sessions = (session.pidfd for session in self._sessions.values())
-        for pidfd in (*self._unit_pidfds.values(), *sessions, *self._departed.values()):
+        for pidfd in (*sessions, *self._departed.values()):
             os.close(pidfd)
 
     # -- processes
@@ -299,21 +334,9 @@ class Controller:
             raise WireError("This session is not known or has ended; connect again.")
         return session
 
-    def _watch_unit(self, unit: int, link: _UnitLink) -> None:
-        def introduced(answer: Answer) -> None:
-            assert isinstance(answer, Introduced)
-            pidfd = open_pidfd(answer.process, f"Storage unit {unit}")
-            self._unit_pidfds[unit] = pidfd
-            self.reactor.watch(pidfd, lambda: self._lose_unit(unit))
-
-        link.send(Introduce(), introduced)
-
     def _lose_unit(self, unit: int) -> None:
         """The others go on; what lay in this one is listed as lost."""
         log.error("storage unit %d has ended; its data is lost", unit)
-        pidfd = self._unit_pidfds.pop(unit)
-        self.reactor.unwatch(pidfd)
-        os.close(pidfd)
         self._units.pop(unit).close()
         self._space.lose(unit)
         self._serve(self._ledger.lose_unit(unit))
@@ -435,7 +458,7 @@ class Controller:
 
     def _list_rows(self, caller: Caller, message: ListRows) -> Rows:
         del caller
-        return self._ledger.list_rows(message.partition, message.where, message.fields, message.task)
+        return self._ledger.list_rows(message.partition, message.where, message.fields, message.task, message.keys)
 
     def _watch(self, caller: Caller, message: Watch) -> Changes | None:
         watcher = Watcher(partition=message.partition, since=message.since, where=message.where, token=caller)
@@ -455,8 +478,16 @@ class Controller:
     def _stats(self, caller: Caller, message: GetStats) -> Stats:
         del caller, message
         ledger, space = self._ledger, self._space
-        used = ledger.blocks.used
-        return Stats(ledger.row_counts(), used, space.used - used, space.total, ledger.lost())
+        used, taken = ledger.blocks.used, space.used
+        return Stats(
+            ledger.row_counts(),
+            used,
+            max(0, taken - used),
+            space.total,
+            ledger.lost(),
+            ledger.columns(),
+            ledger.tasks(),
+        )
 
     # -- consuming
     def _wait_ready(self, caller: Caller, message: WaitReady) -> Rows | None:
@@ -504,6 +535,8 @@ class Controller:
     # -- storage
     def _settle(self) -> None:
         """Do what the last change made necessary: free memory, revoke leases, copy sparse blocks."""
+        if not self._ledger.blocks.unsettled:
+            return
         released = self._ledger.blocks.take_released()
         if self._stored:
             self._free([ref.span for ref in released])

@@ -12,7 +12,7 @@ class ControllerAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """The controller of a plane."""
 
     address: str
-    """ZeroMQ endpoint."""
+    """`unix:<path of its socket>`."""
     process: ProcessId
     board_fd: int
     """Number of the board's file descriptor inside the controller's process."""
@@ -27,7 +27,7 @@ class UnitAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A storage unit of a plane."""
 
     address: str
-    """ZeroMQ endpoint."""
+    """`unix:<path of its socket>`."""
     process: ProcessId
     arena_fd: int
     """Number of the arena's file descriptor inside the unit's process."""

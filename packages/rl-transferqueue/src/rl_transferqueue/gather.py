@@ -88,7 +88,10 @@ def _variable(
     offsets = offsets_from_lengths(lengths)
     values = like.buffers[0]
     target = aligned_empty((int(offsets[-1]), *values.shape[1:]), values.dtype)
-    jobs = [_ranges_job(target, offsets, *source.buffers, part) for source, part in zip(sources, parts, strict=True)]
+    jobs = [
+        _ranges_job(target, offsets, source.buffers[0], source.buffers[1], part)
+        for source, part in zip(sources, parts, strict=True)
+    ]
     made = (
         RaggedColumn(target, offsets, like.dtype) if isinstance(like, RaggedColumn) else ObjectColumn(target, offsets)
     )

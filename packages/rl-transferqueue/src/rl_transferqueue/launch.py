@@ -23,6 +23,7 @@ from rl_transferqueue.config import TransferQueueConfig
 from rl_transferqueue.descriptor import ControllerAddress, PlaneDescriptor, UnitAddress
 from rl_transferqueue.hosts import listen_address, this_host
 from rl_transferqueue.keys import load_key
+from rl_transferqueue.links import socket_path
 from rl_transferqueue.liveness import this_process
 from rl_transferqueue.serve import ControllerSpec, Ready, ServeConfig, UnitSpec
 from rl_transferqueue.threads import ServerThreads
@@ -117,7 +118,7 @@ def start_local_plane(
         undo.callback(shutil.rmtree, private, ignore_errors=True)
         if config.backend == "memory":
             controller, units = _specs(config, private)
-            threads = ServerThreads(private.name, (controller, *units))
+            threads = ServerThreads(private.name, controller, units)
             undo.pop_all()
             return LocalPlane(_descriptor(config, controller, units, threads.ready), threads, private)
         undo.callback(lambda: _stop(children))
@@ -127,7 +128,9 @@ def start_local_plane(
         deadline = time.monotonic() + start_timeout_s
         for name, spec in (("controller", controller), *((f"unit-{unit.index}", unit) for unit in units)):
             children.append(_spawn(name, spec, private, logs))
-        ready = [_wait_ready(child, deadline, start_timeout_s) for child in children]
+        rest = [_wait_ready(child, deadline, start_timeout_s) for child in children[1:]]
+        first = _wait_ready(children[0], deadline, start_timeout_s)  # it is ready when it has found all units
+        ready = [first, *rest]
         undo.pop_all()
     return LocalPlane(_descriptor(config, controller, units, ready), children, private)
 
@@ -158,7 +161,7 @@ def _specs(config: TransferQueueConfig, private: Path) -> tuple[ControllerSpec, 
     units = [
         UnitSpec(
             index=i,
-            address=f"ipc://{private}/u{i}",
+            address=socket_path(private, f"u{i}"),
             capacity=config.unit_bytes,
             segment=config.segment_mb << 20,
             plane=private.name,
@@ -168,10 +171,9 @@ def _specs(config: TransferQueueConfig, private: Path) -> tuple[ControllerSpec, 
         )
         for i in range(config.num_storage_units)
     ]
-    addresses = tuple(unit.address for unit in units)
     controller = ControllerSpec(
-        address=f"ipc://{private}/c",
-        units=addresses,
+        address=socket_path(private, "c"),
+        units=tuple(unit.address for unit in units),
         unit_bytes=config.unit_bytes,
         segment=config.segment_mb << 20,
         stored=config.backend not in BUILT_IN,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeAlias
 
 import msgspec
@@ -22,6 +23,7 @@ from rl_transferqueue.messages import Changes, Flags, Located, Measure, Rows, Sp
 from rl_transferqueue.table import Bools, Cells, Ints, PartitionTable
 
 _header_decoder = msgspec.msgpack.Decoder(Header)
+_decoded = lru_cache(maxsize=1024)(_header_decoder.decode)
 _PRIVATE_SLOTS = 1 << 16
 _PARTED = 4096
 """Partitions that were emptied and are remembered for those who watch."""
@@ -88,6 +90,14 @@ class Ledger:
         """partition -> rows that lost columns with a storage unit."""
         return {name: tuple(table.lost) for name, table in self._partitions.items() if table.lost}
 
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        """partition -> columns that some row has or had."""
+        return {name: tuple(table.columns) for name, table in self._partitions.items()}
+
+    def tasks(self) -> dict[str, tuple[str, ...]]:
+        """partition -> tasks that consumed rows."""
+        return {name: tuple(sorted(table.tasks)) for name, table in self._partitions.items()}
+
     # -- writing
     def commit(
         self,
@@ -114,7 +124,7 @@ class Ledger:
             self._parted.pop(partition, None)
         slots, new = table.add(keys, self._next_uid)
         self._next_uid += len(keys)
-        before = self._count_ready(partition, table, slots, ~new)
+        before = self._count_ready(partition, table, slots, new)
         table.merge_tags(slots, tags)
         if block is not None and spec is not None:
             names = [column.name for column in spec.columns]
@@ -204,12 +214,24 @@ class Ledger:
         )
 
     def list_rows(
-        self, partition: str, where: Mapping[str, Scalar], fields: Sequence[str] = (), task: str | None = None
+        self,
+        partition: str,
+        where: Mapping[str, Scalar],
+        fields: Sequence[str] = (),
+        task: str | None = None,
+        keys: tuple[str, ...] | None = None,
     ) -> Rows:
-        """All rows with the tags of `where` and all `fields` that are not consumed by `task`, oldest first."""
+        """The rows (oldest first) or those of `keys` (in that order) with the tags of `where` and all `fields`, not consumed by `task`.
+
+        Raises:
+            MissingDataError: one of `keys` is not there.
+        """
         table = self._partitions.get(partition) or PartitionTable()
         whole = not where and not fields and task is None
-        return _describe(table, table.slots() if whole else table.find_ready(fields, where, task))
+        if keys is None:
+            return _describe(table, table.slots() if whole else table.find_ready(fields, where, task))
+        slots = _existing(table, partition, keys, None)
+        return _describe(table, slots if whole else slots[table.ready(slots, fields, where, task)])
 
     def consumption(self, partition: str, task: str) -> Flags:
         """Which rows are consumed by the task."""
@@ -310,7 +332,7 @@ class Ledger:
         """What to copy out of a sparse block."""
         used: dict[str, Ints] = {}
         table = self._partitions.get(block.partition) or PartitionTable()
-        for column in _header_decoder.decode(block.header).columns:
+        for column in _decoded(block.header).columns:
             cells = table.columns.get(column.name)
             rows = cells.row[cells.block == block.ref.slot] if cells is not None else np.zeros(0, np.int32)
             if rows.size:
@@ -352,18 +374,21 @@ class Ledger:
                 raise ConflictError(f"Row {key!r} of partition {partition!r} was expected to {wish}; {is_}.", key=key)
 
     def _count_ready(
-        self, partition: str, table: PartitionTable, slots: Ints, among: Bools | None = None
+        self, partition: str, table: PartitionTable, slots: Ints, but: Bools | None = None
     ) -> dict[Waiter, int]:
-        """For each waiter, how many of the rows fulfil its wish now."""
-        parked = self._parked.get(partition)
+        """For each waiter, how many of the rows fulfil its wish now; those marked in `but` do not count."""
         counts: dict[Waiter, int] = {}
-        for waiter in parked.waiters if parked is not None else ():
+        if partition not in self._parked:
+            return counts
+        for waiter in self._parked[partition].waiters:
             ready = table.ready(slots, waiter.fields, waiter.where, waiter.task)
-            counts[waiter] = int(np.count_nonzero(ready if among is None else ready & among))
+            counts[waiter] = int(np.count_nonzero(ready if but is None else ready & ~but))
         return counts
 
     def _serve(self, partition: str, table: PartitionTable, slots: Ints, before: Mapping[Waiter, int]) -> Served:
         """After the rows changed: count anew and serve who has enough, in order of arrival."""
+        if partition not in self._parked:
+            return []
         for waiter, count in self._count_ready(partition, table, slots).items():
             waiter.ready += count - before[waiter]
         served: Served = []
@@ -376,7 +401,9 @@ class Ledger:
 
     def _serve_watchers(self, partition: str) -> Served:
         served: Served = []
-        for watcher in list(self._parked.get(partition, _Parked()).watchers):
+        if partition not in self._parked:
+            return served
+        for watcher in list(self._parked[partition].watchers):
             changes = self.changes(watcher)
             if changes.reset or changes.removed or changes.rows.keys:
                 self.forget(watcher)
@@ -445,8 +472,15 @@ def _has(tags: Mapping[str, Scalar], wanted: Mapping[str, Scalar]) -> bool:
     return all(name in tags and tags[name] == value for name, value in wanted.items())
 
 
+def _rows_fit(tag: TagColumn, size: int) -> bool:
+    if len(tag.rows) != 4 * len(tag.values):
+        return False
+    rows = np.frombuffer(tag.rows, "<i4")
+    return bool((rows >= 0).all() and (rows < size).all())
+
+
 def _check_unique(keys: tuple[str, ...]) -> None:
-    if len(set(keys)) != len(keys):
+    if len(keys) > 1 and len(set(keys)) != len(keys):
         raise DuplicateKeyError("A key occurs more than once in one call; keys must be unique.")
 
 
@@ -459,16 +493,14 @@ def _check_commit(
 ) -> Header | None:
     _check_unique(keys)
     for tag in tags:
-        rows = np.frombuffer(tag.rows, "<i4") if len(tag.rows) % 4 == 0 else np.full(1, -1)
-        fits = bool((rows >= 0).all() and (rows < len(keys)).all() and rows.size == len(tag.values))
-        if not (fits if tag.rows else len(tag.values) == len(keys)):
+        if not (_rows_fit(tag, len(keys)) if tag.rows else len(tag.values) == len(keys)):
             raise BatchError(f"Tag {tag.name!r} needs one value per row: {len(keys)} keys, {len(tag.values)} values.")
     if expect is not None and len(expect) != len(keys):
         raise BatchError(f"A put needs one expectation per key: {len(keys)} keys, {len(expect)} expectations.")
     if block is None:
         return None
     try:
-        spec = _header_decoder.decode(header)
+        spec = _decoded(header)
     except msgspec.DecodeError as error:
         raise WireError(f"The header of a block can't be read: {error}.") from error
     names = [column.name for column in spec.columns]

@@ -1,4 +1,4 @@
-"""What clients, controller and storage units say to each other: msgpack of the closed types below, one per ZeroMQ frame.
+"""What clients, controller and storage units say to each other: msgpack of the closed types below, one per frame of a link (see `links`).
 
 * A request MUST be a `Request`, an answer a `Reply` with the request's id. A server answers a request at most once.
 * A reader MUST refuse unknown types, unknown fields and frames above `MAX_FRAME` bytes.
@@ -18,7 +18,7 @@ from rl_transferqueue.liveness import ProcessId
 
 MAX_FRAME = 64 << 20
 CONTROLLER = b"controller"
-"""ZeroMQ identity of the controller at its storage units."""
+"""Identity of the controller at its storage units."""
 NOTICE = 0
 """Id of a reply that nobody asked for: a notice to a session, or what is wrong with a request whose id could not be read."""
 
@@ -62,7 +62,7 @@ class TagColumn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class Hello(_Message, frozen=True):
-    """First message of a session; a session is a ZeroMQ identity and ends with its process or with `Bye`."""
+    """First message of a session; a session is the identity of a connection and ends with its process or with `Bye`."""
 
     process: ProcessId | None
     """None: on another host; the session ends with the bulk connection to the controller that was opened under its identity."""
@@ -143,6 +143,7 @@ class ListRows(_Message, frozen=True):
     where: TagMessage
     fields: tuple[str, ...] = ()
     task: str | None = None
+    keys: tuple[str, ...] | None = None
 
 
 class Watch(_Message, frozen=True):
@@ -192,10 +193,6 @@ class Cancel(_Message, frozen=True):
 
 
 # ------------------------------------------------------------------------------------------------------ controller -> unit
-
-
-class Introduce(_Message, frozen=True):
-    """Say which process you are."""
 
 
 class Fence(_Message, frozen=True):
@@ -311,10 +308,8 @@ class Stats(_Message, frozen=True):
     bytes_reserved: Count
     bytes_capacity: Count
     lost: dict[str, tuple[str, ...]]
-
-
-class Introduced(_Message, frozen=True):
-    process: ProcessId
+    columns: dict[str, tuple[str, ...]]
+    tasks: dict[str, tuple[str, ...]]
 
 
 class Measured(_Message, frozen=True):
@@ -356,23 +351,11 @@ ControllerRequest: TypeAlias = (
     | GetStats
     | Cancel
 )
-UnitRequest: TypeAlias = Introduce | Fence | Free | Populate | Measure | Copy
+UnitRequest: TypeAlias = Fence | Free | Populate | Measure | Copy
 AnyRequest: TypeAlias = ControllerRequest | UnitRequest
 Notice: TypeAlias = Revoked | Reclaim
 Answer: TypeAlias = (
-    Done
-    | Failure
-    | Reserved
-    | Committed
-    | Located
-    | Rows
-    | Changes
-    | Flags
-    | Cleared
-    | Stats
-    | Introduced
-    | Measured
-    | Notice
+    Done | Failure | Reserved | Committed | Located | Rows | Changes | Flags | Cleared | Stats | Measured | Notice
 )
 
 

@@ -1,8 +1,9 @@
-"""The loop of a server process: ZeroMQ sockets, file descriptors and timers, one thread, nothing blocks but the poll itself."""
+"""The loop of a server process: file descriptors, ZeroMQ sockets and timers, one thread, nothing blocks but the poll itself."""
 
 from __future__ import annotations
 
 import heapq
+import select
 import time
 from collections.abc import Callable
 
@@ -27,8 +28,10 @@ class Reactor:
     """Calls back until `stop`; callbacks must return soon. `idle` runs when nothing else is to do and says whether it has more work."""
 
     def __init__(self, idle: Callable[[], bool] | None = None) -> None:
-        self._poller = zmq.Poller()
-        self._callbacks: dict[object, Callable[[], None]] = {}
+        self._epoll = select.epoll()
+        self._callbacks: dict[int, Callable[[], None]] = {}
+        self._zmq: dict[int, zmq.Socket[bytes]] = {}
+        """ZeroMQ sockets by their descriptor, which says only once that something came: they are asked before every wait."""
         self._timers: list[tuple[float, int, Timer]] = []
         self._timers_made = 0
         self._idle = idle
@@ -36,12 +39,21 @@ class Reactor:
 
     def watch(self, source: Source, callback: Callable[[], None], *, write: bool = False) -> None:
         """Call back while the source can be read, or with `write` written (or has ended); replaces what was said before of the source."""
-        self._poller.register(source, zmq.POLLOUT if write else zmq.POLLIN)
-        self._callbacks[source] = callback
+        number = self._number(source)
+        if isinstance(source, zmq.Socket):
+            self._zmq[number] = source
+        wanted = select.EPOLLOUT if write else select.EPOLLIN
+        if number in self._callbacks:
+            self._epoll.modify(number, wanted)
+        else:
+            self._epoll.register(number, wanted)
+        self._callbacks[number] = callback
 
     def unwatch(self, source: Source) -> None:
-        self._poller.unregister(source)
-        del self._callbacks[source]
+        number = self._number(source)
+        self._epoll.unregister(number)
+        self._zmq.pop(number, None)
+        del self._callbacks[number]
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
         timer = Timer(callback)
@@ -55,24 +67,30 @@ class Reactor:
     def run(self) -> None:
         busy = self._idle is not None
         while self._running:
-            ready = self._poller.poll(0 if busy else self._until_next_timer())
-            due = [(source, self._callbacks[source]) for source, _ in ready]
-            for source, callback in due:
+            waiting = [
+                number for number, socket in self._zmq.items() if int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+            ]
+            ready = [number for number, _ in self._epoll.poll(0 if busy or waiting else self._until_next_timer())]
+            for number, callback in [(n, self._callbacks[n]) for n in dict.fromkeys((*waiting, *ready))]:
                 if (
-                    self._callbacks.get(source) is callback
+                    self._callbacks.get(number) is callback
                 ):  # not so if an earlier one unwatched it and its number is in use again
                     callback()
             self._fire()
             if self._idle is not None and (busy or ready):
                 busy = self._idle() if not ready else True
 
-    def _until_next_timer(self) -> int | None:
-        """Milliseconds, rounded up; None: no timer."""
+    @staticmethod
+    def _number(source: Source) -> int:
+        return int(source.getsockopt(zmq.FD)) if isinstance(source, zmq.Socket) else source
+
+    def _until_next_timer(self) -> float | None:
+        """Seconds; None: no timer."""
         while self._timers and self._timers[0][2].callback is None:
             heapq.heappop(self._timers)
         if not self._timers:
             return None
-        return max(0, min(int((self._timers[0][0] - time.monotonic()) * 1000) + 1, 1 << 30))
+        return max(0.0, min(self._timers[0][0] - time.monotonic(), 1e6))
 
     def _fire(self) -> None:
         now = time.monotonic()

@@ -13,10 +13,12 @@ from rl_transferqueue.bulk_client import BulkConnection, dial
 from rl_transferqueue.descriptor import ControllerAddress, PlaneDescriptor, UnitAddress
 from rl_transferqueue.hosts import this_host
 from rl_transferqueue.keys import PlaneKey, load_key
+from rl_transferqueue.links import Link, connect_unix
 from rl_transferqueue.liveness import open_pidfd
 from rl_transferqueue.memory import LocalMemory, PlaneMemory
 from rl_transferqueue.remote import RemoteMemory
 from rl_transferqueue.stored import StoredMemory
+from rl_transferqueue.zmq_link import ZmqLink
 
 Server: TypeAlias = ControllerAddress | UnitAddress
 
@@ -26,14 +28,17 @@ class LocalRoute:
     """To a plane of this host."""
 
     descriptor: PlaneDescriptor
+    session: bytes
     here = True
-    key = None
     or_else = ""
 
-    @property
-    def control(self) -> str:
-        """ZeroMQ endpoint of the controller."""
-        return self.descriptor.controller.address
+    def connect(self) -> Link:
+        """A connection to the controller for control messages.
+
+        Raises:
+            PlaneLostError: it does not run.
+        """
+        return connect_unix(self.descriptor.controller.address, self.session, "controller")
 
     async def lifeline(self, server: Server, name: str, timeout_s: float) -> int:
         """A file descriptor that becomes readable when the process has ended; the caller closes it.
@@ -61,10 +66,9 @@ class RemoteRoute:
     here = False
     or_else = " or can't be reached any more"
 
-    @property
-    def control(self) -> str:
-        """See LocalRoute."""
-        return self.descriptor.controller.control
+    def connect(self) -> Link:
+        """See LocalRoute; that nobody is there shows later."""
+        return ZmqLink(self.descriptor.controller.control, self.session, self.key)
 
     async def lifeline(self, server: Server, name: str, timeout_s: float) -> int:
         """See LocalRoute.
@@ -95,7 +99,7 @@ def route(descriptor: PlaneDescriptor, session: bytes) -> LocalRoute | RemoteRou
         ConfigError: the plane is on another host and does not listen there, or this process has no valid key.
     """
     if descriptor.shared_memory and descriptor.host == this_host():
-        return LocalRoute(descriptor)
+        return LocalRoute(descriptor, session)
     if not descriptor.controller.control:
         raise ConfigError(
             "The data plane runs on another host (or in another pid namespace) and serves only its own: set transfer_queue.listen to an "

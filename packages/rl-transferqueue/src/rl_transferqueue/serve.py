@@ -6,6 +6,7 @@ removes the runtime directory: the parent may not be there to do it.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -13,7 +14,6 @@ import sys
 from typing import TypeAlias
 
 import msgspec
-import zmq
 
 from rl_protocol.errors import PlaneLostError
 from rl_transferqueue.backends import BUILT_IN, Share
@@ -80,10 +80,10 @@ Role: TypeAlias = Controller | StorageUnit | StoreUnit
 
 def main(arguments: list[str]) -> int:
     """Serve until stdin or the parent ends; the exit status."""
+    gc.set_threshold(50_000, 20, 1_000_000)  # a full collection would look at every row there is, and finds no garbage
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = msgspec.json.decode(arguments[0], type=ServeConfig)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    role = build(config.spec, context)
+    role = build(config.spec)
     try:
         parent = open_pidfd(config.parent, "The parent")
     except PlaneLostError:
@@ -91,24 +91,24 @@ def main(arguments: list[str]) -> int:
     else:
         for fd in (sys.stdin.fileno(), parent):
             role.reactor.watch(fd, role.reactor.stop)
-        _say(config.ready_fd, ready(role, listen(role, config.spec.listen)))
+        endpoints = listen(role, config.spec.listen)
+        role.when_ready(lambda: _say(config.ready_fd, ready(role, endpoints)))
         log.info("serving %s", config.spec)
         role.reactor.run()
         os.close(parent)
     role.close()
-    context.term()
     shutil.rmtree(config.runtime_dir, ignore_errors=True)
     return 0
 
 
-def build(spec: UnitSpec | ControllerSpec, context: zmq.Context[zmq.Socket[bytes]]) -> Role:
-    """The server, bound to its sockets."""
+def build(spec: UnitSpec | ControllerSpec) -> Role:
+    """The server, bound to its socket."""
     if isinstance(spec, UnitSpec):
         if spec.backend not in BUILT_IN:
             share = Share(spec.plane, spec.index, spec.capacity, spec.backend_address)
-            return StoreUnit(context, spec.address, spec.backend, share)
-        return StorageUnit(context, spec.index, spec.address, spec.capacity, spec.segment)
-    return Controller(context, spec.address, spec.units, spec.unit_bytes, spec.segment, stored=spec.stored)
+            return StoreUnit(spec.address, spec.backend, share)
+        return StorageUnit(spec.index, spec.address, spec.capacity, spec.segment)
+    return Controller(spec.address, spec.units, spec.unit_bytes, spec.segment, stored=spec.stored)
 
 
 def listen(role: Role, host: str) -> Endpoints:

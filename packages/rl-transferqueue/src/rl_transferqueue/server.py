@@ -1,4 +1,4 @@
-"""The serving end of the control protocol: one ROUTER socket, one table of handlers."""
+"""The serving end of the control protocol: one listening socket, one table of handlers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ import msgspec
 import zmq
 
 from rl_protocol.errors import BatchError, RLError, WireError
+from rl_transferqueue.connection import Connection
 from rl_transferqueue.hosts import endpoint
 from rl_transferqueue.keys import PlaneKey
+from rl_transferqueue.links import LinkClosed, accept, listen_unix
 from rl_transferqueue.messages import MAX_FRAME, Answer, Reply, Request, failure, pack
 from rl_transferqueue.reactor import Reactor
 
 log = logging.getLogger(__name__)
 
+_IDENTITY = 64
+"""Longest name of a session in bytes."""
 _BURST = 64
-"""Frames read in a row before timers and other sources get a turn."""
+"""Frames of other hosts read in a row before timers and other sources get a turn."""
 
 
 class Caller(NamedTuple):
@@ -43,25 +47,32 @@ _id_decoder = msgspec.msgpack.Decoder(_OnlyId)
 class Server:
     """Reads requests and answers them. Frames that can't be read are counted, answered with WireError, and harm nobody else."""
 
-    def __init__(
-        self, reactor: Reactor, context: zmq.Context[zmq.Socket[bytes]], address: str, handlers: Mapping[type, Handler]
-    ) -> None:
+    def __init__(self, reactor: Reactor, address: str, handlers: Mapping[type, Handler]) -> None:
+        self._reactor = reactor
         self._handlers = handlers
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address)  # before `listen`: only the endpoints bound after it ask for a key
+        self._listener = listen_unix(address)
+        self._peers: dict[bytes, Connection] = {}
+        self._strangers: set[Connection] = set()
+        """Connections that have not sent their first frame."""
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._router: zmq.Socket[bytes] | None = None
+        """For clients of other hosts."""
         self.undecodable = 0
-        reactor.watch(self._socket, self._read)
+        reactor.watch(self._listener.fileno(), self._accept)
 
     def listen(self, host: str, key: PlaneKey) -> str:
         """Also serve other hosts, at an address of this one and a port that is free; returns the endpoint."""
-        key.protect_server(self._socket)
-        self._socket.setsockopt(zmq.IPV6, int(":" in host))
-        self._socket.bind(f"tcp://{endpoint(host, '*')}")
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._context = zmq.Context()
+        router = self._router = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+        router.setsockopt(zmq.SNDHWM, 0)
+        router.setsockopt(zmq.RCVHWM, 0)
+        router.setsockopt(zmq.LINGER, 0)
+        key.protect_server(router)
+        router.setsockopt(zmq.IPV6, int(":" in host))
+        router.bind(f"tcp://{endpoint(host, '*')}")
+        self._reactor.watch(router, self._read_router)
+        return router.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def answer(self, caller: Caller, body: Answer) -> None:
         """Send an answer; a caller that is gone gets nothing."""
@@ -69,29 +80,67 @@ class Server:
             frame = pack(Reply(caller.request, body))
         except BatchError as error:
             frame = pack(Reply(caller.request, failure(error)))
-        self._socket.send_multipart([caller.session, frame], zmq.DONTWAIT)
+        peer = self._peers.get(caller.session)
+        if peer is not None:
+            peer.send(frame)
+        elif self._router is not None:
+            self._router.send_multipart([caller.session, frame], zmq.DONTWAIT)
 
     def fail(self, caller: Caller, error: RLError) -> None:
         self.answer(caller, failure(error))
 
     def close(self) -> None:
-        self._socket.close()
+        for peer in (*self._peers.values(), *self._strangers):
+            peer.close()
+        self._listener.close()
+        if self._router is not None and self._context is not None:
+            self._router.close()
+            self._context.term()
 
-    def _read(self) -> None:
+    # -- connections
+    def _accept(self) -> None:
+        link = accept(self._listener)
+        if link is None:
+            return
+        session: bytes | None = None
+
+        def take(frame: bytes) -> None:
+            nonlocal session
+            if session is None:
+                if frame in self._peers or not 0 < len(frame) <= _IDENTITY:
+                    raise LinkClosed("another connection has this identity, or it is none")
+                session = frame
+                self._strangers.discard(peer)
+                self._peers[session] = peer
+            else:
+                self._dispatch(session, frame)
+
+        def closed() -> None:
+            self._strangers.discard(peer)
+            if session is not None:
+                del self._peers[session]
+
+        peer = Connection(self._reactor, link, take, closed)
+        self._strangers.add(peer)
+
+    def _read_router(self) -> None:
+        assert self._router is not None
         for _ in range(_BURST):
             try:
-                session, *frames = self._socket.recv_multipart(zmq.DONTWAIT)
+                session, *frames = self._router.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            self._dispatch(session, frames)
+            if session not in self._peers:
+                self._dispatch(session, frames[0] if len(frames) == 1 else b"")
 
-    def _dispatch(self, session: bytes, frames: list[bytes]) -> None:
+    # -- requests
+    def _dispatch(self, session: bytes, frame: bytes) -> None:
         try:
-            request = _decoder.decode(b"" if len(frames) != 1 else frames[0])
+            request = _decoder.decode(frame)
         except (msgspec.DecodeError, RecursionError) as error:
             self.undecodable += 1
             log.warning("frame %d that can't be read, from session %s: %s", self.undecodable, session.hex(), error)
-            self.fail(Caller(session, _id_of(frames)), WireError(f"The request can't be read: {error}."))
+            self.fail(Caller(session, _id_of(frame)), WireError(f"The request can't be read: {error}."))
             return
         caller = Caller(session, request.id)
         handler = self._handlers.get(type(request.body))
@@ -106,9 +155,9 @@ class Server:
                 self.answer(caller, body)
 
 
-def _id_of(frames: list[bytes]) -> int:
+def _id_of(frame: bytes) -> int:
     try:
-        found = _id_decoder.decode(frames[0]).id if len(frames) == 1 else 0
+        found = _id_decoder.decode(frame).id
     except (msgspec.DecodeError, RecursionError):
         return 0
     return found if 0 <= found < 1 << 62 else 0

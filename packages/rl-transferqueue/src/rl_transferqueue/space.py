@@ -174,7 +174,11 @@ class Space:
         gap = self._find(session, span)
         if gap is None:
             return False
-        rest = [_Gap(gap.unit, gap.start, span.offset), _Gap(gap.unit, span.offset + span.nbytes, gap.stop)]
+        stop = span.offset + span.nbytes
+        if gap.start == span.offset and stop < gap.stop:  # a reserve is used from its beginning
+            gap.start = stop
+            return True
+        rest = [_Gap(gap.unit, gap.start, span.offset), _Gap(gap.unit, stop, gap.stop)]
         others = [other for other in self._gaps[session] if other is not gap]
         self._keep(session, [*others, *(part for part in rest if part.stop > part.start)])
         return True

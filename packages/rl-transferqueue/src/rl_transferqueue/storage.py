@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
-import zmq
 
 from rl_protocol.errors import WireError
 from rl_protocol.wire import Header, plan, plan_rows, read_payload, write_payload
@@ -12,14 +13,11 @@ from rl_transferqueue.arena import Arena
 from rl_transferqueue.bulk_server import BulkServer
 from rl_transferqueue.hosts import Endpoints, endpoint
 from rl_transferqueue.keys import PlaneKey
-from rl_transferqueue.liveness import this_process
 from rl_transferqueue.messages import (
     CONTROLLER,
     Copy,
     Done,
     Fence,
-    Introduce,
-    Introduced,
     Measure,
     Measured,
     Populate,
@@ -35,9 +33,7 @@ _header_decoder = msgspec.msgpack.Decoder(Header)
 class StorageUnit:
     """State and handlers of one unit. It holds bytes and knows nothing about them: whose they are is the controller's business."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], index: int, address: str, capacity: int, segment: int
-    ) -> None:
+    def __init__(self, index: int, address: str, capacity: int, segment: int) -> None:
         self.reactor = Reactor(idle=self._populate)
         self.arena = Arena(capacity)
         self._index = index
@@ -47,10 +43,8 @@ class StorageUnit:
         self._bulk: BulkServer | None = None
         self.server = Server(
             self.reactor,
-            context,
             address,
             {
-                Introduce: self._introduce,
                 Fence: self._fence,
                 Populate: self._want,
                 Measure: self._measure,
@@ -68,15 +62,15 @@ class StorageUnit:
         self._bulk = BulkServer(self.reactor, host, key, memoryview(self.arena.memory))
         return Endpoints(bulk=endpoint(host, self._bulk.port))
 
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        """Call back once it serves, which is now."""
+        callback()
+
     def close(self) -> None:
         """Close the sockets; the arena ends with the process."""
         self.server.close()
         if self._bulk is not None:
             self._bulk.close()
-
-    def _introduce(self, caller: Caller, message: Introduce) -> Introduced:
-        del caller, message
-        return Introduced(this_process())
 
     def _fence(self, caller: Caller, message: Fence) -> Done:
         _check_controller(caller)

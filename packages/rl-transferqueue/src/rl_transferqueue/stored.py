@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
-import zmq
 
 from rl_protocol.batch import BatchData
 from rl_protocol.columns import AnyArray
@@ -22,8 +21,7 @@ from rl_transferqueue.descriptor import PlaneDescriptor
 from rl_transferqueue.hosts import Endpoints, endpoint
 from rl_transferqueue.keys import PlaneKey
 from rl_transferqueue.leases import Anchor
-from rl_transferqueue.liveness import this_process
-from rl_transferqueue.messages import CONTROLLER, Done, Fence, Free, Introduce, Introduced, Located, Populate, Span
+from rl_transferqueue.messages import CONTROLLER, Done, Fence, Free, Located, Populate, Span
 from rl_transferqueue.reactor import Reactor
 from rl_transferqueue.reader import Piece, assemble, pieces_of, unpack_header
 from rl_transferqueue.server import Caller, Server
@@ -140,16 +138,15 @@ class StoredMemory:
 class StoreUnit:
     """The process that hosts the store of one unit. The blocks are put and got by clients; here they are only freed."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, backend: str, share: Share) -> None:
+    def __init__(self, address: str, backend: str, share: Share) -> None:
         self.reactor = Reactor()
         self._store = load_backend(backend).host(share)
         self._capacity = share.nbytes
         self._bulk: BulkServer | None = None
         self.server = Server(
             self.reactor,
-            context,
             address,
-            {Introduce: self._introduce, Populate: self._populate, Fence: self._fence, Free: self._free},
+            {Populate: self._populate, Fence: self._fence, Free: self._free},
         )
 
     @property
@@ -162,16 +159,16 @@ class StoreUnit:
         self._bulk = BulkServer(self.reactor, host, key)
         return Endpoints(bulk=endpoint(host, self._bulk.port))
 
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        """Call back once it serves, which is now."""
+        callback()
+
     def close(self) -> None:
         """Close the sockets and the store."""
         self.server.close()
         if self._bulk is not None:
             self._bulk.close()
         self._store.close()
-
-    def _introduce(self, caller: Caller, message: Introduce) -> Introduced:
-        del caller, message
-        return Introduced(this_process())
 
     def _populate(self, caller: Caller, message: Populate) -> None:
         """The store has its own ways."""

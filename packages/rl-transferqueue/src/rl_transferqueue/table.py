@@ -73,6 +73,8 @@ class PartitionTable:
     # -- rows
     def add(self, keys: Sequence[str], first_uid: int) -> tuple[Ints, Bools]:
         """Slots of the keys, and which are new; those become rows with the uids from `first_uid` on."""
+        if len(keys) == 1 and keys[0] in self._index:
+            return np.array([self._index[keys[0]]]), np.zeros(1, np.bool_)
         new = [key for key in keys if key not in self._index]
         if new:
             self._reserve(len(new))
@@ -127,7 +129,7 @@ class PartitionTable:
             self._keys[slot] = ""
         while len(self._removed) > max(_TOMBSTONES, 2 * len(self._index)):
             self._forgotten = self._removed.popleft()[0]
-        return [(_overwrite(cells, slots), cells.columns) for cells in self._families]
+        return [(_overwrite(cells, slots, 0), cells.columns) for cells in self._families]
 
     # -- tags
     def tags(self, slots: Ints) -> tuple[TagColumn, ...]:
@@ -159,10 +161,10 @@ class PartitionTable:
     def place(self, names: Iterable[str], slots: Ints, block: int) -> Places:
         """The columns of the rows are now in rows 0.. of a block; returns where they were before."""
         before: Places = []
+        rows = np.arange(slots.size)
         for cells, columns in self._families_of(names):
-            before.append((_overwrite(cells, slots), columns))
-            cells.block[slots] = block
-            cells.row[slots] = np.arange(slots.size)
+            before.append((_overwrite(cells, slots, block), columns))
+            cells.row[slots] = rows
         return before
 
     def move(self, source: int, rows: Ints, target: int) -> int:
@@ -338,10 +340,10 @@ class PartitionTable:
             cells.block, cells.row = change(cells.block), change(cells.row)
 
 
-def _overwrite(cells: Cells, slots: Ints) -> Ints:
+def _overwrite(cells: Cells, slots: Ints, block: int) -> Ints:
     before = cells.block[slots]
-    cells.block[slots] = 0
-    return before[before != 0].astype(np.int64)
+    cells.block[slots] = block
+    return np.zeros(0, np.int64) if not before.any() else before[before != 0].astype(np.int64)
 
 
 def _grown(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import threading
 from collections.abc import Sequence
 
-import zmq
-
 from rl_protocol.errors import PlaneLostError
-from rl_transferqueue.serve import ControllerSpec, Ready, Role, UnitSpec, build, listen, ready
+from rl_transferqueue.serve import ControllerSpec, Ready, UnitSpec, build, listen, ready
 
 _JOIN_S = 5.0
+_START_S = 5.0
 _lifelines: dict[str, int] = {}
 """Plane -> read end of a pipe that ends with it."""
 
@@ -33,37 +33,40 @@ def lifeline(plane: str) -> int:
 class ServerThreads:
     """The servers of one plane. Lifecycle: running from the start until `close`."""
 
-    def __init__(self, plane: str, specs: Sequence[ControllerSpec | UnitSpec]) -> None:
+    def __init__(self, plane: str, controller: ControllerSpec, units: Sequence[UnitSpec]) -> None:
         self._plane = plane
         self._threads: list[threading.Thread] = []
-        self.ready: list[Ready] = []
-        """What each server says of itself."""
         ended, self._alive = os.pipe()
         _lifelines[plane] = ended
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
-            for spec in specs:
-                context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-                role = build(spec, context)
-                self.ready.append(ready(role, listen(role, spec.listen)))
-                thread = threading.Thread(target=self._serve, args=(role, context, ended), daemon=True)
-                thread.start()
-                self._threads.append(thread)
+            told = [self._start(spec, ended) for spec in (controller, *units)]
+            self.ready = [said.get(timeout=_START_S) for said in told]
+            """What each server says of itself."""
             undo.pop_all()
 
     def close(self) -> None:
         """End all servers; safe to call twice."""
-        stop = _lifelines.pop(self._plane, None)
-        if stop is not None:
+        ended = _lifelines.pop(self._plane, None)
+        if ended is not None:
             os.close(self._alive)
             for thread in self._threads:
                 thread.join(_JOIN_S)
-            os.close(stop)
+            os.close(ended)
 
-    @staticmethod
-    def _serve(role: Role, context: zmq.Context[zmq.Socket[bytes]], ended: int) -> None:
-        role.reactor.watch(ended, role.reactor.stop)
-        role.reactor.run()
-        role.close()
-        os.close(role.shared_memory[0])
-        context.term()
+    def _start(self, spec: ControllerSpec | UnitSpec, ended: int) -> queue.SimpleQueue[Ready]:
+        role = build(spec)
+        endpoints = listen(role, spec.listen)
+        said: queue.SimpleQueue[Ready] = queue.SimpleQueue()
+
+        def serve() -> None:
+            role.reactor.watch(ended, role.reactor.stop)
+            role.when_ready(lambda: said.put(ready(role, endpoints)))
+            role.reactor.run()
+            role.close()
+            os.close(role.shared_memory[0])
+
+        thread = threading.Thread(target=serve, name=f"rl-transferqueue-{spec.address}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        return said

@@ -511,6 +511,22 @@ class DataPlaneSuite:
 
         self.run(body)
 
+    def test_list_rows_that_are_named(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            whole = await plane.put("p", keys_of(range(4)), numbers(range(4)), tags=[{"n": i} for i in range(4)])
+            await plane.put("p", keys_of([1, 3]), numbers(range(2), "y"))
+            named = await plane.list_rows("p", keys=["row3", "row1"])
+            assert (named.keys, named.tags) == (("row3", "row1"), ({"n": 3}, {"n": 1}))
+            assert (set(named.fields), named.generations) == ({"x", "y"}, (whole.generations[3], whole.generations[1]))
+            assert (await plane.list_rows("p", keys=["row3", "row0"], fields=["y"])).keys == ("row3",)
+            with pytest.raises(MissingDataError, match="'ghost'"):
+                await plane.list_rows("p", keys=["row3", "ghost"])
+            await plane.claim("p", ["row1"], task="t")
+            stats = await plane.stats()
+            assert (set(stats.columns["p"]), stats.tasks["p"]) == ({"x", "y"}, ("t",))
+
+        self.run(body)
+
     def test_claim_takes_all_or_nothing(self) -> None:
         async def body(plane: DataPlane) -> None:
             await plane.put("p", keys_of(range(4)), numbers(range(4)), tags=[{"n": i} for i in range(4)])

@@ -168,12 +168,16 @@ class MemoryDataPlane:
         where: Mapping[str, Scalar] | None = None,
         fields: Sequence[str] = (),
         task: str | None = None,
+        keys: Sequence[str] | None = None,
         timeout_s: float = 60.0,
     ) -> KVBatchMeta:
         """See rl_protocol.ports.DataPlane.list_rows."""
         del timeout_s
         rows = self._partitions.get(partition, {})
-        return self._describe(partition, [k for k, r in rows.items() if r.matches(fields, where or {}, task)])
+        if keys is not None:
+            self._existing(KVBatchMeta(partition=partition, keys=tuple(keys)))
+        chosen = rows if keys is None else keys
+        return self._describe(partition, [k for k in chosen if rows[k].matches(fields, where or {}, task)])
 
     async def watch(
         self, partition: str, *, since: int = 0, where: Mapping[str, Scalar] | None = None, timeout_s: float
@@ -251,7 +255,17 @@ class MemoryDataPlane:
             c.nbytes for rows in self._partitions.values() for row in rows.values() for c in row.columns.values()
         )
         return PlaneStats(
-            rows={name: len(rows) for name, rows in self._partitions.items()}, bytes_used=used, bytes_capacity=0
+            rows={name: len(rows) for name, rows in self._partitions.items()},
+            bytes_used=used,
+            bytes_capacity=0,
+            columns={
+                name: tuple(dict.fromkeys(c for row in rows.values() for c in row.columns))
+                for name, rows in self._partitions.items()
+            },
+            tasks={
+                name: tuple(sorted({task for row in rows.values() for task in row.consumed}))
+                for name, rows in self._partitions.items()
+            },
         )
 
     def traffic(self) -> Traffic:
