@@ -48,3 +48,9 @@ class TestNetworkPlane(TestLocalPlane):
     """The same without shared memory: unit and clients at two loopback addresses."""
 
     config = TransferQueueConfig(capacity_mb=64, segment_mb=1, listen="127.0.0.2", shared_memory=False)
+
+
+class TestMemoryBackend(TestLocalPlane):
+    """The same in threads of this process."""
+
+    config = TransferQueueConfig(backend="memory", capacity_mb=64, segment_mb=1)

@@ -47,6 +47,8 @@ def test_import_loads_nothing_heavy_and_does_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["rl_transferqueue", *MODULES])
 def test_doctests(name: str) -> None:
+    if name.startswith("rl_transferqueue.backends."):
+        pytest.importorskip(name, exc_type=ImportError)
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 

@@ -22,6 +22,7 @@ from rl_app_ppo.outputs import JSONLSink, TensorBoardSink, draw_curve, publish_f
 from rl_app_ppo.rewards import load_reward
 from rl_app_ppo.runtime.cluster import RayWorker, ray_session
 from rl_app_ppo.runtime.messages import BuildCall, Role
+from rl_app_ppo.runtime.placement import require_cpus
 from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.wiring.data import datasets, load_tokenizer
 from rl_app_ppo.wiring.weights import RemoteReceiver, RemoteSender
@@ -163,7 +164,9 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen) -> Recorder:
         recorder = Recorder(screen, sinks, config.trainer.total_training_steps)
         plane_process = await stack.enter_async_context(_local_plane(config, files.logs))
         await stack.enter_async_context(ray_session(config.ray, config.trainer))
-        processes = _start_processes(config, files.logs)
+        roles = _roles(config)
+        await require_cpus(len(roles), config.ray.cpus_per_worker)
+        processes = _start_processes(roles, config, files.logs)
         stack.callback(_kill, processes)
         workers = _workers(processes)
         model_path = _given_model(config) or await _demo_model(config, processes["actor"], screen)
@@ -212,7 +215,7 @@ async def _local_plane(config: AppConfig, logs: Path) -> AsyncGenerator[LocalPla
         await asyncio.to_thread(plane.close)
 
 
-def _start_processes(config: AppConfig, logs: Path) -> dict[str, RayWorker]:
+def _roles(config: AppConfig) -> dict[str, Role]:
     roles: dict[str, Role] = {"actor": "actor"}  # first: it makes the demo model while the others start
     roles |= {f"rollout-{i}": "rollout" for i in range(config.rollout.num_workers)}
     if needs_reference(config.algorithm, config.actor):
@@ -220,8 +223,12 @@ def _start_processes(config: AppConfig, logs: Path) -> dict[str, RayWorker]:
     if needs_critic(config.algorithm):
         roles["critic"] = "critic"
     roles["reward"] = "reward"
-    threads = config.trainer.threads_per_worker
-    return {name: RayWorker(role, name, logs / f"{name}.log", threads) for name, role in roles.items()}
+    return roles
+
+
+def _start_processes(roles: Mapping[str, Role], config: AppConfig, logs: Path) -> dict[str, RayWorker]:
+    threads, cpus = config.trainer.threads_per_worker, config.ray.cpus_per_worker
+    return {name: RayWorker(role, name, logs / f"{name}.log", threads, cpus) for name, role in roles.items()}
 
 
 def _workers(processes: Mapping[str, RayWorker]) -> Workers:

@@ -79,10 +79,12 @@ class RayConfig:
         "local", "local: start Ray on this machine and stop it at the end; auto or host:port: join a cluster"
     )
     start_timeout_s: float = option(120.0, "longest wait for Ray and for the workers to start, seconds")
+    cpus_per_worker: float = option(0.0, "CPUs Ray reserves for each worker process; 0: they share what there is")
 
     def __post_init__(self) -> None:
         require(bool(self.address), "ray.address", "local, auto or host:port", self.address)
         require(self.start_timeout_s > 0, "ray.start_timeout_s", "greater than 0", self.start_timeout_s)
+        require(self.cpus_per_worker >= 0, "ray.cpus_per_worker", "at least 0", self.cpus_per_worker)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ from rl_transferqueue.bulk import (
 from rl_transferqueue.hosts import this_host
 from rl_transferqueue.keys import PROOF_BYTES, PlaneKey
 from rl_transferqueue.liveness import this_process
-from rl_transferqueue.messages import Span, failure
+from rl_transferqueue.messages import Fence, Span, failure
 from rl_transferqueue.reactor import Reactor
 from rl_transferqueue.reader import unpack_header
 from rl_transferqueue.table import Ints
@@ -160,18 +160,20 @@ class BulkServer:
                 return as_lifeline(connection.leave())
         return None
 
-    def fence(self, session: bytes, span: Span | None, serial: int) -> None:
-        """End what a session writes to a span, and what it began to write before it abandoned `serial` spans even if it comes only now.
+    def fence(self, fence: Fence) -> None:
+        """End what a session writes to spans, and what it began to write before it abandoned them even if it comes only now.
 
-        Without a span all its connections end, and no more are let in.
+        Of a session that has ended all connections end, and no more are let in.
         """
-        if span is None:
-            self._barred.add(session)
-            self._abandoned.pop(session, None)
+        if fence.ended:
+            self._barred.add(fence.session)
+            self._abandoned.pop(fence.session, None)
         else:
-            self._abandoned.setdefault(session, deque(maxlen=_FENCES)).append((span, serial))
+            late = self._abandoned.setdefault(fence.session, deque(maxlen=_FENCES))
+            late.extend((span, fence.serial) for span in fence.spans)
         for connection in list(self._connections):
-            if connection.session == session and (span is None or _meet(connection.into, span)):
+            meant = fence.ended or any(_meet(connection.into, span) for span in fence.spans)
+            if connection.session == fence.session and meant:
                 connection.end()
 
     # -- inner

@@ -19,6 +19,7 @@ from rl_protocol.meta import KVBatchMeta, Scalar, Tag
 from rl_protocol.ports import PlaneStats, RowChanges, RowFlags, Traffic
 from rl_protocol.schema import ColumnSpec
 from rl_protocol.wire import plan
+from rl_transferqueue.backends import BUILT_IN
 from rl_transferqueue.board import BoardView
 from rl_transferqueue.channel import Channel
 from rl_transferqueue.descriptor import PlaneDescriptor
@@ -108,7 +109,8 @@ class Client:
         self._memory = self._route.memory()
         self._controller = Channel(self._loop, self._route.connect(), "controller", on_notice=self._notice)
         self._leases = Leases(self._loop, self._controller)
-        self._regions = Regions(most_spare(descriptor.units[0].arena_bytes))
+        ahead = descriptor.backend in BUILT_IN  # a backend's block has its span for itself
+        self._regions = Regions(most_spare(descriptor.units[0].arena_bytes) if ahead else 0)
         self._locations: Locations | None = None
         self._watched: dict[str, int] = {}
         """Name of each process that lives -> what becomes readable when it ends."""

@@ -32,6 +32,19 @@ class TransferQueueConfig:
         default=60.0, metadata={"help": "Seconds a call on the plane may take where the caller names no deadline."}
     )
 
+    backend: str = field(
+        default="simple",
+        metadata={
+            "help": "Where the bytes lie: simple (shared memory of storage units), memory (threads of this process), ray, mooncake, or what "
+            "another package offers."
+        },
+    )
+    backend_address: str = field(
+        default="",
+        metadata={
+            "help": "Where the backend is: a Ray cluster (empty: the one Ray finds), host:port of mooncake_master."
+        },
+    )
     listen: str = field(
         default="",
         metadata={

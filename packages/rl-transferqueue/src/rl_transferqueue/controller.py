@@ -9,22 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
 import numpy as np
 
-from rl_protocol.errors import PlaneLostError, PlaneTimeout, WireError
+from rl_protocol.errors import PlaneTimeout, WireError
 from rl_transferqueue.allocator import ALIGN, rounded
 from rl_transferqueue.blocks import Block
 from rl_transferqueue.board import SharedBoard
 from rl_transferqueue.bulk_server import BulkServer
-from rl_transferqueue.connection import Connection
 from rl_transferqueue.hosts import Endpoints, endpoint
 from rl_transferqueue.keys import PlaneKey
 from rl_transferqueue.ledger import Ledger, Served, Waiter, Watcher
-from rl_transferqueue.links import connect_unix
 from rl_transferqueue.liveness import ProcessId, open_pidfd
 from rl_transferqueue.messages import (
-    CONTROLLER,
     NOTICE,
     Abandon,
     Answer,
@@ -40,6 +36,7 @@ from rl_transferqueue.messages import (
     Done,
     Fence,
     Flags,
+    Free,
     GetConsumption,
     GetMetrics,
     GetProduction,
@@ -52,11 +49,8 @@ from rl_transferqueue.messages import (
     Measure,
     Measured,
     Metrics,
-    Populate,
     Reclaim,
     ReleaseLeases,
-    Reply,
-    Request,
     Reserve,
     Reserved,
     ResetConsumption,
@@ -64,94 +58,17 @@ from rl_transferqueue.messages import (
     Rows,
     Span,
     Stats,
-    UnitRequest,
     WaitReady,
     Watch,
-    pack,
 )
 from rl_transferqueue.reactor import Reactor, Timer
 from rl_transferqueue.server import Caller, Server
 from rl_transferqueue.space import Space
 from rl_transferqueue.table import Ints
 from rl_transferqueue.tally import ColumnTally
+from rl_transferqueue.unit_link import UnitLink
 
 log = logging.getLogger(__name__)
-
-_decoder = msgspec.msgpack.Decoder(Reply)
-_RETRY_S = 0.01
-"""Between attempts to reach a storage unit that starts at the same time."""
-
-
-class _UnitLink:
-    """Requests to one storage unit, in order; answers go to the callback given with each. The unit may come up later than this.
-
-    The end of the connection is the end of the unit.
-    """
-
-    def __init__(
-        self,
-        reactor: Reactor,
-        address: str,
-        segment: int,
-        on_connected: Callable[[], None],
-        on_lost: Callable[[], None],
-    ) -> None:
-        self._reactor = reactor
-        self._on_connected = on_connected
-        self._on_lost = on_lost
-        self._address = address
-        self._segment = segment
-        self._populated = segment
-        self._connection: Connection | None = None
-        self._unsent: list[bytes] = []
-        self._callbacks: dict[int, Callable[[Answer], None]] = {}
-        self._last = 0
-        self._closed = False
-        reactor.call_later(0.0, self._connect)
-
-    @property
-    def connected(self) -> bool:
-        return self._connection is not None
-
-    def send(self, body: UnitRequest, callback: Callable[[Answer], None] | None = None) -> None:
-        self._last += 1
-        if callback is not None:
-            self._callbacks[self._last] = callback
-        frame = pack(Request(self._last, body))
-        if self._connection is None:
-            self._unsent.append(frame)
-        else:
-            self._connection.send(frame)
-
-    def keep_ahead(self, used: int) -> None:
-        """Have the memory touched some way beyond the first `used` bytes."""
-        if used + self._segment > self._populated:
-            self._populated = used + 2 * self._segment
-            self.send(Populate(self._populated))
-
-    def close(self) -> None:
-        self._closed = True
-        if self._connection is not None:
-            self._connection.close()
-
-    def _connect(self) -> None:
-        if self._closed:
-            return
-        try:
-            link = connect_unix(self._address, CONTROLLER, "storage unit")
-        except PlaneLostError:
-            self._reactor.call_later(_RETRY_S, self._connect)
-            return
-        self._connection = Connection(self._reactor, link, self._take, self._on_lost)
-        for frame in self._unsent:
-            self._connection.send(frame)
-        self._on_connected()
-
-    def _take(self, frame: bytes) -> None:
-        reply = _decoder.decode(frame)
-        callback = self._callbacks.pop(reply.id, None)
-        if callback is not None:
-            callback(reply.body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +106,10 @@ class Controller:
         units: Sequence[str],
         unit_bytes: int,
         segment: int,
+        *,
+        stored: bool = False,
     ) -> None:
+        """`stored`: blocks lie in a backend's stores, see `stored`, and not in arenas."""
         self.reactor = Reactor()
         self._board = SharedBoard(len(units) * unit_bytes // ALIGN + 1)
         self._ledger = Ledger(self._board)
@@ -199,9 +119,10 @@ class Controller:
         self._departed: dict[bytes, int] = {}
         """Ended sessions that still hold leases, and the pidfd of each."""
         self._bulk: BulkServer | None = None
+        self._stored = stored
         self._parked: deque[_Parked] = deque()
         self._units = {
-            i: _UnitLink(self.reactor, unit, segment, self._check_ready, partial(self._lose_unit, i))
+            i: UnitLink(self.reactor, unit, segment, self._check_ready, partial(self._lose_unit, i))
             for i, unit in enumerate(units)
         }
         self._on_ready: Callable[[], None] | None = None
@@ -252,12 +173,15 @@ class Controller:
             callback()
 
     def close(self) -> None:
-        """Close all sockets."""
+        """Close all sockets and descriptors."""
         self.server.close()
         if self._bulk is not None:
             self._bulk.close()
         for unit in self._units.values():
             unit.close()
+        sessions = (session.pidfd for session in self._sessions.values())
+        for pidfd in (*sessions, *self._departed.values()):
+            os.close(pidfd)
 
     # -- processes
     def _hello(self, caller: Caller, message: Hello) -> Done:
@@ -306,26 +230,24 @@ class Controller:
         for waiting in ended.waiting.values():
             waiting.timer.cancel()
             waiting.leave()
-        if ended.remote:
+        if ended.remote or self._stored:
             for unit in self._units:
-                self._fence(session, unit, None, 0)
+                self._fence(Fence(session, self._space.reserved(session, unit), True, 0), unit)
         else:
             self._space.end_session(session)
             self._serve_parked()
 
-    def _fence(self, session: bytes, unit: int, span: Span | None, serial: int) -> None:
-        """Free what a session of another host reserved in a unit, or a part of it, once nothing it sent can arrive there any more."""
+    def _fence(self, fence: Fence, unit: int) -> None:
+        """Free spans that a session has reserved in a unit once nothing it sent can arrive there any more."""
 
         def fenced(answer: Answer) -> None:
-            del answer
-            if span is None:
-                self._space.end_session(session, unit)
-            else:
-                self._space.abandon(session, span)
+            _check_done(answer, fence)
+            for span in fence.spans:
+                self._space.abandon(fence.session, span)
             self._serve_parked()
 
         if unit in self._units:  # otherwise the memory is gone, too
-            self._units[unit].send(Fence(session, span, serial), fenced)
+            self._units[unit].send(fence, fenced)
 
     def _session(self, caller: Caller) -> _Session:
         session = self._sessions.get(caller.session)
@@ -413,7 +335,7 @@ class Controller:
         for span in message.spans:
             if message.late:
                 session.abandoned += 1
-                self._fence(caller.session, span.unit, span, session.abandoned)
+                self._fence(Fence(caller.session, (span,), False, session.abandoned), span.unit)
             else:
                 self._space.abandon(caller.session, span)
         self._serve_parked()
@@ -555,6 +477,9 @@ class Controller:
         if not self._ledger.blocks.unsettled:
             return
         released = self._ledger.blocks.take_released()
+        if self._stored:
+            self._free([ref.span for ref in released])
+            released = []
         for ref in released:
             self._space.give(ref.span)
         for session, blocks in self._ledger.blocks.take_revoked().items():
@@ -564,6 +489,19 @@ class Controller:
             self._ledger.blocks.retry_compactions()
         for block in self._ledger.blocks.take_sparse():
             self._compact(block, self._ledger.plan_compaction(block))
+
+    def _free(self, spans: Sequence[Span]) -> None:
+        """Free blocks that a backend holds: their places are not given anew before it has forgotten them."""
+        for unit in {span.unit for span in spans} & self._units.keys():
+            mine = Free(tuple(span for span in spans if span.unit == unit))
+
+            def freed(answer: Answer, mine: Free = mine) -> None:
+                _check_done(answer, mine)
+                for span in mine.spans:
+                    self._space.give(span)
+                self._serve_parked()
+
+            self._units[unit].send(mine, freed)
 
     def _compact(self, block: Block, plan: Measure) -> None:
         unit = block.ref.span.unit
@@ -590,6 +528,11 @@ class Controller:
     def _keep_ahead(self) -> None:
         for unit, link in self._units.items():
             link.keep_ahead(self._space.high_water(unit))
+
+
+def _check_done(answer: Answer, request: Fence | Free) -> None:
+    if not isinstance(answer, Done):
+        log.error("a storage unit answered %s to %s", answer, request)
 
 
 def _numbers(packed: bytes) -> Ints:

@@ -53,6 +53,11 @@ class PlaneDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`hosts.this_host` of the plane."""
     shared_memory: bool
     """False: clients on the same host use the network, too (`TransferQueueConfig.shared_memory`)."""
+    plane: str
+    """Tells this plane from others."""
+    backend: str
+    """`TransferQueueConfig.backend`."""
+    backend_address: str
     timeout_s: float
     """Seconds a call may take where the caller names no deadline (`TransferQueueConfig.timeout_s`)."""
 

@@ -18,6 +18,7 @@ from typing import Self
 import msgspec
 
 from rl_protocol.errors import ConfigError, PlaneLostError
+from rl_transferqueue.backends import BUILT_IN, check_backend
 from rl_transferqueue.config import TransferQueueConfig
 from rl_transferqueue.descriptor import (
     DESCRIPTOR_FILE,
@@ -31,6 +32,7 @@ from rl_transferqueue.keys import load_key
 from rl_transferqueue.links import socket_path
 from rl_transferqueue.liveness import this_process
 from rl_transferqueue.serve import ControllerSpec, Ready, ServeConfig, UnitSpec
+from rl_transferqueue.threads import ServerThreads
 
 _SOCKET_PATH_LIMIT = 107
 _TAIL_BYTES = 2000
@@ -60,9 +62,9 @@ class LocalPlane:
     in whatever way, the plane ends too.
     """
 
-    def __init__(self, descriptor: PlaneDescriptor, children: list[_Child], runtime_dir: Path) -> None:
+    def __init__(self, descriptor: PlaneDescriptor, servers: list[_Child] | ServerThreads, runtime_dir: Path) -> None:
         self._descriptor = descriptor
-        self._children = children
+        self._servers = servers
         self._runtime_dir = runtime_dir
 
     @property
@@ -73,11 +75,16 @@ class LocalPlane:
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids: the controller's, then the storage units'."""
-        return tuple(child.process.pid for child in self._children)
+        if isinstance(self._servers, ServerThreads):
+            return tuple(said.process.pid for said in self._servers.ready)
+        return tuple(child.process.pid for child in self._servers)
 
     def close(self) -> None:
         """End the plane, within 3 seconds; safe to call twice."""
-        _stop(self._children)
+        if isinstance(self._servers, ServerThreads):
+            self._servers.close()
+        else:
+            _stop(self._servers)
         shutil.rmtree(self._runtime_dir, ignore_errors=True)
 
     def __enter__(self) -> Self:
@@ -106,13 +113,20 @@ def start_local_plane(
         start_timeout_s: seconds until the processes must serve.
 
     Raises:
-        ConfigError: the path of `runtime_dir` is too long, or it is not there; the address to listen on can't be used, or needs a key.
+        ConfigError: the path of `runtime_dir` is too long, or it is not there; the address to listen on can't be used, or
+            needs a key; there is no such backend.
         PlaneLostError: a process ended or was not up in time; carries the end of what it wrote.
     """
+    check_backend(config.backend)
     private = _private_dir(runtime_dir)
     children: list[_Child] = []
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, private, ignore_errors=True)
+        if config.backend == "memory":
+            controller, units = _specs(config, private)
+            threads = ServerThreads(private.name, controller, units)
+            undo.pop_all()
+            return LocalPlane(_descriptor(config, controller, units, threads.ready), threads, private)
         undo.callback(lambda: _stop(children))
         logs = log_dir or private
         logs.mkdir(parents=True, exist_ok=True)
@@ -122,32 +136,57 @@ def start_local_plane(
             children.append(_spawn(name, spec, private, logs))
         rest = [_wait_ready(child, deadline, start_timeout_s) for child in children[1:]]
         first = _wait_ready(children[0], deadline, start_timeout_s)  # it is ready when it has found all units
-        descriptor = PlaneDescriptor(
-            ControllerAddress(
-                controller.address, first.process, first.memory_fd, first.memory_bytes, first.control, first.bulk
-            ),
-            tuple(
-                UnitAddress(spec.address, said.process, said.memory_fd, said.memory_bytes, said.bulk)
-                for spec, said in zip(units, rest, strict=True)
-            ),
-            this_host(),
-            config.shared_memory,
-            config.timeout_s,
-        )
+        descriptor = _descriptor(config, controller, units, [first, *rest])
         descriptor.save(private / DESCRIPTOR_FILE)  # how other processes of this user find the plane
         undo.pop_all()
     return LocalPlane(descriptor, children, private)
 
 
+def _descriptor(
+    config: TransferQueueConfig, controller: ControllerSpec, units: list[UnitSpec], ready: list[Ready]
+) -> PlaneDescriptor:
+    first, *rest = ready
+    return PlaneDescriptor(
+        ControllerAddress(
+            controller.address, first.process, first.memory_fd, first.memory_bytes, first.control, first.bulk
+        ),
+        tuple(
+            UnitAddress(spec.address, said.process, said.memory_fd, said.memory_bytes, said.bulk)
+            for spec, said in zip(units, rest, strict=True)
+        ),
+        this_host(),
+        config.shared_memory,
+        units[0].plane,
+        config.backend,
+        config.backend_address,
+        config.timeout_s,
+    )
+
+
 def _specs(config: TransferQueueConfig, private: Path) -> tuple[ControllerSpec, list[UnitSpec]]:
     listen = listen_address(config.listen, load_key()) if config.listen else ""
     units = [
-        UnitSpec(i, socket_path(private, f"u{i}"), config.unit_bytes, config.segment_mb << 20, listen)
+        UnitSpec(
+            index=i,
+            address=socket_path(private, f"u{i}"),
+            capacity=config.unit_bytes,
+            segment=config.segment_mb << 20,
+            plane=private.name,
+            backend=config.backend,
+            backend_address=config.backend_address,
+            listen=listen,
+        )
         for i in range(config.num_storage_units)
     ]
-    addresses = tuple(unit.address for unit in units)
-    segment = config.segment_mb << 20
-    return ControllerSpec(socket_path(private, "c"), addresses, config.unit_bytes, segment, listen), units
+    controller = ControllerSpec(
+        address=socket_path(private, "c"),
+        units=tuple(unit.address for unit in units),
+        unit_bytes=config.unit_bytes,
+        segment=config.segment_mb << 20,
+        stored=config.backend not in BUILT_IN,
+        listen=listen,
+    )
+    return controller, units
 
 
 def _private_dir(base: Path | None) -> Path:

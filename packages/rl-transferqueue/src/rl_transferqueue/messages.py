@@ -200,12 +200,20 @@ class Cancel(_Message, frozen=True):
 
 
 class Fence(_Message, frozen=True):
-    """What a session of another host wrote late to a span has ended when this is answered; without a span all it writes, for ever."""
+    """What a session wrote to these spans has ended, or is freed, when this is answered."""
 
     session: bytes
-    span: Span | None
+    spans: tuple[Span, ...]
+    ended: bool
+    """The session has: it writes nothing more, anywhere."""
     serial: Count
-    """How many spans the session has abandoned so, this one included."""
+    """How many spans it has abandoned late, these included."""
+
+
+class Free(_Message, frozen=True):
+    """Nobody needs the blocks at the beginning of these spans any more; only where a backend holds the bytes."""
+
+    spans: tuple[Span, ...]
 
 
 class Populate(_Message, frozen=True):
@@ -378,7 +386,7 @@ ControllerRequest: TypeAlias = (
     | GetMetrics
     | Cancel
 )
-UnitRequest: TypeAlias = Fence | Populate | Measure | Copy
+UnitRequest: TypeAlias = Fence | Free | Populate | Measure | Copy
 AnyRequest: TypeAlias = ControllerRequest | UnitRequest
 Notice: TypeAlias = Revoked | Reclaim
 Answer: TypeAlias = (

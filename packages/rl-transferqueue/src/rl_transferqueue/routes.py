@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from rl_protocol.errors import ConfigError
+from rl_transferqueue import threads
+from rl_transferqueue.backends import BUILT_IN
 from rl_transferqueue.bulk_client import BulkConnection, dial
 from rl_transferqueue.descriptor import ControllerAddress, PlaneDescriptor, UnitAddress
 from rl_transferqueue.hosts import this_host
@@ -15,6 +17,7 @@ from rl_transferqueue.links import Link, connect_unix
 from rl_transferqueue.liveness import open_pidfd
 from rl_transferqueue.memory import LocalMemory, PlaneMemory
 from rl_transferqueue.remote import RemoteMemory
+from rl_transferqueue.stored import StoredMemory
 from rl_transferqueue.zmq_link import ZmqLink
 
 Server: TypeAlias = ControllerAddress | UnitAddress
@@ -44,11 +47,13 @@ class LocalRoute:
             PlaneLostError: it has ended already.
         """
         del timeout_s
+        if self.descriptor.backend == "memory":
+            return threads.lifeline(self.descriptor.plane)
         return open_pidfd(server.process, f"The {name} of the data plane")
 
     def memory(self) -> PlaneMemory:
         """The memory of the units."""
-        return LocalMemory(self.descriptor.units)
+        return stored(self.descriptor) or LocalMemory(self.descriptor.units)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,9 @@ class RemoteRoute:
 
     def memory(self) -> PlaneMemory:
         """See LocalRoute."""
-        return RemoteMemory(self.descriptor.host, self.descriptor.units, self.key, self.session)
+        return stored(self.descriptor) or RemoteMemory(
+            self.descriptor.host, self.descriptor.units, self.key, self.session
+        )
 
 
 def route(descriptor: PlaneDescriptor, session: bytes) -> LocalRoute | RemoteRoute:
@@ -99,6 +106,11 @@ def route(descriptor: PlaneDescriptor, session: bytes) -> LocalRoute | RemoteRou
             "address of that host."
         )
     return RemoteRoute(descriptor, load_key(), session)
+
+
+def stored(descriptor: PlaneDescriptor) -> PlaneMemory | None:
+    """The memory of a plane whose blocks lie in a backend's stores: None if they do not."""
+    return None if descriptor.backend in BUILT_IN else StoredMemory(descriptor)
 
 
 def _hang_up(dialled: asyncio.Future[BulkConnection]) -> None:

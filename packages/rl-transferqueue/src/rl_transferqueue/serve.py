@@ -16,11 +16,13 @@ from typing import TypeAlias
 import msgspec
 
 from rl_protocol.errors import PlaneLostError
+from rl_transferqueue.backends import BUILT_IN, Share
 from rl_transferqueue.controller import Controller
 from rl_transferqueue.hosts import Endpoints, listen_address
 from rl_transferqueue.keys import load_key
 from rl_transferqueue.liveness import ProcessId, open_pidfd, this_process
 from rl_transferqueue.storage import StorageUnit
+from rl_transferqueue.stored import StoreUnit
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,9 @@ class UnitSpec(msgspec.Struct, frozen=True, tag=True):
     address: str
     capacity: int
     segment: int
+    plane: str
+    backend: str
+    backend_address: str
     listen: str = ""
     """Numeric address for clients of other hosts; empty: none."""
 
@@ -43,6 +48,8 @@ class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
     units: tuple[str, ...]
     unit_bytes: int
     segment: int
+    stored: bool
+    """Blocks lie in a backend's stores."""
     listen: str = ""
     """See UnitSpec."""
 
@@ -68,7 +75,7 @@ class Ready(msgspec.Struct, frozen=True):
     bulk: str = ""
 
 
-Role: TypeAlias = Controller | StorageUnit
+Role: TypeAlias = Controller | StorageUnit | StoreUnit
 
 
 def main(arguments: list[str]) -> int:
@@ -76,7 +83,7 @@ def main(arguments: list[str]) -> int:
     gc.set_threshold(50_000, 20, 1_000_000)  # a full collection would look at every row there is, and finds no garbage
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = msgspec.json.decode(arguments[0], type=ServeConfig)
-    role = _build(config.spec)
+    role = build(config.spec)
     try:
         parent = open_pidfd(config.parent, "The parent")
     except PlaneLostError:
@@ -84,8 +91,8 @@ def main(arguments: list[str]) -> int:
     else:
         for fd in (sys.stdin.fileno(), parent):
             role.reactor.watch(fd, role.reactor.stop)
-        endpoints = _listen(role, config.spec.listen)
-        role.when_ready(lambda: _say_ready(config.ready_fd, role, endpoints))
+        endpoints = listen(role, config.spec.listen)
+        role.when_ready(lambda: _say(config.ready_fd, ready(role, endpoints)))
         log.info("serving %s", config.spec)
         role.reactor.run()
         os.close(parent)
@@ -94,21 +101,35 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _build(spec: UnitSpec | ControllerSpec) -> Role:
+def build(spec: UnitSpec | ControllerSpec) -> Role:
+    """The server, bound to its socket."""
     if isinstance(spec, UnitSpec):
+        if spec.backend not in BUILT_IN:
+            share = Share(spec.plane, spec.index, spec.capacity, spec.backend_address)
+            return StoreUnit(spec.address, spec.backend, share)
         return StorageUnit(spec.index, spec.address, spec.capacity, spec.segment)
-    return Controller(spec.address, spec.units, spec.unit_bytes, spec.segment)
+    return Controller(spec.address, spec.units, spec.unit_bytes, spec.segment, stored=spec.stored)
 
 
-def _listen(role: Role, host: str) -> Endpoints:
+def listen(role: Role, host: str) -> Endpoints:
+    """Have it serve clients of other hosts, too; without a host do nothing.
+
+    Raises:
+        ConfigError: the host needs a key.
+    """
     if not host:
         return Endpoints()
     key = load_key()
     return role.listen(listen_address(host, key), key)
 
 
-def _say_ready(fd: int, role: Role, endpoints: Endpoints) -> None:
-    os.write(fd, msgspec.json.encode(Ready(this_process(), *role.shared_memory, *endpoints)))
+def ready(role: Role, endpoints: Endpoints) -> Ready:
+    """What clients need to know of it."""
+    return Ready(this_process(), *role.shared_memory, *endpoints)
+
+
+def _say(fd: int, what: Ready) -> None:
+    os.write(fd, msgspec.json.encode(what))
     os.close(fd)
 
 

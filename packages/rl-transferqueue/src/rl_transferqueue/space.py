@@ -135,13 +135,15 @@ class Space:
         if span.unit in self._free:
             self._free[span.unit].give(span.offset, span.nbytes)
 
-    def end_session(self, session: bytes, unit: int | None = None) -> None:
-        """Free what the session reserved, of one unit or of all, and did not commit."""
-        gaps = self._gaps.get(session, [])
-        ended = [gap for gap in gaps if unit in (None, gap.unit)]
-        self._keep(session, [gap for gap in gaps if gap not in ended])
-        for gap in ended:
+    def end_session(self, session: bytes) -> None:
+        """Free what the session reserved and did not commit."""
+        for gap in self._gaps.pop(session, ()):
             self.give(Span(gap.unit, gap.start, gap.stop - gap.start))
+
+    def reserved(self, session: bytes, unit: int) -> tuple[Span, ...]:
+        """What the session reserved in a unit and did not commit."""
+        gaps = self._gaps.get(session, ())
+        return tuple(Span(unit, gap.start, gap.stop - gap.start) for gap in gaps if gap.unit == unit)
 
     def holders(self) -> Sequence[bytes]:
         """Sessions with reservations."""

@@ -75,7 +75,7 @@ class StorageUnit:
     def _fence(self, caller: Caller, message: Fence) -> Done:
         _check_controller(caller)
         if self._bulk is not None:
-            self._bulk.fence(message.session, message.span, message.serial)
+            self._bulk.fence(message)
         return Done()
 
     def _want(self, caller: Caller, message: Populate) -> None:

@@ -47,13 +47,13 @@ class WorkerProcess:
 class RayWorker:
     """WorkerHandle over a WorkerProcess."""
 
-    def __init__(self, role: Role, name: str, log_path: Path, threads: int) -> None:
+    def __init__(self, role: Role, name: str, log_path: Path, threads: int, cpus: float = 0.0) -> None:
         self.name = name
         self.role: Role = role
         self.bytes_moved = 0
         self._log_path = log_path
         remote: Any = WorkerProcess
-        self._actor: Any = remote.options(num_cpus=0, max_restarts=0, max_concurrency=16).remote(
+        self._actor: Any = remote.options(num_cpus=cpus, max_restarts=0, max_concurrency=16).remote(
             role, name, str(log_path), threads
         )
 

@@ -1,0 +1,103 @@
+"""Where the bytes of a plane lie, by name: built-in, or what installed packages offer under `rl_transferqueue.backends`.
+
+`simple` (storage units with shared-memory arenas) and `memory` (the same in threads of this process) are part of the plane. Any other backend is
+a `Backend`: the controller and one unit process per share of the memory keep the books as ever (who has which row, how much room there is, who
+waits, what may go), and the blocks lie in the backend's stores.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from importlib import metadata
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from rl_protocol.errors import ConfigError
+from rl_protocol.wire import Buffer
+
+ENTRY_POINT_GROUP = "rl_transferqueue.backends"
+BUILT_IN = ("memory", "simple")
+
+
+class Share(NamedTuple):
+    """One unit's part of a plane's memory."""
+
+    plane: str
+    """Tells this plane's blocks from those of others in the same store."""
+    unit: int
+    nbytes: int
+    """Most bytes that blocks take in it at a time."""
+    address: str
+    """`TransferQueueConfig.backend_address`: where the store is."""
+
+
+class BlockStore(Protocol):
+    """Blocks of bytes by key. Calls block and are made in threads, several at a time; errors are of rl_protocol.errors."""
+
+    def put_block(self, key: str, parts: Sequence[Buffer]) -> None:
+        """Keep the parts, one after the other, until `free`; the process that put them may die."""
+        ...
+
+    def get_block(self, key: str, nbytes: int) -> Buffer:
+        """All bytes of a block, which do not change as long as anything refers to them."""
+        ...
+
+    def free(self, keys: Sequence[str]) -> None:
+        """Forget blocks; those that are not there are no error."""
+        ...
+
+    def close(self) -> None:
+        """The process is done with the store."""
+        ...
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """What an entry point names: a class without arguments. Importing it loads what it needs."""
+
+    def host(self, share: Share) -> BlockStore:
+        """Provide the memory of a share; the caller is its unit's process, and the blocks end with it."""
+        ...
+
+    def join(self, share: Share) -> BlockStore:
+        """Reach the blocks of a share, which is hosted already, from a client."""
+        ...
+
+
+def backend_names() -> tuple[str, ...]:
+    """Every name that may be set; nothing is imported to find out."""
+    return tuple(sorted({*BUILT_IN, *(point.name for point in metadata.entry_points(group=ENTRY_POINT_GROUP))}))
+
+
+def check_backend(name: str) -> None:
+    """Raise ConfigError if nobody offers the name."""
+    names = backend_names()
+    if name not in names:
+        close = difflib.get_close_matches(name, names, 1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(
+            f"transfer_queue.backend: there is no backend {name!r}.{hint} Installed are {', '.join(names)}; others come with packages that "
+            f"offer an entry point in group {ENTRY_POINT_GROUP}."
+        )
+
+
+def load_backend(name: str) -> Backend:
+    """The backend of that name, which is none of those built in.
+
+    Raises:
+        ConfigError: nobody offers it, several do, or what it needs is not installed.
+    """
+    check_backend(name)
+    points = list(metadata.entry_points(group=ENTRY_POINT_GROUP, name=name))
+    if len(points) != 1:
+        owners = ", ".join(point.value for point in points)
+        raise ConfigError(f"Several packages offer a backend {name!r}: {owners}. Uninstall all but one.")
+    try:
+        backend = points[0].load()()
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"The backend {name!r} ({points[0].value}) can't be loaded: {error}. Install what it needs, see the README of rl-transferqueue."
+        ) from error
+    if not isinstance(backend, Backend):
+        raise ConfigError(f"The backend {name!r} ({points[0].value}) is {backend!r}, which is no Backend.")
+    return backend

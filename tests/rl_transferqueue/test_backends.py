@@ -1,0 +1,363 @@
+"""Backends: found by name, the same contract for each, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from network_helpers import MIB, rows_of
+
+from rl_protocol import CapacityTimeout, ConfigError, DataPlaneError, PlaneLostError
+from rl_protocol.ports import DataPlane
+from rl_protocol.testing.data_plane import DataPlaneSuite
+from rl_transferqueue import Client, LocalPlane, TransferQueueConfig, connect, start_local_plane
+from rl_transferqueue.backends import backend_names, load_backend
+
+DIRECTORY_BACKEND = '''
+"""Blocks as files of a directory, which is the backend's address."""
+from pathlib import Path
+from rl_protocol import DataPlaneError
+
+class Store:
+    def __init__(self, share):
+        self.folder = Path(share.address)
+
+    def put_block(self, key, parts):
+        if not self.folder.is_dir():
+            raise DataPlaneError("the directory is gone")
+        (self.folder / f"{key}.new").write_bytes(b"".join(parts))
+        (self.folder / f"{key}.new").rename(self.folder / key)
+
+    def get_block(self, key, nbytes):
+        if not (self.folder / key).exists():
+            raise DataPlaneError("the file is gone")
+        return (self.folder / key).read_bytes()[:nbytes]
+
+    def free(self, keys):
+        for key in keys:
+            (self.folder / key).unlink(missing_ok=True)
+
+    def close(self):
+        pass
+
+class Backend:
+    host = join = Store
+'''
+ENTRY_POINTS = """[rl_transferqueue.backends]
+directory = rltq_directory:Backend
+broken = rltq_ghost:Backend
+wrong = rltq_directory:Path
+twice = rltq_directory:Backend
+"""
+TWICE = "[rl_transferqueue.backends]\ntwice = rltq_directory:Store\n"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Packages with backends, as if installed, here and in child processes; a folder for blocks."""
+    site = tmp_path_factory.mktemp("site")
+    (site / "rltq_directory.py").write_text(DIRECTORY_BACKEND)
+    for name, points in (("rltq_directory", ENTRY_POINTS), ("rltq_other", TWICE)):
+        info = site / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(points)
+    blocks = site / "blocks"
+    blocks.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(site)
+        patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
+        yield blocks
+    importlib.invalidate_caches()
+
+
+# -------------------------------------------------------------------------------------------------------------------- by name
+def test_names_that_nobody_offers_are_answered_with_those_there_are(tmp_path: Path) -> None:
+    assert {"memory", "simple", "ray", "mooncake"} <= set(backend_names())
+    with pytest.raises(
+        ConfigError, match=r"no backend 'mooncak'. Did you mean 'mooncake'\? Installed are .*memory.*ray"
+    ):
+        start_local_plane(TransferQueueConfig(backend="mooncak"), tmp_path)
+    with pytest.raises(ConfigError, match=r"no backend 'zzz'\. Installed are"):
+        start_local_plane(TransferQueueConfig(backend="zzz"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_backends_that_can_not_be_loaded_say_why(installed: Path) -> None:
+    assert "directory" in backend_names()
+    for name, match in (("broken", "rltq_ghost"), ("wrong", "no Backend"), ("twice", "Several packages")):
+        with pytest.raises(ConfigError, match=match):
+            load_backend(name)
+
+
+def test_a_backend_that_can_not_be_hosted_ends_the_start(installed: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlaneLostError, match=r"(?s)unit-0 process .* ended with status 1.*rltq_ghost"):
+        start_local_plane(TransferQueueConfig(backend="broken"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------------------------ the contract
+class StoredSuite(DataPlaneSuite):
+    """One plane for all tests; each leaves it and its store empty, which is checked."""
+
+    plane: LocalPlane
+
+    @asynccontextmanager
+    async def open_plane(self) -> AsyncIterator[DataPlane]:
+        client = await connect(self.plane.descriptor)
+        try:
+            yield client
+        finally:
+            await client.close()
+            async with await connect(self.plane.descriptor) as cleaner:
+                for partition in (await cleaner.stats()).rows:
+                    await cleaner.clear(partition)
+                await settles(cleaner, 0)
+            self.check_empty()
+
+    def check_empty(self) -> None:
+        """Nothing is in the store."""
+
+
+async def settles(client: Client, nbytes: int) -> None:
+    deadline = time.monotonic() + 10
+    while True:
+        stats = await client.stats()
+        if (stats.bytes_used, stats.bytes_reserved) == (nbytes, 0):
+            return
+        assert time.monotonic() < deadline, stats
+        await asyncio.sleep(0.02)
+
+
+class TestDirectoryBackend(StoredSuite):
+    blocks: Path
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _plane(cls, installed: Path) -> Iterator[None]:
+        cls.blocks = installed
+        config = TransferQueueConfig(backend="directory", backend_address=str(installed), capacity_mb=64)
+        with start_local_plane(config) as cls.plane:
+            yield
+
+    def check_empty(self) -> None:
+        assert list(self.blocks.iterdir()) == []
+
+
+DYING_CLIENT = """
+import asyncio, sys
+import numpy as np
+from rl_protocol import BatchData, dense
+from rl_transferqueue import PlaneDescriptor, connect
+from rl_transferqueue.messages import Reserve, Reserved
+
+async def main():
+    client = await connect(PlaneDescriptor.from_json(sys.argv[1]))
+    rows = BatchData({"x": dense(np.full((1, 1 << 20), 7, np.uint8))})
+    await client.put("p", ["committed"], rows)
+    span = (await client._controller.call(Reserve(1 << 20, 0.0), Reserved, 5)).span
+    await client._memory.write(span, None, rows, 5)
+    print("up", flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_client_leaves_what_it_committed_and_nothing_else(installed: Path) -> None:
+    async def main(plane: LocalPlane) -> None:
+        async with await connect(plane.descriptor) as client:
+            await settles(client, MIB)
+            meta = await client.list_rows("p")
+            assert (await client.get(meta, ["x"])).dense("x").values.min() == 7
+            await client.clear("p")
+            await settles(client, 0)
+
+    config = TransferQueueConfig(backend="directory", backend_address=str(installed), capacity_mb=8)
+    with start_local_plane(config) as plane:
+        command = [sys.executable, "-c", DYING_CLIENT, plane.descriptor.to_json()]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as dying:
+            assert dying.stdout is not None
+            assert dying.stdout.readline() == b"up\n"
+            assert len(list(installed.iterdir())) == 2
+            dying.kill()
+        asyncio.run(main(plane))
+    assert list(installed.iterdir()) == []
+
+
+def test_a_full_backend_makes_puts_wait_and_loses_nothing(installed: Path) -> None:
+    async def main(plane: LocalPlane) -> None:
+        async with await connect(plane.descriptor) as client:
+            first = await client.put("p", ["a"], rows_of(1, 2 * MIB))
+            with pytest.raises(CapacityTimeout, match=r"transfer_queue\.capacity_mb"):
+                await client.put("p", ["b"], rows_of(2, 2 * MIB), timeout_s=0.1)
+            waiting = asyncio.ensure_future(client.put("p", ["b"], rows_of(2, 2 * MIB), timeout_s=20))
+            await asyncio.sleep(0.05)
+            assert (await client.get(first)).dense("x").values.max() == 1
+            await client.clear("p", ["a"])
+            assert (await client.get(await waiting)).dense("x").values.min() == 2
+            await client.clear("p")
+
+    config = TransferQueueConfig(
+        backend="directory", backend_address=str(installed), num_storage_units=1, capacity_mb=3
+    )
+    with start_local_plane(config) as plane:
+        asyncio.run(main(plane))
+
+
+def test_a_store_that_fails_fails_its_call_alone(installed: Path) -> None:
+    async def main(plane: LocalPlane) -> None:
+        async with await connect(plane.descriptor) as client:
+            meta = await client.put("p", ["a", "b"], rows_of(1, MIB).repeat(2))
+            shutil.rmtree(installed)
+            with pytest.raises(DataPlaneError, match="gone"):
+                await client.put("p", ["c"], rows_of(1, MIB))
+            installed.mkdir()  # noqa: ASYNC240
+            assert (await client.list_rows("p")).keys == ("a", "b")
+            with pytest.raises(DataPlaneError, match="gone"):
+                await client.get(meta)
+            again = await client.put("p", ["c"], rows_of(3, MIB))
+            assert (await client.get(again)).dense("x").values.min() == 3
+            await client.clear("p")
+
+    config = TransferQueueConfig(backend="directory", backend_address=str(installed), capacity_mb=8)
+    with start_local_plane(config) as plane:
+        asyncio.run(main(plane))
+
+
+# -------------------------------------------------------------------------------------------------------------------- memory
+def test_a_plane_in_memory_starts_no_process_and_ends_with_its_threads() -> None:
+    descriptors: list[int] = []
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    had = children.read_text()
+
+    async def main(plane: LocalPlane) -> None:
+        async with await connect(plane.descriptor) as client:
+            meta = await client.put("p", ["a"], rows_of(1, MIB))
+            view = (await client.get(meta)).dense("x").values
+            now = children.read_text()  # noqa: ASYNC240 - /proc does not block
+            assert now == had
+            plane.close()
+            with pytest.raises(PlaneLostError):
+                await client.list_rows("p", timeout_s=5)
+            assert view.all()
+        with pytest.raises(PlaneLostError):
+            await connect(plane.descriptor)
+
+    for _ in range(3):
+        asyncio.run(main(start_local_plane(TransferQueueConfig(backend="memory", capacity_mb=8))))
+        gc.collect()
+        deadline = time.monotonic() + 5  # ZeroMQ closes its sockets in a thread of its own
+        while (count := len(list(Path("/proc/self/fd").iterdir()))) > min(descriptors, default=1 << 20):
+            assert time.monotonic() < deadline, (count, descriptors)
+            time.sleep(0.02)
+        descriptors.append(count)
+
+
+# ---------------------------------------------------------------------------------------------------------------- Ray, Mooncake
+@pytest.mark.slow
+class TestRayBackend(StoredSuite):
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _plane(cls) -> Iterator[None]:
+        ray = pytest.importorskip("ray")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+            ray.init(num_cpus=1, include_dashboard=False, object_store_memory=160 * MIB, log_to_driver=False)
+            try:
+                address = ray.get_runtime_context().gcs_address
+                config = TransferQueueConfig(backend="ray", backend_address=address, capacity_mb=64)
+                with start_local_plane(config, start_timeout_s=120) as cls.plane:
+                    yield
+            finally:
+                ray.shutdown()
+
+    def test_committed_rows_outlive_the_client_that_put_them(self) -> None:
+        command = [sys.executable, "-c", DYING_CLIENT, self.plane.descriptor.to_json()]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as dying:
+            assert dying.stdout is not None
+            assert dying.stdout.readline() == b"up\n"
+            dying.kill()
+
+        async def main() -> None:
+            async with await connect(self.plane.descriptor) as client:
+                await settles(client, MIB)
+                got = await client.get(await client.list_rows("p"), ["x"])
+                assert got.dense("x").values.min() == 7
+                await client.clear("p")
+                await settles(client, 0)
+                assert got.dense("x").values.min() == 7
+
+        asyncio.run(main())
+
+
+@pytest.mark.slow
+class TestMooncakeBackend(StoredSuite):
+    """Over TCP on loopback, with a master of its own."""
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _plane(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        mooncake = pytest.importorskip("mooncake", reason="needs the extra [mooncake]")
+        try:
+            import mooncake.store
+        except ImportError as error:
+            pytest.skip(f"mooncake is installed but does not load: {error} (Debian: apt-get install libibverbs1)")
+        port, metrics = (_free_port() for _ in range(2))
+        log = (tmp_path_factory.mktemp("mooncake") / "master.log").open("wb")
+        command = [
+            str(Path(mooncake.__file__).parent / "mooncake_master"),
+            *("-rpc_address=127.0.0.1", f"-rpc_port={port}", "-enable_metric_reporting=false"),
+            *("-metrics_host=127.0.0.1", f"-metrics_port={metrics}"),
+        ]
+        with pytest.MonkeyPatch.context() as patch, log, subprocess.Popen(command, stdout=log, stderr=log) as master:
+            patch.setenv("RL_TQ_MOONCAKE_HOST", "127.0.0.1")
+            try:
+                _wait_for(port)
+                config = TransferQueueConfig(backend="mooncake", backend_address=f"127.0.0.1:{port}", capacity_mb=64)
+                with start_local_plane(config) as cls.plane:
+                    yield
+            finally:
+                master.terminate()
+
+    def test_a_block_of_many_megabytes(self) -> None:
+        async def main() -> None:
+            async with await connect(self.plane.descriptor) as client:
+                meta = await client.put("p", ["a"], rows_of(5, 28 * MIB))
+                assert np.unique((await client.get(meta)).dense("x").values).tolist() == [5]
+                await client.clear("p")
+
+        asyncio.run(main())
+
+    def test_without_a_master_the_start_says_what_to_set(self, tmp_path: Path) -> None:
+        with pytest.raises((ConfigError, PlaneLostError, DataPlaneError), match=r"transfer_queue\.backend_address"):
+            start_local_plane(TransferQueueConfig(backend="mooncake"), tmp_path)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _wait_for(port: int) -> None:
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            assert time.monotonic() < deadline, "mooncake_master did not come up"
+            time.sleep(0.1)
+        else:
+            return
