@@ -191,7 +191,6 @@ def small(sides: list[Clients], rounds: int, seconds: float) -> list[dict[str, A
                     figures=figures,
                 )
             )
-            print(figures)
     rates: dict[str, list[float]] = {side.name: [] for side in sides}
     cost: dict[str, list[float]] = {side.name: [] for side in sides}
     for turn in range(-1, rounds):
@@ -209,7 +208,6 @@ def small(sides: list[Clients], rounds: int, seconds: float) -> list[dict[str, A
         name: {"per_s": round(statistics.median(rates[name])), "cpu_us": round(statistics.median(cost[name]))}
         for name in rates
     }
-    print(figures)
     rows.append(verdict("tag updates per second, 4 clients", value, 10, 30, at_least=True, figures=figures, best=best))
     return rows
 
@@ -465,7 +463,7 @@ def main() -> None:
     rows += asyncio.run(growth(1 if arguments.quick else 3)) if "growth" in only else []
     rows += asyncio.run(million(100_000 if arguments.quick else 1_000_000)) if "million" in only else []
     if not arguments.quick:
-        publish("metadata", rows)
+        publish("_".join(["metadata", *sorted(only)]), rows)
 
 
 if __name__ == "__main__":
