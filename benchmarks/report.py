@@ -26,20 +26,29 @@ def learning_table(document: dict[str, Any], path: Path) -> str:
     return "\n".join([*lines, "", f"![curves]({path.with_suffix('.png').relative_to(README.parent)})"])
 
 
+def verdict_table(document: dict[str, Any]) -> str:
+    """One line per question with a bar."""
+    lines = ["| question | value | must | aim | met |", "|" + "---|" * 5]
+    for row in document["rows"]:
+        lines.append(f"| {row['question']} | {row['value']:g} | {row['must']} | {row['aim']} | {row['met']} |")
+    return "\n".join(lines)
+
+
 def section(path: Path) -> str:
     """Heading, provenance and table of one result."""
     document = json.loads(path.read_text(encoding="utf-8"))
     info = document["hardware"]
     origin = f"`{' '.join(document['command'])}` at commit {document['commit']} on {info['cores']} cores of {info['cpu']}, {info['memory_gib']} GiB"
     link = path.relative_to(README.parent)
-    return f"### {document['benchmark']}\n\n{origin} ([JSON]({link})).\n\n{learning_table(document, path)}\n"
+    table = learning_table(document, path) if "algorithm" in document["rows"][0] else verdict_table(document)
+    return f"### {document['benchmark']}\n\n{origin} ([JSON]({link})).\n\n{table}\n"
 
 
 def main() -> None:
     """Rewrite the part of the README between the marks."""
     before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    sections = "\n".join(section(path) for path in sorted(RESULTS.glob("*/*/learning_*.json")))
+    sections = "\n".join(section(path) for path in sorted(RESULTS.glob("*/*/*.json")))
     README.write_text(before + BEGIN + "\n" + sections + "\n" + END + after, encoding="utf-8")
 
 

@@ -7,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -44,8 +45,6 @@ from rl_transferqueue.messages import (
     GetStats,
     GiveBack,
     Hello,
-    Introduce,
-    Introduced,
     ListRows,
     Locate,
     Located,
@@ -81,10 +80,22 @@ _RETRY_S = 0.01
 
 
 class _UnitLink:
-    """Requests to one storage unit, in order; answers go to the callback given with each. The unit may come up later than this."""
+    """Requests to one storage unit, in order; answers go to the callback given with each. The unit may come up later than this.
 
-    def __init__(self, reactor: Reactor, address: str, segment: int) -> None:
+    The end of the connection is the end of the unit.
+    """
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        address: str,
+        segment: int,
+        on_connected: Callable[[], None],
+        on_lost: Callable[[], None],
+    ) -> None:
         self._reactor = reactor
+        self._on_connected = on_connected
+        self._on_lost = on_lost
         self._address = address
         self._segment = segment
         self._populated = segment
@@ -93,7 +104,11 @@ class _UnitLink:
         self._callbacks: dict[int, Callable[[Answer], None]] = {}
         self._last = 0
         self._closed = False
-        self._connect()
+        reactor.call_later(0.0, self._connect)
+
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None
 
     def send(self, body: UnitRequest, callback: Callable[[Answer], None] | None = None) -> None:
         self._last += 1
@@ -124,9 +139,10 @@ class _UnitLink:
         except PlaneLostError:
             self._reactor.call_later(_RETRY_S, self._connect)
             return
-        self._connection = Connection(self._reactor, link, self._take, lambda: None)
+        self._connection = Connection(self._reactor, link, self._take, self._on_lost)
         for frame in self._unsent:
             self._connection.send(frame)
+        self._on_connected()
 
     def _take(self, frame: bytes) -> None:
         reply = _decoder.decode(frame)
@@ -180,9 +196,11 @@ class Controller:
         """Ended sessions that still hold leases, and the pidfd of each."""
         self._bulk: BulkServer | None = None
         self._parked: deque[_Parked] = deque()
-        self._units = {i: _UnitLink(self.reactor, unit, segment) for i, unit in enumerate(units)}
-        for i, link in self._units.items():
-            self._watch_unit(i, link)
+        self._units = {
+            i: _UnitLink(self.reactor, unit, segment, self._check_ready, partial(self._lose_unit, i))
+            for i, unit in enumerate(units)
+        }
+        self._on_ready: Callable[[], None] | None = None
         self.server = Server(
             self.reactor,
             address,
@@ -217,6 +235,16 @@ class Controller:
         """Also serve clients of other hosts."""
         self._bulk = BulkServer(self.reactor, host, key)
         return Endpoints(self.server.listen(host, key), endpoint(host, self._bulk.port))
+
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        """Call back once, when all units are connected: from then on the end of each is noticed."""
+        self._on_ready = callback
+        self._check_ready()
+
+    def _check_ready(self) -> None:
+        if self._on_ready is not None and all(link.connected for link in self._units.values()):
+            callback, self._on_ready = self._on_ready, None
+            callback()
 
     def close(self) -> None:
         """Close all sockets."""
@@ -300,19 +328,9 @@ class Controller:
             raise WireError("This session is not known or has ended; connect again.")
         return session
 
-    def _watch_unit(self, unit: int, link: _UnitLink) -> None:
-        def introduced(answer: Answer) -> None:
-            assert isinstance(answer, Introduced)
-            pidfd = open_pidfd(answer.process, f"Storage unit {unit}")
-            self.reactor.watch(pidfd, lambda: self._lose_unit(unit, pidfd))
-
-        link.send(Introduce(), introduced)
-
-    def _lose_unit(self, unit: int, pidfd: int) -> None:
+    def _lose_unit(self, unit: int) -> None:
         """The others go on; what lay in this one is listed as lost."""
         log.error("storage unit %d has ended; its data is lost", unit)
-        self.reactor.unwatch(pidfd)
-        os.close(pidfd)
         self._units.pop(unit).close()
         self._space.lose(unit)
         self._serve(self._ledger.lose_unit(unit))

@@ -114,7 +114,8 @@ def start_local_plane(
         deadline = time.monotonic() + start_timeout_s
         for name, spec in (("controller", controller), *((f"unit-{unit.index}", unit) for unit in units)):
             children.append(_spawn(name, spec, private, logs))
-        first, *rest = [_wait_ready(child, deadline, start_timeout_s) for child in children]
+        rest = [_wait_ready(child, deadline, start_timeout_s) for child in children[1:]]
+        first = _wait_ready(children[0], deadline, start_timeout_s)  # it is ready when it has found all units
         undo.pop_all()
     descriptor = PlaneDescriptor(
         ControllerAddress(

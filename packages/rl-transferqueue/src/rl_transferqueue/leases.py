@@ -18,7 +18,8 @@ from rl_protocol.errors import PlaneLostError
 from rl_transferqueue.channel import Channel
 from rl_transferqueue.messages import ReleaseLeases
 
-_TOGETHER_S = 0.002
+_TOGETHER_S = 0.02
+"""How long the end of a lease may wait for others; who needs the memory says so (Revoked, Reclaim) and is not kept waiting."""
 
 
 class Anchor:

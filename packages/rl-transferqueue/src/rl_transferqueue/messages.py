@@ -195,10 +195,6 @@ class Cancel(_Message, frozen=True):
 # ------------------------------------------------------------------------------------------------------ controller -> unit
 
 
-class Introduce(_Message, frozen=True):
-    """Say which process you are."""
-
-
 class Fence(_Message, frozen=True):
     """What a session of another host wrote late to a span has ended when this is answered; without a span all it writes, for ever."""
 
@@ -308,10 +304,6 @@ class Stats(_Message, frozen=True):
     tasks: dict[str, tuple[str, ...]]
 
 
-class Introduced(_Message, frozen=True):
-    process: ProcessId
-
-
 class Measured(_Message, frozen=True):
     header: bytes
     payload: Count
@@ -351,23 +343,11 @@ ControllerRequest: TypeAlias = (
     | GetStats
     | Cancel
 )
-UnitRequest: TypeAlias = Introduce | Fence | Populate | Measure | Copy
+UnitRequest: TypeAlias = Fence | Populate | Measure | Copy
 AnyRequest: TypeAlias = ControllerRequest | UnitRequest
 Notice: TypeAlias = Revoked | Reclaim
 Answer: TypeAlias = (
-    Done
-    | Failure
-    | Reserved
-    | Committed
-    | Located
-    | Rows
-    | Changes
-    | Flags
-    | Cleared
-    | Stats
-    | Introduced
-    | Measured
-    | Notice
+    Done | Failure | Reserved | Committed | Located | Rows | Changes | Flags | Cleared | Stats | Measured | Notice
 )
 
 

@@ -84,7 +84,8 @@ def main(arguments: list[str]) -> int:
     else:
         for fd in (sys.stdin.fileno(), parent):
             role.reactor.watch(fd, role.reactor.stop)
-        _say_ready(config.ready_fd, role, _listen(role, config.spec.listen))
+        endpoints = _listen(role, config.spec.listen)
+        role.when_ready(lambda: _say_ready(config.ready_fd, role, endpoints))
         log.info("serving %s", config.spec)
         role.reactor.run()
         os.close(parent)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 
@@ -11,14 +13,11 @@ from rl_transferqueue.arena import Arena
 from rl_transferqueue.bulk_server import BulkServer
 from rl_transferqueue.hosts import Endpoints, endpoint
 from rl_transferqueue.keys import PlaneKey
-from rl_transferqueue.liveness import this_process
 from rl_transferqueue.messages import (
     CONTROLLER,
     Copy,
     Done,
     Fence,
-    Introduce,
-    Introduced,
     Measure,
     Measured,
     Populate,
@@ -46,7 +45,6 @@ class StorageUnit:
             self.reactor,
             address,
             {
-                Introduce: self._introduce,
                 Fence: self._fence,
                 Populate: self._want,
                 Measure: self._measure,
@@ -64,15 +62,15 @@ class StorageUnit:
         self._bulk = BulkServer(self.reactor, host, key, memoryview(self.arena.memory))
         return Endpoints(bulk=endpoint(host, self._bulk.port))
 
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        """Call back once it serves, which is now."""
+        callback()
+
     def close(self) -> None:
         """Close the sockets; the arena ends with the process."""
         self.server.close()
         if self._bulk is not None:
             self._bulk.close()
-
-    def _introduce(self, caller: Caller, message: Introduce) -> Introduced:
-        del caller, message
-        return Introduced(this_process())
 
     def _fence(self, caller: Caller, message: Fence) -> Done:
         _check_controller(caller)
