@@ -73,6 +73,8 @@ class Core:
     async def _all_fields(self, partition: str, keys: Sequence[str]) -> list[str]:
         """Columns of the rows, which must agree in them."""
         rows = await self.plane.list_rows(partition, keys=keys)
+        if len(keys) == 1:  # one row can't differ
+            return sorted(rows.fields)
         others = sorted(set((await self.plane.stats()).columns.get(partition, ())) - set(rows.fields))
         partly = await self._had_by_some(partition, set(keys), others) if others else []
         if partly:
