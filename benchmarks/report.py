@@ -34,14 +34,31 @@ def verdict_table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def parity_table(document: dict[str, Any]) -> str:
+    """One line per family of functions: how many were compared, and the largest difference among them."""
+    families: dict[str, list[float]] = {}
+    for row in document["rows"]:
+        families.setdefault(row["pair"].split()[0], []).append(row["largest_difference"])
+    lines = ["| family | pairs | largest difference |", "|" + "---|" * 3]
+    lines += [f"| {name} | {len(found)} | {max(found):.1e} |" for name, found in families.items()]
+    return "\n".join(lines)
+
+
+def table(document: dict[str, Any], path: Path) -> str:
+    """The table that fits the rows."""
+    first = document["rows"][0]
+    if "algorithm" in first:
+        return learning_table(document, path)
+    return parity_table(document) if "pair" in first else verdict_table(document)
+
+
 def section(path: Path) -> str:
     """Heading, provenance and table of one result."""
     document = json.loads(path.read_text(encoding="utf-8"))
     info = document["hardware"]
     origin = f"`{' '.join(document['command'])}` at commit {document['commit']} on {info['cores']} cores of {info['cpu']}, {info['memory_gib']} GiB"
     link = path.relative_to(README.parent)
-    table = learning_table(document, path) if "algorithm" in document["rows"][0] else verdict_table(document)
-    return f"### {document['benchmark']}\n\n{origin} ([JSON]({link})).\n\n{table}\n"
+    return f"### {document['benchmark']}\n\n{origin} ([JSON]({link})).\n\n{table(document, path)}\n"
 
 
 def main() -> None:
