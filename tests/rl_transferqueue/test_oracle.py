@@ -11,8 +11,8 @@ import pytest
 
 from rl_protocol import BatchData, KVBatchMeta, MissingDataError, PlaneTimeout, dense, ragged
 from rl_protocol.ports import DataPlane
-from rl_protocol.testing.samples import assert_same_column
 from rl_protocol.testing.fakes import MemoryDataPlane
+from rl_protocol.testing.samples import assert_same_column
 from rl_transferqueue import Client, LocalPlane, connect
 
 KEYS = [f"k{i}" for i in range(24)]
