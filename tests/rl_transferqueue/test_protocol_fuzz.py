@@ -13,18 +13,18 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
 import psutil
 import pytest
-import zmq
 from msgspec import inspect
 
 from rl_protocol import BatchData, ObjectColumn, dense, ragged
 from rl_protocol.wire import plan
 from rl_transferqueue import Client, LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, start_local_plane
+from rl_transferqueue.links import SCHEME, Frames
 from rl_transferqueue.liveness import this_process
 from rl_transferqueue.messages import MAX_FRAME, Failure, Hello, Reply, Request, pack
 
@@ -86,137 +86,160 @@ class Liar:
 
 
 # ------------------------------------------------------------------------------------------------------------------- attacks
-@contextlib.contextmanager
-def peer(address: str, identity: bytes | None = None) -> Iterator[zmq.Socket[bytes]]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.LINGER, 0)
-    dealer.setsockopt(zmq.SNDTIMEO, 5000)
-    if identity is not None:
-        dealer.setsockopt(zmq.IDENTITY, identity)
-    dealer.connect(address)
-    try:
-        yield dealer
-    finally:
-        dealer.close()
-        context.term()
+class Peer:
+    """Speaks frames, whatever they say; its first frame is its identity, as the protocol wants it."""
+
+    def __init__(self, address: str, identity: bytes | None = None) -> None:
+        self._stream = socket.socket(socket.AF_UNIX)
+        self._stream.settimeout(5)
+        self._stream.connect(address.removeprefix(SCHEME))
+        self._frames = Frames()
+        self._heard: list[Reply] = []
+        self.send(identity or session())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    def send(self, frame: bytes, *, deaf: bool = False) -> None:
+        """Send a frame; who is not deaf listens meanwhile, for a server does not listen to those who do not."""
+        self._stream.sendall(len(frame).to_bytes(4, "little") + frame)
+        if not deaf:
+            self._listen(0)
+
+    def answers(self) -> list[Reply]:
+        """Everything the server has said when it is silent or hangs up; each must be a Reply."""
+        self._listen(0.3)
+        out, self._heard = self._heard, []
+        return out
+
+    def _listen(self, wait_s: float) -> None:
+        self._stream.settimeout(wait_s)
+        with contextlib.suppress(TimeoutError, BlockingIOError, ConnectionResetError):
+            while data := self._stream.recv(1 << 16):
+                self._heard += [msgspec.msgpack.decode(frame, type=Reply) for frame in self._frames.feed(data)]
+        self._stream.settimeout(5)
 
 
 def session() -> bytes:
     return b"\x03" + os.urandom(7)
 
 
-def answers(dealer: zmq.Socket[bytes], wait_ms: int = 300) -> list[Reply]:
-    """Everything the server says until it is silent; each must be a Reply."""
-    out: list[Reply] = []
-    while dealer.poll(wait_ms):
-        out.append(msgspec.msgpack.decode(dealer.recv(), type=Reply))
-    return out
-
-
 def stream_garbage(address: str, seed: int) -> None:
-    """Not even ZeroMQ: random bytes, half a greeting, and connections that never say a word."""
-    dice, path = random.Random(seed), address.removeprefix("ipc://")
+    """Not even frames: random bytes, lengths that are cut short or beyond the limit, and connections that never say a word."""
+    dice = random.Random(seed)
+    openings = (b"", b"\x08\0", b"\xff" * 4, b"\x08\0\0\0" + b"x" * 7, dice.randbytes(500), bytes(4), bytes(400))
     with contextlib.ExitStack() as stack:
-        for i in range(60):
+        for i in range(70):
             stream = stack.enter_context(socket.socket(socket.AF_UNIX))
-            stream.connect(path)
-            opening = (
-                b"",
-                b"\xff\0\0\0\0\0\0\0\x01\x7f",
-                b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0NULL",
-                dice.randbytes(500),
-            )[i % 4]
+            stream.connect(address.removeprefix(SCHEME))
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                stream.sendall(opening)
+                stream.sendall(openings[i % len(openings)])
 
 
 def random_frames(address: str, seed: int) -> None:
     dice = random.Random(seed)
-    with peer(address) as dealer:
+    with Peer(address) as peer:
         for size in range(100):
-            dealer.send(dice.randbytes(size))
-        assert all(isinstance(reply.body, Failure) for reply in answers(dealer))
+            peer.send(dice.randbytes(size))
+        replies = peer.answers()
+        assert len(replies) == 100
+        assert all(isinstance(reply.body, Failure) for reply in replies)
 
 
-def many_parts(address: str, seed: int) -> None:
-    with peer(address) as dealer:
-        dealer.send_multipart([b"", b"", b""])
-        dealer.send_multipart([pack(Request(9, Hello(this_process())))] * 2)
-        dealer.send_multipart([b"x"] * 3000)
-        assert all(isinstance(reply.body, Failure) for reply in answers(dealer))
+def an_identity_that_is_taken(address: str, seed: int) -> None:
+    mine = session()
+    with Peer(address, mine) as first:
+        first.send(b"hello")
+        assert first.answers()
+        with Peer(address, mine) as second:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                for frame in Liar(seed).frames(20):
+                    second.send(frame)
+            assert second.answers() == []
+        first.send(b"still there")
+        assert first.answers()
 
 
 def truncated_frames(address: str, seed: int) -> None:
     """Every beginning of well-formed requests."""
-    with peer(address, session()) as dealer:
+    with Peer(address) as peer:
         for frame in Liar(seed).frames(12):
             for cut in range(min(len(frame), 60)):
-                dealer.send(frame[:cut])
-        assert all(isinstance(reply.body, Failure) for reply in answers(dealer))
+                peer.send(frame[:cut])
+        assert all(isinstance(reply.body, Failure) for reply in peer.answers())
 
 
 def flipped_frames(address: str, seed: int) -> None:
     dice = random.Random(seed)
-    with peer(address, session()) as dealer:
-        dealer.send(pack(Request(1, Hello(this_process()))))
+    with Peer(address) as peer:
+        peer.send(pack(Request(1, Hello(this_process()))))
         for frame in Liar(seed).frames(150):
             damaged = bytearray(frame)
             for _ in range(dice.choice([1, 2, 5])):
                 damaged[dice.randrange(len(damaged))] ^= 1 << dice.randrange(8)
-            dealer.send(bytes(damaged))
-        assert answers(dealer)
+            peer.send(bytes(damaged))
+        assert peer.answers()
 
 
 def lies_without_introduction(address: str, seed: int) -> None:
-    with peer(address, session()) as dealer:
+    with Peer(address) as peer:
         for frame in Liar(seed).frames(150):
-            dealer.send(frame)
-        assert answers(dealer)
+            peer.send(frame)
+        assert peer.answers()
 
 
 def lies_of_a_known_session(address: str, seed: int) -> None:
-    with peer(address, session()) as dealer:
-        dealer.send(pack(Request(1, Hello(this_process()))))
+    with Peer(address) as peer:
+        peer.send(pack(Request(1, Hello(this_process()))))
         for frame in Liar(seed).frames(300):
-            dealer.send(frame)
-        assert answers(dealer)
+            peer.send(frame)
+        assert peer.answers()
 
 
 def the_name_of_the_controller(address: str, seed: int) -> None:
     """Someone else has this name: a unit (the controller itself has seed 0) must not listen."""
-    with peer(address, b"controller") as dealer:
+    with Peer(address, b"controller") as peer, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         for frame in Liar(seed, healthy=seed > 0).frames(200):
-            dealer.send(frame)
-        answers(dealer)
+            peer.send(frame)
+        peer.answers()
 
 
 def a_frame_beyond_the_limit(address: str, seed: int) -> None:
-    with peer(address) as dealer:
-        dealer.send(bytes(MAX_FRAME + 1), copy=False)
-        assert answers(dealer) == []
+    with Peer(address) as peer, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        peer.send(bytes(MAX_FRAME + 1))
+        assert peer.answers() == []
 
 
 def announced_sizes(address: str, seed: int) -> None:
     """msgpack that announces gigabytes and ends."""
-    with peer(address, session()) as dealer:
+    with Peer(address) as peer:
         for opening in (
             b"\xdd\xff\xff\xff\xff",
             b"\xdf\xff\xff\xff\xff",
             b"\xc6\xff\xff\xff\xff",
             b"\xdb\xff\xff\xff\xff",
         ):
-            dealer.send(opening)
-            dealer.send(b"\x92\x05" + opening)
-            dealer.send(b"\x92\x05\x92\xa5Hello" + opening)
-        dealer.send(b"\x91" * 100_000)
-        assert all(isinstance(reply.body, Failure) for reply in answers(dealer))
+            peer.send(opening)
+            peer.send(b"\x92\x05" + opening)
+            peer.send(b"\x92\x05\x92\xa5Hello" + opening)
+        peer.send(b"\x91" * 100_000)
+        assert all(isinstance(reply.body, Failure) for reply in peer.answers())
+
+
+def requests_without_reading(address: str, seed: int) -> None:
+    """Whoever does not read is not listened to; what it is owed must not pile up."""
+    with Peer(address) as peer, contextlib.suppress(TimeoutError):
+        for _ in range(20_000):
+            peer.send(b"\x92\x05\x91\xa8GetStats", deaf=True)
 
 
 ATTACKS = [
     stream_garbage,
     random_frames,
-    many_parts,
+    an_identity_that_is_taken,
     truncated_frames,
     flipped_frames,
     lies_without_introduction,
@@ -224,6 +247,7 @@ ATTACKS = [
     the_name_of_the_controller,
     a_frame_beyond_the_limit,
     announced_sizes,
+    requests_without_reading,
 ]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from rl_protocol.batch import BatchData
+from rl_protocol.draft import Draft
 from rl_protocol.errors import UnknownNameError
 from rl_protocol.meta import KVBatchMeta
 from rl_protocol.ports import DataPlane
@@ -38,11 +39,12 @@ class _Checked:
         return getattr(self._plane, name)
 
     async def put(
-        self, partition: str, keys: Sequence[str], data: BatchData | None = None, **options: Any
+        self, partition: str, keys: Sequence[str], data: BatchData | Draft | None = None, **options: Any
     ) -> KVBatchMeta:
         schema = self._schema(partition)
         if data is not None:
-            schema.check(data, keys if len(keys) == len(data) else ())
+            batch = data.batch() if isinstance(data, Draft) else data
+            schema.check(batch, keys if len(keys) == len(data) else ())
         return await self._plane.put(partition, keys, data, **options)
 
     async def get(self, meta: KVBatchMeta, fields: Sequence[str] | None = None, **options: Any) -> BatchData:

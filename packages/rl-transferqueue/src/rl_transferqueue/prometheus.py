@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from rl_protocol.batch import BatchData
+from rl_protocol.draft import Draft
 from rl_protocol.errors import ConfigError, RLError
 from rl_protocol.meta import KVBatchMeta
 from rl_protocol.ports import DataPlane, PlaneStats
@@ -196,7 +197,7 @@ class _Metered:
         return getattr(self._plane, name)
 
     async def put(
-        self, partition: str, keys: Sequence[str], data: BatchData | None = None, **options: Any
+        self, partition: str, keys: Sequence[str], data: BatchData | Draft | None = None, **options: Any
     ) -> KVBatchMeta:
         meta = await self._timed("put", self._plane.put(partition, keys, data, **options))
         self._count("put", data)
@@ -226,6 +227,10 @@ class _Metered:
         finally:
             self._seconds.labels(operation).observe(time.perf_counter() - began)
 
-    def _count(self, operation: str, data: BatchData | None) -> None:
-        for name, column in data.columns.items() if data is not None else ():
-            self._bytes.labels(operation, name).inc(column.nbytes)
+    def _count(self, operation: str, data: BatchData | Draft | None) -> None:
+        if isinstance(data, Draft):
+            sizes = {column.name: sum(size for _, size in column.buffers) for column in data.header.columns}
+        else:
+            sizes = {name: column.nbytes for name, column in data.columns.items()} if data is not None else {}
+        for name, nbytes in sizes.items():
+            self._bytes.labels(operation, name).inc(nbytes)
