@@ -1,8 +1,15 @@
-"""Property tests run on shared machines: how long one example takes says nothing."""
+"""What holds for every test, however and on whatever machine pytest was started."""
 
 from __future__ import annotations
 
+import signal
+
 from hypothesis import HealthCheck, settings
 
+# Property tests run on shared machines: how long one example takes says nothing.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
+
+# A shell starts its background jobs with SIGINT ignored, and so would be every process that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
