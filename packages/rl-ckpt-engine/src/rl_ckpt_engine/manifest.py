@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 
 from rl_protocol.dtypes import storage_dtype
-from rl_protocol.errors import SchemaError, WeightSyncError
+from rl_protocol.errors import UNREADABLE, SchemaError, WeightSyncError
 from rl_protocol.weights import WeightTensor
 
 ALIGN = 64
@@ -104,7 +104,7 @@ def decode_struct(decoder: msgspec.msgpack.Decoder[S], data: bytes, what: str) -
     """
     try:
         return decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets broken UTF-8 through as the latter
+    except UNREADABLE as error:
         raise WeightSyncError(f"The {len(data)} bytes received are no {what}: {error}.") from error
 
 

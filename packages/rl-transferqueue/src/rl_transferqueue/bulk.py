@@ -36,8 +36,6 @@ SESSION_BYTES = 8
 GREETING_BYTES = len(MAGIC) + NONCE_BYTES
 INTRODUCTION_BYTES = SESSION_BYTES + NONCE_BYTES + PROOF_BYTES
 VERDICT_BYTES = 1 + PROOF_BYTES
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding a stranger's bytes may raise."""
 HANDSHAKE_S = 5.0
 DEAD_AFTER_S = 5
 CHUNK = 256 << 10

@@ -13,12 +13,11 @@ from typing import TypeVar
 
 import msgspec
 
-from rl_protocol.errors import ConfigError, PlaneLostError, PlaneTimeout, WireError
+from rl_protocol.errors import UNREADABLE, ConfigError, PlaneLostError, PlaneTimeout, WireError
 from rl_transferqueue.bulk import (
     CHUNK,
     GREETING_BYTES,
     MAGIC,
-    UNREADABLE,
     VERDICT_BYTES,
     BulkAnswer,
     Outgoing,

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from rl_protocol.batch import BatchData
-from rl_protocol.errors import RLError, WireError
+from rl_protocol.errors import UNREADABLE, RLError, WireError
 from rl_protocol.wire import encode, read_payload
 from rl_transferqueue.bulk import (
     CHUNK,
@@ -26,7 +26,6 @@ from rl_transferqueue.bulk import (
     MAGIC,
     NONCE_BYTES,
     SESSION_BYTES,
-    UNREADABLE,
     BulkRequest,
     Outgoing,
     ReadRows,

@@ -17,7 +17,7 @@ import msgspec
 
 from rl_protocol import wire
 from rl_protocol.batch import BatchData
-from rl_protocol.errors import WireError
+from rl_protocol.errors import UNREADABLE, WireError
 from rl_protocol.meta import KVBatchMeta, Tag
 from rl_transferqueue.client import Client
 from rl_transferqueue.compat.core import Core
@@ -130,5 +130,5 @@ def _write(path: Path, batch: BatchData) -> None:
 def _decode(data: bytes, kind: Any, path: Path) -> Any:
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise WireError(f"{path} is not part of a checkpoint of this version: {error}.") from error

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import msgspec
 
-from rl_protocol.errors import ConfigError, PlaneLostError, WireError
+from rl_protocol.errors import UNREADABLE, ConfigError, PlaneLostError, WireError
 from rl_transferqueue.compat import discovery
 from rl_transferqueue.compat.client import TransferQueueClient
 from rl_transferqueue.compat.errors import NotInitializedError
@@ -176,7 +176,7 @@ def _attach(here: _Process) -> bool:
 def _connect(here: _Process, text: str) -> bool:
     try:
         told = msgspec.json.decode(text, type=Announcement)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise WireError(f"{PLANE_VARIABLE} does not describe a plane: {error}.") from error
     sampler = here.sampler
     if sampler is None and told.sampler:
