@@ -382,8 +382,12 @@ def test_a_damaged_checkpoint_is_refused(client: tq.TransferQueueClient, tmp_pat
     tq.save_checkpoint(tmp_path / "c", metadata={"step": 2})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
     assert json.loads((tmp_path / "c" / "metadata.json").read_text())["user_metadata"] == {"step": 2}
-    for damage in (b"\x80\x04]garbage", b"\x81\xa1\xff\x00"):  # a pickle; a map whose key is not UTF-8
-        (tmp_path / "c" / "controller_state.msgpack").write_bytes(damage)
+    index = tmp_path / "c" / "controller_state.msgpack"
+    for damage in (
+        b"\x80\x04]garbage",
+        index.read_bytes().replace(b"\xa1p", b"\xa1\xff"),
+    ):  # a pickle; text that is not UTF-8
+        index.write_bytes(damage)
         with pytest.raises(WireError, match="controller_state"):
             tq.load_checkpoint(tmp_path / "c")
     assert tq.kv_list("p") == {"p": {"a": {"n": 1}, "b": {"n": 2}}}
