@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_protocol import BatchData, BatchError, KVBatchMeta, Partitionable, Tag, UnknownNameError, dense
+from rl_protocol import BatchData, BatchError, KVBatchMeta, Partitionable, Tag, TagRows, UnknownNameError, dense
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.text(max_size=3)
 FACTS = st.dictionaries(st.sampled_from(["temperature", "version"]), SCALARS)
@@ -136,3 +136,27 @@ def test_data_and_metadata_are_partitionable():
     assert isinstance(make("a"), Partitionable)
     assert isinstance(BatchData({"x": dense([1])}), Partitionable)
     assert not isinstance([1], Partitionable)
+
+
+def test_tag_rows_are_the_tuple_they_stand_for() -> None:
+    made: list[int] = []
+
+    def make() -> tuple[Tag, ...]:
+        made.append(1)
+        return {"n": 1}, {"n": 2}, {}
+
+    tags = TagRows(3, make)
+    lazy = KVBatchMeta(partition="p", keys=("a", "b", "c"), tags=tags, generations=(1, 2, 3))
+    assert (len(tags), bool(lazy.tags), made) == (3, True, [])
+    eager = KVBatchMeta(partition="p", keys=("a", "b", "c"), tags=({"n": 1}, {"n": 2}, {}), generations=(1, 2, 3))
+    assert lazy == eager
+    assert eager == lazy
+    assert lazy.select_rows([2, 0]) == eager.select_rows([2, 0])
+    assert KVBatchMeta.concat(lazy.chunk(2)) == lazy.union(eager) == eager
+    assert (tags[-1], tags[:2], list(tags), repr(tags)) == ({}, eager.tags[:2], list(eager.tags), repr(eager.tags))
+    assert tags != ({"n": 1},)
+    assert tags != [*tags]  # as with tuples
+    again = pickle.loads(pickle.dumps(lazy))
+    assert type(again.tags) is tuple
+    assert again == lazy
+    assert made == [1]

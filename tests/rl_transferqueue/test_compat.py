@@ -10,6 +10,8 @@ import os
 import pickle
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -346,12 +348,31 @@ def test_ray_workers_find_the_plane_by_name() -> None:
         ({"backend": {"storage_backend": "MooncakeStore"}}, "storage_backend"),
         ({"controller": {"sampler": "GuessingSampler"}}, "GuessingSampler"),
         ({"rl_transferqueue": {"capacity": 3}}, "capacity"),
-        ({"metrics": {"enabled": True}}, "metrics"),
+        ({"metrics": {"enabled": True, "port": 1 << 20}}, "1048576"),
     ],
 )
 def test_settings_that_cannot_be_honoured_are_refused(conf: dict[str, Any], what: str, no_plane: None) -> None:
     with pytest.raises(ConfigError, match=what):
         tq.init(conf)
+
+
+@pytest.mark.usefixtures("no_plane")
+def test_every_process_finds_the_metrics_of_the_plane() -> None:
+    assert tq.get_metrics_endpoint() is None
+    conf = tq.init({"metrics": {"enabled": True}, "rl_transferqueue": {"capacity_mb": 32, "segment_mb": 1}})
+    endpoint = tq.get_metrics_endpoint()
+    assert endpoint is not None
+    assert endpoint == conf.metrics.endpoint
+    tq.kv_put("a", "p", tag={"n": 1})
+    with urllib.request.urlopen(f"http://{endpoint}/metrics", timeout=10) as page:
+        assert 'rl_tq_rows{partition="p"} 1.0' in page.read().decode()
+    asked = "import rl_transferqueue.compat as tq; print(tq.get_metrics_endpoint())"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == endpoint, done.stderr
+    tq.close()
+    assert tq.get_metrics_endpoint() is None
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"http://{endpoint}/metrics", timeout=10)
 
 
 @pytest.mark.usefixtures("no_plane")

@@ -117,7 +117,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def compare_and_set(self, keys: list[str], tag: dict[str, int], absent: bool) -> None:
         expect = [None if absent else tag] * len(keys)
         fits = [
-            key not in self.rows if absent else all(self.tags.get(key, {}).get(k) == v for k, v in tag.items())
+            key not in self.rows
+            if absent
+            else key in self.rows and all(self.tags.get(key, {}).get(k) == v for k, v in tag.items())
             for key in keys
         ]
         if not all(fits):

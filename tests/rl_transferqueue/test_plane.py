@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import mmap
+import os
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -331,6 +333,45 @@ def test_one_waiting_client_holds_up_nobody(plane: LocalPlane) -> None:
                 await waiting
 
     asyncio.run(main())
+
+
+def test_calls_that_are_answered_at_once_let_the_loop_go_on(plane: LocalPlane) -> None:
+    async def main() -> None:
+        async with await connect(plane.descriptor) as client:
+            turns = 0
+
+            async def other() -> None:
+                nonlocal turns
+                while True:
+                    await asyncio.sleep(0)
+                    turns += 1
+
+            beside = asyncio.create_task(other())
+            for number in range(400):
+                await client.put("turns", ["a"], tags=[{"n": number}])
+            beside.cancel()
+            assert turns >= 10  # 400 calls take 20 ms at least, and no 1 ms goes by without a turn
+
+    asyncio.run(main())
+
+
+def test_a_plane_that_nobody_uses_sleeps(plane: LocalPlane) -> None:
+    def seconds() -> float:
+        ticks = 0
+        for pid in plane.pids:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    async def main() -> float:
+        async with await connect(plane.descriptor) as client:
+            await client.put("p", ["a"], rows_of(1, 1, 64))
+            await asyncio.sleep(0.2)  # memory touched ahead of need
+            before = seconds()
+            await asyncio.sleep(1.0)
+            return seconds() - before
+
+    assert asyncio.run(main()) <= 0.1
 
 
 def test_mappings_are_shared_by_the_clients_of_a_process(plane: LocalPlane) -> None:

@@ -26,7 +26,7 @@ from rl_protocol.errors import (
     WorkerError,
 )
 from rl_protocol.keys import RowKey
-from rl_protocol.meta import KVBatchMeta, Scalar, Tag
+from rl_protocol.meta import KVBatchMeta, Scalar, Tag, TagRows
 from rl_protocol.partition import Partitionable, balanced_parts, even_sizes
 from rl_protocol.schema import AlignmentLaw, BatchSchema, ColumnSpec, LengthIsProduct, LengthIsSum, SameLength
 from rl_protocol.weights import WeightTensor
@@ -65,6 +65,7 @@ __all__ = [
     "Scalar",
     "SchemaError",
     "Tag",
+    "TagRows",
     "UnknownNameError",
     "WeightSyncError",
     "WeightTensor",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self, TypeAlias
+from typing import Self, TypeAlias, overload
 
 from rl_protocol.errors import BatchError, UnknownNameError
 from rl_protocol.partition import Indices, RowOps, check_indices
@@ -12,6 +12,49 @@ from rl_protocol.partition import Indices, RowOps, check_indices
 Scalar: TypeAlias = bool | int | float | str | None
 Tag: TypeAlias = dict[str, Scalar]
 """Small facts about one row: status, policy version, lengths."""
+
+
+class TagRows(Sequence[Tag]):
+    """The tags of `size` rows, made when somebody looks: a dict per row is most of what a long list of rows costs, and few look at all.
+
+    >>> tags = TagRows(2, lambda: ({"n": 1}, {"n": 2}))
+    >>> len(tags), tags[1], tags == ({"n": 1}, {"n": 2})
+    (2, {'n': 2}, True)
+    """
+
+    __slots__ = ("_make", "_size")
+    __hash__ = None  # pyright: ignore[reportAssignmentType] - dicts have none either
+
+    def __init__(self, size: int, make: Callable[[], tuple[Tag, ...]]) -> None:
+        self._size = size
+        self._make: Callable[[], tuple[Tag, ...]] | tuple[Tag, ...] = make
+
+    def _rows(self) -> tuple[Tag, ...]:
+        if not isinstance(self._make, tuple):
+            self._make = self._make()
+        return self._make
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Tag: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Tag, ...]: ...
+    def __getitem__(self, index: int | slice) -> Tag | tuple[Tag, ...]:
+        return self._rows()[index]
+
+    def __iter__(self) -> Iterator[Tag]:
+        return iter(self._rows())
+
+    def __eq__(self, other: object) -> bool:
+        return self._rows() == tuple(other) if isinstance(other, tuple | TagRows) else NotImplemented
+
+    def __repr__(self) -> str:
+        return repr(self._rows())
+
+    def __reduce__(self) -> tuple[type[tuple[Tag, ...]], tuple[tuple[Tag, ...]]]:
+        return tuple, (self._rows(),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +73,8 @@ class KVBatchMeta(RowOps):
     """The partition of the plane that holds the rows."""
     keys: tuple[str, ...]
     """[N] unique names."""
-    tags: tuple[Tag, ...] = ()
-    """[N], or empty: rows without tags."""
+    tags: Sequence[Tag] = ()
+    """[N], or empty: rows without tags. A tuple, or `TagRows`, which equal the tuple."""
     fields: tuple[str, ...] = ()
     """Columns all rows have; empty: not known."""
     extra_info: dict[str, Scalar] = field(default_factory=dict[str, Scalar])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple, TypeVar
@@ -10,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from rl_protocol.errors import UNREADABLE, PlaneLostError, PlaneTimeout, WireError
-from rl_transferqueue.links import Link, LinkClosed
+from rl_transferqueue.links import LOOK_S, Link, LinkClosed
 from rl_transferqueue.messages import (
     NOTICE,
     Answer,
@@ -26,6 +28,8 @@ from rl_transferqueue.messages import (
 A = TypeVar("A", bound=msgspec.Struct)
 _decoder = msgspec.msgpack.Decoder(Reply)
 _LINGER_S = 0.5
+_TURN_S = 1e-3
+"""How long answers that come at once may keep the loop from others."""
 
 
 class Call(NamedTuple):
@@ -67,6 +71,8 @@ class Channel:
         self._orphans: dict[int, Callable[[Answer], None]] = {}
         self._cancels: dict[int, int] = {}
         self._lost: str | None = None
+        self._turned = time.monotonic()
+        """When a caller last let the loop go on."""
         self._link = link
         self._fd = link.fileno()
         loop.add_reader(self._fd, self._read)
@@ -96,15 +102,22 @@ class Channel:
         Raises:
             PlaneTimeout, PlaneLostError, and whatever the server answers.
         """
-        timer = self._loop.call_later(timeout_s, _expire, call.answer)
+        timer: asyncio.TimerHandle | None = None
         try:
+            if not self._look(call.answer):
+                timer = self._loop.call_later(timeout_s, _expire, call.answer)
+            elif time.monotonic() - self._turned > _TURN_S:
+                await asyncio.sleep(0)
+                self._turned = time.monotonic()
             answer = await call.answer
         except asyncio.CancelledError:
             self._leave(call, expect, orphan)
             raise
         finally:
-            timer.cancel()
             self._pending.pop(call.id, None)
+            if timer is not None:
+                timer.cancel()
+                self._turned = time.monotonic()
         if answer is None:
             self._leave(call, expect, orphan)
             raise PlaneTimeout(f"The {self.name} of the data plane did not answer within {timeout_s:g} s.")
@@ -181,6 +194,16 @@ class Channel:
         else:
             self._orphans[call.id] = pass_on
         self._cancels[self.tell(Cancel(call.id))] = call.id
+
+    def _look(self, answer: asyncio.Future[Answer | None]) -> bool:
+        """Whether the answer comes at once. Others may use this processor meanwhile, but not this loop."""
+        if self._link.near:
+            until = time.monotonic() + LOOK_S
+            self._read()
+            while not answer.done() and time.monotonic() < until:
+                os.sched_yield()
+                self._read()
+        return answer.done()
 
     def _flush(self) -> None:
         if self._link.flush():

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -15,7 +16,7 @@ import numpy as np
 from rl_protocol.batch import BatchData
 from rl_protocol.draft import Draft, plan_columns
 from rl_protocol.errors import BatchError, DuplicateKeyError, PlaneLostError, RLError
-from rl_protocol.meta import KVBatchMeta, Scalar, Tag
+from rl_protocol.meta import KVBatchMeta, Scalar, Tag, TagRows
 from rl_protocol.ports import PlaneStats, RowChanges, RowFlags, Traffic
 from rl_protocol.schema import ColumnSpec
 from rl_protocol.wire import plan
@@ -480,7 +481,7 @@ def _meta(partition: str, rows: Rows) -> KVBatchMeta:
     return KVBatchMeta(
         partition=partition,
         keys=rows.keys,
-        tags=to_rows(rows.tags, len(rows.keys)),
+        tags=TagRows(len(rows.keys), partial(to_rows, rows.tags, len(rows.keys))),
         fields=rows.fields,
         generations=tuple(np.frombuffer(rows.uids, "<i8").tolist()),
     )

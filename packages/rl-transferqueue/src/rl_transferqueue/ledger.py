@@ -6,6 +6,7 @@ compact, leases that only keep what nobody needs) is collected in `blocks` and t
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -32,6 +33,7 @@ from rl_transferqueue.table import Bools, Cells, Ints, PartitionTable
 
 _header_decoder = msgspec.msgpack.Decoder(Header)
 _decoded = lru_cache(maxsize=1024)(_header_decoder.decode)
+_INT32 = struct.Struct("<i")
 _PRIVATE_SLOTS = 1 << 16
 _PARTED = 4096
 """Partitions that were emptied and are remembered for those who watch."""
@@ -196,29 +198,19 @@ class Ledger:
             raise WireError(f"Lease {lease} of this session exists already.")
         table = self._partitions.get(partition) or PartitionTable()
         slots = _existing(table, partition, keys, uids)
-        cells = [_cells(table, partition, slots, keys, name) for name in fields]
-        distinct = {id(family): family for family in cells}
-        inside = {number: (family.block[slots], family.row[slots]) for number, family in distinct.items()}
-        used: Ints = np.unique(
-            np.concatenate([block for block, _ in inside.values()] or [np.zeros(0, np.int32)])
-        ).astype(np.int64)
-        order = {number: i for i, number in enumerate(distinct)}
-        places = tuple(
-            (np.searchsorted(used, block).astype("<i4").tobytes(), row.astype("<i4").tobytes())
-            for block, row in inside.values()
-        )
-        blocks = [self.blocks.blocks[slot] for slot in used.tolist()]
+        used, places, place_of = _places(_cells(table, partition, slots, keys, fields), slots)
+        blocks = [self.blocks.blocks[slot] for slot in used]
         headers: dict[bytes, int] = {}
         header_of = tuple(headers.setdefault(block.header, len(headers)) for block in blocks)
         if blocks:
-            self.blocks.lease(session, lease, used.tolist())
+            self.blocks.lease(session, lease, used)
         return Located(
             blocks=tuple(block.ref for block in blocks),
-            epochs=self.blocks.board.epochs(used).astype("<i8").tobytes(),
+            epochs=self.blocks.board.epochs(np.array(used, dtype=np.int64)).astype("<i8").tobytes(),
             headers=tuple(headers),
             header_of=header_of,
             places=places,
-            place_of=tuple(order[id(family)] for family in cells),
+            place_of=place_of,
         )
 
     def list_rows(
@@ -375,7 +367,7 @@ class Ledger:
         for key, wanted in zip(keys, expect, strict=True):
             found, _ = table.find((key,))
             has = table.tags_of(int(found[0])) if found.size else None
-            fits = has is None if wanted is None else _has(has or {}, wanted)
+            fits = has is None if wanted is None else has is not None and _has(has, wanted)
             if not fits:
                 wish = "be absent" if wanted is None else f"have the tags {dict(wanted)}"
                 is_ = "it is not there" if has is None else f"it has {has}"
@@ -449,8 +441,8 @@ def _describe(table: PartitionTable, slots: Ints) -> Rows:
 def _existing(table: PartitionTable, partition: str, keys: tuple[str, ...], uids: Ints | None) -> Ints:
     slots, missing = table.find(keys)
     if not missing and uids is not None:
-        other = np.flatnonzero((uids != 0) & (table.uids(slots) != uids))
-        missing = [keys[i] for i in other.tolist()]
+        other = (uids != 0) & (table.uids(slots) != uids)
+        missing = [keys[i] for i in np.flatnonzero(other).tolist()] if other.any() else []
     if missing:
         raise MissingDataError(
             f"{len(missing)} rows are not in partition {partition!r}, or were made anew since; the first is {missing[0]!r}."
@@ -458,22 +450,54 @@ def _existing(table: PartitionTable, partition: str, keys: tuple[str, ...], uids
     return slots
 
 
-def _cells(table: PartitionTable, partition: str, slots: Ints, keys: tuple[str, ...], name: str) -> Cells:
-    cells = table.columns.get(name)
-    absent = np.flatnonzero(cells.block[slots] == 0) if cells is not None else np.arange(slots.size)
-    if cells is not None and not absent.size:
-        return cells
+def _cells(
+    table: PartitionTable, partition: str, slots: Ints, keys: tuple[str, ...], fields: Sequence[str]
+) -> list[Cells]:
+    """The cells of each column, all of which all rows have."""
+    found = {name: table.columns[name] for name in fields if name in table.columns}
+    whole = {
+        number for number, cells in {id(cells): cells for cells in found.values()}.items() if cells.block[slots].all()
+    }
+    for name in fields:
+        if name not in found or id(found[name]) not in whole:
+            raise _lacking(table, partition, slots, keys, name)
+    return [found[name] for name in fields]
+
+
+def _lacking(
+    table: PartitionTable, partition: str, slots: Ints, keys: tuple[str, ...], name: str
+) -> MissingDataError | DataLostError:
+    absent = np.flatnonzero(~table.produced(slots, (name,))[:, 0])
     for i in absent.tolist() if table.lost else ():
         if name in table.lost.get(keys[i], ()):
-            raise DataLostError(
+            return DataLostError(
                 f"Column {name!r} of row {keys[i]!r} of partition {partition!r} was lost with a storage unit that has ended; put it again."
             )
     first = int(absent[0]) if absent.size else 0
     there = sorted(table.fields(slots[first : first + 1]))
-    raise MissingDataError(
+    return MissingDataError(
         f"Row {keys[first] if keys else ''!r} of partition {partition!r} has no column {name!r}; it has {there} "
         f"({absent.size} of {slots.size} rows lack it)."
     )
+
+
+def _places(cells: Sequence[Cells], slots: Ints) -> tuple[list[int], tuple[tuple[bytes, bytes], ...], tuple[int, ...]]:
+    """The block slots in use, ascending; and `Located.places` and `Located.place_of`."""
+    distinct = {id(family): family for family in cells}
+    order = {number: i for i, number in enumerate(distinct)}
+    place_of = tuple(order[id(family)] for family in cells)
+    if slots.size == 1:
+        slot = int(slots[0])
+        inside = [(int(family.block[slot]), int(family.row[slot])) for family in distinct.values()]
+        used = sorted({block for block, _ in inside})
+        return used, tuple((_INT32.pack(used.index(block)), _INT32.pack(row)) for block, row in inside), place_of
+    blocks = [family.block[slots] for family in distinct.values()]
+    found = np.unique(np.concatenate([*blocks, np.zeros(0, np.int32)]))
+    places = tuple(
+        (np.searchsorted(found, block).astype("<i4").tobytes(), family.row[slots].astype("<i4").tobytes())
+        for block, family in zip(blocks, distinct.values(), strict=True)
+    )
+    return found.tolist(), places, place_of
 
 
 def _has(tags: Mapping[str, Scalar], wanted: Mapping[str, Scalar]) -> bool:

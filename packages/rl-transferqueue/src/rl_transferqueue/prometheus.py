@@ -112,7 +112,12 @@ class MetricsServer:
     @property
     def url(self) -> str:
         """Where to scrape."""
-        return f"http://{LOOPBACK}:{self._httpd.server_port}/metrics"
+        return f"http://{self.endpoint}/metrics"
+
+    @property
+    def endpoint(self) -> str:
+        """host:port of it."""
+        return f"{LOOPBACK}:{self._httpd.server_port}"
 
     def wait(self) -> None:
         """Until `close` is called elsewhere, or an interrupt."""

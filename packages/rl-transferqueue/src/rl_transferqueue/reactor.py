@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import os
 import select
 import time
 from collections.abc import Callable
 
 import zmq
+
+from rl_transferqueue.links import LOOK_S
 
 Source = zmq.Socket[bytes] | int
 
@@ -36,6 +39,7 @@ class Reactor:
         self._timers_made = 0
         self._idle = idle
         self._running = True
+        self._look_until = 0.0
 
     def watch(self, source: Source, callback: Callable[[], None], *, write: bool = False) -> None:
         """Call back while the source can be read, or with `write` written (or has ended); replaces what was said before of the source."""
@@ -70,15 +74,26 @@ class Reactor:
             waiting = [
                 number for number, socket in self._zmq.items() if int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
             ]
-            ready = [number for number, _ in self._epoll.poll(0 if busy or waiting else self._until_next_timer())]
+            ready = self._ready_now() if busy or waiting else self._ready()
             for number, callback in [(n, self._callbacks[n]) for n in dict.fromkeys((*waiting, *ready))]:
                 if (
                     self._callbacks.get(number) is callback
                 ):  # not so if an earlier one unwatched it and its number is in use again
                     callback()
+            if ready:
+                self._look_until = time.monotonic() + LOOK_S
             self._fire()
             if self._idle is not None and (busy or ready):
                 busy = self._idle() if not ready else True
+
+    def _ready_now(self) -> list[int]:
+        return [number for number, _ in self._epoll.poll(0)]
+
+    def _ready(self) -> list[int]:
+        """What is ready, or else will be before the next timer. Looks for a while before it sleeps: who asked once will soon ask again."""
+        while not (ready := self._ready_now()) and time.monotonic() < self._look_until:
+            os.sched_yield()
+        return ready or [number for number, _ in self._epoll.poll(self._until_next_timer())]
 
     @staticmethod
     def _number(source: Source) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,6 +17,9 @@ from rl_transferqueue.gather import Part, gather
 from rl_transferqueue.messages import Located, Span
 from rl_transferqueue.table import Ints
 
+_ONE = struct.Struct("<i")
+"""How the place of a single row is packed."""
+_FIRST: Ints = np.zeros(1, np.int64)
 _header_decoder = msgspec.msgpack.Decoder(Header)
 
 
@@ -78,18 +82,24 @@ def assemble(
 
 def _pieces(located: Located, number: int, fields: Sequence[str]) -> list[Piece]:
     names = tuple(name for name, place in zip(fields, located.place_of, strict=True) if place == number)
+
+    def piece(block: int, rows: range | Ints, positions: Ints) -> Piece:
+        return Piece(located.blocks[block].span, located.headers[located.header_of[block]], names, rows, positions)
+
+    if len(located.places[number][0]) == _ONE.size:
+        (block,), (row,) = map(_ONE.unpack, located.places[number])
+        return [piece(block, range(row, row + 1), _FIRST)]
     blocks, rows = (np.frombuffer(packed, "<i4").astype(np.int64) for packed in located.places[number])
-
-    def piece(block: int, chosen: Ints, positions: Ints) -> Piece:
-        together = bool((np.diff(chosen) == 1).all())
-        span = range(int(chosen[0]), int(chosen[-1]) + 1) if together else chosen
-        return Piece(located.blocks[block].span, located.headers[located.header_of[block]], names, span, positions)
-
     if blocks[0] == blocks[-1] and bool((blocks == blocks[0]).all()):
-        return [piece(int(blocks[0]), rows, np.arange(rows.size))]
+        return [piece(int(blocks[0]), _together(rows), np.arange(rows.size))]
     order = np.argsort(blocks, kind="stable")
     used, bounds = np.unique(blocks[order], return_index=True)
     return [
-        piece(block, rows[positions], positions)
+        piece(block, _together(rows[positions]), positions)
         for block, positions in zip(used.tolist(), np.split(order, bounds[1:]), strict=True)
     ]
+
+
+def _together(rows: Ints) -> range | Ints:
+    """The rows as a range where they follow each other."""
+    return range(int(rows[0]), int(rows[-1]) + 1) if bool((np.diff(rows) == 1).all()) else rows

@@ -30,6 +30,7 @@ _TOMBSTONES = 4096
 """Cleared rows that are remembered for those who watch, at least."""
 _POOLED = 4096
 _ABSENT = object()
+_NOWHERE: Ints = np.zeros(0, np.int64)
 
 
 class Cells:
@@ -73,20 +74,31 @@ class PartitionTable:
     # -- rows
     def add(self, keys: Sequence[str], first_uid: int) -> tuple[Ints, Bools]:
         """Slots of the keys, and which are new; those become rows with the uids from `first_uid` on."""
-        if len(keys) == 1 and keys[0] in self._index:
-            return np.array([self._index[keys[0]]]), np.zeros(1, np.bool_)
-        new = [key for key in keys if key not in self._index]
-        if new:
-            self._reserve(len(new))
+        if len(keys) == 1:
+            slot, new = self._add_one(keys[0], first_uid)
+            return np.array([slot]), np.array([new])
+        fresh = [key for key in keys if key not in self._index]
+        if fresh:
+            self._reserve(len(fresh))
             start = len(self._keys)
-            self._index.update(zip(new, range(start, start + len(new)), strict=True))
-            self._keys.extend(new)
-            self._uid[start : start + len(new)] = np.arange(first_uid, first_uid + len(new))
-            self._alive[start : start + len(new)] = True
-            if len(new) == len(keys):
-                return np.arange(start, start + len(new)), np.ones(len(new), np.bool_)
+            self._index.update(zip(fresh, range(start, start + len(fresh)), strict=True))
+            self._keys.extend(fresh)
+            self._uid[start : start + len(fresh)] = np.arange(first_uid, first_uid + len(fresh))
+            self._alive[start : start + len(fresh)] = True
+            if len(fresh) == len(keys):
+                return np.arange(start, start + len(fresh)), np.ones(len(fresh), np.bool_)
         slots = np.fromiter(map(self._index.__getitem__, keys), np.int64, len(keys))
-        return slots, slots >= len(self._keys) - len(new)
+        return slots, slots >= len(self._keys) - len(fresh)
+
+    def _add_one(self, key: str, uid: int) -> tuple[int, bool]:
+        slot = self._index.get(key)
+        if slot is not None:
+            return slot, False
+        self._reserve(1)
+        slot = self._index[key] = len(self._keys)
+        self._keys.append(key)
+        self._uid[slot], self._alive[slot] = uid, True
+        return slot, True
 
     def slots(self) -> Ints:
         """All rows, oldest first."""
@@ -112,6 +124,8 @@ class PartitionTable:
         return self._uid[slots]
 
     def keys(self, slots: Ints) -> tuple[str, ...]:
+        if slots.size and int(slots[-1]) - int(slots[0]) == slots.size - 1 and bool((np.diff(slots) == 1).all()):
+            return tuple(self._keys[int(slots[0]) : int(slots[-1]) + 1])
         return tuple(map(self._keys.__getitem__, slots.tolist()))
 
     def remove(self, slots: Ints) -> Places:
@@ -341,9 +355,14 @@ class PartitionTable:
 
 
 def _overwrite(cells: Cells, slots: Ints, block: int) -> Ints:
+    if slots.size == 1:
+        slot = int(slots[0])
+        was = int(cells.block[slot])
+        cells.block[slot] = block
+        return np.array([was]) if was else _NOWHERE
     before = cells.block[slots]
     cells.block[slots] = block
-    return np.zeros(0, np.int64) if not before.any() else before[before != 0].astype(np.int64)
+    return _NOWHERE if not before.any() else before[before != 0].astype(np.int64)
 
 
 def _grown(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:

@@ -48,6 +48,10 @@ class ZmqLink:
     def pending(self) -> bool:
         return not self._socket.closed and bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
+    @property
+    def near(self) -> bool:
+        return False
+
     def detach(self, timeout_s: float) -> None:
         """ZeroMQ keeps what is sent until it has left, or until LINGER is over."""
 

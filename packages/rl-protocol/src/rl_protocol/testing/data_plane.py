@@ -331,6 +331,8 @@ class DataPlaneSuite:
                 await plane.put("p", ["c", "a"], numbers([1, 2]), tags=[{"s": "no"}, {}], expect=[None, None])
             with pytest.raises(ConflictError, match="'ghost'"):
                 await plane.put("p", ["ghost"], tags=[{}], expect=[{"s": "new"}])
+            with pytest.raises(ConflictError, match="ghost"):
+                await plane.put("p", ["ghost"], tags=[{}], expect=[{}])
             with pytest.raises(BatchError):
                 await plane.put("p", ["a"], tags=[{}], expect=[])
             rows = await plane.list_rows("p")

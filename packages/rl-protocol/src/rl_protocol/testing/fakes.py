@@ -313,7 +313,7 @@ class MemoryDataPlane:
 
 
 def _check_expected(partition: str, key: str, row: _Row | None, wanted: Tag | None) -> None:
-    if not (row is None if wanted is None else (row or _Row(0)).matches((), wanted)):
+    if not (row is None if wanted is None else row is not None and row.matches((), wanted)):
         raise ConflictError(
             f"Row {key!r} of partition {partition!r} was expected to {'be absent' if wanted is None else f'have the tags {wanted}'}; "
             f"it has {row.tag if row is not None else 'no tags, it is not there'}."

@@ -61,7 +61,7 @@ async def _saved(plane: Client, name: str, tasks: Sequence[str]) -> SavedPartiti
         consumed[task] = tuple(
             place[key] for key, done in zip(status.keys, status.flags, strict=True) if done and key in place
         )
-    return SavedPartition(name, rows.keys, rows.tags, consumed)
+    return SavedPartition(name, rows.keys, tuple(rows.tags), consumed)
 
 
 async def load_rows(core: Core, path: Path) -> None:

@@ -8,11 +8,12 @@ started it, or with that process.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -30,7 +31,10 @@ from rl_transferqueue.compat.samplers import (
 )
 from rl_transferqueue.config import TransferQueueConfig
 from rl_transferqueue.descriptor import PlaneDescriptor
-from rl_transferqueue.launch import LocalPlane, start_local_plane
+from rl_transferqueue.launch import start_local_plane
+
+if TYPE_CHECKING:
+    from rl_transferqueue.prometheus import MetricsServer
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +63,8 @@ class Announcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sizes: dict[str, int]
     polling_mode: bool
     fetch_timeout_s: float
+    metrics: str
+    """host:port of the Prometheus endpoint; "" if there is none."""
 
 
 class Conf(dict[str, Any]):
@@ -80,8 +86,10 @@ class _Process:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.client: TransferQueueClient | None = None
-        self.plane: LocalPlane | None = None
+        self.plane: contextlib.ExitStack | None = None
+        """Ends the plane that this process has started."""
         self.notice: discovery.Notice | None = None
+        self.metrics_endpoint = ""
         self.sampler: BaseSampler | None = None
 
 
@@ -98,11 +106,13 @@ def init(conf: Any = None) -> Conf:
 
     Args:
         conf: settings to lay over the defaults, any mapping (OmegaConf too), as in 0.1.11. Used: `controller.sampler` (a name, a class or an
-            instance), `controller.polling_mode`, `backend.SimpleStorage.num_data_storage_units`; `total_storage_size` (rows) is ignored, the bound
-            is in bytes: `rl_transferqueue.capacity_mb` and the other fields of TransferQueueConfig.
+            instance), `controller.polling_mode`, `backend.SimpleStorage.num_data_storage_units`, `metrics.enabled` and `metrics.port` (on
+            127.0.0.1, needs the extra `[metrics]`); `total_storage_size` (rows) is ignored, the bound is in bytes:
+            `rl_transferqueue.capacity_mb` and the other fields of TransferQueueConfig.
 
     Returns:
-        All settings; `controller.zmq_info` is the descriptor as JSON, for TransferQueueClient and StreamingDataset.
+        All settings; `controller.zmq_info` is the descriptor as JSON, for TransferQueueClient and StreamingDataset, and `metrics.endpoint`
+        what `get_metrics_endpoint` returns.
 
     Raises:
         ConfigError: a setting that can't be honoured.
@@ -116,6 +126,7 @@ def init(conf: Any = None) -> Conf:
             _start(here, merged)
         assert here.client is not None
         merged["controller"]["zmq_info"] = here.client.descriptor.to_json()
+        merged["metrics"]["endpoint"] = here.metrics_endpoint or None
         return merged
 
 
@@ -138,8 +149,12 @@ def get_client() -> TransferQueueClient:
 
 
 def get_metrics_endpoint() -> str | None:
-    """host:port of the Prometheus endpoint; None while metrics are not enabled."""
-    return None
+    """host:port of the Prometheus endpoint of the plane; None where there is no plane, or `init` was not told to enable metrics."""
+    here = _here()
+    with _lock:
+        if here.client is None:
+            _attach(here)
+    return here.metrics_endpoint or None
 
 
 def close() -> None:
@@ -148,6 +163,7 @@ def close() -> None:
         here = _here()
         client, plane, notice = here.client, here.plane, here.notice
         here.client = here.plane = here.notice = here.sampler = None
+        here.metrics_endpoint = ""
         if client is not None:
             client.close()
         if plane is not None:
@@ -189,6 +205,7 @@ def _connect(here: _Process, text: str) -> bool:
     except PlaneLostError:
         logger.info("An announced plane is gone: %s", told.descriptor.controller.address)
         return False
+    here.metrics_endpoint = told.metrics
     return True
 
 
@@ -204,23 +221,41 @@ def _drop_dead(here: _Process) -> None:
 
 def _start(here: _Process, conf: Conf) -> None:
     settings = settings_of(conf)
-    plane = start_local_plane(_plane_config(conf))
     kind = type(settings.sampler).__name__
     known = kind if _SAMPLERS.get(kind) is type(settings.sampler) else ""
     sizes = {name: value for name, value in vars(settings.sampler).items() if known and name in _SAMPLER_SIZES}
-    told = Announcement(plane.descriptor, known, sizes, settings.polling_mode, settings.fetch_timeout_s)
-    text = msgspec.json.encode(told).decode()
-    here.notice = discovery.announce(text)
+    with contextlib.ExitStack() as undo:
+        plane = undo.enter_context(start_local_plane(_plane_config(conf)))
+        endpoint = ""
+        if conf.metrics.enabled:
+            metrics = undo.enter_context(_serve_metrics(plane.descriptor, conf.metrics.port))
+            endpoint = metrics.endpoint
+        told = Announcement(
+            plane.descriptor, known, sizes, settings.polling_mode, settings.fetch_timeout_s, metrics=endpoint
+        )
+        text = msgspec.json.encode(told).decode()
+        here.notice = discovery.announce(text)
+        if here.notice is not None:
+            here.plane = undo.pop_all()
     if here.notice is None:  # another process was faster
-        plane.close()
         if not _attach(here):
             raise NotInitializedError(
                 "Another process has announced a plane at the same time, and it is gone already; call init() again."
             )
         return
     os.environ[PLANE_VARIABLE] = text
-    here.plane = plane
+    here.metrics_endpoint = endpoint
     here.client = _client(plane.descriptor, settings)
+
+
+def _serve_metrics(descriptor: PlaneDescriptor, port: int) -> MetricsServer:
+    try:
+        from rl_transferqueue.prometheus import serve_metrics
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"metrics.enabled needs the extra: pip install 'rl-transferqueue[metrics]' ({error.name} is missing)."
+        ) from error
+    return serve_metrics(descriptor, port=port)
 
 
 def _client(descriptor: PlaneDescriptor, settings: Settings) -> TransferQueueClient:
@@ -230,8 +265,6 @@ def _client(descriptor: PlaneDescriptor, settings: Settings) -> TransferQueueCli
 def _plane_config(conf: Conf) -> TransferQueueConfig:
     if conf.backend.storage_backend != "SimpleStorage":
         raise ConfigError(f"backend.storage_backend must be SimpleStorage; got {conf.backend.storage_backend!r}.")
-    if conf.metrics.enabled:
-        raise ConfigError("metrics.enabled: there is no Prometheus endpoint yet; set it to false.")
     units = conf.backend.SimpleStorage.num_data_storage_units
     own: Mapping[str, Any] = {"num_storage_units": units} | conf["rl_transferqueue"]
     try:
