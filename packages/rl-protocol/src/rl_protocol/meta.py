@@ -97,6 +97,22 @@ class KVBatchMeta(RowOps):
                 f"{len(self.generations)} generations."
             )
 
+    @classmethod
+    def listed(
+        cls,
+        partition: str,
+        keys: tuple[str, ...],
+        tags: Sequence[Tag],
+        fields: tuple[str, ...],
+        generations: tuple[int, ...],
+    ) -> Self:
+        """Rows as a plane lists them, which are known to fit together: nothing is checked, which takes long for many rows."""
+        made = object.__new__(cls)
+        values = {"partition": partition, "keys": keys, "tags": tags, "fields": fields, "generations": generations}
+        for name, value in (values | {"extra_info": {}}).items():
+            object.__setattr__(made, name, value)
+        return made
+
     def __len__(self) -> int:
         return len(self.keys)
 

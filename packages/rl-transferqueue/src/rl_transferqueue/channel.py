@@ -28,6 +28,8 @@ from rl_transferqueue.messages import (
 A = TypeVar("A", bound=msgspec.Struct)
 _decoder = msgspec.msgpack.Decoder(Reply)
 _LINGER_S = 0.5
+_HOLD_S = 50e-6
+"""How long a caller that looks for its answer keeps its processor; a server with one of its own needs about that long."""
 _TURN_S = 1e-3
 """How long answers that come at once may keep the loop from others."""
 
@@ -198,10 +200,11 @@ class Channel:
     def _look(self, answer: asyncio.Future[Answer | None]) -> bool:
         """Whether the answer comes at once. Others may use this processor meanwhile, but not this loop."""
         if self._link.near:
-            until = time.monotonic() + LOOK_S
+            start = time.monotonic()
             self._read()
-            while not answer.done() and time.monotonic() < until:
-                os.sched_yield()
+            while not answer.done() and (passed := time.monotonic() - start) < LOOK_S:
+                if passed > _HOLD_S:
+                    os.sched_yield()
                 self._read()
         return answer.done()
 

@@ -399,7 +399,7 @@ class Client:
         if wish.spare:
             self._reserve_spare(made)
         self._written += nbytes
-        return tuple(np.frombuffer(made.uids, "<i8").tolist())
+        return _numbers(made.uids)
 
     def _reserve_spare(self, made: Committed) -> None:
         rest = self._regions.add(made.spare)
@@ -478,13 +478,12 @@ class Client:
 
 
 def _meta(partition: str, rows: Rows) -> KVBatchMeta:
-    return KVBatchMeta(
-        partition=partition,
-        keys=rows.keys,
-        tags=TagRows(len(rows.keys), partial(to_rows, rows.tags, len(rows.keys))),
-        fields=rows.fields,
-        generations=tuple(np.frombuffer(rows.uids, "<i8").tolist()),
-    )
+    tags = TagRows(len(rows.keys), partial(to_rows, rows.tags, len(rows.keys)))
+    return KVBatchMeta.listed(partition, rows.keys, tags, rows.fields, _numbers(rows.uids))
+
+
+def _numbers(packed: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(packed, "<i8").tolist())
 
 
 def _check_put(

@@ -19,7 +19,7 @@ from rl_protocol.errors import PlaneLostError
 from rl_transferqueue.messages import MAX_FRAME
 
 SCHEME = "unix:"
-LOOK_S = 100e-6
+LOOK_S = 200e-6
 """How long either end looks for a frame that is expected at once before it sleeps: to be woken costs both of them more than that on many machines."""
 _PREFIX = 4
 _READ = 1 << 18
