@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -168,6 +171,58 @@ def test_replicas_fetch_and_write_once(counted: tuple[BlockingPlane, list[str]])
     assert [worker.seen for worker in workers] == [[[0.0, 1.0]]] * 3
     assert [set(result.fields) for result in results] == [{"x", "other", "y"}] * 3
     assert plane.get(meta, ["y"]).dense("y").values.tolist() == [0.0, 5.0]
+
+
+RANK = """
+import os, signal, sys
+from datetime import timedelta
+import torch.distributed as dist
+from rl_protocol import BatchData, KVBatchMeta, WorkerError, dense
+from rl_transferqueue import PlaneDescriptor, connect_blocking
+from rl_transferqueue.bridge import tqbridge
+from rl_transferqueue.torch_replicas import TorchReplicas
+
+class Worker:
+    @tqbridge(reads=["x"], writes=["y"])
+    def double(self, batch):
+        return BatchData({"y": dense(batch.dense("x").values * 2)})
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2, timeout=timedelta(seconds=30))
+worker = Worker()
+worker.plane = connect_blocking(PlaneDescriptor.from_json(sys.argv[3]))
+worker.replicas = TorchReplicas()
+meta = worker.double(KVBatchMeta(partition="p", keys=("a", "b"), fields=("x",)))
+traffic = worker.plane.traffic()
+print(worker.replicas.leader, meta.fields, traffic.data_read, traffic.data_written, flush=True)
+if rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    worker.double(meta)
+except WorkerError as error:
+    print("left" in str(error), flush=True)
+"""
+
+
+def test_ranks_of_a_torch_group_fetch_and_write_once(plane: LocalPlane, tmp_path: Path) -> None:
+    here = connect_blocking(plane.descriptor)
+    here.put("p", ["a", "b"], BatchData({"x": dense(np.array([1.0, 2.0], np.float32))}))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "meet"), plane.descriptor.to_json()],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert said == [["True ('x', 'y') 8 8"], ["False ('x', 'y') 0 0", "True"]]
+    assert here.get(here.list_rows("p"), ["y"]).dense("y").values.tolist() == [2.0, 4.0]
+    here.close()
 
 
 def test_if_the_leader_cannot_fetch_nobody_hangs(counted: tuple[BlockingPlane, list[str]]) -> None:
