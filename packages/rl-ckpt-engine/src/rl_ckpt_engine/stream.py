@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 import xxhash
 
@@ -53,6 +54,18 @@ class Deadline:
             )
 
 
+class Target(Protocol):
+    """Takes the tensors of one version."""
+
+    def start(self, weight: WeightTensor, offset: int) -> None:
+        """A tensor that begins at that byte of the payload comes next."""
+        ...
+
+    def write(self, offset: int, piece: memoryview) -> None:
+        """A piece of it, at that byte of the payload; pieces come in order."""
+        ...
+
+
 class Pacer:
     """Counts bytes, and every CHUNK_BYTES lets others run and looks at the clock."""
 
@@ -79,22 +92,21 @@ def chunks(data: memoryview) -> Iterator[tuple[int, memoryview]]:
         yield start, data[start : start + CHUNK_BYTES]
 
 
-async def emit(
-    weights: Iterable[WeightTensor], write: Callable[[int, memoryview], None], deadline: Deadline
-) -> tuple[TensorEntry, ...]:
-    """Hash every tensor and hand its bytes, in pieces, to `write(offset in the payload, piece)`.
+async def emit(weights: Iterable[WeightTensor], target: Target, deadline: Deadline) -> tuple[TensorEntry, ...]:
+    """Hash every tensor and hand its bytes, in pieces, to `target`.
 
     Raises:
-        WeightSyncError: no tensor, a name twice, the deadline passed; also whatever `weights` and `write` raise.
+        WeightSyncError: no tensor, a name twice, the deadline passed; also whatever `weights` and `target` raise.
     """
     entries: list[TensorEntry] = []
     pacer = Pacer(deadline)
     deadline.check()
     for weight, offset in plan(weights):
         digest = xxhash.xxh3_128()
+        target.start(weight, offset)
         for start, piece in chunks(weight.data.data):
             digest.update(piece)
-            write(offset + start, piece)
+            target.write(offset + start, piece)
             await pacer.advance(piece.nbytes)
         entries.append(TensorEntry(weight.name, weight.dtype, weight.shape, offset, weight.nbytes, digest.digest()))
         deadline.check()
