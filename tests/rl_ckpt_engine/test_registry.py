@@ -85,7 +85,10 @@ def test_a_plug_in_is_loaded_when_its_name_is_asked_for_and_no_other(points: Poi
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("missing", "no checkpoint engine 'missing'; there are alias, broken, future, naive, plugin, shm, wrong"),
+        (
+            "missing",
+            "no checkpoint engine 'missing'; there are alias, broken, disk, future, naive, plugin, shm, tcp, wrong",
+        ),
         ("future", "API version 2; this is version 1"),
         ("wrong", "no subclass of CheckpointEngine"),
         ("broken", "No module named 'cupy'"),

@@ -2,8 +2,14 @@
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.endpoints import ReceiverEndpoint, SenderEndpoint
-from rl_ckpt_engine.engine import ENGINE_API_VERSION, Capabilities, CheckpointEngine, Topology
-from rl_ckpt_engine.handles import ReceiveAck, ReceiverHandle, SenderHandle
+from rl_ckpt_engine.engine import (
+    ENGINE_API_VERSION,
+    Capabilities,
+    CheckpointEngine,
+    CheckpointEngineWithCache,
+    Topology,
+)
+from rl_ckpt_engine.handles import CachingHandle, ReceiveAck, ReceiverHandle, SenderHandle
 from rl_ckpt_engine.manager import CheckpointEngineManager
 from rl_ckpt_engine.manifest import Manifest, TensorEntry, plan
 from rl_ckpt_engine.registry import ENTRY_POINT_GROUP, CheckpointEngineRegistry
@@ -13,11 +19,13 @@ __version__ = "0.1.0"
 __all__ = [
     "ENGINE_API_VERSION",
     "ENTRY_POINT_GROUP",
+    "CachingHandle",
     "Capabilities",
     "CheckpointEngine",
     "CheckpointEngineConfig",
     "CheckpointEngineManager",
     "CheckpointEngineRegistry",
+    "CheckpointEngineWithCache",
     "Manifest",
     "ReceiveAck",
     "ReceiverEndpoint",

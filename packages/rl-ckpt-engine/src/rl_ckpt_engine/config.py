@@ -29,6 +29,19 @@ class CheckpointEngineConfig:
         metadata={"help": "deadline in seconds of each phase: pause, send, receive, activate, resume"},
     )
 
+    bucket_mb: float = field(
+        default=64.0,
+        metadata={"help": "engines that copy: MiB asked for at once; two buckets are on their way at any time"},
+    )
+    listen: str = field(
+        default="127.0.0.1",
+        metadata={"help": "engine tcp: address the sender listens at; any but loopback needs a key (RL_CKPT_KEY_FILE)"},
+    )
+    directory: str = field(
+        default="",
+        metadata={"help": "engine disk: folder that the sender and all receivers see; versions are put there"},
+    )
+
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.backend):
             raise ConfigError(
@@ -39,3 +52,12 @@ class CheckpointEngineConfig:
             raise ConfigError(
                 f"checkpoint_engine.timeout_s must be a finite number of seconds above 0; got {self.timeout_s}. The default is 60."
             )
+        if not (math.isfinite(self.bucket_mb) and self.bucket_mb > 0):
+            raise ConfigError(
+                f"checkpoint_engine.bucket_mb must be a finite number of MiB above 0; got {self.bucket_mb}. The default is 64."
+            )
+
+    @property
+    def bucket_bytes(self) -> int:
+        """`bucket_mb` in bytes, at least 1."""
+        return max(1, int(self.bucket_mb * (1 << 20)))

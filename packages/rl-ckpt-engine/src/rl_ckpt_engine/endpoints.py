@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from rl_ckpt_engine.engine import CheckpointEngine
+from rl_ckpt_engine.engine import CheckpointEngine, CheckpointEngineWithCache
 from rl_ckpt_engine.handles import ReceiveAck
 from rl_ckpt_engine.manifest import Manifest
 from rl_protocol.errors import ConfigError, WeightSyncError
@@ -154,6 +154,21 @@ class ReceiverEndpoint:
                 f"Replica {self._name!r} may hold weights of two versions, a load broke off midway; it admits nothing until a sync succeeds."
             )
         self._admitting = True
+
+    async def republish(self, timeout_s: float) -> bytes:
+        """Serve what was received last to late joiners; see CheckpointEngineWithCache.
+
+        Raises:
+            WeightSyncError: the active version is not what was received last, it is gone, or the engine keeps nothing.
+        """
+        if not isinstance(self._engine, CheckpointEngineWithCache):
+            raise WeightSyncError(f"Replica {self._name!r}: engine {self._engine.name!r} keeps nothing for others.")
+        manifest = await self._engine.republish(timeout_s=timeout_s)
+        if manifest.version != self._sink.weight_version:
+            raise WeightSyncError(
+                f"Replica {self._name!r} has received version {manifest.version}, which is not active."
+            )
+        return manifest.encode()
 
     def close(self) -> None:
         """Drop what was received and release the engine; safe to call twice."""

@@ -6,7 +6,7 @@ ReceiverEndpoint. A method MUST raise only RLError, TimeoutError or OSError: tra
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -59,4 +59,13 @@ class ReceiverHandle(Protocol):
 
     async def resume(self, timeout_s: float) -> None:
         """Admit requests again."""
+        ...
+
+
+@runtime_checkable
+class CachingHandle(Protocol):
+    """A sender or receiver that can serve the version it has to late joiners; offering this is optional."""
+
+    async def republish(self, timeout_s: float) -> bytes:
+        """Serve it; returns the encoded Manifest, which names the same version, tensors and digests."""
         ...

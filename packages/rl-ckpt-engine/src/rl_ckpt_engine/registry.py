@@ -9,9 +9,12 @@ from __future__ import annotations
 from importlib import metadata
 from inspect import isclass
 
+from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.engine import ENGINE_API_VERSION, CheckpointEngine
+from rl_ckpt_engine.engines.disk import DiskEngine
 from rl_ckpt_engine.engines.naive import NaiveEngine
 from rl_ckpt_engine.engines.shm import ShmEngine
+from rl_ckpt_engine.engines.tcp import TcpEngine
 from rl_protocol.errors import ConfigError
 
 ENTRY_POINT_GROUP = "rl_ckpt_engine.backends"
@@ -25,7 +28,9 @@ class CheckpointEngineRegistry:
     """
 
     def __init__(self) -> None:
-        self._classes: dict[str, type[CheckpointEngine]] = {"naive": NaiveEngine, "shm": ShmEngine}
+        self._classes: dict[str, type[CheckpointEngine]] = {
+            engine.name: engine for engine in (NaiveEngine, ShmEngine, TcpEngine, DiskEngine)
+        }
         self._loaded: dict[str, type[CheckpointEngine]] = {}
 
     def register(self, name: str, engine: type[CheckpointEngine]) -> None:
@@ -64,13 +69,13 @@ class CheckpointEngineRegistry:
         self._loaded[name] = _load(name, points[0])
         return self._loaded[name]
 
-    def create(self, name: str) -> CheckpointEngine:
-        """A new engine of that name.
+    def create(self, name: str, config: CheckpointEngineConfig | None = None) -> CheckpointEngine:
+        """A new engine of that name, with the settings given or the defaults.
 
         Raises:
-            ConfigError: see `get`.
+            ConfigError: see `get` and CheckpointEngine.create.
         """
-        return self.get(name)()
+        return self.get(name).create(CheckpointEngineConfig() if config is None else config)
 
     def names(self) -> tuple[str, ...]:
         """Every name that `get` knows; nothing is imported to find out."""

@@ -132,3 +132,20 @@ class SyncRound:
             await call_one("finalize" if self._moved else "abort", _SENDER, self._timeout_s, done)
         except WeightSyncError as error:
             _log.warning("After the sync of version %d: %s.", self._version, error)
+
+
+async def catch_up(handle: ReceiverHandle, manifest: Manifest, timeout_s: float) -> None:
+    """Bring one receiver to a version that is there already: pause, receive, activate, resume.
+
+    Raises:
+        WeightSyncError: names the phase; the receiver stays paused.
+    """
+    name, version = handle.name, manifest.version
+    await call_one("pause", name, timeout_s, handle.pause(timeout_s))
+    ack = await call_one("receive", name, timeout_s, handle.receive(manifest.encode(), timeout_s))
+    if (ack.version, ack.digest) != (version, manifest.digest):
+        raise WeightSyncError(f"receive: {name} acknowledged version {ack.version}: not what was sent")
+    active = await call_one("activate", name, timeout_s, handle.activate(version, timeout_s))
+    if active != version:
+        raise WeightSyncError(f"activate: {name} reports version {active}")
+    await call_one("resume", name, timeout_s, handle.resume(timeout_s))

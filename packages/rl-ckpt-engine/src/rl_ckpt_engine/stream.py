@@ -40,6 +40,10 @@ class Deadline:
         """Make the next `check` fail."""
         self._cancelled = reason
 
+    def timeout(self) -> asyncio.Timeout:
+        """A context in which waiting ends with TimeoutError when the time is over."""
+        return asyncio.timeout(max(0.0, self._end - time.monotonic()))
+
     def check(self) -> None:
         """Go on, or not.
 
@@ -129,8 +133,13 @@ async def verify(manifest: Manifest, weights: Iterable[WeightTensor], deadline: 
             digest.update(piece)
             await pacer.advance(piece.nbytes)
         if digest.digest() != entry.digest:
-            raise WeightSyncError(
-                f"Tensor {entry.name!r} of version {manifest.version} arrived damaged: its digest is {digest.hexdigest()}, "
-                f"the sender's {entry.digest.hex()}. The active weights stay; send the version again."
-            )
+            raise damaged(entry, manifest.version, digest.digest())
         deadline.check()
+
+
+def damaged(entry: TensorEntry, version: int, digest: bytes) -> WeightSyncError:
+    """The error for a tensor whose bytes are not those that were sent."""
+    return WeightSyncError(
+        f"Tensor {entry.name!r} of version {version} arrived damaged: its digest is {digest.hex()}, "
+        f"the sender's {entry.digest.hex()}. The active weights stay; send the version again."
+    )

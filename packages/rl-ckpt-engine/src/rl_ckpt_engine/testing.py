@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rl_ckpt_engine.engine import ENGINE_API_VERSION, CheckpointEngine
+from rl_ckpt_engine.engine import ENGINE_API_VERSION, CheckpointEngine, CheckpointEngineWithCache
 from rl_ckpt_engine.manifest import Manifest
 from rl_protocol.dtypes import STORAGE_DTYPES
 from rl_protocol.errors import WeightSyncError
@@ -69,6 +69,12 @@ class EngineConformance:
         sender.init_process_group(topology.sender)
         receiver.init_process_group(topology.receivers[0])
         return sender, receiver
+
+    def another_receiver(self, sender: CheckpointEngine) -> CheckpointEngine:
+        """One that joins later."""
+        receiver = self.make_engine()
+        receiver.init_process_group(type(sender).build_topology(sender.prepare(), [receiver.prepare()]).receivers[0])
+        return receiver
 
     def send(self, sender: CheckpointEngine, weights: Sequence[WeightTensor], version: int) -> Manifest:
         """Send, and pass the manifest through its encoding."""
@@ -149,11 +155,20 @@ class EngineConformance:
 
     def test_confirm_tells_that_the_sender_went_on(self) -> None:
         sender, receiver = self.joined()
-        manifest = self.send(sender, make_weights([(100,)], seed=1), 1)
-        asyncio.run(receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S))
+        want = make_weights([(100,)], seed=1)
+        manifest = self.send(sender, want, 1)
+        assert "ersion 1" in refusal(lambda: receiver.confirm(manifest))
+        got = asyncio.run(receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S))
         receiver.confirm(manifest)
         sender.abort()
-        assert "ersion 1" in refusal(lambda: receiver.confirm(manifest))
+        if receiver.capabilities.zero_copy:
+            assert "ersion 1" in refusal(lambda: receiver.confirm(manifest))
+        else:
+            other = self.another_receiver(sender)
+            self.move(sender, other, make_weights([(100,)], seed=2), 1)
+            receiver.confirm(manifest)
+            assert_same(got, want)
+            _close(other)
         _close(sender, receiver)
 
     def test_an_unfinished_version_is_not_overwritten(self) -> None:
@@ -212,9 +227,31 @@ class EngineConformance:
 
     def test_closed_sender_is_noticed(self) -> None:
         sender, receiver = self.joined()
-        manifest = self.send(sender, make_weights([(4,)]), 1)
+        weights = make_weights([(4,)])
+        manifest = self.send(sender, weights, 1)
+        sender.finalize(1)
         _close(sender, sender)
-        assert refusal(receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S))
+        if sender.capabilities.durable:
+            assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S)), weights)
+        else:
+            assert refusal(receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S))
+        _close(sender, receiver)
+
+    def test_a_receiver_serves_late_joiners(self) -> None:
+        sender, receiver = self.joined()
+        if isinstance(receiver, CheckpointEngineWithCache):
+            weights = make_weights([(100,), (), (0,)])
+            assert refusal(receiver.republish(timeout_s=_TIMEOUT_S))
+            self.move(sender, receiver, weights, 4)
+            assert_same(receiver.get_weights()[1], weights)
+            manifest = asyncio.run(receiver.republish(timeout_s=_TIMEOUT_S))
+            sender.close()
+            joiner = self.make_engine()
+            topology = type(joiner).build_topology(manifest.sender, [joiner.prepare()])
+            joiner.init_process_group(topology.receivers[0])
+            assert manifest.version == 4
+            assert_same(asyncio.run(joiner.receive_weights(manifest, timeout_s=_TIMEOUT_S)), weights)
+            _close(joiner)
         _close(sender, receiver)
 
     def test_receiver_must_have_joined(self) -> None:
