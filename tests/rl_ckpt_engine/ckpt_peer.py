@@ -39,7 +39,13 @@ class Peer:
             ack = await self.receiver.receive(bytes.fromhex(str(args[0])), T)
             return [ack.version, ack.digest.hex(), ack.seconds]
         if method == "republish":
-            return (await self.receiver.republish(T)).hex()
+            return (await (self.sender or self.receiver).republish(T)).hex()
+        if method == "prepare":
+            return (await (self.sender or self.receiver).prepare()).hex()
+        if method == "join":
+            return await (self.sender or self.receiver).join(bytes.fromhex(str(args[0])), float(str(args[1])))
+        if method == "serve":
+            return await self.sender.serve(bytes.fromhex(str(args[0])), T)
         target = self.sender if method in ("finalize", "abort") else self.receiver
         return await getattr(target, method)(*args)
 

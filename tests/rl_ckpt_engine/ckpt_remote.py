@@ -60,6 +60,15 @@ class RemotePeer:
     async def republish(self, timeout_s: float) -> bytes:
         return bytes.fromhex(await self.call("republish"))
 
+    async def prepare(self) -> bytes:
+        return bytes.fromhex(await self.call("prepare"))
+
+    async def join(self, member: bytes, timeout_s: float) -> None:
+        await self.call("join", member.hex(), timeout_s)
+
+    async def serve(self, manifest: bytes, timeout_s: float) -> None:
+        await self.call("serve", manifest.hex())
+
     async def has(self, version: int) -> bool:
         want = {w.name: w.data.tobytes().hex() for w in make_weights(SHAPES, seed=version)}
         return await self.call("loaded") == [version, want]

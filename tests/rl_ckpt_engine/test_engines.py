@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rl_ckpt_engine import CheckpointEngine, CheckpointEngineConfig
+from rl_ckpt_engine import CheckpointEngine, CheckpointEngineConfig, CheckpointEngineRegistry
 from rl_ckpt_engine.engines.disk import DiskEngine
 from rl_ckpt_engine.engines.naive import NaiveEngine
 from rl_ckpt_engine.engines.shm import ShmEngine
 from rl_ckpt_engine.engines.tcp import TcpEngine
+from rl_ckpt_engine.engines.torch_group import GlooEngine
 from rl_ckpt_engine.testing import EngineConformance
 
 
@@ -36,6 +37,17 @@ class TestTcpInSmallBuckets(EngineConformance):
         return TcpEngine(CheckpointEngineConfig(bucket_mb=1000 / 2**20))
 
     test_odd_shapes_arrive = None  # 16 MiB in pieces of a kilobyte show nothing more
+
+
+class TestGloo(EngineConformance):
+    def make_engine(self) -> CheckpointEngine:
+        return GlooEngine(CheckpointEngineConfig(bucket_mb=1))
+
+
+@pytest.mark.gpu
+class TestNccl(EngineConformance):
+    def make_engine(self) -> CheckpointEngine:
+        return CheckpointEngineRegistry().create("nccl")
 
 
 class TestDisk(EngineConformance):

@@ -1,17 +1,26 @@
 """Weight synchronisation from trainer to rollout: manifest, engines, registry and manager."""
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
-from rl_ckpt_engine.endpoints import ReceiverEndpoint, SenderEndpoint
+from rl_ckpt_engine.endpoints import AdapterReceiver, ReceiverEndpoint, SenderEndpoint
 from rl_ckpt_engine.engine import (
     ENGINE_API_VERSION,
     Capabilities,
     CheckpointEngine,
     CheckpointEngineWithCache,
+    GroupEngine,
     Topology,
 )
-from rl_ckpt_engine.handles import CachingHandle, ReceiveAck, ReceiverHandle, SenderHandle
+from rl_ckpt_engine.handles import (
+    CachingHandle,
+    GroupHandle,
+    GroupSenderHandle,
+    ReceiveAck,
+    ReceiverHandle,
+    SenderHandle,
+)
 from rl_ckpt_engine.manager import CheckpointEngineManager
 from rl_ckpt_engine.manifest import Manifest, TensorEntry, plan
+from rl_ckpt_engine.plugins import PluginPolicy, load_policy
 from rl_ckpt_engine.registry import ENTRY_POINT_GROUP, CheckpointEngineRegistry
 
 __version__ = "0.1.0"
@@ -19,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ENGINE_API_VERSION",
     "ENTRY_POINT_GROUP",
+    "AdapterReceiver",
     "CachingHandle",
     "Capabilities",
     "CheckpointEngine",
@@ -26,7 +36,11 @@ __all__ = [
     "CheckpointEngineManager",
     "CheckpointEngineRegistry",
     "CheckpointEngineWithCache",
+    "GroupEngine",
+    "GroupHandle",
+    "GroupSenderHandle",
     "Manifest",
+    "PluginPolicy",
     "ReceiveAck",
     "ReceiverEndpoint",
     "ReceiverHandle",
@@ -34,5 +48,6 @@ __all__ = [
     "SenderHandle",
     "TensorEntry",
     "Topology",
+    "load_policy",
     "plan",
 ]

@@ -165,3 +165,30 @@ class CheckpointEngineWithCache(CheckpointEngine):
         Raises:
             WeightSyncError: see `get_weights`; or the deadline passed.
         """
+
+
+class GroupEngine(CheckpointEngine):
+    """An engine whose members move the bytes together; its capabilities are not elastic.
+
+        both      prepare -> (build_topology) -> init_process_group -> join, all members at once
+        sender    send_weights -> serve, while all receivers are in receive_weights -> finalize | abort, for each version
+
+    A group in which anything failed is left by whoever notices, so that the others notice, too; a new one takes its place. `prepare`
+    returns new metadata once they were used by init_process_group.
+    """
+
+    @abstractmethod
+    async def join(self, *, timeout_s: float) -> None:
+        """Form the group given to init_process_group; returns when all members are there.
+
+        Raises:
+            WeightSyncError: somebody did not come.
+        """
+
+    @abstractmethod
+    async def serve(self, manifest: Manifest, *, timeout_s: float) -> None:
+        """Sender: take part in moving a published version.
+
+        Raises:
+            WeightSyncError: the version is not published, a member failed, or the deadline passed.
+        """

@@ -7,8 +7,11 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from types import MappingProxyType
+from typing import ClassVar
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
+from rl_ckpt_engine.engine import CheckpointEngine
+from rl_ckpt_engine.groups import mover
 from rl_ckpt_engine.handles import CachingHandle, ReceiverHandle, SenderHandle
 from rl_ckpt_engine.manifest import Manifest
 from rl_ckpt_engine.phases import call_one, listed
@@ -32,15 +35,24 @@ class CheckpointEngineManager:
         sender: has the newest weights.
         receivers: replicas with distinct names; more may be added later.
         config: `timeout_s` is the deadline of each phase.
+        engine: class of the engine; needed when its members form a group.
 
     Raises:
-        ConfigError: two receivers have one name.
+        ConfigError: two receivers have one name, or the sender's handle does not fit the engine.
     """
 
+    API_VERSION: ClassVar[int] = 1
+    """A manager that a package offers states this in its own body; the registry compares it with ENGINE_API_VERSION."""
+
     def __init__(
-        self, sender: SenderHandle, receivers: Iterable[ReceiverHandle], config: CheckpointEngineConfig | None = None
+        self,
+        sender: SenderHandle,
+        receivers: Iterable[ReceiverHandle],
+        config: CheckpointEngineConfig | None = None,
+        engine: type[CheckpointEngine] | None = None,
     ) -> None:
         self._sender = sender
+        self._mover = mover(engine, sender)
         self._config = CheckpointEngineConfig() if config is None else config
         self._receivers: dict[str, ReceiverHandle] = {}
         for handle in receivers:
@@ -132,7 +144,7 @@ class CheckpointEngineManager:
         if not self._receivers:
             raise WeightSyncError(f"Version {version} has no receiver to go to; add one.{listed(self._quarantined)}")
         start = time.monotonic()
-        sync = SyncRound(self._sender, self._receivers, version, self._config.timeout_s)
+        sync = SyncRound(self._sender, self._receivers, version, self._config.timeout_s, self._mover)
         try:
             await sync.run()
         finally:
@@ -171,7 +183,7 @@ class CheckpointEngineManager:
         name, version, reasons = handle.name, committed.version, dict[str, str]()
         async for manifest in self._offers(committed, reasons):
             try:
-                await catch_up(handle, manifest, self._config.timeout_s)
+                await catch_up(handle, manifest, self._config.timeout_s, self._mover)
                 return
             except WeightSyncError as error:
                 reasons[str(len(reasons))] = str(error)

@@ -74,10 +74,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """Bytes of all tensors, padding excluded."""
         return sum(entry.nbytes for entry in self.tensors)
 
+    @property
+    def identity(self) -> bytes:
+        """xxh3-128 of names, types, shapes and digests: equal for the same weights, whoever sent them."""
+        return digest_of(_encoder.encode([(e.name, e.dtype, e.shape, e.digest) for e in self.tensors]))
+
     def same_weights(self, other: Manifest) -> bool:
         """Whether both describe the same bytes under the same names as the same version, wherever they lie."""
-        mine, theirs = ([(e.name, e.dtype, e.shape, e.digest) for e in m.tensors] for m in (self, other))
-        return (self.version, self.kind) == (other.version, other.kind) and mine == theirs
+        return (self.version, self.kind, self.identity) == (other.version, other.kind, other.identity)
 
     def sealed(self) -> Self:
         """The same manifest with its digest filled in.

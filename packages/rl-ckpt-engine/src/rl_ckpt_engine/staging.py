@@ -56,7 +56,7 @@ class Staging:
             WeightSyncError: a digest does not fit, or the deadline passed; also whatever `pull` raises.
         """
         missing = await self._keep(manifest, deadline)
-        buckets = list(self._buckets(missing))
+        buckets = list(cut(missing, self._memory, self._bucket_bytes))
         self.pulled_nbytes = sum(bucket.memory.nbytes for bucket in buckets)
         check = _Check(manifest.version, missing)
         filled = 0
@@ -75,6 +75,10 @@ class Staging:
             WeightTensor(entry.name, entry.dtype, entry.shape, self._memory[entry.offset : entry.end])
             for entry in manifest.tensors
         ]
+
+    def forget(self) -> None:
+        """Ask for everything next time."""
+        self._held.clear()
 
     def clear(self) -> None:
         """Drop the memory; tensors handed out keep it."""
@@ -96,12 +100,14 @@ class Staging:
                 await pacer.advance(entry.nbytes)
         return [entry for entry in manifest.tensors if entry.name not in self._held]
 
-    def _buckets(self, missing: Sequence[TensorEntry]) -> Iterator[Bucket]:
-        """Neighbours share a bucket, padding between them included; a tensor that is larger than a bucket takes several."""
-        for start, end in _runs(missing):
-            for at in range(start, end, self._bucket_bytes):
-                stop = min(at + self._bucket_bytes, end)
-                yield Bucket(at, self._memory[at:stop].data)
+
+def cut(entries: Sequence[TensorEntry], memory: npt.NDArray[np.uint8], bucket_bytes: int) -> Iterator[Bucket]:
+    """The parts of a payload that hold these tensors. Neighbours share a bucket, padding between them included; a tensor that is larger than
+    a bucket takes several."""
+    for start, end in _runs(entries):
+        for at in range(start, end, bucket_bytes):
+            stop = min(at + bucket_bytes, end)
+            yield Bucket(at, memory[at:stop].data)
 
 
 class _Check:

@@ -40,9 +40,14 @@ class Deadline:
         """Make the next `check` fail."""
         self._cancelled = reason
 
+    @property
+    def left_s(self) -> float:
+        """Seconds left, at least 0."""
+        return max(0.0, self._end - time.monotonic())
+
     def timeout(self) -> asyncio.Timeout:
         """A context in which waiting ends with TimeoutError when the time is over."""
-        return asyncio.timeout(max(0.0, self._end - time.monotonic()))
+        return asyncio.timeout(self.left_s)
 
     def check(self) -> None:
         """Go on, or not.

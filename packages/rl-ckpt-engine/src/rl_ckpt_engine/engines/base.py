@@ -74,6 +74,10 @@ class PublishingEngine(CheckpointEngineWithCache, Generic[P]):
     async def _fetch(self, manifest: Manifest, deadline: Deadline) -> list[WeightTensor]:
         """The tensors of the manifest, each compared with its digest."""
 
+    def _identity(self) -> bytes:
+        """What manifests say about who sent them."""
+        return self.prepare()
+
     def _new_outlet(self) -> CheckpointEngineWithCache:
         """An engine like this one, to serve what was received."""
         return type(self)()
@@ -139,7 +143,7 @@ class PublishingEngine(CheckpointEngineWithCache, Generic[P]):
             kind=kind,
             tensors=entries,
             payload_nbytes=payload_size(entries),
-            sender=self.prepare(),
+            sender=self._identity(),
             placement=place.placement,
         ).sealed()
         place.complete(manifest)
