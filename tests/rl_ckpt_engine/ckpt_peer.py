@@ -1,4 +1,5 @@
-"""A process with one endpoint, driven over pipes: one JSON line in per call, one out per answer. `python ckpt_peer.py sender|receiver NAME`."""
+"""A process with one endpoint, driven over pipes: one JSON line in per call, one out per answer.
+`python ckpt_peer.py sender|receiver NAME ENGINE DIRECTORY`."""
 
 from __future__ import annotations
 
@@ -7,8 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from rl_ckpt_engine import ReceiverEndpoint, SenderEndpoint
-from rl_ckpt_engine.engines.shm import ShmEngine
+from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineRegistry, ReceiverEndpoint, SenderEndpoint
 from rl_ckpt_engine.testing import make_weights
 from rl_protocol.errors import RLError
 
@@ -21,11 +21,13 @@ T = 20.0
 
 
 class Peer:
-    def __init__(self, role: str, name: str) -> None:
+    def __init__(self, role: str, name: str, engine: str, directory: str) -> None:
+        config = CheckpointEngineConfig(backend=engine, directory=directory)
+        create = CheckpointEngineRegistry().create
         self.sink = Sink(make_weights(SHAPES))
         self.source = Source([])
-        self.sender = SenderEndpoint(ShmEngine(), self.source) if role == "sender" else None
-        self.receiver = ReceiverEndpoint(ShmEngine(), self.sink, name=name)
+        self.sender = SenderEndpoint(create(engine, config), self.source) if role == "sender" else None
+        self.receiver = ReceiverEndpoint(create(engine, config), self.sink, name=name)
 
     async def call(self, method: str, *args: object) -> object:
         if method == "loaded":
@@ -36,6 +38,14 @@ class Peer:
         if method == "receive":
             ack = await self.receiver.receive(bytes.fromhex(str(args[0])), T)
             return [ack.version, ack.digest.hex(), ack.seconds]
+        if method == "republish":
+            return (await (self.sender or self.receiver).republish(T)).hex()
+        if method == "prepare":
+            return (await (self.sender or self.receiver).prepare()).hex()
+        if method == "join":
+            return await (self.sender or self.receiver).join(bytes.fromhex(str(args[0])), float(str(args[1])))
+        if method == "serve":
+            return await self.sender.serve(bytes.fromhex(str(args[0])), T)
         target = self.sender if method in ("finalize", "abort") else self.receiver
         return await getattr(target, method)(*args)
 

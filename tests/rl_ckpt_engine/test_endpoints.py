@@ -204,15 +204,15 @@ def test_a_sink_that_reports_another_version_is_an_error() -> None:
     asyncio.run(run())
 
 
-def test_engines_of_fixed_groups_are_refused() -> None:
+def test_engines_that_can_not_be_brought_together_are_refused() -> None:
     class Fixed(NaiveEngine):
         capabilities: ClassVar[Capabilities] = Capabilities(
             same_host_only=False, zero_copy=False, elastic=False, devices=("cpu",)
         )
 
-    with pytest.raises(ConfigError, match="fixed size"):
+    with pytest.raises(ConfigError, match="neither elastic nor a GroupEngine"):
         SenderEndpoint(Fixed(), Source(model(1)))
-    with pytest.raises(ConfigError, match="fixed size"):
+    with pytest.raises(ConfigError, match="neither elastic nor a GroupEngine"):
         ReceiverEndpoint(Fixed(), Sink(model(0)))
 
 

@@ -1,8 +1,17 @@
-"""Both engines against the conformance suite of the package."""
+"""Every engine against the conformance suite of the package."""
 
-from rl_ckpt_engine import CheckpointEngine
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rl_ckpt_engine import CheckpointEngine, CheckpointEngineConfig, CheckpointEngineRegistry
+from rl_ckpt_engine.engines.disk import DiskEngine
 from rl_ckpt_engine.engines.naive import NaiveEngine
 from rl_ckpt_engine.engines.shm import ShmEngine
+from rl_ckpt_engine.engines.tcp import TcpEngine
+from rl_ckpt_engine.engines.torch_group import GlooEngine
 from rl_ckpt_engine.testing import EngineConformance
 
 
@@ -14,3 +23,37 @@ class TestNaive(EngineConformance):
 class TestShm(EngineConformance):
     def make_engine(self) -> CheckpointEngine:
         return ShmEngine()
+
+
+class TestTcp(EngineConformance):
+    def make_engine(self) -> CheckpointEngine:
+        return TcpEngine()
+
+
+class TestTcpInSmallBuckets(EngineConformance):
+    """Every tensor of more than a kilobyte takes several buckets."""
+
+    def make_engine(self) -> CheckpointEngine:
+        return TcpEngine(CheckpointEngineConfig(bucket_mb=1000 / 2**20))
+
+    test_odd_shapes_arrive = None  # 16 MiB in pieces of a kilobyte show nothing more
+
+
+class TestGloo(EngineConformance):
+    def make_engine(self) -> CheckpointEngine:
+        return GlooEngine(CheckpointEngineConfig(bucket_mb=1))
+
+
+@pytest.mark.gpu
+class TestNccl(EngineConformance):
+    def make_engine(self) -> CheckpointEngine:
+        return CheckpointEngineRegistry().create("nccl")
+
+
+class TestDisk(EngineConformance):
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path) -> None:
+        self.directory = tmp_path
+
+    def make_engine(self) -> CheckpointEngine:
+        return DiskEngine(CheckpointEngineConfig(directory=str(self.directory / "weights"), bucket_mb=1))

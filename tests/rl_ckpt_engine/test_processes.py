@@ -3,96 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from ckpt_remote import SHAPES, started
 
-from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineManager, Manifest, ReceiveAck, ReceiverEndpoint
+from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineManager, Manifest, ReceiverEndpoint
 from rl_ckpt_engine.engines.shm import ShmEngine
 from rl_ckpt_engine.testing import assert_same, make_weights
 from rl_protocol.errors import WeightSyncError
 
-SHAPES = [(1000, 100), (), (0,), (33,)]
-PEER = Path(__file__).with_name("ckpt_peer.py")
-
-
-class RemotePeer:
-    """Both handles over the pipes of one process."""
-
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
-        self.name = name
-        self.process = process
-
-    async def call(self, *request: object) -> object:
-        self.process.stdin.write(json.dumps(request).encode() + b"\n")
-        await self.process.stdin.drain()
-        line = await self.process.stdout.readline()
-        if not line:
-            raise ConnectionResetError(f"process {self.name} is gone")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise WeightSyncError(answer["error"])
-        return answer["ok"]
-
-    async def send(self, version: int, timeout_s: float) -> bytes:
-        return bytes.fromhex(await self.call("send", version))
-
-    async def finalize(self, version: int) -> None:
-        await self.call("finalize", version)
-
-    async def abort(self) -> None:
-        await self.call("abort")
-
-    async def pause(self, timeout_s: float) -> None:
-        await self.call("pause", timeout_s)
-
-    async def receive(self, manifest: bytes, timeout_s: float) -> ReceiveAck:
-        version, digest, seconds = await self.call("receive", manifest.hex())
-        return ReceiveAck(version=version, digest=bytes.fromhex(digest), seconds=seconds)
-
-    async def activate(self, version: int, timeout_s: float) -> int:
-        return await self.call("activate", version, timeout_s)
-
-    async def resume(self, timeout_s: float) -> None:
-        await self.call("resume", timeout_s)
-
-    async def kill(self) -> None:
-        self.process.kill()
-        await self.process.wait()
-
-
-@asynccontextmanager
-async def started(role: str, name: str) -> AsyncIterator[RemotePeer]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(PEER),
-        role,
-        name,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=1 << 24,
-    )
-    try:
-        yield RemotePeer(name, process)
-    finally:
-        process.stdin.close()
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
 
 def shm_names() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
-
-
-async def has(peer: RemotePeer, version: int) -> bool:
-    want = {w.name: w.data.tobytes().hex() for w in make_weights(SHAPES, seed=version)}
-    return await peer.call("loaded") == [version, want]
 
 
 def test_manager_moves_weights_between_processes_and_survives_the_death_of_one() -> None:
@@ -105,21 +30,21 @@ def test_manager_moves_weights_between_processes_and_survives_the_death_of_one()
             manager = CheckpointEngineManager(sender, [one, two], CheckpointEngineConfig(timeout_s=20))
             for version in (1, 2, 3):
                 assert (await manager.update_weights(version)).receivers == ("one", "two")
-                assert await has(one, version)
-                assert await has(two, version)
+                assert await one.has(version)
+                assert await two.has(version)
             await two.kill()
             assert (await manager.update_weights(4)).receivers == ("one",)
             assert list(manager.quarantined) == ["two"]
             await manager.add_receiver(late)
-            assert await has(late, 4)
+            assert await late.has(4)
             assert (await manager.update_weights(5)).receivers == ("one", "late")
-            assert await has(late, 5)
+            assert await late.has(5)
             await sender.kill()
             start = time.monotonic()
             with pytest.raises(WeightSyncError, match="send: the sender failed"):
                 await manager.update_weights(6)
             assert time.monotonic() - start < 5
-            assert await has(one, 5), "old weights stay"
+            assert await one.has(5), "old weights stay"
 
     before = shm_names()
     asyncio.run(run())

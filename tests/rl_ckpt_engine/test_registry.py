@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import metadata
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -13,6 +14,7 @@ import rl_ckpt_engine
 from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineRegistry
 from rl_ckpt_engine.engines.naive import NaiveEngine
 from rl_ckpt_engine.engines.shm import ShmEngine
+from rl_ckpt_engine.plugins import Allowed, PluginPolicy
 from rl_protocol.errors import ConfigError
 
 
@@ -49,7 +51,17 @@ class Points:
                     raise offer
                 return offer
 
-        return Point(name=name, value=f"pkg_{name}:Engine", group="rl_ckpt_engine.backends")
+        point = Point(name=name, value=f"pkg_{name}:Engine", group="rl_ckpt_engine.backends")
+        vars(point).update(dist=SimpleNamespace(name=f"pkg-{name}", version="1.2"))
+        return point
+
+
+EVERYTHING = PluginPolicy(
+    backends={
+        name: Allowed(distribution=f"pkg_{name}", version="1.2")
+        for name in ("plugin", "future", "wrong", "broken", "alias")
+    }
+)
 
 
 @pytest.fixture
@@ -73,7 +85,7 @@ def test_built_ins() -> None:
 
 
 def test_a_plug_in_is_loaded_when_its_name_is_asked_for_and_no_other(points: Points) -> None:
-    registry = CheckpointEngineRegistry()
+    registry = CheckpointEngineRegistry(EVERYTHING)
     assert "plugin" in registry.names()
     registry.get("shm")
     assert points.loaded == []
@@ -85,7 +97,10 @@ def test_a_plug_in_is_loaded_when_its_name_is_asked_for_and_no_other(points: Poi
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("missing", "no checkpoint engine 'missing'; there are alias, broken, future, naive, plugin, shm, wrong"),
+        (
+            "missing",
+            "no checkpoint engine 'missing'; there are alias, broken, disk, future, gloo, naive, nccl, plugin, shm, tcp, wrong",
+        ),
         ("future", "API version 2; this is version 1"),
         ("wrong", "no subclass of CheckpointEngine"),
         ("broken", "No module named 'cupy'"),
@@ -94,16 +109,16 @@ def test_a_plug_in_is_loaded_when_its_name_is_asked_for_and_no_other(points: Poi
 )
 def test_what_can_not_be_used_is_said(points: Points, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        CheckpointEngineRegistry().get(name)
+        CheckpointEngineRegistry(EVERYTHING).get(name)
 
 
 def test_two_owners_of_a_name_are_refused(points: Points) -> None:
     points.twice.add("plugin")
     with pytest.raises(ConfigError, match="Several offer an engine 'plugin'"):
-        CheckpointEngineRegistry().get("plugin")
+        CheckpointEngineRegistry(EVERYTHING).get("plugin")
     points.offers["shm"] = PluginEngine
     with pytest.raises(ConfigError, match="Several offer an engine 'shm'"):
-        CheckpointEngineRegistry().get("shm")
+        CheckpointEngineRegistry(EVERYTHING).get("shm")
     assert points.loaded == []
 
 
@@ -111,7 +126,7 @@ def test_register(points: Points) -> None:
     class Mine(NaiveEngine):
         name: ClassVar[str] = "mine"
 
-    registry = CheckpointEngineRegistry()
+    registry = CheckpointEngineRegistry(EVERYTHING)
     registry.register("mine", Mine)
     assert registry.get("mine") is Mine
     for name in ("mine", "shm", "plugin"):

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from rl_ckpt_engine import Manifest
-from rl_ckpt_engine.engines.memfd import PAYLOAD_START
-from rl_ckpt_engine.engines.shm import ShmEngine, ShmMember, ShmPlacement
+from rl_ckpt_engine.engines.memfd import PAYLOAD_START, SlotPlacement
+from rl_ckpt_engine.engines.shm import ShmEngine, ShmMember
 from rl_ckpt_engine.testing import make_weights
 from rl_protocol.errors import WeightSyncError
 
@@ -23,8 +23,8 @@ def sent(version: int = 1) -> tuple[ShmEngine, ShmEngine, Manifest]:
     return sender, receiver, manifest
 
 
-def placement(manifest: Manifest) -> ShmPlacement:
-    return msgspec.msgpack.decode(manifest.placement, type=ShmPlacement)
+def placement(manifest: Manifest) -> SlotPlacement:
+    return msgspec.msgpack.decode(manifest.placement, type=SlotPlacement)
 
 
 def poke(manifest: Manifest, at: int, data: bytes) -> None:
@@ -54,8 +54,10 @@ def test_header_of_a_write_in_progress_is_refused_before_and_after_reading() -> 
     _sender, receiver, manifest = sent()
     asyncio.run(receiver.receive_weights(manifest, timeout_s=9))
     poke(manifest, 16, b"\x01")
-    refused(receiver, manifest, "not there any more")
     with pytest.raises(WeightSyncError, match="not there any more"):
+        receiver.confirm(manifest)
+    refused(receiver, manifest, "not there any more")
+    with pytest.raises(WeightSyncError, match="was not received here"):
         receiver.confirm(manifest)
 
 

@@ -1,11 +1,26 @@
 """Weight synchronisation from trainer to rollout: manifest, engines, registry and manager."""
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
-from rl_ckpt_engine.endpoints import ReceiverEndpoint, SenderEndpoint
-from rl_ckpt_engine.engine import ENGINE_API_VERSION, Capabilities, CheckpointEngine, Topology
-from rl_ckpt_engine.handles import ReceiveAck, ReceiverHandle, SenderHandle
+from rl_ckpt_engine.endpoints import AdapterReceiver, ReceiverEndpoint, SenderEndpoint
+from rl_ckpt_engine.engine import (
+    ENGINE_API_VERSION,
+    Capabilities,
+    CheckpointEngine,
+    CheckpointEngineWithCache,
+    GroupEngine,
+    Topology,
+)
+from rl_ckpt_engine.handles import (
+    CachingHandle,
+    GroupHandle,
+    GroupSenderHandle,
+    ReceiveAck,
+    ReceiverHandle,
+    SenderHandle,
+)
 from rl_ckpt_engine.manager import CheckpointEngineManager
 from rl_ckpt_engine.manifest import Manifest, TensorEntry, plan
+from rl_ckpt_engine.plugins import PluginPolicy, load_policy
 from rl_ckpt_engine.registry import ENTRY_POINT_GROUP, CheckpointEngineRegistry
 
 __version__ = "0.1.0"
@@ -13,12 +28,19 @@ __version__ = "0.1.0"
 __all__ = [
     "ENGINE_API_VERSION",
     "ENTRY_POINT_GROUP",
+    "AdapterReceiver",
+    "CachingHandle",
     "Capabilities",
     "CheckpointEngine",
     "CheckpointEngineConfig",
     "CheckpointEngineManager",
     "CheckpointEngineRegistry",
+    "CheckpointEngineWithCache",
+    "GroupEngine",
+    "GroupHandle",
+    "GroupSenderHandle",
     "Manifest",
+    "PluginPolicy",
     "ReceiveAck",
     "ReceiverEndpoint",
     "ReceiverHandle",
@@ -26,5 +48,6 @@ __all__ = [
     "SenderHandle",
     "TensorEntry",
     "Topology",
+    "load_policy",
     "plan",
 ]

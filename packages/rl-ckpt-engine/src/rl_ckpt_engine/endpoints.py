@@ -3,55 +3,126 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Generator, Iterable
+from contextlib import closing
+from typing import Protocol, runtime_checkable
 
-from rl_ckpt_engine.engine import CheckpointEngine
+from rl_ckpt_engine.engine import CheckpointEngine, CheckpointEngineWithCache, GroupEngine
 from rl_ckpt_engine.handles import ReceiveAck
-from rl_ckpt_engine.manifest import Manifest
+from rl_ckpt_engine.manifest import Manifest, WeightKind
 from rl_protocol.errors import ConfigError, WeightSyncError
 from rl_protocol.ports import WeightReceiver, WeightSender
 from rl_protocol.weights import WeightTensor
 
 
-class SenderEndpoint:
+@runtime_checkable
+class AdapterReceiver(Protocol):
+    """A sink that takes adapters apart from the weights they belong to."""
+
+    def load_adapter(self, weights: Iterable[WeightTensor], version: int) -> None:
+        """Copy a verified LoRA adapter in, in place of the one before, and make it active as `version`. Errors as of `load_weights`."""
+        ...
+
+
+class _Endpoint:
+    def __init__(self, engine: CheckpointEngine) -> None:
+        if not (engine.capabilities.elastic or isinstance(engine, GroupEngine)):
+            raise ConfigError(
+                f"Engine {engine.name!r} is neither elastic nor a GroupEngine, so its members can't be brought together. "
+                "Set checkpoint_engine.backend to shm or tcp."
+            )
+        self._engine = engine
+
+    @property
+    def _group(self) -> GroupEngine:
+        if not isinstance(self._engine, GroupEngine):
+            raise WeightSyncError(f"Engine {self._engine.name!r} forms no group.")
+        return self._engine
+
+    @property
+    def _cache(self) -> CheckpointEngineWithCache:
+        if not isinstance(self._engine, CheckpointEngineWithCache):
+            raise WeightSyncError(f"Engine {self._engine.name!r} keeps nothing for others.")
+        return self._engine
+
+    async def prepare(self) -> bytes:
+        """See CheckpointEngine.prepare."""
+        return self._engine.prepare()
+
+    async def join(self, member: bytes, timeout_s: float) -> None:
+        """Join a group; see GroupEngine.join."""
+        self._engine.init_process_group(member)
+        await self._group.join(timeout_s=timeout_s)
+
+
+class SenderEndpoint(_Endpoint):
     """Methods of SenderHandle over an engine and whoever has the weights.
 
     Args:
         engine: one of this endpoint's own; closed with it.
-        source: asked for its weights once per send.
+        source: asked for its weights once per send. Its iterator is closed before `send` returns, so a context that it holds open (adapters
+            merged into the weights, say) covers exactly the reading.
+        kind: `lora`: the source yields an adapter, which must differ from the one sent before.
 
     Raises:
-        ConfigError: the engine needs a group of fixed size, which endpoints do not form.
+        ConfigError: the engine is neither elastic nor a GroupEngine.
     """
 
-    def __init__(self, engine: CheckpointEngine, source: WeightSender) -> None:
-        _require_elastic(engine)
-        self._engine = engine
+    def __init__(self, engine: CheckpointEngine, source: WeightSender, *, kind: WeightKind = "full") -> None:
+        super().__init__(engine)
         self._source = source
-        engine.init_process_group(engine.build_topology(engine.prepare(), []).sender)
+        self._kind: WeightKind = kind
+        self._sent: Manifest | None = None
+        self._committed: Manifest | None = None
+        if engine.capabilities.elastic:
+            engine.init_process_group(engine.build_topology(engine.prepare(), []).sender)
 
     async def send(self, version: int, timeout_s: float) -> bytes:
         """Publish the source's weights; returns the encoded Manifest.
 
         Raises:
-            WeightSyncError: see CheckpointEngine.send_weights.
+            WeightSyncError: see CheckpointEngine.send_weights; or the adapter did not change.
         """
-        manifest = await self._engine.send_weights(self._source.named_weights(), version, timeout_s=timeout_s)
+        with closing(_iterated(self._source.named_weights())) as weights:
+            manifest = await self._engine.send_weights(weights, version, timeout_s=timeout_s, kind=self._kind)
+        last = self._committed
+        if self._kind == "lora" and last is not None and last.identity == manifest.identity:
+            self._engine.abort()
+            raise WeightSyncError(
+                f"The adapter of version {version} is bit for bit that of version {last.version}: the trainer did not train it, or sends the "
+                "wrong tensors. Check which parameters the optimizer has."
+            )
+        self._sent = manifest
         return manifest.encode()
+
+    async def serve(self, manifest: bytes, timeout_s: float) -> None:
+        """See GroupEngine.serve."""
+        await self._group.serve(Manifest.decode(manifest), timeout_s=timeout_s)
 
     async def finalize(self, version: int) -> None:
         """See CheckpointEngine.finalize."""
         self._engine.finalize(version)
+        if self._sent is not None and self._sent.version == version:
+            self._committed = self._sent
 
     async def abort(self) -> None:
         """See CheckpointEngine.abort."""
         self._engine.abort()
+
+    async def republish(self, timeout_s: float) -> bytes:
+        """Serve the version committed last to late joiners in full; see CheckpointEngineWithCache.
+
+        Raises:
+            WeightSyncError: there is none, or the engine keeps nothing.
+        """
+        return (await self._cache.republish(timeout_s=timeout_s)).encode()
 
     def close(self) -> None:
         """Release the engine; safe to call twice."""
         self._engine.close()
 
 
-class ReceiverEndpoint:
+class ReceiverEndpoint(_Endpoint):
     """Methods of ReceiverHandle over an engine and whoever generates.
 
     The owner asks `admitting` before it takes a request. A load that broke off midway leaves weights of no version: then `resume`
@@ -63,12 +134,11 @@ class ReceiverEndpoint:
         name: of the replica, unique among them.
 
     Raises:
-        ConfigError: the engine needs a group of fixed size, which endpoints do not form.
+        ConfigError: the engine is neither elastic nor a GroupEngine.
     """
 
     def __init__(self, engine: CheckpointEngine, sink: WeightReceiver, *, name: str = "receiver") -> None:
-        _require_elastic(engine)
-        self._engine = engine
+        super().__init__(engine)
         self._sink = sink
         self._name = name
         self._sender = b""
@@ -110,7 +180,8 @@ class ReceiverEndpoint:
             raise WeightSyncError(
                 f"Replica {self._name!r} has version {self._sink.weight_version}; the older version {wanted.version} is refused."
             )
-        self._join(wanted.sender)
+        if self._engine.capabilities.elastic:
+            self._join(wanted.sender)
         weights = await self._engine.receive_weights(wanted, timeout_s=timeout_s)
         self._staged = (wanted, weights)
         return ReceiveAck(version=wanted.version, digest=wanted.digest, seconds=time.monotonic() - start)
@@ -129,7 +200,7 @@ class ReceiverEndpoint:
             raise WeightSyncError(f"Replica {self._name!r} can't activate version {version}: it has received {held}.")
         manifest, weights = staged
         self._engine.confirm(manifest)
-        self._load(weights, version)
+        self._load(manifest.kind, weights, version)
         try:
             self._engine.confirm(manifest)
         except WeightSyncError as error:
@@ -155,6 +226,19 @@ class ReceiverEndpoint:
             )
         self._admitting = True
 
+    async def republish(self, timeout_s: float) -> bytes:
+        """Serve what was received last to late joiners; see CheckpointEngineWithCache.
+
+        Raises:
+            WeightSyncError: the active version is not what was received last, it is gone, or the engine keeps nothing.
+        """
+        manifest = await self._cache.republish(timeout_s=timeout_s)
+        if manifest.version != self._sink.weight_version:
+            raise WeightSyncError(
+                f"Replica {self._name!r} has received version {manifest.version}, which is not active."
+            )
+        return manifest.encode()
+
     def close(self) -> None:
         """Drop what was received and release the engine; safe to call twice."""
         self._staged = None
@@ -166,19 +250,29 @@ class ReceiverEndpoint:
             self._engine.init_process_group(topology.receivers[0])
             self._sender = sender
 
-    def _load(self, weights: list[WeightTensor], version: int) -> None:
+    def _load(self, kind: WeightKind, weights: list[WeightTensor], version: int) -> None:
         was_torn, self._torn = self._torn, True
         try:
-            self._sink.load_weights(weights, version)
+            if kind == "full":
+                self._sink.load_weights(weights, version)
+            elif isinstance(self._sink, AdapterReceiver):
+                self._sink.load_adapter(weights, version)
+            else:
+                raise WeightSyncError(
+                    f"Replica {self._name!r} can't take version {version}, an adapter: {type(self._sink).__name__} has no load_adapter. Merge "
+                    "the adapter into the weights before they are sent."
+                )
             self._torn = False
         except WeightSyncError:  # the sink's promise: the old weights stay
             self._torn = was_torn
             raise
 
 
-def _require_elastic(engine: CheckpointEngine) -> None:
-    if not engine.capabilities.elastic:
-        raise ConfigError(
-            f"Engine {engine.name!r} needs a group of fixed size; the endpoints of this package join receivers one by one. "
-            "Set checkpoint_engine.backend to shm or naive."
-        )
+def _iterated(weights: Iterable[WeightTensor]) -> Generator[WeightTensor]:
+    """The weights, from an iterator that closing this one closes."""
+    iterator = iter(weights)
+    try:
+        yield from iterator
+    finally:
+        if isinstance(iterator, Generator):
+            iterator.close()

@@ -8,8 +8,8 @@ Lifecycle, names as in verl's checkpoint engines; one object plays one role, sen
     both      close
 
 Memory taken for one sync is kept for the next. A sender keeps the bytes of the version last finalized until the one after has been
-finalized, so that a late joiner can still receive it; the views a receiver got are good for the same time, and `confirm` tells whether
-that time has passed.
+finalized, so that a late joiner can still receive it. Views that a receiver got of the sender's memory (zero_copy) are good for the same
+time, and `confirm` tells whether that time has passed; other tensors are the receiver's own and good until it receives again.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import msgspec
 
-from rl_ckpt_engine.manifest import Manifest
+from rl_ckpt_engine.config import CheckpointEngineConfig
+from rl_ckpt_engine.manifest import Manifest, WeightKind
 from rl_protocol.weights import WeightTensor
 
 ENGINE_API_VERSION = 1
@@ -37,12 +38,14 @@ class Capabilities:
         zero_copy: receivers get views of memory the sender owns, not copies.
         elastic: receivers come and go without the others noticing; no group of fixed size is formed.
         devices: where the weights may lie while they are moved.
+        durable: a version that was published outlives its sender.
     """
 
     same_host_only: bool
     zero_copy: bool
     elastic: bool
     devices: tuple[str, ...]
+    durable: bool = False
 
 
 class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -64,6 +67,16 @@ class CheckpointEngine(ABC):
     name: ClassVar[str]
     """Short name, as written into manifests."""
     capabilities: ClassVar[Capabilities]
+
+    @classmethod
+    def create(cls, config: CheckpointEngineConfig) -> Self:
+        """An engine with these settings; the plain one has none of its own.
+
+        Raises:
+            ConfigError: a setting that this engine needs is missing.
+        """
+        del config
+        return cls()
 
     @abstractmethod
     def prepare(self) -> bytes:
@@ -87,8 +100,11 @@ class CheckpointEngine(ABC):
         """
 
     @abstractmethod
-    async def send_weights(self, weights: Iterable[WeightTensor], version: int, *, timeout_s: float) -> Manifest:
-        """Publish `version`. `weights` is consumed once, tensor by tensor, in the calling thread; it must yield at least one.
+    async def send_weights(
+        self, weights: Iterable[WeightTensor], version: int, *, timeout_s: float, kind: WeightKind = "full"
+    ) -> Manifest:
+        """Publish `version`; `kind` goes into the manifest. `weights` is consumed once, tensor by tensor, in the calling thread; it must
+        yield at least one.
 
         Returns when the bytes have been read from `weights` for good (no background work is left) unless the engine is zero_copy within
         the process, and receivers may begin. The version stays published until `finalize` of a later one, or `abort`.
@@ -129,3 +145,50 @@ class CheckpointEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release all memory; safe to call twice. Views handed out stay readable until their last user drops them."""
+
+
+class CheckpointEngineWithCache(CheckpointEngine):
+    """An engine whose receivers can hand on what they received, so that late joiners need neither the trainer nor its pause."""
+
+    @abstractmethod
+    def get_weights(self) -> tuple[Manifest, list[WeightTensor]]:
+        """What was received last, whole and verified; nothing is copied.
+
+        Raises:
+            WeightSyncError: nothing was received, or the sender has given it up.
+        """
+
+    @abstractmethod
+    async def republish(self, *, timeout_s: float) -> Manifest:
+        """Serve what was received last; the manifest names this process as sender, with the same version, tensors and digests.
+
+        Raises:
+            WeightSyncError: see `get_weights`; or the deadline passed.
+        """
+
+
+class GroupEngine(CheckpointEngine):
+    """An engine whose members move the bytes together; its capabilities are not elastic.
+
+        both      prepare -> (build_topology) -> init_process_group -> join, all members at once
+        sender    send_weights -> serve, while all receivers are in receive_weights -> finalize | abort, for each version
+
+    A group in which anything failed is left by whoever notices, so that the others notice, too; a new one takes its place. `prepare`
+    returns new metadata once they were used by init_process_group.
+    """
+
+    @abstractmethod
+    async def join(self, *, timeout_s: float) -> None:
+        """Form the group given to init_process_group; returns when all members are there.
+
+        Raises:
+            WeightSyncError: somebody did not come.
+        """
+
+    @abstractmethod
+    async def serve(self, manifest: Manifest, *, timeout_s: float) -> None:
+        """Sender: take part in moving a published version.
+
+        Raises:
+            WeightSyncError: the version is not published, a member failed, or the deadline passed.
+        """

@@ -6,7 +6,7 @@ ReceiverEndpoint. A method MUST raise only RLError, TimeoutError or OSError: tra
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -59,4 +59,35 @@ class ReceiverHandle(Protocol):
 
     async def resume(self, timeout_s: float) -> None:
         """Admit requests again."""
+        ...
+
+
+@runtime_checkable
+class CachingHandle(Protocol):
+    """A sender or receiver that can serve the version it has to late joiners; offering this is optional."""
+
+    async def republish(self, timeout_s: float) -> bytes:
+        """Serve it; returns the encoded Manifest, which names the same version, tensors and digests."""
+        ...
+
+
+@runtime_checkable
+class GroupHandle(Protocol):
+    """A sender or receiver of an engine whose members move the bytes in a group."""
+
+    async def prepare(self) -> bytes:
+        """Its metadata; see CheckpointEngine.prepare."""
+        ...
+
+    async def join(self, member: bytes, timeout_s: float) -> None:
+        """Join the group with this part of the topology; all members are called at once."""
+        ...
+
+
+@runtime_checkable
+class GroupSenderHandle(GroupHandle, SenderHandle, Protocol):
+    """The sender of such an engine."""
+
+    async def serve(self, manifest: bytes, timeout_s: float) -> None:
+        """Take part in moving a version that was sent, while all receivers receive it."""
         ...

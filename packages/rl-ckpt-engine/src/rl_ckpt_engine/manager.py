@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from types import MappingProxyType
+from typing import ClassVar
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
-from rl_ckpt_engine.handles import ReceiverHandle, SenderHandle
+from rl_ckpt_engine.engine import CheckpointEngine
+from rl_ckpt_engine.groups import mover
+from rl_ckpt_engine.handles import CachingHandle, ReceiverHandle, SenderHandle
 from rl_ckpt_engine.manifest import Manifest
 from rl_ckpt_engine.phases import call_one, listed
-from rl_ckpt_engine.rounds import SyncRound
+from rl_ckpt_engine.rounds import SyncRound, catch_up
 from rl_protocol.errors import ConfigError, WeightSyncError
 from rl_protocol.ports import WeightSyncReport
 
@@ -32,15 +35,24 @@ class CheckpointEngineManager:
         sender: has the newest weights.
         receivers: replicas with distinct names; more may be added later.
         config: `timeout_s` is the deadline of each phase.
+        engine: class of the engine; needed when its members form a group.
 
     Raises:
-        ConfigError: two receivers have one name.
+        ConfigError: two receivers have one name, or the sender's handle does not fit the engine.
     """
 
+    API_VERSION: ClassVar[int] = 1
+    """A manager that a package offers states this in its own body; the registry compares it with ENGINE_API_VERSION."""
+
     def __init__(
-        self, sender: SenderHandle, receivers: Iterable[ReceiverHandle], config: CheckpointEngineConfig | None = None
+        self,
+        sender: SenderHandle,
+        receivers: Iterable[ReceiverHandle],
+        config: CheckpointEngineConfig | None = None,
+        engine: type[CheckpointEngine] | None = None,
     ) -> None:
         self._sender = sender
+        self._mover = mover(engine, sender)
         self._config = CheckpointEngineConfig() if config is None else config
         self._receivers: dict[str, ReceiverHandle] = {}
         for handle in receivers:
@@ -132,7 +144,7 @@ class CheckpointEngineManager:
         if not self._receivers:
             raise WeightSyncError(f"Version {version} has no receiver to go to; add one.{listed(self._quarantined)}")
         start = time.monotonic()
-        sync = SyncRound(self._sender, self._receivers, version, self._config.timeout_s)
+        sync = SyncRound(self._sender, self._receivers, version, self._config.timeout_s, self._mover)
         try:
             await sync.run()
         finally:
@@ -166,23 +178,39 @@ class CheckpointEngineManager:
                 self._quarantined[name] = reason
                 _log.warning("Receiver %s is quarantined: %s.", name, reason)
 
-    async def _catch_up(self, handle: ReceiverHandle, manifest: Manifest) -> None:
-        limit, name, version = self._config.timeout_s, handle.name, manifest.version
-        try:
-            await call_one("pause", name, limit, handle.pause(limit))
-            ack = await call_one("receive", name, limit, handle.receive(manifest.encode(), limit))
-            if (ack.version, ack.digest) != (version, manifest.digest):
-                raise WeightSyncError(f"receive: {name} acknowledged version {ack.version}: not what was sent")
-            active = await call_one("activate", name, limit, handle.activate(version, limit))
-            if active != version:
-                raise WeightSyncError(f"activate: {name} reports version {active}")
-            await call_one("resume", name, limit, handle.resume(limit))
-        except WeightSyncError as error:
-            raise WeightSyncError(
-                f"Receiver {name!r} could not catch up with version {version} and stays out, paused: {error}. If the sender has gone on, a new "
-                "sync is needed: call update_weights with a later version, then add it again.",
-                peer=name,
-            ) from error
+    async def _catch_up(self, handle: ReceiverHandle, committed: Manifest) -> None:
+        """From the sender, or else from whoever keeps the version for others."""
+        name, version, reasons = handle.name, committed.version, dict[str, str]()
+        async for manifest in self._offers(committed, reasons):
+            try:
+                await catch_up(handle, manifest, self._config.timeout_s, self._mover)
+                return
+            except WeightSyncError as error:
+                reasons[str(len(reasons))] = str(error)
+        raise WeightSyncError(
+            f"Receiver {name!r} could not catch up with version {version} and stays out, paused.{listed(reasons)} If the sender has gone on, a "
+            "new sync is needed: call update_weights with a later version, then add it again.",
+            peer=name,
+        )
+
+    async def _offers(self, committed: Manifest, reasons: dict[str, str]) -> AsyncGenerator[Manifest]:
+        """Manifests of the version committed last: as it was sent, then as it is kept by sender and receivers."""
+        yield committed
+        for handle in (self._sender, *self._receivers.values()):
+            if isinstance(handle, CachingHandle):
+                try:
+                    kept = await call_one(
+                        "republish",
+                        getattr(handle, "name", "the sender"),
+                        self._config.timeout_s,
+                        handle.republish(self._config.timeout_s),
+                    )
+                    manifest = Manifest.decode(kept)
+                except WeightSyncError as error:
+                    reasons[str(len(reasons))] = str(error)
+                    continue
+                if manifest.same_weights(committed):
+                    yield manifest
 
     # ------------------------------------------------------------------------------------------------------------ checks
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Self, TypeVar
+from typing import Literal, Self, TypeAlias, TypeVar
 
 import msgspec
 import xxhash
@@ -25,6 +25,7 @@ ALIGN = 64
 DIGEST_BYTES = 16
 _MAX_VERSION = 2**63 - 1
 S = TypeVar("S")
+WeightKind: TypeAlias = Literal["full", "lora"]
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -40,6 +41,11 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     digest: bytes
     """xxh3-128 of the bytes, 16 bytes."""
 
+    @property
+    def end(self) -> int:
+        """The byte after the last."""
+        return self.offset + self.nbytes
+
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One version of the weights as sent by one sender."""
@@ -50,6 +56,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Random, 16 bytes: tells two sends of the same version apart."""
     engine: str
     """Name of the engine that sent it; only that engine can receive it."""
+    kind: WeightKind = "full"
+    """`full`: every weight of the model; `lora`: an adapter's alone."""
     tensors: tuple[TensorEntry, ...]
     """In the order of the source, which is the order of offsets."""
     payload_nbytes: int
@@ -65,6 +73,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def tensor_nbytes(self) -> int:
         """Bytes of all tensors, padding excluded."""
         return sum(entry.nbytes for entry in self.tensors)
+
+    @property
+    def identity(self) -> bytes:
+        """xxh3-128 of names, types, shapes and digests: equal for the same weights, whoever sent them."""
+        return digest_of(_encoder.encode([(e.name, e.dtype, e.shape, e.digest) for e in self.tensors]))
+
+    def same_weights(self, other: Manifest) -> bool:
+        """Whether both describe the same bytes under the same names as the same version, wherever they lie."""
+        return (self.version, self.kind, self.identity) == (other.version, other.kind, other.identity)
 
     def sealed(self) -> Self:
         """The same manifest with its digest filled in.

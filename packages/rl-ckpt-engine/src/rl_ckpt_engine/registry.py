@@ -1,20 +1,28 @@
-"""From a short name to an engine class: built-ins, and what installed packages offer under `rl_ckpt_engine.backends`.
-
-The same call runs on the driver and in every worker. A package is imported only when its name is asked for. Module paths and files are
-never accepted: what may run is decided by what is installed, not by the settings of a run.
-"""
+"""From a short name to an engine class, and from the settings of a run to its engine and its manager. The same on the driver and in workers."""
 
 from __future__ import annotations
 
-from importlib import metadata
+from importlib import import_module
 from inspect import isclass
 
+from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.engine import ENGINE_API_VERSION, CheckpointEngine
-from rl_ckpt_engine.engines.naive import NaiveEngine
-from rl_ckpt_engine.engines.shm import ShmEngine
+from rl_ckpt_engine.manager import CheckpointEngineManager
+from rl_ckpt_engine.plugins import PluginPolicy, entry_points, load_plugin, load_policy, owner, plugin_names
 from rl_protocol.errors import ConfigError
 
 ENTRY_POINT_GROUP = "rl_ckpt_engine.backends"
+_ENGINES = "rl_ckpt_engine.engines"
+_BUILT_IN = {
+    "naive": (f"{_ENGINES}.naive", "NaiveEngine", ""),
+    "shm": (f"{_ENGINES}.shm", "ShmEngine", ""),
+    "tcp": (f"{_ENGINES}.tcp", "TcpEngine", ""),
+    "disk": (f"{_ENGINES}.disk", "DiskEngine", ""),
+    "gloo": (f"{_ENGINES}.torch_group", "GlooEngine", "torch"),
+    "nccl": (f"{_ENGINES}.torch_group", "NcclEngine", "torch"),
+}
+"""Name -> module, class, extra of this package that it needs. Imported when asked for."""
+_DELTA = "delta-"
 
 
 class CheckpointEngineRegistry:
@@ -22,10 +30,14 @@ class CheckpointEngineRegistry:
 
     >>> CheckpointEngineRegistry().get("shm").__name__
     'ShmEngine'
+
+    Args:
+        policy: which plug-ins may load; what RL_CKPT_PLUGINS says by default.
     """
 
-    def __init__(self) -> None:
-        self._classes: dict[str, type[CheckpointEngine]] = {"naive": NaiveEngine, "shm": ShmEngine}
+    def __init__(self, policy: PluginPolicy | None = None) -> None:
+        self._policy = policy
+        self._classes: dict[str, type[CheckpointEngine]] = {}
         self._loaded: dict[str, type[CheckpointEngine]] = {}
 
     def register(self, name: str, engine: type[CheckpointEngine]) -> None:
@@ -34,77 +46,132 @@ class CheckpointEngineRegistry:
         Raises:
             ConfigError: the name is taken, or the class is no engine of this API version.
         """
-        taken = self._classes.get(name)
-        if taken is not None or _entry_points(name):
-            owner = f"by {taken.__module__}.{taken.__qualname__}" if taken is not None else "by an installed package"
-            raise ConfigError(f"The engine name {name!r} is taken {owner}; choose another.")
-        self._classes[name] = _checked(name, engine, f"{engine!r}")
+        if name in self.names():
+            raise ConfigError(f"The engine name {name!r} is taken {self._taken_by(name)}; choose another.")
+        self._classes[name] = checked_engine(name, engine, f"{engine!r}")
 
     def get(self, name: str) -> type[CheckpointEngine]:
         """The class of that name.
 
         Raises:
-            ConfigError: nobody offers the name, several do, the package that does can't be imported, or what it offers is no engine of
-                this API version.
+            ConfigError: nobody offers the name, several do, what does may not be loaded or can't be imported, or what it offers is no engine
+                of this API version.
         """
         if name in self._loaded:
             return self._loaded[name]
-        points = _entry_points(name)
-        known = self._classes.get(name)
-        if len(points) + (known is not None) > 1:
-            owners = [_distribution(point) for point in points] + (["rl-ckpt-engine or register()"] if known else [])
+        points = entry_points("backends", name)
+        own = name in self._classes or name in _BUILT_IN
+        if len(points) + own > 1:
+            owners = [owner(point) for point in points] + (["rl-ckpt-engine or register()"] if own else [])
             raise ConfigError(f"Several offer an engine {name!r}: {', '.join(owners)}. Uninstall all but one.")
-        if known is not None:
-            return known
-        if not points:
+        if name in self._classes:
+            return self._classes[name]
+        if name.startswith(_DELTA) and not points:
+            self._loaded[name] = _delta(self.get(name.removeprefix(_DELTA)))
+        elif name in _BUILT_IN:
+            self._loaded[name] = _built_in(name)
+        elif points:
+            offered = load_plugin("backends", name, self._allowed())
+            self._loaded[name] = checked_engine(name, offered, owner(points[0]))
+        else:
             raise ConfigError(
-                f"There is no checkpoint engine {name!r}; there are {', '.join(self.names())}. Others come with packages that offer an entry "
-                f"point of that name in group {ENTRY_POINT_GROUP}."
+                f"There is no checkpoint engine {name!r}; there are {', '.join(self.names())}, and delta- before any of them. Others come "
+                f"with packages that offer an entry point of that name in group {ENTRY_POINT_GROUP}."
             )
-        self._loaded[name] = _load(name, points[0])
         return self._loaded[name]
 
-    def create(self, name: str) -> CheckpointEngine:
-        """A new engine of that name.
+    def resolve(self, config: CheckpointEngineConfig) -> type[CheckpointEngine]:
+        """The class of `config.backend`, from the plug-in `config.custom_backend_module` when that is set.
 
         Raises:
-            ConfigError: see `get`.
+            ConfigError: see `get`; or the plug-in offers an engine of another name.
         """
-        return self.get(name)()
+        custom = config.custom_backend_module
+        if not custom:
+            return self.get(config.backend)
+        if config.backend in (set(self._classes) | set(_BUILT_IN)):
+            raise ConfigError(
+                f"checkpoint_engine.custom_backend_module={custom} can't replace the engine {config.backend!r} of this package; set "
+                "checkpoint_engine.backend to the name of the plug-in's engine."
+            )
+        if config.backend not in self._loaded:
+            offered = load_plugin("backends", custom, self._allowed())
+            self._loaded[config.backend] = checked_engine(config.backend, offered, custom)
+        return self._loaded[config.backend]
+
+    def create(self, name: str, config: CheckpointEngineConfig | None = None) -> CheckpointEngine:
+        """A new engine of that name, with the settings given or the defaults.
+
+        Raises:
+            ConfigError: see `get` and CheckpointEngine.create.
+        """
+        return self.get(name).create(CheckpointEngineConfig() if config is None else config)
+
+    def manager(self, config: CheckpointEngineConfig) -> type[CheckpointEngineManager]:
+        """The manager's class: that of this package, or the plug-in `config.checkpoint_manager_class`.
+
+        Raises:
+            ConfigError: the plug-in may not be loaded, can't be imported, or is no manager of this API version.
+        """
+        name = config.checkpoint_manager_class
+        if not name:
+            return CheckpointEngineManager
+        offered = load_plugin("managers", name, self._allowed())
+        if not isclass(offered) or not issubclass(offered, CheckpointEngineManager):
+            raise ConfigError(f"The manager {name!r} is {offered!r}, which is no subclass of CheckpointEngineManager.")
+        _check_version("manager", name, name, offered)
+        return offered
 
     def names(self) -> tuple[str, ...]:
-        """Every name that `get` knows; nothing is imported to find out."""
-        return tuple(
-            sorted({*self._classes, *(point.name for point in metadata.entry_points(group=ENTRY_POINT_GROUP))})
-        )
+        """Every name that `get` knows, allowed or not; nothing is imported to find out."""
+        return tuple(sorted({*_BUILT_IN, *self._classes, *plugin_names("backends")}))
+
+    def _allowed(self) -> PluginPolicy:
+        if self._policy is None:
+            self._policy = load_policy()
+        return self._policy
+
+    def _taken_by(self, name: str) -> str:
+        if name in self._classes:
+            return f"by {self._classes[name].__module__}.{self._classes[name].__qualname__}"
+        return "by this package" if name in _BUILT_IN else "by an installed package"
 
 
-def _entry_points(name: str) -> list[metadata.EntryPoint]:
-    return list(metadata.entry_points(group=ENTRY_POINT_GROUP, name=name))
-
-
-def _distribution(point: metadata.EntryPoint) -> str:
-    return f"{point.value} of {point.dist.name if point.dist is not None else 'an unknown distribution'}"
-
-
-def _load(name: str, point: metadata.EntryPoint) -> type[CheckpointEngine]:
-    owner = _distribution(point)
+def _delta(engine: type[CheckpointEngine]) -> type[CheckpointEngine]:
     try:
-        offered: object = point.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"The engine {name!r} ({owner}) can't be loaded: {error}. Install what it needs.") from error
-    return _checked(name, offered, owner)
+        module = import_module(f"{_ENGINES}.delta")
+    except ImportError as error:
+        raise ConfigError(f"Delta engines can't be loaded: {error}. Install rl-ckpt-engine[delta].") from error
+    return module.over(engine)
 
 
-def _checked(name: str, offered: object, owner: str) -> type[CheckpointEngine]:
+def _built_in(name: str) -> type[CheckpointEngine]:
+    module, attribute, extra = _BUILT_IN[name]
+    try:
+        offered: object = getattr(import_module(module), attribute)
+    except ImportError as error:
+        raise ConfigError(f"The engine {name!r} can't be loaded: {error}. Install rl-ckpt-engine[{extra}].") from error
+    return checked_engine(name, offered, "rl-ckpt-engine")
+
+
+def checked_engine(name: str, offered: object, owner: str) -> type[CheckpointEngine]:
+    """What was offered, if it is an engine that can be used under that name.
+
+    Raises:
+        ConfigError: it is not; says what it is.
+    """
     if not isclass(offered) or not issubclass(offered, CheckpointEngine):
         raise ConfigError(f"The engine {name!r} ({owner}) is {offered!r}, which is no subclass of CheckpointEngine.")
-    written_for: object = getattr(offered, "API_VERSION", None)
-    if written_for != ENGINE_API_VERSION:
-        raise ConfigError(
-            f"The engine {name!r} ({owner}) was written for API version {written_for}; this is version {ENGINE_API_VERSION}. "
-            "Install matching releases."
-        )
+    _check_version("engine", name, owner, offered)
     if offered.name != name:
         raise ConfigError(f"The engine {name!r} ({owner}) calls itself {offered.name!r}; both names must be the same.")
     return offered
+
+
+def _check_version(kind: str, name: str, owner: str, offered: type) -> None:
+    written_for: object = getattr(offered, "API_VERSION", None)
+    if written_for != ENGINE_API_VERSION:
+        raise ConfigError(
+            f"The {kind} {name!r} ({owner}) was written for API version {written_for}; this is version {ENGINE_API_VERSION}. "
+            "Install matching releases."
+        )

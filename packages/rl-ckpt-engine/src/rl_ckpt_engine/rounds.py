@@ -7,9 +7,10 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
+from rl_ckpt_engine.groups import Mover
 from rl_ckpt_engine.handles import ReceiveAck, ReceiverHandle, SenderHandle
 from rl_ckpt_engine.manifest import Manifest
-from rl_ckpt_engine.phases import call_all, call_one, listed
+from rl_ckpt_engine.phases import Outcome, call_all, call_one, listed
 from rl_protocol.errors import WeightSyncError
 
 _log = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ class SyncRound:
         receivers: name -> replica.
         version: to be sent.
         timeout_s: deadline of each phase in seconds.
+        mover: gets the bytes to the receivers.
 
     Attributes:
         manifest: what was sent; None when sending failed.
@@ -35,12 +37,18 @@ class SyncRound:
     """
 
     def __init__(
-        self, sender: SenderHandle, receivers: Mapping[str, ReceiverHandle], version: int, timeout_s: float
+        self,
+        sender: SenderHandle,
+        receivers: Mapping[str, ReceiverHandle],
+        version: int,
+        timeout_s: float,
+        mover: Mover,
     ) -> None:
         self._sender = sender
         self._receivers = dict(receivers)
         self._version = version
         self._timeout_s = timeout_s
+        self._mover = mover
         self.manifest: Manifest | None = None
         self.active: tuple[str, ...] = ()
         self.failed: dict[str, str] = {}
@@ -66,12 +74,18 @@ class SyncRound:
 
     async def _transfer(self) -> None:
         limit = self._timeout_s
-        paused = await self._phase("pause", tuple(self._receivers), lambda handle: handle.pause(limit))
+        paused = await self._phase(
+            "pause", tuple(self._receivers), lambda handles: call_all("pause", handles, limit, lambda h: h.pause(limit))
+        )
         data, manifest = await self._send()
-        acks = await self._phase("receive", tuple(paused), lambda handle: handle.receive(data, limit))
+        acks = await self._phase("receive", tuple(paused), lambda handles: self._mover.move(data, handles, limit))
         verified = [name for name, ack in acks.items() if self._agrees(name, ack, manifest)]
         self._require(verified)
-        echoes = await self._phase("activate", verified, lambda handle: handle.activate(self._version, limit))
+        echoes = await self._phase(
+            "activate",
+            verified,
+            lambda handles: call_all("activate", handles, limit, lambda h: h.activate(self._version, limit)),
+        )
         for name, version in echoes.items():
             if version != self._version:
                 self.failed[name] = f"activate: {name} reports version {version}"
@@ -91,11 +105,14 @@ class SyncRound:
         return data, manifest
 
     async def _phase(
-        self, phase: str, names: tuple[str, ...] | list[str], call: Callable[[ReceiverHandle], Awaitable[T]]
+        self,
+        phase: str,
+        names: tuple[str, ...] | list[str],
+        call: Callable[[Mapping[str, ReceiverHandle]], Awaitable[Outcome[T]]],
     ) -> dict[str, T]:
         """Name -> answer of those that answered; raises when none did."""
         start = time.monotonic()
-        outcome = await call_all(phase, {name: self._receivers[name] for name in names}, self._timeout_s, call)
+        outcome = await call({name: self._receivers[name] for name in names})
         self.seconds[phase] = time.monotonic() - start
         self.failed.update(outcome.failed)
         self._require(outcome.done)
@@ -132,3 +149,22 @@ class SyncRound:
             await call_one("finalize" if self._moved else "abort", _SENDER, self._timeout_s, done)
         except WeightSyncError as error:
             _log.warning("After the sync of version %d: %s.", self._version, error)
+
+
+async def catch_up(handle: ReceiverHandle, manifest: Manifest, timeout_s: float, mover: Mover) -> None:
+    """Bring one receiver to a version that is there already: pause, receive, activate, resume.
+
+    Raises:
+        WeightSyncError: names the phase; the receiver stays paused.
+    """
+    name, version = handle.name, manifest.version
+    await call_one("pause", name, timeout_s, handle.pause(timeout_s))
+    moved = await mover.move(manifest.encode(), {name: handle}, timeout_s)
+    if moved.failed:
+        raise WeightSyncError(moved.failed[name])
+    if (moved.done[name].version, moved.done[name].digest) != (version, manifest.digest):
+        raise WeightSyncError(f"receive: {name} acknowledged version {moved.done[name].version}: not what was sent")
+    active = await call_one("activate", name, timeout_s, handle.activate(version, timeout_s))
+    if active != version:
+        raise WeightSyncError(f"activate: {name} reports version {active}")
+    await call_one("resume", name, timeout_s, handle.resume(timeout_s))

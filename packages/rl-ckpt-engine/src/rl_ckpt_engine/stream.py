@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 import xxhash
 
@@ -39,6 +40,15 @@ class Deadline:
         """Make the next `check` fail."""
         self._cancelled = reason
 
+    @property
+    def left_s(self) -> float:
+        """Seconds left, at least 0."""
+        return max(0.0, self._end - time.monotonic())
+
+    def timeout(self) -> asyncio.Timeout:
+        """A context in which waiting ends with TimeoutError when the time is over."""
+        return asyncio.timeout(self.left_s)
+
     def check(self) -> None:
         """Go on, or not.
 
@@ -51,6 +61,18 @@ class Deadline:
             raise WeightSyncError(
                 f"{self._what} did not finish within {self._timeout_s} s; raise checkpoint_engine.timeout_s or look at the peer."
             )
+
+
+class Target(Protocol):
+    """Takes the tensors of one version."""
+
+    def start(self, weight: WeightTensor, offset: int) -> None:
+        """A tensor that begins at that byte of the payload comes next."""
+        ...
+
+    def write(self, offset: int, piece: memoryview) -> None:
+        """A piece of it, at that byte of the payload; pieces come in order."""
+        ...
 
 
 class Pacer:
@@ -79,22 +101,21 @@ def chunks(data: memoryview) -> Iterator[tuple[int, memoryview]]:
         yield start, data[start : start + CHUNK_BYTES]
 
 
-async def emit(
-    weights: Iterable[WeightTensor], write: Callable[[int, memoryview], None], deadline: Deadline
-) -> tuple[TensorEntry, ...]:
-    """Hash every tensor and hand its bytes, in pieces, to `write(offset in the payload, piece)`.
+async def emit(weights: Iterable[WeightTensor], target: Target, deadline: Deadline) -> tuple[TensorEntry, ...]:
+    """Hash every tensor and hand its bytes, in pieces, to `target`.
 
     Raises:
-        WeightSyncError: no tensor, a name twice, the deadline passed; also whatever `weights` and `write` raise.
+        WeightSyncError: no tensor, a name twice, the deadline passed; also whatever `weights` and `target` raise.
     """
     entries: list[TensorEntry] = []
     pacer = Pacer(deadline)
     deadline.check()
     for weight, offset in plan(weights):
         digest = xxhash.xxh3_128()
+        target.start(weight, offset)
         for start, piece in chunks(weight.data.data):
             digest.update(piece)
-            write(offset + start, piece)
+            target.write(offset + start, piece)
             await pacer.advance(piece.nbytes)
         entries.append(TensorEntry(weight.name, weight.dtype, weight.shape, offset, weight.nbytes, digest.digest()))
         deadline.check()
@@ -117,8 +138,13 @@ async def verify(manifest: Manifest, weights: Iterable[WeightTensor], deadline: 
             digest.update(piece)
             await pacer.advance(piece.nbytes)
         if digest.digest() != entry.digest:
-            raise WeightSyncError(
-                f"Tensor {entry.name!r} of version {manifest.version} arrived damaged: its digest is {digest.hexdigest()}, "
-                f"the sender's {entry.digest.hex()}. The active weights stay; send the version again."
-            )
+            raise damaged(entry, manifest.version, digest.digest())
         deadline.check()
+
+
+def damaged(entry: TensorEntry, version: int, digest: bytes) -> WeightSyncError:
+    """The error for a tensor whose bytes are not those that were sent."""
+    return WeightSyncError(
+        f"Tensor {entry.name!r} of version {version} arrived damaged: its digest is {digest.hex()}, "
+        f"the sender's {entry.digest.hex()}. The active weights stay; send the version again."
+    )

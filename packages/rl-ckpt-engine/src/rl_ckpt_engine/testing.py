@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rl_ckpt_engine.engine import ENGINE_API_VERSION, CheckpointEngine
+from rl_ckpt_engine.engine import ENGINE_API_VERSION, CheckpointEngine, CheckpointEngineWithCache, GroupEngine
 from rl_ckpt_engine.manifest import Manifest
 from rl_protocol.dtypes import STORAGE_DTYPES
 from rl_protocol.errors import WeightSyncError
@@ -68,7 +68,39 @@ class EngineConformance:
         topology = type(sender).build_topology(sender.prepare(), [receiver.prepare()])
         sender.init_process_group(topology.sender)
         receiver.init_process_group(topology.receivers[0])
+        asyncio.run(_join(sender, receiver))
         return sender, receiver
+
+    async def receive(
+        self, sender: CheckpointEngine, receiver: CheckpointEngine, manifest: Manifest, *, timeout_s: float = _TIMEOUT_S
+    ) -> list[WeightTensor]:
+        """What the receiver gets; a sender that belongs to a group serves meanwhile."""
+        if not isinstance(sender, GroupEngine):
+            return await receiver.receive_weights(manifest, timeout_s=timeout_s)
+        served, received = await asyncio.gather(
+            sender.serve(manifest, timeout_s=timeout_s),
+            receiver.receive_weights(manifest, timeout_s=timeout_s),
+            return_exceptions=True,
+        )
+        for result in (served, received):
+            if isinstance(result, BaseException):
+                await self.regroup(sender, receiver)
+                raise result
+        assert isinstance(received, list)
+        return received
+
+    async def regroup(self, sender: CheckpointEngine, receiver: CheckpointEngine) -> None:
+        """A new group of these members, after something failed in the last one."""
+        topology = type(sender).build_topology(sender.prepare(), [receiver.prepare()])
+        sender.init_process_group(topology.sender)
+        receiver.init_process_group(topology.receivers[0])
+        await _join(sender, receiver)
+
+    def another_receiver(self, sender: CheckpointEngine) -> CheckpointEngine:
+        """One that joins later."""
+        receiver = self.make_engine()
+        asyncio.run(self.regroup(sender, receiver))
+        return receiver
 
     def send(self, sender: CheckpointEngine, weights: Sequence[WeightTensor], version: int) -> Manifest:
         """Send, and pass the manifest through its encoding."""
@@ -81,7 +113,7 @@ class EngineConformance:
     ) -> None:
         """One whole sync, checked bit by bit."""
         manifest = self.send(sender, weights, version)
-        assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S)), weights)
+        assert_same(asyncio.run(self.receive(sender, receiver, manifest)), weights)
         receiver.confirm(manifest)
         sender.finalize(version)
 
@@ -124,7 +156,7 @@ class EngineConformance:
     def test_received_tensors_are_read_only(self) -> None:
         sender, receiver = self.joined()
         manifest = self.send(sender, make_weights([(4,)]), 1)
-        (weight,) = asyncio.run(receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S))
+        (weight,) = asyncio.run(self.receive(sender, receiver, manifest))
         assert not weight.data.flags.writeable
         _close(sender, receiver)
 
@@ -134,26 +166,36 @@ class EngineConformance:
         manifest = self.send(sender, first, 1)
         sender.finalize(1)
         self.send(sender, second, 2)
-        assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S)), first)
+        assert_same(asyncio.run(self.receive(sender, receiver, manifest)), first)
         sender.finalize(2)
         _close(sender, receiver)
 
     def test_stale_manifest_is_refused(self) -> None:
         sender, receiver = self.joined()
         stale = self.send(sender, make_weights([(100,)], seed=1), 1)
+        asyncio.run(self.receive(sender, receiver, stale))
         sender.finalize(1)
         for version in (2, 3):
             self.move(sender, receiver, make_weights([(100,)], seed=version), version)
-        assert "ersion 1" in refusal(receiver.receive_weights(stale, timeout_s=_TIMEOUT_S))
+        assert "ersion 1" in refusal(self.receive(sender, receiver, stale))
         _close(sender, receiver)
 
     def test_confirm_tells_that_the_sender_went_on(self) -> None:
         sender, receiver = self.joined()
-        manifest = self.send(sender, make_weights([(100,)], seed=1), 1)
-        asyncio.run(receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S))
+        want = make_weights([(100,)], seed=1)
+        manifest = self.send(sender, want, 1)
+        assert "ersion 1" in refusal(lambda: receiver.confirm(manifest))
+        got = asyncio.run(self.receive(sender, receiver, manifest))
         receiver.confirm(manifest)
         sender.abort()
-        assert "ersion 1" in refusal(lambda: receiver.confirm(manifest))
+        if receiver.capabilities.zero_copy:
+            assert "ersion 1" in refusal(lambda: receiver.confirm(manifest))
+        else:
+            other = self.another_receiver(sender)
+            self.move(sender, other, make_weights([(100,)], seed=2), 1)
+            receiver.confirm(manifest)
+            assert_same(got, want)
+            _close(other)
         _close(sender, receiver)
 
     def test_an_unfinished_version_is_not_overwritten(self) -> None:
@@ -161,7 +203,7 @@ class EngineConformance:
         first = make_weights([(100,)], seed=1)
         manifest = self.send(sender, first, 1)
         assert "version 1" in refusal(sender.send_weights(first, 2, timeout_s=_TIMEOUT_S))
-        assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S)), first)
+        assert_same(asyncio.run(self.receive(sender, receiver, manifest)), first)
         sender.abort()
         self.move(sender, receiver, first, 1)
         _close(sender, receiver)
@@ -176,7 +218,7 @@ class EngineConformance:
         assert "no tensor" in refusal(sender.send_weights([], 2, timeout_s=_TIMEOUT_S))
         assert "did not finish" in refusal(sender.send_weights(first, 2, timeout_s=0.0))
         assert "must grow" in refusal(sender.send_weights(first, 1, timeout_s=_TIMEOUT_S))
-        assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S)), first)
+        assert_same(asyncio.run(self.receive(sender, receiver, manifest)), first)
         self.move(sender, receiver, make_weights([(100,)], seed=2), 2)
         _close(sender, receiver)
 
@@ -212,9 +254,31 @@ class EngineConformance:
 
     def test_closed_sender_is_noticed(self) -> None:
         sender, receiver = self.joined()
-        manifest = self.send(sender, make_weights([(4,)]), 1)
+        weights = make_weights([(4,)])
+        manifest = self.send(sender, weights, 1)
+        sender.finalize(1)
         _close(sender, sender)
-        assert refusal(receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S))
+        if sender.capabilities.durable:
+            assert_same(asyncio.run(self.receive(sender, receiver, manifest)), weights)
+        else:
+            assert refusal(receiver.receive_weights(manifest, timeout_s=_TIMEOUT_S))
+        _close(sender, receiver)
+
+    def test_a_receiver_serves_late_joiners(self) -> None:
+        sender, receiver = self.joined()
+        if isinstance(receiver, CheckpointEngineWithCache) and receiver.capabilities.elastic:
+            weights = make_weights([(100,), (), (0,)])
+            assert refusal(receiver.republish(timeout_s=_TIMEOUT_S))
+            self.move(sender, receiver, weights, 4)
+            assert_same(receiver.get_weights()[1], weights)
+            manifest = asyncio.run(receiver.republish(timeout_s=_TIMEOUT_S))
+            sender.close()
+            joiner = self.make_engine()
+            topology = type(joiner).build_topology(manifest.sender, [joiner.prepare()])
+            joiner.init_process_group(topology.receivers[0])
+            assert manifest.version == 4
+            assert_same(asyncio.run(joiner.receive_weights(manifest, timeout_s=_TIMEOUT_S)), weights)
+            _close(joiner)
         _close(sender, receiver)
 
     def test_receiver_must_have_joined(self) -> None:
@@ -230,6 +294,11 @@ class EngineConformance:
 def _broken_source() -> Iterator[WeightTensor]:
     yield make_weights([(5,)])[0]
     raise WeightSyncError("the source broke")
+
+
+async def _join(*engines: CheckpointEngine) -> None:
+    """Members of a group must come at the same time."""
+    await asyncio.gather(*(engine.join(timeout_s=_TIMEOUT_S) for engine in engines if isinstance(engine, GroupEngine)))
 
 
 def _close(*engines: CheckpointEngine) -> None:

@@ -3,7 +3,7 @@
     byte 0      header, 64 bytes: magic, version, state, sync_id, digest of the manifest
     byte 4096   payload
 
-* The writer MUST put the header into state WRITING before it touches the payload and into COMPLETE after it.
+* The writer MUST put a COMPLETE header into state WRITING before it touches the payload, and into COMPLETE after it.
 * The memory MUST be sealed against shrinking: a reader that mapped it is never killed by SIGBUS.
 * A reader MUST find the same COMPLETE header before it reads the payload and after its last use of it.
 """
@@ -17,11 +17,13 @@ import struct
 import weakref
 from contextlib import closing
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from rl_ckpt_engine.manifest import Manifest
 from rl_protocol.errors import WeightSyncError
+from rl_protocol.weights import WeightTensor
 
 PAYLOAD_START = 4096
 _HEADER = struct.Struct("<8sQQ16s16s8x")
@@ -34,12 +36,20 @@ def complete_header(manifest: Manifest) -> bytes:
     return _HEADER.pack(_MAGIC, manifest.version, _COMPLETE, manifest.sync_id, manifest.digest)
 
 
+class SlotPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the payload is, within the sender."""
+
+    fd: int
+    inode: int
+
+
 class Slot:
     """Sender's side: memory for one version, reused for later ones and growing with them. Owns one file descriptor."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("rl_ckpt_engine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, self._fd)
+        self._readable = False
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
 
     @property
@@ -47,12 +57,24 @@ class Slot:
         return self._fd
 
     @property
-    def inode(self) -> int:
-        return os.fstat(self._fd).st_ino
+    def placement(self) -> bytes:
+        """Msgpack of SlotPlacement."""
+        return msgspec.msgpack.encode(SlotPlacement(fd=self._fd, inode=os.fstat(self._fd).st_ino))
 
-    def open_for_writing(self) -> None:
+    def begin(self, version: int) -> None:
         """Withdraw whatever was complete; the payload may be overwritten from here on."""
+        del version
+        self.withdraw()
+
+    def withdraw(self) -> None:
+        """Readers find no complete version any more."""
+        if not self._readable:
+            return
         _write(self._fd, memoryview(_HEADER.pack(_MAGIC, 0, _WRITING, bytes(16), bytes(16))), 0)
+        self._readable = False
+
+    def start(self, weight: WeightTensor, offset: int) -> None:
+        """Tensors lie where the manifest says; there is nothing to note."""
 
     def write(self, offset: int, piece: memoryview) -> None:
         """Copy a piece to its place in the payload; the memory grows as needed.
@@ -67,6 +89,7 @@ class Slot:
         size = PAYLOAD_START + manifest.payload_nbytes
         if os.fstat(self._fd).st_size < size:
             os.ftruncate(self._fd, size)
+        self._readable = True
         _write(self._fd, memoryview(complete_header(manifest)), 0)
 
     def close(self) -> None:

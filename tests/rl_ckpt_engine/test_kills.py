@@ -1,0 +1,107 @@
+"""Processes killed with SIGKILL in every phase, on every engine between processes: the others go on, and nothing unverified is activated."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from ckpt_remote import RemotePeer, started
+
+from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineManager
+from rl_protocol.errors import WeightSyncError
+
+ENGINES = ["shm", "tcp", "disk"]
+HURRIED = CheckpointEngineConfig(timeout_s=20)
+
+
+class Doomed:
+    """A handle that kills its process while the named call is on its way."""
+
+    def __init__(self, peer: RemotePeer, phase: str) -> None:
+        self._peer = peer
+        self._phase = phase
+        self.name = peer.name
+
+    def __getattr__(self, method: str):
+        async def call(*args: object) -> object:
+            running = asyncio.ensure_future(getattr(self._peer, method)(*args))
+            if method == self._phase:
+                await asyncio.sleep(0)
+                self._peer.process.kill()
+            return await running
+
+        return call
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("phase", ["pause", "receive", "activate", "resume"])
+def test_a_receiver_killed_in_any_phase_is_named_and_the_other_serves(engine: str, phase: str, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            enter = stack.enter_async_context
+            sender, good, bad = [
+                await enter(started(role, name, engine, tmp_path))
+                for role, name in (("sender", "s"), ("receiver", "good"), ("receiver", "bad"))
+            ]
+            manager = CheckpointEngineManager(sender, [good, Doomed(bad, phase)], HURRIED)
+            report = await manager.update_weights(1)
+            assert report.receivers == ("good",)
+            assert list(manager.quarantined) == ["bad"]
+            assert f"{phase}: bad" in manager.quarantined["bad"]
+            assert await good.has(1)
+            again = await enter(started("receiver", "bad", engine, tmp_path))
+            await manager.add_receiver(again)
+            assert await again.has(1), "who comes back has the current version"
+            assert (await manager.update_weights(2)).receivers == ("good", "bad")
+            assert await again.has(2)
+
+    before = {path.name for path in Path("/dev/shm").iterdir()}
+    asyncio.run(run())
+    assert {path.name for path in Path("/dev/shm").iterdir()} == before
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("phase", ["send", "finalize"])
+def test_a_sender_killed_in_any_phase_leaves_whole_versions(engine: str, phase: str, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            sender, one = [
+                await stack.enter_async_context(started(role, name, engine, tmp_path))
+                for role, name in (("sender", "s"), ("receiver", "one"))
+            ]
+            manager = CheckpointEngineManager(Doomed(sender, phase), [one], HURRIED)
+            if phase == "send":
+                with pytest.raises(WeightSyncError, match="send: the sender failed"):
+                    await manager.update_weights(1)
+                assert (await one.call("loaded"))[0] == 0
+            else:
+                assert (await manager.update_weights(1)).receivers == ("one",)
+                assert await one.has(1)
+            restarted = await stack.enter_async_context(started("sender", "s2", engine, tmp_path))
+            manager = CheckpointEngineManager(restarted, [one], HURRIED)
+            assert (await manager.update_weights(2)).receivers == ("one",)
+            assert await one.has(2)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_late_joiner_is_served_from_a_replica_when_the_sender_is_dead(engine: str, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            sender, one, late, later = [
+                await stack.enter_async_context(started(role, name, engine, tmp_path))
+                for role, name in (("sender", "s"), ("receiver", "one"), ("receiver", "late"), ("receiver", "later"))
+            ]
+            manager = CheckpointEngineManager(sender, [one], HURRIED)
+            await manager.update_weights(1)
+            await sender.kill()
+            await manager.add_receiver(late)
+            assert await late.has(1)
+            await one.kill()
+            await manager.add_receiver(later)
+            assert await later.has(1), "from a replica that was itself served by a replica"
+
+    asyncio.run(run())
