@@ -113,9 +113,11 @@ def against(
     return verdict(question, value, must, aim, at_least=True, best_peer=best, wall_ratio=ratios, cpu_ratio=cpu, **more)
 
 
-def publish(name: str, rows: list[dict[str, Any]]) -> None:
-    """Write the result, unless files were changed since the last commit: such figures belong to no commit."""
+def publish(name: str, rows: list[dict[str, Any]]) -> Path | None:
+    """Write the result and return where, unless files were changed since the last commit: such figures belong to no commit."""
     if commit().endswith("-dirty"):
         print("not written: the working tree has changes", file=sys.stderr)
-        return
-    print(write_result(name, command_line(), rows))
+        return None
+    path = write_result(name, command_line(), rows)
+    print(path)
+    return path
