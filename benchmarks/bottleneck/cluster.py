@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import psutil
@@ -28,18 +29,19 @@ PEER_UNITS = 2
 @contextlib.contextmanager
 def ray_session(store_bytes: int) -> Iterator[str]:
     """A local Ray with an object store of this size; yields its address. Worker processes find the modules beside this package."""
-    os.environ.update(PYTHONPATH=str(Path(__file__).parents[1]), OMP_NUM_THREADS="1", RAY_DEDUP_LOGS="0")
-    ray.init(
-        address="local",
-        object_store_memory=max(store_bytes, 80 << 20),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    try:
-        yield ray.get_runtime_context().gcs_address
-    finally:
-        ray.shutdown()
+    settings = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
+    with mock.patch.dict(os.environ, settings):
+        ray.init(
+            address="local",
+            object_store_memory=max(store_bytes, 80 << 20),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        try:
+            yield ray.get_runtime_context().gcs_address
+        finally:
+            ray.shutdown()
 
 
 def ray_pids() -> list[int]:
@@ -73,6 +75,11 @@ class Cluster:
         for plane in self.planes.values():
             plane.load(plan)
         return plan
+
+    def join(self, meeting: Path) -> None:
+        """Let real policies sum their gradients; `meeting` is a file that is not there yet."""
+        world = len(self.workers)
+        ray.get([worker.join.remote(f"file://{meeting}", world) for worker in self.workers], timeout=WAIT_S)
 
 
 @contextlib.contextmanager

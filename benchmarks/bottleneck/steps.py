@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import statistics
 import time
@@ -11,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 from pairs import cpu_seconds
 
 from bottleneck.cluster import Cluster, ray_pids
 from bottleneck.compute import Workload
-from bottleneck.planes import Plan, Plane
+from bottleneck.planes import WAIT_S, Plan, Plane
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,7 @@ class Cost:
     stage_s: Mapping[str, float]
     driver_bytes: int
     driver_rss_mib: float
-    """Most memory the driver had, what it mapped of Ray's store included."""
+    """How far the driver's resident memory rose in the step; pages of Ray's store that were mapped in earlier steps are not counted."""
     driver_cpu_s: float
     plane_cpu_s: float
     """CPU of the plane's own processes, and of Ray's."""
@@ -53,24 +55,40 @@ def measure(cluster: Cluster, name: str, plan: Plan, step: int) -> Cost:
     """Run a step and account for it."""
     plane, me = cluster.planes[name], os.getpid()
     groups = {"driver": [me], "plane": [*cluster.pids[name](), *ray_pids()], "worker": cluster.worker_pids}
-    _forget_peak()
+    resident = _forget_peak()
     before, moved = {group: cpu_seconds(pids) for group, pids in groups.items()}, plane.bytes_moved
     start = time.perf_counter()
     stages = run_step(plane, plan, step)
     wall = time.perf_counter() - start
     spent = {f"{group}_cpu_s": cpu_seconds(pids) - before[group] for group, pids in groups.items()}
     return Cost(
-        wall_s=wall, stage_s=stages, driver_bytes=plane.bytes_moved - moved, driver_rss_mib=_peak_rss_mib(), **spent
+        wall_s=wall,
+        stage_s=stages,
+        driver_bytes=plane.bytes_moved - moved,
+        driver_rss_mib=_status_mib("VmHWM") - resident,
+        **spent,
     )
 
 
-def _forget_peak() -> None:
+def _forget_peak() -> float:
+    """Give free memory back, let the peak start anew; resident MiB now."""
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
+    return _status_mib("VmRSS")
 
 
-def _peak_rss_mib() -> float:
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM:"))
+def _status_mib(name: str) -> float:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{name}:"))
     return int(line.split()[1]) / 1024
+
+
+def train(cluster: Cluster, name: str, workload: Workload, steps: int) -> list[str]:
+    """Start the real policies anew, run steps on one plane; digest of the parameters of every worker."""
+    plan = cluster.load(workload)
+    for step in range(1, steps + 1):
+        run_step(cluster.planes[name], plan, step)
+    workers = cluster.workers[: workload.workers]
+    return ray.get([worker.digest.remote() for worker in workers], timeout=WAIT_S)
 
 
 def compare(cluster: Cluster, workload: Workload, pairs: int, warm_up: int = 1) -> dict[str, list[Cost]]:
