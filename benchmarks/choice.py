@@ -72,6 +72,8 @@ def read_payload(path: Path) -> PayloadSpec:
         low, high = column.length
         if not 0 <= low <= high:
             raise ValueError(f"{path}: length of {name!r} must be [least, most]; got [{low}, {high}]")
+        if column.kind != "object":
+            storage_dtype(column.dtype)
     return spec
 
 
