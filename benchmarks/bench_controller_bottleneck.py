@@ -80,7 +80,7 @@ def run_point(everything: Cluster, point: Point, pairs: int) -> list[dict[str, A
     rows = summarise(costs, workload, point.step_bytes)
     for row in rows:
         print({key: value for key, value in row.items() if key != "stage_s"}, flush=True)
-    where = f"{point.family}, {point.mib:g} MiB per step, {point.workers} workers"
+    where = f"{point.family}, {point.step_bytes / 2**20:.0f} MiB per step, {point.workers} workers"
     if point.compute == "none" and point.mib == 256 and point.workers == 4:
         for peer, must, aim in (("driver", 10, 40), ("transferqueue", 5, 10)):
             if {peer, "simple"} <= costs.keys():
