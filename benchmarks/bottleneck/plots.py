@@ -41,7 +41,7 @@ def _plot(rows: Sequence[dict[str, Any]], axis: str, values: Sequence[float], pa
         ax.annotate(label, (last, height), textcoords="offset points", xytext=(6, -3), color=colour, fontsize=9)
     ax.axhline(1, color="black", linewidth=1, linestyle="--")
     ax.annotate(
-        " 1x  every batch through the driver", (values[-1], 1), textcoords="offset points", xytext=(6, -3), fontsize=9
+        " 1x  every batch through the driver", (values[-1], 1), textcoords="offset points", xytext=(6, 4), fontsize=9
     )
     first = rows[0]
     other = f"{first['workers']} workers" if axis == "mib" else f"{first['mib']:.0f} MiB per step"
