@@ -3,8 +3,8 @@
     uv run benchmarks/scale_model.py RESULT.json [RESULT.json ...] [--nic 10]
 
 RESULT.json: results of bench_controller_bottleneck.py with the planes driver and simple, without compute, over several sizes (and worker
-counts). The smallest and the largest size of 4 workers give the costs, see scaling.py; all other points are predicted and compared with what
-was measured. Then the six published runs. What is assumed about them, because it was not published, is in ASSUMED, PUBLISHED and scaling.Gpu:
+counts). All sizes of 4 workers give the costs, see scaling.py; every point is predicted from a fit without it and compared with what was
+measured. Then the six published runs. What is assumed about them, because it was not published, is in ASSUMED, PUBLISHED and scaling.Gpu:
 bytes per image token, how full prompts and responses are, model speed. Costs per byte are those of this machine.
 """
 
@@ -99,7 +99,7 @@ def sample(row: dict[str, Any], cores: int) -> Sample:
 
 
 def validated(rows: list[dict[str, Any]], cores: int) -> tuple[dict[str, Costs], list[dict[str, Any]]]:
-    """Costs from two points of each plane, and the error at all others.
+    """Costs of each plane from all sizes of 4 workers, and the error of every point when it has no part in the fit.
 
     Raises:
         ValueError: too few points.
@@ -110,25 +110,18 @@ def validated(rows: list[dict[str, Any]], cores: int) -> tuple[dict[str, Costs],
         points = [
             row for row in rows if row["plane"] == plane and row["compute"] == "none" and row["layout"] == "padded"
         ]
-        of_four = sorted((row for row in points if row["workers"] == 4), key=lambda row: row["mib"])
-        if len(of_four) < 3:
+        of_four = [row for row in points if row["workers"] == 4]
+        if len({row["mib"] for row in of_four}) < 3:
             raise ValueError(f"The model needs three sizes of plane {plane} with 4 workers; got {len(of_four)}.")
-        used = (of_four[0], of_four[-1])
-        costs[plane] = fit(*(sample(row, cores) for row in used))
+        costs[plane] = fit([sample(row, cores) for row in of_four])
         for row in points:
-            if row["mib"] in (used[0]["mib"], used[1]["mib"]) and row["workers"] == 4:
-                continue
             one = sample(row, cores)
-            predicted = costs[plane].seconds(one.nbytes, one.ops, one.lanes)
-            out.append(
-                {
-                    "measured": f"{row['family']}, {row['mib']:g} MiB, {row['workers']} workers",
-                    "plane": plane,
-                    "measured_s": row["step_s"],
-                    "predicted_s": short(predicted),
-                    "error_percent": short(100 * (predicted / row["step_s"] - 1)),
-                }
-            )
+            without = fit([sample(other, cores) for other in of_four if other is not row])
+            seconds = without.seconds(one.nbytes, one.ops, one.lanes)
+            error = 100 * (seconds / row["step_s"] - 1)
+            name = f"{row['family']}, {row['mib']:g} MiB, {row['workers']} workers"
+            measured = {"measured": name, "plane": plane, "measured_s": row["step_s"]}
+            out.append({**measured, "predicted_s": short(seconds), "error_percent": short(error)})
     return costs, out
 
 

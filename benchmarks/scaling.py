@@ -12,7 +12,10 @@ each with a core) on N nodes:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 GIB = 2**30
 
@@ -41,19 +44,30 @@ class Costs:
         return ops * self.op_s + nbytes * (self.serial_s + self.parallel_s / lanes)
 
 
-def fit(small: Sample, large: Sample) -> Costs:
-    """The costs that explain two samples of one worker count; a part that comes out negative is 0.
+def fit(samples: Sequence[Sample]) -> Costs:
+    """The costs that explain samples of one worker count best: least squares of relative errors; a part that comes out negative is 0.
 
     Raises:
-        ValueError: the samples have different workers, or do not differ in bytes.
+        ValueError: less than two samples of different bytes, or several worker counts.
     """
-    if small.nbytes >= large.nbytes or (small.ops, small.lanes) != (large.ops, large.lanes):
-        raise ValueError("The fit needs two samples of one worker count and growing bytes.")
-    more = large.nbytes - small.nbytes
-    per_byte = max(0.0, (large.wall_s - small.wall_s) / more)
-    serial = min(per_byte, max(0.0, (large.driver_cpu_s - small.driver_cpu_s) / more))
-    op = max(0.0, (small.wall_s - small.nbytes * per_byte) / small.ops)
-    return Costs(op, serial, (per_byte - serial) * small.lanes)
+    if len({s.nbytes for s in samples}) < 2 or len({(s.ops, s.lanes) for s in samples}) > 1:
+        raise ValueError("The fit needs at least two samples of one worker count that differ in bytes.")
+    call, per_byte = _line([(s.ops, s.nbytes, s.wall_s) for s in samples])
+    _, on_driver = _line([(s.ops, s.nbytes, s.driver_cpu_s) for s in samples])
+    serial = min(per_byte, on_driver)
+    return Costs(call, serial, (per_byte - serial) * samples[0].lanes)
+
+
+def _line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """a and b >= 0 of cost = a * ops + b * bytes, each point weighted by 1 / cost."""
+    matrix = np.array([(ops / cost, nbytes / cost) for ops, nbytes, cost in points])
+    ones = np.ones(len(points))
+    a, b = np.linalg.lstsq(matrix, ones, rcond=None)[0].tolist()
+    if a < 0:
+        a, b = 0.0, float(np.linalg.lstsq(matrix[:, 1:], ones, rcond=None)[0][0])
+    if b < 0:
+        a, b = float(np.linalg.lstsq(matrix[:, :1], ones, rcond=None)[0][0]), 0.0
+    return a, b
 
 
 def network_s(nbytes: int, nodes: int, nic_gib_s: float, *, through_one: bool) -> float:

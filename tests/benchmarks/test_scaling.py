@@ -15,23 +15,31 @@ def test_seconds_of_one_node():
 
 def test_fit_finds_the_costs_it_was_made_from():
     made = Costs(op_s=0.01, serial_s=2.0, parallel_s=8.0)
-    samples = [Sample(made.seconds(n, 20, 4), 0.05 + 2.0 * n, n, 20, 4) for n in (1, 5)]
-    found = fit(*samples)
+    samples = [Sample(made.seconds(n, 20, 4), 0.05 + 2.0 * n, n, 20, 4) for n in (1, 3, 5)]
+    found = fit(samples)
     assert (found.op_s, found.serial_s, found.parallel_s) == pytest.approx((0.01, 2.0, 8.0))
 
 
+def test_small_steps_count_as_much_as_large_ones():
+    # 1 s for 1 byte, 4 s for 2: b = (1 + 1/2) / (1 + 1/4) minimises (b - 1)^2 + (b/2 - 1)^2; a comes out negative and is 0.
+    found = fit([Sample(1.0, 1e-9, 1, 5, 2), Sample(4.0, 1e-9, 2, 5, 2)])
+    assert found.op_s == 0
+    assert found.parallel_s == pytest.approx(2 * 1.2, rel=1e-6)
+
+
 def test_a_fit_never_has_negative_costs():
-    found = fit(Sample(1.0, 0.9, 10, 5, 2), Sample(0.8, 0.1, 20, 5, 2))
-    assert (found.op_s, found.serial_s, found.parallel_s) == (0.2, 0.0, 0.0)
-    more_cpu_than_time = fit(Sample(1.0, 0.0, 10, 5, 2), Sample(2.0, 5.0, 20, 5, 2))
-    assert (more_cpu_than_time.serial_s, more_cpu_than_time.parallel_s) == (0.1, 0.0)
+    found = fit([Sample(1.0, 0.9, 10, 5, 2), Sample(0.5, 0.1, 20, 5, 2)])
+    assert found.parallel_s == found.serial_s == 0
+    assert found.op_s == pytest.approx(0.12)  # (5 + 10) / (25 + 100)
+    more_cpu_than_time = fit([Sample(1.0, 1.0, 10, 5, 2), Sample(2.0, 5.0, 20, 5, 2)])
+    assert (more_cpu_than_time.serial_s, more_cpu_than_time.parallel_s) == (pytest.approx(0.1), 0.0)
 
 
 def test_a_fit_needs_growing_bytes_and_one_worker_count():
-    one = Sample(1.0, 0.0, 10, 5, 2)
-    for other in (one, Sample(2.0, 0.0, 20, 6, 2), Sample(2.0, 0.0, 20, 5, 1)):
+    one = Sample(1.0, 0.1, 10, 5, 2)
+    for other in (one, Sample(2.0, 0.1, 20, 6, 2), Sample(2.0, 0.1, 20, 5, 1)):
         with pytest.raises(ValueError, match="one worker count"):
-            fit(one, other)
+            fit([one, other])
 
 
 def test_network_by_hand():
@@ -79,16 +87,17 @@ def row(plane: str, mib: float, rows: int, wall: float, cpu: float, workers: int
     }
 
 
-def test_points_that_were_not_fitted_are_predicted():
+def test_every_point_is_predicted_without_itself():
     rows = [
-        row(p, mib, n, s, 0.0) for p in ("driver", "simple") for mib, n, s in ((1, 16, 1.0), (2, 32, 2.0), (4, 64, 4.0))
+        row(p, mib, n, s, 1e-6)
+        for p in ("driver", "simple")
+        for mib, n, s in ((1, 16, 1.0), (2, 32, 2.0), (4, 64, 4.0))
     ]
+    rows += [row("simple", 2, 32, 4.0, 1e-6, workers=1)]
     costs, checked = validated(rows, cores=2)
-    assert costs["driver"].op_s == pytest.approx(0)
-    assert [(r["plane"], r["measured_s"], r["predicted_s"], r["error_percent"]) for r in checked] == [
-        ("driver", 2.0, 2.0, 0.0),
-        ("simple", 2.0, 2.0, 0.0),
-    ]
+    assert costs["driver"].op_s == pytest.approx(0, abs=1e-9)
+    assert [(r["predicted_s"], round(r["error_percent"], 3)) for r in checked[:6]] == [(1, 0), (2, 0), (4, 0)] * 2
+    assert checked[6]["predicted_s"] == pytest.approx(4.0, rel=1e-3)  # half the lanes
     with pytest.raises(ValueError, match="three sizes"):
         validated(rows[:2], cores=2)
 
