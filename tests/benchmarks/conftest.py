@@ -27,7 +27,7 @@ def script() -> Callable[..., str]:
 
     def run(name: str, *arguments: str, expect: int = 0) -> str:
         command = [sys.executable, str(BENCHMARKS / name), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
         assert done.returncode == expect, f"{name} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
