@@ -1,6 +1,6 @@
 """How fast do bytes go in and out of the data plane on one host, against TransferQueue 0.1.11 and against memcpy?
 
-    uv run --group bench benchmarks/bench_data_plane.py [--pairs 9] [--quick] [--only put,get,latency,gather]
+    uv run --group bench benchmarks/bench_data_plane.py [--pairs 9] [--smoke] [--only put,get,latency,gather]
 
 All planes live at the same time and take turns (see pairs.py); each has one client, in this process. Payloads: `dense` is 1024 rows x 9 columns
 of 8192 float32; `mixed` is 1024 rows x (3 such columns, 3 jagged float32 columns of 1..16384 values, 2 columns of strings of 0.5..3.5 KiB).
@@ -314,10 +314,10 @@ def main() -> None:
     """Compare, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="an eighth of the bytes, 3 pairs, nothing written")
+    parser.add_argument("--smoke", action="store_true", help="an eighth of the bytes, 3 pairs, nothing written")
     parser.add_argument("--only", default="put,get,latency,gather,alloc")
     arguments = parser.parse_args()
-    pairs, width = (3, WIDTH // 8) if arguments.quick else (arguments.pairs, WIDTH)
+    pairs, width = (3, WIDTH // 8) if arguments.smoke else (arguments.pairs, WIDTH)
     only = set(arguments.only.split(","))
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
@@ -339,7 +339,7 @@ def main() -> None:
                 rows += gather(ours, pairs) if "gather" in only else []
                 rows += alloc(ours, pairs, width) if "alloc" in only else []
         rows += latency(ours, pairs) if "latency" in only else []
-    if not arguments.quick:
+    if not arguments.smoke:
         publish("data_plane", rows)
 
 

@@ -1,6 +1,6 @@
 """How fast do bytes go in and out of the data plane over TCP, against memcpy, bare sockets, and TransferQueue 0.1.11?
 
-    uv run --group bench benchmarks/bench_transport.py [--pairs 9] [--quick]
+    uv run --group bench benchmarks/bench_transport.py [--pairs 9] [--smoke]
 
 Shared memory is off: our units listen at 127.0.0.2 and the client comes from 127.0.0.1. All planes live at the same time and take turns (see
 pairs.py); each has one client, in this process. The payload is 1024 rows x 9 columns of 8192 float32. `bare sockets` moves the same columns to
@@ -103,9 +103,9 @@ def main() -> None:
     """Compare, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="an eighth of the bytes, 3 pairs, nothing written")
+    parser.add_argument("--smoke", action="store_true", help="an eighth of the bytes, 3 pairs, nothing written")
     arguments = parser.parse_args()
-    pairs, width = (3, WIDTH // 8) if arguments.quick else (arguments.pairs, WIDTH)
+    pairs, width = (3, WIDTH // 8) if arguments.smoke else (arguments.pairs, WIDTH)
     torch.set_num_threads(1)
     config = TransferQueueConfig(capacity_mb=1400, num_storage_units=2, listen="127.0.0.2", shared_memory=False)
     with contextlib.ExitStack() as stack:
@@ -121,7 +121,7 @@ def main() -> None:
         rows = compare(ours, sides, pairs)
         for side in sides:
             side.client.close()
-    if not arguments.quick:
+    if not arguments.smoke:
         publish("transport", rows)
 
 

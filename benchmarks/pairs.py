@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common import command_line, commit, write_result
+from documents import load
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
@@ -113,9 +114,16 @@ def against(
     return verdict(question, value, must, aim, at_least=True, best_peer=best, wall_ratio=ratios, cpu_ratio=cpu, **more)
 
 
-def publish(name: str, rows: list[dict[str, Any]]) -> None:
-    """Write the result, unless files were changed since the last commit: such figures belong to no commit."""
+def publish(name: str, rows: list[dict[str, Any]]) -> Path | None:
+    """Write the result and return where, unless files were changed since the last commit: such figures belong to no commit.
+
+    Raises:
+        ValueError: a row is broken, see documents.check.
+    """
     if commit().endswith("-dirty"):
         print("not written: the working tree has changes", file=sys.stderr)
-        return
-    print(write_result(name, command_line(), rows))
+        return None
+    path = write_result(name, command_line(), rows)
+    load(path)
+    print(path)
+    return path

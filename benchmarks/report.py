@@ -2,71 +2,160 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from common import RESULTS, ROOT
+from documents import Document, Row, kind_of, load
 
 README = ROOT / "benchmarks" / "README.md"
 BEGIN, END = "<!-- tables: made by report.py -->\n", "<!-- end of tables -->\n"
 
 
-def learning_table(document: dict[str, Any], path: Path) -> str:
+def learning_table(rows: list[Row]) -> str:
     """One line per run."""
     lines = [
         "| algorithm | varied | base | final | steps | s/step | whole run, s | warm-up in it | driver bytes/step, max |",
         "|" + "---|" * 9,
     ]
-    for row in document["rows"]:
+    for row in rows:
         lines.append(
             f"| {row['algorithm']} | {' '.join(row['overrides'])} | {row['base_accuracy']:.3f} | {row['final_accuracy']:.3f} | {row['steps']} "
             f"| {row['seconds_per_step']:.2f} | {row['seconds']:.0f} | {'yes' if row['warm_up'] else 'no'} | {row['driver_bytes_per_step_max']:.0f} |"
         )
-    return "\n".join([*lines, "", f"![curves]({path.with_suffix('.png').relative_to(README.parent)})"])
+    return "\n".join(lines)
 
 
-def verdict_table(document: dict[str, Any]) -> str:
+def verdict_table(rows: list[Row]) -> str:
     """One line per question with a bar."""
     lines = ["| question | value | must | aim | met |", "|" + "---|" * 5]
-    for row in document["rows"]:
+    for row in rows:
         lines.append(f"| {row['question']} | {row['value']:g} | {row['must']} | {row['aim']} | {row['met']} |")
     return "\n".join(lines)
 
 
-def parity_table(document: dict[str, Any]) -> str:
+def parity_table(rows: list[Row]) -> str:
     """One line per family of functions: how many were compared, and the largest difference among them."""
     families: dict[str, list[float]] = {}
-    for row in document["rows"]:
+    for row in rows:
         families.setdefault(row["pair"].split()[0], []).append(row["largest_difference"])
     lines = ["| family | pairs | largest difference |", "|" + "---|" * 3]
     lines += [f"| {name} | {len(found)} | {max(found):.1e} |" for name, found in families.items()]
     return "\n".join(lines)
 
 
-def table(document: dict[str, Any], path: Path) -> str:
-    """The table that fits the rows."""
-    first = document["rows"][0]
-    if "algorithm" in first:
-        return learning_table(document, path)
-    return parity_table(document) if "pair" in first else verdict_table(document)
+def plain_table(rows: list[Row], columns: Mapping[str, str]) -> str:
+    """One line per row; `columns` maps headings to fields. A field that a row lacks is left blank."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(cell(row.get(name)) for name in columns.values()) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def cell(value: Any) -> str:
+    """A value as it is shown."""
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def with_plot(text: str, path: Path) -> str:
+    """The table, and the plot beside its file if there is one."""
+    plot = path.with_suffix(".png")
+    return f"{text}\n\n![{path.stem}]({plot.relative_to(README.parent)})" if plot.exists() else text
+
+
+STEPS = {
+    "payload": "family",
+    "layout": "layout",
+    "MiB/step": "mib",
+    "workers": "workers",
+    "compute s": "compute_s",
+    "plane": "plane",
+    "s/step": "step_s",
+    "times faster": "times_faster",
+    "times less CPU": "times_less_cpu",
+    "gain %": "gain_percent",
+    "transfer share": "transfer_share",
+    "stage p50 ms": "stage_p50_ms",
+    "stage p99 ms": "stage_p99_ms",
+    "MiB through driver": "driver_mib",
+    "driver RSS rise MiB": "driver_rss_mib",
+    "driver CPU s": "driver_cpu_s",
+    "plane CPU s": "plane_cpu_s",
+}
+BACKENDS = {
+    "backend": "backend",
+    "payload": "payload",
+    "MiB": "payload_mib",
+    "put GiB/s": "put_gib_s",
+    "get GiB/s": "get_gib_s",
+    "put p99 ms": "put_p99_ms",
+    "get p99 ms": "get_p99_ms",
+    "CPU-s/GiB": "cpu_s_per_gib",
+    "copies put+get": "copies",
+    "memory per byte": "memory_per_byte",
+}
+TRAINING = {"plane": "plane", "workers": "workers", "steps": "steps", "SHA-256 of the parameters": "parameters_sha256"}
+VALIDATION = {
+    "measured": "measured",
+    "plane": "plane",
+    "s/step measured": "measured_s",
+    "s/step predicted": "predicted_s",
+    "error %": "error_percent",
+}
+PREDICTION = {
+    "run": "published",
+    "nodes": "nodes",
+    "GiB/step assumed": "gib_per_step",
+    "transfer s, driver": "driver_transfer_s",
+    "transfer s, ours": "ours_transfer_s",
+    "step s assumed": "step_s",
+    "gain % predicted": "gain_percent",
+    "gain % published": "published_gain_percent",
+}
+PLAIN = {
+    "step": STEPS,
+    "backend": BACKENDS,
+    "training": TRAINING,
+    "validation": VALIDATION,
+    "prediction": PREDICTION,
+}
+
+
+def table(document: Document, path: Path) -> str:
+    """A table for each kind of row, in the order in which they come."""
+    kinds: dict[str, list[Row]] = {}
+    for row in document.rows:
+        kinds.setdefault(kind_of(row).name, []).append(row)
+    made = {"verdict": verdict_table, "parity": parity_table, "learning": learning_table}
+    parts = [plain_table(rows, PLAIN[kind]) if kind in PLAIN else made[kind](rows) for kind, rows in kinds.items()]
+    return with_plot("\n\n".join(parts), path)
 
 
 def section(path: Path) -> str:
-    """Heading, provenance and table of one result."""
-    document = json.loads(path.read_text(encoding="utf-8"))
-    info = document["hardware"]
-    origin = f"`{' '.join(document['command'])}` at commit {document['commit']} on {info['cores']} cores of {info['cpu']}, {info['memory_gib']} GiB"
+    """Heading, provenance and table of one result.
+
+    Raises:
+        ValueError: the file is broken, or a row of it is empty.
+    """
+    document = load(path)
+    info = document.hardware
+    origin = f"`{' '.join(document.command)}` at commit {document.commit} on {info['cores']} cores of {info['cpu']}, {info['memory_gib']} GiB"
     link = path.relative_to(README.parent)
-    return f"### {document['benchmark']}\n\n{origin} ([JSON]({link})).\n\n{table(document, path)}\n"
+    return f"### {document.benchmark}\n\n{origin} ([JSON]({link})).\n\n{table(document, path)}\n"
+
+
+def tables() -> str:
+    """All tables."""
+    return "\n".join(section(path) for path in sorted(RESULTS.glob("*/*/*.json")))
 
 
 def main() -> None:
     """Rewrite the part of the README between the marks."""
     before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    sections = "\n".join(section(path) for path in sorted(RESULTS.glob("*/*/*.json")))
-    README.write_text(before + BEGIN + "\n" + sections + "\n" + END + after, encoding="utf-8")
+    README.write_text(before + BEGIN + "\n" + tables() + "\n" + END + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

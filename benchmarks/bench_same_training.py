@@ -1,0 +1,53 @@
+"""Is only the data plane different? Trains a tiny policy through each plane; its parameters must be equal, bit by bit.
+
+    uv run --group bench benchmarks/bench_same_training.py [--planes driver,driver-buffers,transferqueue,simple,ray] [--steps 3] [--smoke]
+
+Two workers sum their gradients (gloo); the objective and the estimator are those of rl_trainer; every column a step writes, routed experts and
+pixel values included, goes into the parameters. Ends with exit code 1 where a plane's parameters differ from those of the first plane.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bottleneck.cluster import PLANES, cluster
+from bottleneck.compute import Workload
+from bottleneck.graph import step_graph
+from bottleneck.payloads import FAMILIES
+from bottleneck.steps import train
+from pairs import publish
+
+WORKERS = 2
+
+
+def main() -> None:
+    """Train, compare, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--planes", default=",".join(PLANES))
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--smoke", action="store_true", help="nothing written")
+    arguments = parser.parse_args()
+    columns = step_graph(FAMILIES["tiny"])["rollout"].writes
+    workload = Workload(family="tiny", layout="ragged", rows=16, workers=WORKERS, columns=columns, real=True)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, cluster(arguments.planes.split(","), WORKERS, 16 << 20) as everything:
+        everything.join(Path(folder) / "meeting")
+        for name in everything.planes:
+            digests = train(everything, name, workload, arguments.steps)
+            if len(set(digests)) > 1:
+                sys.exit(f"{name}: the workers' parameters differ, although they sum their gradients: {digests}")
+            rows.append({"plane": name, "steps": arguments.steps, "workers": WORKERS, "parameters_sha256": digests[0]})
+            print(rows[-1], flush=True)
+    different = [row["plane"] for row in rows if row["parameters_sha256"] != rows[0]["parameters_sha256"]]
+    if different:
+        sys.exit(f"The parameters differ from those of {rows[0]['plane']}: {', '.join(different)}")
+    if not arguments.smoke:
+        publish("same_training", rows)
+
+
+if __name__ == "__main__":
+    main()

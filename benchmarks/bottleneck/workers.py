@@ -1,0 +1,93 @@
+"""Worker processes: Ray actors that are rollout, actor and reference in one, as verl's hybrid engine is. The same ones serve every plane."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+import msgspec
+import ray
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class WorkerProcess:
+    """One worker. Calls are one at a time; names travel as bytes, so that what goes through the driver is counted exactly."""
+
+    def __init__(self, rank: int) -> None:
+        import torch  # here and below: the driver needs the class, not what its processes need
+
+        torch.set_num_threads(1)
+        self._rank = rank
+        self._stores: dict[str, Any] = {}
+
+    def pid(self) -> int:
+        """Process id."""
+        return os.getpid()
+
+    def connect(self, plane: str, kind: str, info: Any) -> None:
+        """Become a client of a plane: kind `ours` or `peer`."""
+        from bottleneck.stores import OurStore, PeerStore
+
+        self._stores[plane] = OurStore(info) if kind == "ours" else PeerStore(info)
+
+    def load(self, workload: bytes) -> None:
+        """Prepare for a point of the comparison; a real policy starts anew."""
+        from bottleneck.compute import Workload, make_compute
+        from bottleneck.graph import step_graph
+        from bottleneck.payloads import FAMILIES
+
+        point = msgspec.msgpack.decode(workload, type=Workload)
+        self._family, self._layout = FAMILIES[point.family], point.layout
+        self._graph = step_graph(self._family)
+        self._compute = make_compute(point, self._rank)
+
+    def join(self, address: str, world: int) -> None:
+        """Sum gradients with the other workers from now on."""
+        import torch.distributed
+
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        torch.distributed.init_process_group("gloo", init_method=address, rank=self._rank, world_size=world)
+
+    def run(self, plane: str, name: str, call: bytes) -> bytes:
+        """Run a stage over rows of a data plane."""
+        from bottleneck.stores import as_declared
+        from rl_protocol import BatchData
+        from rl_trainer.messages import StageCall, StageResult
+
+        asked = msgspec.msgpack.decode(call, type=StageCall)
+        store, stage, keys = self._stores[plane], self._graph[name], asked.batch.keys
+        data = BatchData({}, len(keys))
+        if stage.reads:
+            kinds = {field: self._kind(field) for field in stage.reads}
+            data = as_declared(store.get(keys, stage.reads), kinds)
+        out = self._compute.stage(stage, asked.step, keys, data)
+        if stage.writes:
+            store.put(keys, out)
+        return msgspec.msgpack.encode(StageResult())
+
+    def run_with(self, name: str, call: bytes, carrier: str, carried: Any) -> Any:
+        """Run a stage over rows that the call brings (None: there are none yet); the answer brings the columns back."""
+        from bottleneck.stores import CARRIERS
+        from rl_protocol import BatchData
+        from rl_trainer.messages import StageCall
+
+        asked = msgspec.msgpack.decode(call, type=StageCall)
+        keys = asked.batch.keys
+        data = BatchData({}, len(keys)) if carried is None else carried.batch
+        return CARRIERS[carrier](self._compute.stage(self._graph[name], asked.step, keys, data))
+
+    def clear(self, plane: str, call: bytes) -> bytes:
+        """Remove rows from a data plane."""
+        from rl_trainer.messages import StageCall
+
+        self._stores[plane].clear(msgspec.msgpack.decode(call, type=StageCall).batch.keys)
+        return b""
+
+    def digest(self) -> str:
+        """What tells this worker's parameters from others'."""
+        return hashlib.sha256(self._compute.parameters()).hexdigest()
+
+    def _kind(self, field: str) -> str:
+        kind = self._family.spec(field).kind
+        return "dense" if kind == "ragged" and self._layout == "padded" else kind

@@ -1,0 +1,106 @@
+"""The pure part of scale_model.py: from measured costs to the step time of N nodes. A model, so what it says is a prediction.
+
+A step moves V bytes: workers hand over what they write and receive what they read. With L lanes (workers that move bytes at the same time,
+each with a core) on N nodes:
+
+    transfer = ops * op + V * serial + V * parallel / L + network
+    network  = V * (N - 1) / N / (NIC * gates)
+
+`op` is the cost of one call to a worker, `serial` what one process spends on every byte (the central driver; about nothing for a data plane),
+`parallel` what the workers spend. The bytes of other nodes go through the one NIC of the driver (gates = 1) or through all of them (gates = N).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured step: seconds, driver CPU seconds, bytes moved V, calls to workers, lanes."""
+
+    wall_s: float
+    driver_cpu_s: float
+    nbytes: int
+    ops: int
+    lanes: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one plane costs on this machine: seconds per call, and per byte."""
+
+    op_s: float
+    serial_s: float
+    parallel_s: float
+
+    def seconds(self, nbytes: int, ops: int, lanes: int) -> float:
+        """Transfer of a step on one node."""
+        return ops * self.op_s + nbytes * (self.serial_s + self.parallel_s / lanes)
+
+
+def fit(samples: Sequence[Sample]) -> Costs:
+    """The costs that explain samples of one worker count best: least squares of relative errors; a part that comes out negative is 0.
+
+    Raises:
+        ValueError: less than two samples of different bytes, or several worker counts.
+    """
+    if len({s.nbytes for s in samples}) < 2 or len({(s.ops, s.lanes) for s in samples}) > 1:
+        raise ValueError("The fit needs at least two samples of one worker count that differ in bytes.")
+    call, per_byte = _line([(s.ops, s.nbytes, s.wall_s) for s in samples])
+    _, on_driver = _line([(s.ops, s.nbytes, s.driver_cpu_s) for s in samples])
+    serial = min(per_byte, on_driver)
+    return Costs(call, serial, (per_byte - serial) * samples[0].lanes)
+
+
+def _line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """a and b >= 0 of cost = a * ops + b * bytes, each point weighted by 1 / cost."""
+    matrix = np.array([(ops / cost, nbytes / cost) for ops, nbytes, cost in points])
+    ones = np.ones(len(points))
+    a, b = np.linalg.lstsq(matrix, ones, rcond=None)[0].tolist()
+    if a < 0:
+        a, b = 0.0, float(np.linalg.lstsq(matrix[:, 1:], ones, rcond=None)[0][0])
+    if b < 0:
+        a, b = float(np.linalg.lstsq(matrix[:, :1], ones, rcond=None)[0][0]), 0.0
+    return a, b
+
+
+def network_s(nbytes: int, nodes: int, nic_gib_s: float, *, through_one: bool) -> float:
+    """Seconds that the bytes of other nodes take."""
+    return nbytes * (nodes - 1) / nodes / (nic_gib_s * GIB * (1 if through_one else nodes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """What computes. The defaults are assumptions for an H100 and a mixture of 3.3 billion active parameters.
+
+    Attributes:
+        active_params: parameters that a token goes through.
+        flops: floating-point operations per second that training reaches.
+        passes: forward passes that a step's training, old log-probs and reference amount to (backward counts twice).
+        decode_tokens_s: tokens per second that one GPU generates over all its sequences.
+        sequence_tokens_s: tokens per second of a single sequence: the longest response takes at least this long.
+    """
+
+    active_params: float = 3.3e9
+    flops: float = 1.5e14
+    passes: float = 5.0
+    decode_tokens_s: float = 2000.0
+    sequence_tokens_s: float = 60.0
+
+
+def compute_s(gpu: Gpu, gpus: int, rows: int, prompt: float, response: float, longest: int) -> float:
+    """Seconds of model work in a step: training, and generation, which lasts until its longest response is there."""
+    training = rows * (prompt + response) * 2 * gpu.active_params * gpu.passes / (gpu.flops * gpus)
+    generating = max(rows * response / (gpu.decode_tokens_s * gpus), longest / gpu.sequence_tokens_s)
+    return training + generating
+
+
+def gain_percent(compute: float, before: float, after: float) -> float:
+    """How much faster steps get when their transfer falls from `before` to `after` seconds."""
+    return 100 * ((compute + before) / (compute + after) - 1)

@@ -1,0 +1,149 @@
+"""What was measured and committed is whole, and every figure in a README comes from it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from documents import Document, check, check_place, directions, identity, kind_of, load
+from report import BEGIN, END, README, cell, plain_table, tables
+
+ROOT = Path(__file__).parents[2]
+RESULTS = sorted((ROOT / "benchmarks" / "results").rglob("*.json"))
+VERDICT = {"question": "q", "value": 3.0, "must": ">= 1", "aim": ">= 2", "met": "aim"}
+GOOD: dict[str, Any] = {
+    "benchmark": "b",
+    "command": ["uv", "run", "x"],
+    "commit": "0123abcd",
+    "hardware": {"cpu": "Some CPU", "cores": 2, "memory_gib": 24, "gpu": None},
+    "versions": {"python": "3.11"},
+    "load_average": [0.1, 0.2, 0.3],
+    "rows": [VERDICT],
+}
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_committed_result_is_whole_and_lies_where_it_says(path: Path):
+    check_place(path, load(path))
+
+
+def test_there_are_results():
+    assert len(RESULTS) >= 7
+    assert {path.parents[2] for path in RESULTS} == {ROOT / "benchmarks" / "results"}
+
+
+def broken(**changes: Any) -> Document:
+    return msgspec.convert({**copy.deepcopy(GOOD), **changes}, Document)
+
+
+STEP = {
+    **dict.fromkeys(("step_s", "stage_p50_ms", "stage_p99_ms", "driver_mib", "driver_cpu_s", "plane_cpu_s", "all_cpu_s"), 1.0),
+    **dict.fromkeys(("family", "layout", "mib", "workers", "compute", "compute_s", "plane"), "x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": []}, "empty"),
+        ({"command": []}, "command"),
+        ({"commit": "0123abcd-dirty"}, "clean working tree"),
+        ({"hardware": {"cpu": "x"}}, "hardware"),
+        ({"rows": [{"some": 1}]}, "No kind of result"),
+        ({"rows": [VERDICT, VERDICT]}, "two rows"),
+        ({"rows": [{**VERDICT, "value": float("nan")}]}, "value is nan"),
+        ({"rows": [{**VERDICT, "figures": {"a": [1.0, float("inf")]}}]}, r"figures\.a\[1\] is inf"),
+        ({"rows": [{**STEP, "step_s": 0.0}]}, "step_s must be a number above zero"),
+        ({"rows": [{k: v for k, v in STEP.items() if k != "driver_mib"}]}, "driver_mib must be a number"),
+    ],
+)
+def test_what_is_empty_or_broken_is_an_error(changes: dict[str, Any], message: str):
+    check(broken())
+    with pytest.raises(ValueError, match=message):
+        check(broken(**changes))
+
+
+def test_a_file_that_is_no_result_is_an_error(tmp_path: Path):
+    path = tmp_path / "b.json"
+    path.write_text(json.dumps({**GOOD, "more": 1}))
+    with pytest.raises(ValueError, match=r"b\.json"):
+        load(path)
+
+
+def test_a_result_in_another_place_is_an_error(tmp_path: Path):
+    folder = tmp_path / "cpu-2x-some-24gib" / "2026-01-02_0123abcd"
+    check_place(folder / "b.json", broken())
+    for wrong in (
+        folder / "c.json",
+        folder.with_name("2026-01-02_99999999") / "b.json",
+        folder.with_name("x_0123abcd") / "b.json",
+    ):
+        with pytest.raises(ValueError, match="lies under"):
+            check_place(wrong, broken())
+
+
+def test_kinds_and_directions():
+    assert (kind_of(VERDICT).name, identity(VERDICT), directions(VERDICT)) == ("verdict", ("q",), {"value": "higher"})
+    assert directions({**VERDICT, "must": "<= 1"}) == {"value": "lower"}
+    assert kind_of(STEP).name == "step"
+
+
+# -- READMEs
+FIGURE = re.compile(
+    r"\d[\d.,]*\s?(?:x|times)\s(?:as\s)?(?:faster|slower|less|more)\b|\d[\d.,]*\s?(?:GiB|MiB|GB|MB|Gbit|rows|tokens)/s|\d[\d.,]*\s(?:s|ms|us|µs)\sper\b"
+)
+"""How a measured figure is told: a factor, a rate, a cost."""
+
+
+def readme_text(path: Path) -> str:
+    """A README without code blocks and without the tables that report.py makes."""
+    text = path.read_text()
+    if path == README:
+        before, _, rest = text.partition(BEGIN)
+        text = before + rest.partition(END)[2]
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+def test_figures_are_recognised():
+    told = [
+        "12x faster",
+        "3.5 times less CPU",
+        "2 GiB/s",
+        "some 20 us per block",
+        "0.2 s per GiB",
+        "1.5 times as slower",
+    ]
+    assert [bool(FIGURE.search(text)) for text in told] == [True] * len(told)
+    assert not FIGURE.search(
+        "a deadline of 5 s; 16 MiB and 1/64 of a unit; within 3 seconds; 256 units; about a minute"
+    )
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted([*ROOT.glob("*.md"), *ROOT.glob("*/*/README.md"), README]),
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
+)
+def test_no_readme_tells_a_figure_that_has_no_source(path: Path):
+    assert FIGURE.findall(readme_text(path)) == [], "link the table of benchmarks/README.md instead"
+
+
+def test_the_tables_are_those_that_the_results_give():
+    text = README.read_text()
+    assert text.partition(BEGIN)[2].partition(END)[0].strip() == tables().strip(), "run: uv run benchmarks/report.py"
+
+
+def test_a_plain_table_by_hand():
+    rows = [{"a": 1.23456, "b": "x"}, {"a": 2}]
+    assert plain_table(rows, {"A": "a", "B": "b"}).splitlines() == [
+        "| A | B |",
+        "|---|---|",
+        "| 1.235 | x |",
+        "| 2 |  |",
+    ]
+    assert cell(True) == "True"

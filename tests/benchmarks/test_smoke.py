@@ -1,0 +1,66 @@
+"""Every benchmark still runs: each in its tiny mode, as a user would start it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+PEER = find_spec("transfer_queue") is not None
+TINY = {"bench_metadata.py": ["--quick", "--only", "small,lists,stall"]}
+"""Arguments of those whose tiny mode has another name."""
+NO_MEASUREMENT = {"compare.py", "report.py", "scale_model.py"}
+"""Scripts that work on results; test_compare, test_documents and test_scaling run them."""
+BY_NAME = {"bench_controller_bottleneck.py", "bench_same_training.py", "data_plane.py"}
+"""Run by a test of their own, which looks at what they print."""
+
+
+def scripts() -> list[str]:
+    return sorted(path.name for path in BENCHMARKS.glob("*.py") if '__name__ == "__main__"' in path.read_text())
+
+
+def test_every_script_that_measures_has_a_tiny_mode():
+    assert NO_MEASUREMENT | BY_NAME | TINY.keys() <= set(scripts())
+    for name in set(scripts()) - NO_MEASUREMENT - TINY.keys():
+        assert '"--smoke"' in (BENCHMARKS / name).read_text(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(scripts()) - NO_MEASUREMENT - BY_NAME))
+def test_it_runs(name: str, script: Callable[..., str], request: pytest.FixtureRequest):
+    if re.search(r"^from peer_transferqueue", (BENCHMARKS / name).read_text(), re.MULTILINE):
+        request.getfixturevalue("bench_group")
+    assert script(name, *TINY.get(name, ["--smoke"])).strip()
+
+
+@pytest.mark.slow
+def test_the_controller_bottleneck(script: Callable[..., str]):
+    planes = ["driver", "driver-buffers", "simple", "ray", *(["transferqueue"] if PEER else [])]
+    printed = script("bench_controller_bottleneck.py", "--smoke", "--planes", ",".join(planes))
+    assert [plane for plane in planes if f"'plane': '{plane}'" in printed] == planes
+
+
+@pytest.mark.slow
+def test_the_choice_of_a_backend_works_with_what_is_installed_and_says_what_is_missing(script: Callable[..., str]):
+    printed = script("data_plane.py", "--smoke")
+    assert "recommended: " in printed
+    for name, module in (("transferqueue", "transfer_queue"), ("mooncake", "mooncake")):
+        if find_spec(module) is None:
+            assert re.search(rf"missing: {name}: .*Install it: uv ", printed)
+
+
+def test_a_broken_payload_ends_with_a_message(script: Callable[..., str], tmp_path: Path):
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("rows: 4\ncolumns: {x: {kind: dense, dtype: float31}}\n")
+    script("data_plane.py", "--payload", str(bad), expect=2)
+
+
+def test_the_scale_model_says_that_it_predicts_and_writes_nothing_in_its_tiny_mode(script: Callable[..., str]):
+    newest = sorted((BENCHMARKS / "results").glob("*/*/controller_bottleneck_sizes.json"))[-1]
+    printed = script("scale_model.py", str(newest), "--smoke")
+    assert printed.startswith("A prediction")
+    assert printed.count("published_gain_percent") == 6
