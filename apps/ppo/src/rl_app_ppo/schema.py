@@ -12,10 +12,8 @@ from rl_trainer.config import (
     CriticConfig,
     LoopConfig,
     RolloutConfig,
-    group,
-    option,
-    require,
 )
+from rl_trainer.settings import group, option, require
 from rl_transferqueue import TransferQueueConfig
 
 

@@ -14,6 +14,8 @@ from rl_trainer.config import (
     ValidationSampling,
 )
 from rl_trainer.data import PromptDataset, PromptOrder, PromptRow
+from rl_trainer.engines import ENGINES, Engine, FsdpConfig, get_engine
+from rl_trainer.lora import LoraConfig
 from rl_trainer.stages import (
     Stage,
     StepGraph,
@@ -29,13 +31,17 @@ from rl_trainer.workers import ActorWorker, CriticWorker, ReferenceWorker, Rewar
 __version__ = "0.1.0"
 
 __all__ = [
+    "ENGINES",
     "ActorConfig",
     "ActorWorker",
     "AlgorithmConfig",
     "CriticConfig",
     "CriticWorker",
+    "Engine",
+    "FsdpConfig",
     "KLControlConfig",
     "LoopConfig",
+    "LoraConfig",
     "OptimConfig",
     "PPOTrainer",
     "PolicyLossConfig",
@@ -57,6 +63,7 @@ __all__ = [
     "build_graph",
     "check_combination",
     "check_graph",
+    "get_engine",
     "needs_critic",
     "needs_reference",
     "needs_sum_pi_squared",

@@ -5,8 +5,7 @@ Every field carries its help text in `metadata["help"]`; the app lists them. Typ
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from rl_protocol import ConfigError
 from rl_trainer.algorithms.correction import (
@@ -19,25 +18,11 @@ from rl_trainer.algorithms.correction import (
 )
 from rl_trainer.algorithms.kl import KL_LOSSES, KL_PENALTIES, kl_name
 from rl_trainer.algorithms.policy_losses import LOSS_AGG_MODES
+from rl_trainer.algorithms.schedules import LR_SCHEDULES
+from rl_trainer.settings import group, option, require
 
 KL_CONTROLLERS = ("fixed", "adaptive")
 CRITIC_AGG_MODES = tuple(mode for mode in LOSS_AGG_MODES if mode != "seq-mean-token-sum-norm")
-
-
-def option(default: Any, text: str) -> Any:
-    """A dataclass field with a default and its help text."""
-    return field(default=default, metadata={"help": text})
-
-
-def group(kind: type[Any], text: str) -> Any:
-    """A dataclass field that is a group of settings."""
-    return field(default_factory=kind, metadata={"help": text})
-
-
-def require(ok: bool, key: str, rule: str, got: object) -> None:
-    """Raise ConfigError for `key` unless `ok`; `rule` completes the sentence "<key> must be ..."."""
-    if not ok:
-        raise ConfigError(f"{key} must be {rule}; got {got!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +34,9 @@ class OptimConfig:
     beta1: float = option(0.9, "decay of the first moment")
     beta2: float = option(0.999, "decay of the second moment")
     lr_warmup_steps: int = option(0, "optimizer steps over which lr rises linearly from 0")
+    lr_scheduler_type: str = option("constant", "what lr does after the rise: " + ", ".join(LR_SCHEDULES))
+    lr_decay_steps: int = option(0, "linear, cosine: optimizer step at which lr has fallen to its least")
+    min_lr_ratio: float = option(0.0, "linear, cosine: that least, as a share of lr")
     grad_clip: float = option(1.0, "largest global gradient norm")
 
     def __post_init__(self) -> None:
@@ -62,6 +50,25 @@ class OptimConfig:
         )
         require(self.lr_warmup_steps >= 0, "optim.lr_warmup_steps", "at least 0", self.lr_warmup_steps)
         require(self.grad_clip > 0, "optim.grad_clip", "greater than 0", self.grad_clip)
+        decays = self.lr_scheduler_type != "constant"
+        require(
+            self.lr_scheduler_type in LR_SCHEDULES,
+            "optim.lr_scheduler_type",
+            f"one of {LR_SCHEDULES}",
+            self.lr_scheduler_type,
+        )
+        require(
+            self.lr_decay_steps > self.lr_warmup_steps if decays else self.lr_decay_steps == 0,
+            "optim.lr_decay_steps",
+            f"greater than lr_warmup_steps ({self.lr_warmup_steps}) with linear or cosine, and 0 with constant",
+            self.lr_decay_steps,
+        )
+        require(
+            0 <= self.min_lr_ratio <= 1 and (decays or self.min_lr_ratio == 0),
+            "optim.min_lr_ratio",
+            "in [0, 1], and 0 with constant",
+            self.min_lr_ratio,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +106,8 @@ class ActorConfig:
     ppo_epochs: int = option(1, "passes over the batch per step")
     ppo_mini_batch_size: int = option(64, "prompts per optimizer step (each brings rollout.n responses)")
     ppo_micro_batch_size: int = option(0, "responses per forward pass; 0: the whole mini-batch")
+    ppo_max_token_len: int = option(0, "most tokens per forward pass, prompts included, instead of that; 0: not used")
+    use_remove_padding: bool = option(False, "join the sequences of a forward pass end to end instead of padding them")
     policy_loss: PolicyLossConfig = group(PolicyLossConfig, "loss of the policy")
     clip_ratio_low: float = option(
         0.2, "lower clip of the probability ratio: 1 - this (geo_mean: of its logarithm; dppo_*: of the divergence)"
@@ -126,6 +135,13 @@ class ActorConfig:
         require(self.ppo_epochs >= 1, "actor.ppo_epochs", "at least 1", self.ppo_epochs)
         require(self.ppo_mini_batch_size >= 1, "actor.ppo_mini_batch_size", "at least 1", self.ppo_mini_batch_size)
         require(self.ppo_micro_batch_size >= 0, "actor.ppo_micro_batch_size", "at least 0", self.ppo_micro_batch_size)
+        require(self.ppo_max_token_len >= 0, "actor.ppo_max_token_len", "at least 0", self.ppo_max_token_len)
+        require(
+            not (self.ppo_max_token_len and self.ppo_micro_batch_size),
+            "actor.ppo_max_token_len",
+            f"0 with ppo_micro_batch_size ({self.ppo_micro_batch_size}): forward passes are cut by rows or by tokens",
+            self.ppo_max_token_len,
+        )
         require(0 < self.clip_ratio_low < 1, "actor.clip_ratio_low", "between 0 and 1", self.clip_ratio_low)
         require(self.clip_ratio_high > 0, "actor.clip_ratio_high", "greater than 0", self.clip_ratio_high)
         require(self.clip_ratio_c > 1, "actor.clip_ratio_c", "greater than 1", self.clip_ratio_c)
@@ -156,6 +172,8 @@ class CriticConfig:
     ppo_epochs: int = option(1, "passes over the batch per step")
     ppo_mini_batch_size: int = option(64, "prompts per optimizer step (each brings rollout.n responses)")
     ppo_micro_batch_size: int = option(0, "responses per forward pass; 0: the whole mini-batch")
+    ppo_max_token_len: int = option(0, "most tokens per forward pass, prompts included, instead of that; 0: not used")
+    use_remove_padding: bool = option(False, "join the sequences of a forward pass end to end instead of padding them")
     cliprange_value: float = option(0.5, "largest move of a value per step")
     loss_agg_mode: str = option("token-mean", "how token losses become one number: " + ", ".join(CRITIC_AGG_MODES))
     warmup_steps: int = option(0, "first steps in which the critic alone is trained")
@@ -164,6 +182,13 @@ class CriticConfig:
         require(self.ppo_epochs >= 1, "critic.ppo_epochs", "at least 1", self.ppo_epochs)
         require(self.ppo_mini_batch_size >= 1, "critic.ppo_mini_batch_size", "at least 1", self.ppo_mini_batch_size)
         require(self.ppo_micro_batch_size >= 0, "critic.ppo_micro_batch_size", "at least 0", self.ppo_micro_batch_size)
+        require(self.ppo_max_token_len >= 0, "critic.ppo_max_token_len", "at least 0", self.ppo_max_token_len)
+        require(
+            not (self.ppo_max_token_len and self.ppo_micro_batch_size),
+            "critic.ppo_max_token_len",
+            f"0 with ppo_micro_batch_size ({self.ppo_micro_batch_size}): forward passes are cut by rows or by tokens",
+            self.ppo_max_token_len,
+        )
         require(self.cliprange_value > 0, "critic.cliprange_value", "greater than 0", self.cliprange_value)
         require(
             self.loss_agg_mode in CRITIC_AGG_MODES,
