@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rl_protocol import ConfigError
+from rl_trainer.algorithms.batching import Schedule
 from rl_trainer.algorithms.correction import (
     IS_LEVELS,
     RS_CRITERIA,
@@ -22,6 +23,7 @@ from rl_trainer.algorithms.schedules import LR_SCHEDULES
 from rl_trainer.settings import group, option, require
 
 KL_CONTROLLERS = ("fixed", "adaptive")
+FILTER_METRICS = ("acc", "score")
 CRITIC_AGG_MODES = tuple(mode for mode in LOSS_AGG_MODES if mode != "seq-mean-token-sum-norm")
 
 
@@ -163,6 +165,10 @@ class ActorConfig:
         require(self.kl_loss_coef >= 0, "actor.kl_loss_coef", "at least 0", self.kl_loss_coef)
         kl_name(self.kl_loss_type, KL_LOSSES, "actor.kl_loss_type")
 
+    def schedule(self, rollout_n: int, seed: int) -> Schedule:
+        """How the batch of a step is cut up, with `rollout_n` responses per prompt."""
+        return Schedule(epochs=self.ppo_epochs, mini_batch_rows=self.ppo_mini_batch_size * rollout_n, seed=seed)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
@@ -197,6 +203,10 @@ class CriticConfig:
             self.loss_agg_mode,
         )
         require(self.warmup_steps >= 0, "critic.warmup_steps", "at least 0", self.warmup_steps)
+
+    def schedule(self, rollout_n: int, seed: int) -> Schedule:
+        """How the batch of a step is cut up, with `rollout_n` responses per prompt."""
+        return Schedule(epochs=self.ppo_epochs, mini_batch_rows=self.ppo_mini_batch_size * rollout_n, seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,6 +273,34 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FilterGroupsConfig:
+    """Dynamic sampling (DAPO, arXiv:2503.14476): train on prompts whose responses differ, and generate more until there are enough."""
+
+    enable: bool = option(
+        False, "leave out prompts whose responses all score alike, and roll out others in their place"
+    )
+    metric: str = option("acc", "what is compared: " + ", ".join(FILTER_METRICS))
+    max_num_gen_batches: int = option(4, "most rounds of generation per step; then it trains on what there is")
+
+    def __post_init__(self) -> None:
+        key = "algorithm.filter_groups"
+        require(self.metric in FILTER_METRICS, f"{key}.metric", f"one of {FILTER_METRICS}", self.metric)
+        require(self.max_num_gen_batches >= 1, f"{key}.max_num_gen_batches", "at least 1", self.max_num_gen_batches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlongConfig:
+    """Soft punishment of overlong responses (DAPO, eq. 13), added to the score."""
+
+    buffer_len: int = option(0, "tokens before rollout.response_length in which the punishment grows; 0: none")
+    penalty_factor: float = option(1.0, "the punishment of a response of full length")
+
+    def __post_init__(self) -> None:
+        require(self.buffer_len >= 0, "reward.overlong.buffer_len", "at least 0", self.buffer_len)
+        require(self.penalty_factor >= 0, "reward.overlong.penalty_factor", "at least 0", self.penalty_factor)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """How advantages come from rewards."""
 
@@ -285,6 +323,7 @@ class AlgorithmConfig:
     kl_penalty: str = option("k1", "its estimator: " + ", ".join(KL_PENALTIES))
     kl_ctrl: KLControlConfig = group(KLControlConfig, "weight of that divergence")
     rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig, "train/rollout mismatch")
+    filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "dynamic sampling")
 
     def __post_init__(self) -> None:
         require(0 <= self.gamma <= 1, "algorithm.gamma", "in [0, 1]", self.gamma)
@@ -339,6 +378,7 @@ class RolloutConfig:
     top_p: float = option(1.0, "sample from the smallest set of tokens with this much probability")
     top_k: int = option(0, "sample from this many most likely tokens; 0: all")
     response_length: int = option(8, "most tokens per response")
+    session: str = option("single_turn", "how a session runs: single_turn, or one installed under rl_trainer.sessions")
     ignore_eos: bool = option(False, "do not stop at the end-of-sequence token")
     max_batch_size: int = option(512, "responses generated side by side in one replica")
     val_kwargs: ValidationSampling = group(ValidationSampling, "sampling for validation")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rl_protocol import BatchData
-from rl_trainer.algorithms.batching import Schedule, schedule_rows
+from rl_trainer.algorithms.batching import schedule_rows
 from rl_trainer.algorithms.losses import BatchCounts, aggregate, value_loss
 from rl_trainer.backends.engine import ModelEngine, PlainEngine
 from rl_trainer.backends.loading import layer_names, load_model
@@ -65,9 +65,7 @@ class TorchCriticBackend:
         self._config = config
         self._model = ValueModel(path, packed=config.use_remove_padding).eval()
         self._engine.prepare(self._model, self._model.layers)
-        self._schedule = Schedule(
-            epochs=config.ppo_epochs, mini_batch_rows=config.ppo_mini_batch_size * rollout_n, seed=seed
-        )
+        self._schedule = config.schedule(rollout_n, seed)
         world, tokens = self._engine.world, config.ppo_max_token_len
         self._forward = Passes(world=world, max_rows=forward_rows, max_tokens=tokens)
         passes = Passes(world=world, max_rows=config.ppo_micro_batch_size, max_tokens=tokens)

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from rl_protocol import BatchData, ConfigError, OutputError, WeightTensor
 from rl_protocol.torch import to_weight
-from rl_trainer.algorithms.batching import Schedule, schedule_rows
+from rl_trainer.algorithms.batching import schedule_rows
 from rl_trainer.algorithms.losses import BatchCounts, PolicyObjective, TokenColumns, sum_pi_squared, token_log_probs
 from rl_trainer.backends.engine import ModelEngine, PlainEngine, whole
 from rl_trainer.backends.loading import layer_names, load_model
@@ -30,7 +30,7 @@ class TorchPolicyBackend:
 
     Args:
         path: Hugging Face checkpoint folder (model and tokenizer).
-        config: the actor's settings; None for a frozen policy (the reference), whose `update` is refused.
+        config: the actor's settings; None for a frozen policy with the defaults.
         lora: adapters to train in place of all weights; needs the extra `lora`.
         correction: settings of the rollout correction; the loss looks at them in bypass mode.
         sum_pi_squared: have `compute_log_probs` return that column as well.
@@ -38,6 +38,7 @@ class TorchPolicyBackend:
         seed: run seed, for the order of mini-batches and fresh adapters.
         forward_rows: responses per forward pass when no gradient is needed.
         engine: how the model is held; None: whole, in this process.
+        frozen: it is a reference, whose `update` is refused: the config says how to compute alone.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class TorchPolicyBackend:
         seed: int = 0,
         forward_rows: int = 512,
         engine: ModelEngine | None = None,
+        frozen: bool = False,
     ) -> None:
         self._path = Path(path)
         self._engine = engine or PlainEngine()
@@ -68,12 +70,10 @@ class TorchPolicyBackend:
         self._sum_pi_squared = sum_pi_squared
         world, tokens = self._engine.world, self._config.ppo_max_token_len
         self._forward = Passes(world=world, max_rows=forward_rows, max_tokens=tokens)
-        self._schedule = Schedule(
-            epochs=self._config.ppo_epochs, mini_batch_rows=self._config.ppo_mini_batch_size * rollout_n, seed=seed
-        )
+        self._schedule = self._config.schedule(rollout_n, seed)
         self._updates = 0
         self._optimiser: Optimiser | None = None
-        if config is not None:
+        if config is not None and not frozen:
             passes = Passes(world=world, max_rows=config.ppo_micro_batch_size, max_tokens=tokens)
             self._optimiser = Optimiser(self._model, config.optim, passes)
             self._objective = PolicyObjective(config, correction or RolloutCorrectionConfig())
@@ -114,7 +114,7 @@ class TorchPolicyBackend:
         """See rl_trainer.workers.RankedPolicy.update_share."""
         optimiser = self._optimiser
         if optimiser is None:
-            raise ConfigError("This policy was built frozen (config=None), as a reference; it can't be updated.")
+            raise ConfigError("This policy was built frozen, as a reference; it can't be updated.")
 
         def loss(micro: BatchData, counts: BatchCounts, means: WeightedMeans) -> torch.Tensor:
             tokens = self._tokens(micro)

@@ -46,6 +46,8 @@ def join_world(rank: int, size: int, *, store: Path, device: str, timeout_s: flo
         timeout_s: longest wait for the other ranks, here and in each collective.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
         init_method=f"file://{store}",
