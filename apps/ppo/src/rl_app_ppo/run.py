@@ -19,6 +19,7 @@ from rl_app_ppo.console import Screen, step_line, validation_accuracy
 from rl_app_ppo.demo.arithmetic import make_split
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_app_ppo.demo.store import read_facts
+from rl_app_ppo.memory import available_bytes, check_memory, parameters
 from rl_app_ppo.outputs import JSONLSink, TensorBoardSink, draw_curve, publish_folder, writing
 from rl_app_ppo.rewards import load_reward
 from rl_app_ppo.runtime.cluster import RayWorker, ray_session
@@ -63,11 +64,19 @@ def preflight(config: AppConfig) -> StepGraph:
         context = _context(path)
         splits = datasets(config.data, load_tokenizer(path)).values()
         longest = max(len(rows[i].prompt_ids) for rows in splits for i in range(len(rows)))
+        if config.ray.address == "local":
+            check_memory(parameters(path), config, available_bytes())
     if longest + config.rollout.response_length > context:
         raise ConfigError(
             f"rollout.response_length={config.rollout.response_length} and the longest prompt of {longest} tokens do not fit the model's "
             f"context of {context}; set rollout.response_length to at most {context - longest}."
         )
+    for key, most in (("actor", config.actor.ppo_max_token_len), ("critic", config.critic.ppo_max_token_len)):
+        if most and longest + config.rollout.response_length > most:
+            raise ConfigError(
+                f"{key}.ppo_max_token_len must hold the longest prompt of {longest} tokens and rollout.response_length="
+                f"{config.rollout.response_length}; got {most}."
+            )
     return graph
 
 
