@@ -102,7 +102,7 @@ class PPOTrainer:
     async def step(self, step: int) -> dict[str, float]:
         """One step; returns its metrics."""
         p, clock, metrics = self._p, _Clock(), {"training/global_step": float(step)}
-        bytes_before, start = self._driver_bytes(), time.perf_counter()
+        bytes_before, cpu_before, start = self._driver_bytes(), time.process_time(), time.perf_counter()
         async with self._rows(TRAIN_PARTITION):
             tagged = await self._sample(clock, step, metrics)
             if tagged:
@@ -119,6 +119,7 @@ class PPOTrainer:
         elapsed = time.perf_counter() - start
         metrics |= clock.seconds | {"timing_s/step": elapsed, "perf/time_per_step": elapsed}
         metrics["perf/throughput"] = metrics.get("perf/total_num_tokens", 0.0) / elapsed
+        metrics["perf/driver_cpu_s"] = time.process_time() - cpu_before
         metrics["perf/driver_bytes"] = float(self._driver_bytes() - bytes_before)
         return metrics
 
