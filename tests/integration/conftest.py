@@ -84,7 +84,7 @@ def app(tmp_path, base_model, mark):
             "data.val_size=32",
             "data.train_batch_size=8",
             "actor.ppo_mini_batch_size=8",
-            "critic.ppo_mini_batch_size=8",
+            *(["critic.ppo_mini_batch_size=8"] if "algorithm=ppo" in overrides else []),
         )
         done = subprocess.run(
             command(*small, *overrides),

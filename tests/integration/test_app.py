@@ -89,3 +89,56 @@ def test_driver_bytes_do_not_grow_with_the_responses(app):
         assert line["response_length/mean"] == length
         used.append(line["perf/driver_bytes"])
     assert used[1] == pytest.approx(used[0], rel=0.1)
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_lora_trains_an_adapter_and_needs_no_reference_process(app, base_model, engine):
+    """With FSDP2 two processes share the actor; rows are dealt to them by key, and both give up their shards when weights are sent."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    more = ["fsdp.world_size=2", "fsdp.device=cpu"] if engine == "fsdp" else []
+    done = app(f"model_engine={engine}", "lora.rank=4", "actor.optim.lr=1e-2", "trainer.total_training_steps=3", *more)
+    assert done.code == 0, done.err
+    trained = done.metrics[1:]
+    assert [m["weight_sync/version"] for m in trained] == [1, 2, 3]
+    assert max(m["training/rollout_log_probs_diff_max"] for m in trained) < 1e-4
+    assert trained[0]["actor/ref_kl"] == pytest.approx(0, abs=1e-6)
+    assert trained[-1]["actor/ref_kl"] > 1e-4
+    assert max(m["perf/driver_bytes"] for m in trained) < 256 * KIB
+    logs = {path.name for path in (done.folder / "logs").iterdir()}
+    assert "ref.log" not in logs
+    assert ("actor-1.log" in logs) == (engine == "fsdp")
+    base = AutoModelForCausalLM.from_pretrained(base_model)
+    adapted = PeftModel.from_pretrained(base, done.folder / "checkpoint").merge_and_unload().state_dict()
+    before = AutoModelForCausalLM.from_pretrained(base_model).state_dict()
+    changed = {name.split(".")[-2] for name in before if not before[name].equal(adapted[name])}
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.slow
+def test_ppo_over_two_ranks_per_model(app):
+    """Actor, reference and critic are two processes each."""
+    done = app("algorithm=ppo", "model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu", "rollout.num_workers=1")
+    assert done.code == 0, done.err
+    names = {path.name for path in (done.folder / "logs").iterdir()}
+    assert {"actor-1.log", "ref-1.log", "critic-1.log"} <= names
+    alone = app("algorithm=ppo", "rollout.num_workers=1", "trainer.run_name=alone")
+    assert alone.code == 0, alone.err
+    one = (done.folder.parent / "alone" / "metrics.jsonl").read_text().splitlines()[1]
+    for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"):
+        assert done.metrics[1][name] == pytest.approx(yaml.safe_load(one)[name], abs=1e-4), name
+
+
+@pytest.mark.slow
+def test_dynamic_filtering_refills_and_is_bounded(app):
+    done = app(
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.max_num_gen_batches=2",
+        "reward.overlong.buffer_len=2",
+    )
+    assert done.code == 0, done.err
+    for step in done.metrics[1:]:
+        assert 1 <= step["training/filter_groups/rounds"] <= 2
+        kept, made = (step[f"training/filter_groups/prompts_{word}"] for word in ("kept", "generated"))
+        assert kept <= 8 <= made <= 16

@@ -76,6 +76,8 @@ def test_every_key_with_a_typo_is_refused_with_the_right_suggestion():
     for key in keys:
         last = key.rpartition(".")[2]
         for wrong in (key + key[-1], key.removesuffix(last) + last[:1] + "_" + last[1:], key.replace(".", "..", 1)):
+            if wrong == key:
+                continue
             with pytest.raises(ConfigError) as caught:
                 load_config([f"{wrong}=1"])
             assert f"Did you mean '{key}'?" in str(caught.value), wrong
@@ -108,11 +110,12 @@ def test_algorithms_that_do_not_exist_or_do_not_fit_are_refused(overrides, messa
 def test_two_bounds_are_not_read_as_one_number(tmp_path):
     """YAML 1.1 reads 0.5_2 as 0.52 and 1_2 as 12."""
     key, file = "algorithm.rollout_correction.rollout_is_threshold", tmp_path / "my.yaml"
-    file.write_text("algorithm: {rollout_correction: {rollout_is_threshold: 0.5_2}}\n")
-    for config in (load_config([f"{key}=0.5_2"]), load_config([], file)):
+    given = "algorithm.rollout_correction.rollout_is=token"
+    file.write_text("algorithm: {rollout_correction: {rollout_is: token, rollout_is_threshold: 0.5_2}}\n")
+    for config in (load_config([given, f"{key}=0.5_2"]), load_config([], file)):
         assert config.algorithm.rollout_correction.is_bounds() == Bounds(lower=0.5, upper=2.0)
         assert from_yaml(to_yaml(config)) == config
-    assert load_config([f"{key}=3"]).algorithm.rollout_correction.is_bounds() == Bounds(lower=None, upper=3.0)
+    assert load_config([given, f"{key}=3"]).algorithm.rollout_correction.is_bounds() == Bounds(lower=None, upper=3.0)
 
 
 @pytest.mark.parametrize("text", ["1e-5", "1E-5", "0.00001", "1.0e-05", ".00001", "+1e-5"])
@@ -138,11 +141,15 @@ def test_help_lists_every_key_with_its_meaning():
 
 
 def test_flags():
-    assert parse(["--cfg", "a=1", "--config", "f.yaml"]).print_config
+    arguments = parse(["--cfg", "a=1", "--config", "f.yaml"])
+    assert (arguments.flags.keys(), arguments.overrides) == ({"--cfg", "--config"}, ("a=1",))
+    assert str(arguments.config_file) == "f.yaml"
     with pytest.raises(ConfigError, match="Unknown flag '--halp'"):
         parse(["--halp"])
     with pytest.raises(ConfigError, match="--config needs a file"):
         parse(["--config"])
+    with pytest.raises(ConfigError, match="--diff needs two configurations"):
+        parse(["--diff", "one"])
 
 
 def test_cfg_prints_the_resolved_configuration(capsys):

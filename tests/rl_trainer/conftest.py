@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
+
+from rl_protocol import BatchData, ragged
 
 VOCABULARY = ("<pad>", "<eos>", *"0123456789+=")
 
@@ -37,3 +40,27 @@ def model_path(tmp_path_factory):
     Qwen2ForCausalLM(config).save_pretrained(path)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def training_batch():
+    """(policy, rows, seed) -> what an update reads: ragged trajectories with advantages, a reference, and a mask with holes."""
+
+    def make(policy, rows=8, seed=0):
+        rng = np.random.default_rng(seed)
+        prompts = [rng.integers(2, 14, rng.integers(1, 6)).tolist() for _ in range(rows)]
+        responses = [rng.integers(1, 14, rng.integers(1, 8)).tolist() for _ in range(rows)]
+        tokens = BatchData({"prompts": ragged(prompts, "int64"), "responses": ragged(responses, "int64")})
+        old = policy.compute_log_probs(tokens, temperature=1.0)["log_probs"]
+        masks = [[k == 0 or bool(rng.random() < 0.8) for k in range(len(r))] for r in responses]
+        return BatchData(
+            {
+                **tokens.columns,
+                "response_mask": ragged(masks, "bool"),
+                "old_log_probs": old,
+                "advantages": ragged([rng.normal(size=len(r)).tolist() for r in responses], "float32"),
+                "ref_log_prob": ragged([(-2 + 0.1 * rng.normal(size=len(r))).tolist() for r in responses], "float32"),
+            }
+        )
+
+    return make

@@ -13,7 +13,7 @@ from rl_protocol.ports import CriticBackend, PolicyBackend, RolloutEngine
 from rl_protocol.testing.rollout import RolloutEngineSuite
 from rl_protocol.testing.training import CriticBackendSuite, PolicyBackendSuite
 from rl_protocol.torch import from_weight, to_weight
-from rl_trainer import ActorConfig, CriticConfig, OptimConfig
+from rl_trainer import ActorConfig, CriticConfig, LoraConfig, OptimConfig
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
 from rl_trainer.rollout.hf import HFRolloutEngine
@@ -32,6 +32,22 @@ class TestTorchPolicy(_WithModel, PolicyBackendSuite):
     @contextmanager
     def open_policy(self) -> Iterator[PolicyBackend]:
         yield TorchPolicyBackend(self.path, ActorConfig(optim=OptimConfig(lr=1e-3), ppo_mini_batch_size=4), seed=0)
+
+
+class TestLoraPolicy(_WithModel, PolicyBackendSuite):
+    @contextmanager
+    def open_policy(self) -> Iterator[PolicyBackend]:
+        config = ActorConfig(optim=OptimConfig(lr=1e-2), ppo_mini_batch_size=4)
+        yield TorchPolicyBackend(self.path, config, lora=LoraConfig(rank=4), seed=0)
+
+
+class TestPackedPolicy(_WithModel, PolicyBackendSuite):
+    @contextmanager
+    def open_policy(self) -> Iterator[PolicyBackend]:
+        config = ActorConfig(
+            optim=OptimConfig(lr=1e-3), ppo_mini_batch_size=4, ppo_max_token_len=9, use_remove_padding=True
+        )
+        yield TorchPolicyBackend(self.path, config, seed=0)
 
 
 class TestTorchCritic(_WithModel, CriticBackendSuite):

@@ -20,6 +20,7 @@ from rl_trainer import (
     CriticConfig,
     CriticWorker,
     LoopConfig,
+    LoraConfig,
     OptimConfig,
     PPOTrainer,
     PromptOrder,
@@ -28,7 +29,9 @@ from rl_trainer import (
     RewardWorker,
     RolloutConfig,
     RolloutWorker,
+    SessionKind,
     TrainerParts,
+    Trajectory,
     Workers,
     build_graph,
     needs_critic,
@@ -37,9 +40,10 @@ from rl_trainer import (
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
 from rl_trainer.combinations import check_combination
-from rl_trainer.config import KLControlConfig, PolicyLossConfig, RolloutCorrectionConfig
+from rl_trainer.config import FilterGroupsConfig, KLControlConfig, PolicyLossConfig, RolloutCorrectionConfig
 from rl_trainer.messages import StageCall
 from rl_trainer.rollout.hf import HFRolloutEngine
+from rl_trainer.sessions import SESSIONS
 
 
 class Digits:
@@ -119,6 +123,8 @@ class Setup:
         algorithm=None,
         actor=None,
         temperature=1.0,
+        session="single_turn",
+        lora=None,
     ):
         algorithm = AlgorithmConfig(adv_estimator=estimator, **(algorithm or {}))
         actor = ActorConfig(optim=OptimConfig(lr=3e-3), ppo_mini_batch_size=4, use_kl_loss=True, **(actor or {}))
@@ -131,6 +137,7 @@ class Setup:
             path,
             actor,
             correction=algorithm.rollout_correction,
+            lora=lora,
             sum_pi_squared=needs_sum_pi_squared(algorithm),
             rollout_n=4,
             seed=0,
@@ -142,15 +149,19 @@ class Setup:
             if needs_critic(algorithm)
             else None
         )
+        actor_worker = LocalWorker("actor", ActorWorker(self.plane, graph, self.policy, 1.0))
+        reference = LocalWorker("ref", ReferenceWorker(self.plane, graph, TorchPolicyBackend(path, None), 1.0))
         self.workers = Workers(
-            rollout=[LocalWorker(f"rollout-{i}", RolloutWorker(self.plane, e, data)) for i, e in enumerate(engines)],
+            rollout=[
+                LocalWorker(f"rollout-{i}", RolloutWorker(self.plane, e, data, session)) for i, e in enumerate(engines)
+            ],
             reward=LocalWorker(
                 "reward",
                 RewardWorker(self.plane, graph, reward, decode, algorithm, 3, policy_loss=actor.policy_loss),
             ),
-            actor=LocalWorker("actor", ActorWorker(self.plane, graph, self.policy, 1.0)),
-            ref=LocalWorker("ref", ReferenceWorker(self.plane, graph, TorchPolicyBackend(path, None), 1.0)),
-            critic=LocalWorker("critic", critic_worker) if critic_worker else None,
+            actor=[actor_worker],
+            ref=[actor_worker] if lora else [reference],
+            critic=[LocalWorker("critic", critic_worker)] if critic_worker else [],
         )
         self.sync = DirectSync(self.policy, engines)
         self.steps = []
@@ -163,6 +174,8 @@ class Setup:
                 train_order=PromptOrder(20, 8, 0),
                 validation_size=20,
                 rollout=rollout,
+                actor=actor,
+                filter_groups=algorithm.filter_groups,
                 critic=critic,
                 loop=LoopConfig(total_training_steps=steps, test_freq=1, stage_timeout_s=60),
                 on_step=lambda step, metrics: self.steps.append((step, dict(metrics))),
@@ -179,8 +192,8 @@ def test_a_step_goes_through_all_stages_and_leaves_the_plane_empty(model_path):
     assert [step for step, _ in setup.steps] == [0, 1, 2]
     assert last == {k: v for k, v in setup.steps[-1][1].items() if k.startswith("val-")}
     assert set(last) == {"val-core/digits/acc/mean@1", "val-aux/digits/score/mean@1"}
-    assert setup.workers.actor.calls == ["old_log_prob", "update_actor"] * 2
-    assert setup.workers.critic.calls == ["values", "update_critic"] * 2
+    assert setup.workers.actor[0].calls == ["old_log_prob", "update_actor"] * 2
+    assert setup.workers.critic[0].calls == ["values", "update_critic"] * 2
     assert setup.sync.versions == [1, 2]
     assert asyncio.run(setup.plane.stats()).rows == {"train": 0, "train/prompts": 0, "val": 0, "val/prompts": 0}
     assert all(type(v) is float for _, metrics in setup.steps for v in metrics.values())
@@ -248,7 +261,7 @@ def test_the_rollout_correction_runs_in_and_outside_of_the_loss(model_path, sett
     setup.fit()
     metrics = setup.steps[-1][1]
     assert metrics["rollout_corr/kl"] != 0
-    assert ("old_log_prob" in setup.workers.actor.calls) != correction.bypass_mode
+    assert ("old_log_prob" in setup.workers.actor[0].calls) != correction.bypass_mode
     if correction.rollout_rs:
         assert 0 <= metrics["rollout_corr/rollout_rs_masked_fraction"] <= 1
     if correction.rollout_is:
@@ -324,7 +337,7 @@ def test_the_result_does_not_depend_on_the_number_of_rollout_workers(model_path)
 def test_while_the_critic_warms_up_the_actor_stays_and_nothing_is_sent(model_path):
     setup = Setup(model_path, estimator="gae", steps=3, critic_warmup=2)
     setup.fit()
-    assert setup.workers.actor.calls == ["old_log_prob", "old_log_prob", "old_log_prob", "update_actor"]
+    assert setup.workers.actor[0].calls == ["old_log_prob", "old_log_prob", "old_log_prob", "update_actor"]
     assert setup.sync.versions == [1]
 
 
@@ -341,17 +354,17 @@ def test_a_failure_keeps_the_rows_for_inspection_and_cancels_the_others(model_pa
     async def fail(method, payload, *, timeout_s):
         raise WorkerError("the reference is gone")
 
-    setup.workers.ref.call = fail
+    setup.workers.ref[0].call = fail
     with pytest.raises(WorkerError, match="the reference is gone"):
         setup.fit()
     assert asyncio.run(setup.plane.stats()).rows["train"] == 32
 
 
 def test_a_worker_refuses_what_it_does_not_know(model_path):
-    worker = Setup(model_path).workers.actor.worker
+    worker = Setup(model_path).workers.actor[0].worker
     call = msgspec.msgpack.encode(StageCall(step=1, batch=KVBatchMeta(partition="p", keys=())))
     for method, payload, message in (
-        ("launch", call, "ActorWorker has no handler 'launch'; it has old_log_prob, update_actor, save"),
+        ("launch", call, "ActorWorker has no handler 'launch'; it has old_log_prob, ref, update_actor, save"),
         ("old_log_prob", b"\xff", "not a StageCall"),
         ("old_log_prob", b"\x81\xa4\xff\xff\xff\xff\x01", "not a StageCall"),
         ("old_log_prob", msgspec.msgpack.encode({"step": 1, "surprise": 2}), "not a StageCall"),
@@ -380,3 +393,82 @@ def test_a_column_that_does_not_align_with_what_was_read_is_refused_by_name():
         assert (await plane.list_rows("train")).fields == ("responses",)
 
     asyncio.run(body())
+
+
+async def two_trajectories(row, generate):
+    """A context that is reset after the first turn: the second trajectory starts with a token it was given."""
+    first = await generate(row.prompt_ids, 2)
+    second = await generate([*row.prompt_ids, 13], 2)
+    given = Trajectory(
+        response_ids=(13, *second.response_ids),
+        made=(False, *(True for _ in second.response_ids)),
+        log_probs=(0.0, *second.log_probs),
+        weight_version=second.weight_version,
+    )
+    return [Trajectory.of(first), given]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "gae", "remax"])
+def test_sessions_of_several_trajectories_are_trained_on(model_path, monkeypatch, estimator):
+    monkeypatch.setitem(SESSIONS._built_in, "two", SessionKind(two_trajectories))
+    setup = Setup(model_path, estimator=estimator, session="two", steps=2)
+    setup.fit()
+    metrics = [m for step, m in setup.steps if step]
+    assert setup.plane.most["train"] == 8 * 4 * 2
+    assert max(m["training/rollout_log_probs_diff_max"] for m in metrics) < 1e-4  # given tokens are in no statistic
+    assert all(m["actor/grad_norm"] > 0 for m in metrics)
+    assert all(np.isfinite(v) for m in metrics for v in m.values())
+    assert metrics[0]["response_length/max"] <= 3
+
+
+def test_dynamic_filtering_trains_on_prompts_that_teach_alone(model_path):
+    """Prompts whose four answers score alike are left out; the engines are asked for others, at most three times."""
+    seen = []
+
+    def reward(source, text, truth, extra=None):
+        return float(text.startswith(truth))
+
+    filtering = {"filter_groups": FilterGroupsConfig(enable=True, metric="score", max_num_gen_batches=3)}
+    setup = Setup(model_path, steps=2, algorithm=filtering, reward=reward)
+    adv = setup.workers.reward.worker.adv
+
+    async def watch(call):
+        scores = (await setup.plane.get(call.batch, ["scores"])).dense("scores").values
+        seen.append((call.batch.keys, scores))
+        return await adv(call)
+
+    setup.workers.reward.worker.adv = watch
+    setup.fit()
+    metrics = [m for step, m in setup.steps if step]
+    assert len(seen) == 2
+    for (keys, scores), m in zip(seen, metrics, strict=True):
+        groups = {}
+        for key, score in zip(keys, scores, strict=True):
+            groups.setdefault(key.partition("/")[0], []).append(score)
+        assert all(len(group) == 4 and min(group) < max(group) for group in groups.values())
+        assert len(groups) == m["training/filter_groups/prompts_kept"] <= 8
+        assert m["training/filter_groups/prompts_generated"] > 8
+        assert 1 < m["training/filter_groups/rounds"] <= 3
+    assert not any(asyncio.run(setup.plane.stats()).rows.values())
+
+
+def test_a_step_in_which_nothing_teaches_changes_nothing(model_path):
+    filtering = {"filter_groups": FilterGroupsConfig(enable=True, max_num_gen_batches=2)}
+    setup = Setup(model_path, steps=1, algorithm=filtering, reward=lambda *_: 1.0)
+    setup.fit()
+    metrics = setup.steps[-1][1]
+    assert metrics["training/filter_groups/prompts_kept"] == 0
+    assert metrics["training/filter_groups/prompts_generated"] == 16
+    assert setup.workers.actor[0].calls == []
+    assert setup.sync.versions == []
+    assert not any(asyncio.run(setup.plane.stats()).rows.values())
+
+
+def test_with_lora_the_actor_is_the_reference(model_path):
+    setup = Setup(model_path, steps=3, lora=LoraConfig(rank=4))
+    setup.fit()
+    metrics = [m for step, m in setup.steps if step]
+    assert setup.workers.actor[0].calls == ["old_log_prob", "ref", "update_actor"] * 3
+    assert metrics[0]["actor/ref_kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics[-1]["actor/ref_kl"] != pytest.approx(0, abs=1e-5)
+    assert max(m["training/rollout_log_probs_diff_max"] for m in metrics) < 1e-4  # merged weights arrive

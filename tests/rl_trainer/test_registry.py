@@ -19,7 +19,7 @@ from rl_trainer.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from rl_trainer.combinations import check_combination
 from rl_trainer.config import KLControlConfig, PolicyLossConfig, RolloutCorrectionConfig
 from rl_trainer.metrics import WeightedMeans
-from rl_trainer.workers import RewardWorker
+from rl_trainer.reward_worker import RewardWorker
 
 doubled = Estimator(lambda inputs: ADVANTAGE_ESTIMATORS.get("grpo").estimate(inputs))
 

@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM
 from rl_protocol import BatchData, BatchError, ConfigError, OutputError, ragged
 from rl_protocol.torch import from_weight
 from rl_trainer import ActorConfig, CriticConfig, OptimConfig
-from rl_trainer.backends.optimise import Schedule, schedule_rows
+from rl_trainer.algorithms.batching import Schedule, schedule_rows
+from rl_trainer.backends.loading import load_model
 from rl_trainer.backends.tokens import token_batch
 from rl_trainer.backends.torch_critic import TorchCriticBackend
-from rl_trainer.backends.torch_policy import TorchPolicyBackend, load_model
+from rl_trainer.backends.torch_policy import TorchPolicyBackend
 
 PROMPTS = [[2, 3], [4], [5, 6, 7], [2]]
 RESPONSES = [[8, 1], [9, 9, 9], [3], [4, 1]]
@@ -107,7 +108,7 @@ def test_the_first_gradient_is_the_gradient_of_the_formula(model_path):
 
 def test_mini_batches_cover_every_row_once_per_epoch_in_a_fresh_order():
     schedule, lengths = (
-        Schedule(epochs=2, mini_batch_rows=3, micro_batch_rows=0, seed=5),
+        Schedule(epochs=2, mini_batch_rows=3, seed=5),
         np.array([9, 1, 2, 8, 3, 3, 2, 8]),
     )
     rows = list(schedule_rows(lengths, schedule, update=0))

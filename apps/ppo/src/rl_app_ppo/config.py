@@ -1,6 +1,7 @@
 """From YAML and dotted overrides to an AppConfig, with errors that name the key and the nearest valid one.
 
-Precedence, weakest first: the schema's defaults, the preset of `algorithm=...`, the file of `--config`, the overrides.
+Precedence, weakest first: the schema's defaults, those of the engine of `model_engine=...`, the preset of `algorithm=...`, the file of
+`--config`, the overrides.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import dataclasses
 import difflib
 import functools
 import re
+import shlex
 import typing
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
@@ -20,7 +23,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_app_ppo.schema import AppConfig
+from rl_app_ppo.spellings import one_spelling
+from rl_app_ppo.unused import refuse_unused, unused
+from rl_app_ppo.verl import import_verl, report, split_overrides
 from rl_protocol import ConfigError
+from rl_trainer.engines import get_engine
 
 T = TypeVar("T")
 PRESET_KEY = "algorithm"
@@ -75,28 +82,75 @@ def presets() -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """The value of one key, and what set it."""
+
+    value: object
+    origin: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration, and for every key where its value comes from."""
+
+    config: AppConfig
+    settings: dict[str, Setting]
+    changed: dict[str, object]
+    """What file and overrides set to something else than it would be without them."""
+
+
 def load_config(overrides: Sequence[str] = (), config_file: Path | None = None) -> AppConfig:
-    """The configuration of a run.
+    """The configuration of a run; see `resolve`.
+
+    Raises:
+        ConfigError: as `resolve`, and for a value that nothing would read.
+    """
+    resolved = resolve(overrides, config_file)
+    refuse_unused(resolved.config, resolved.changed)
+    return resolved.config
+
+
+def resolve(overrides: Sequence[str] = (), config_file: Path | None = None) -> Resolved:
+    """Lay defaults, preset, file and overrides over each other.
 
     Args:
         overrides: `key=value` strings with dotted keys; `algorithm=<preset>` chooses the preset.
         config_file: YAML with the same nesting as `--cfg` prints.
 
     Raises:
-        ConfigError: unknown key, wrong type, value out of range, impossible combination, unreadable file.
+        ConfigError: unknown key, wrong type, value out of range, impossible combination, two spellings that disagree, unreadable file.
     """
     given = [_split(text) for text in overrides]
     file_values = _flatten(_read_yaml(config_file)) if config_file is not None else {}
-    preset = _preset_name(given, file_values)
-    layers = (_flatten(_read_preset(preset)), file_values, dict(given))
-    values = [(key, value) for layer in layers for key, value in layer.items() if key != PRESET_KEY]
+    preset_name = _preset_name(given, file_values)
+    preset = _flatten(_read_preset(preset_name))
+    spelled = one_spelling([(f"--config {config_file}", file_values), ("command line", dict(given))])
     known = [option.key for option in options()]
-    for key, _ in values:
-        _check_known(key, known)
+    for _, values in spelled:
+        for key in values:
+            if key != PRESET_KEY:
+                _check_known(key, known)
+    chosen = {key: value for _, values in [("", preset), *spelled] for key, value in values.items()}
+    engine = get_engine(str(chosen.get("model_engine", AppConfig().model_engine)))
+    layers = [
+        (f"default of model_engine={engine.name}", dict(engine.defaults)),
+        (f"preset algorithm={preset_name}", preset),
+        *spelled,
+    ]
+    settings = {option.key: Setting(option.default, "default") for option in options()}
     node = _editable(OmegaConf.structured(AppConfig))
-    for key, value in values:
-        _set(node, key, value)
-    return _build(AppConfig, cast(dict[str, Any], OmegaConf.to_container(node)))
+    base = dict(settings)
+    for origin, values in layers:
+        for key, value in values.items():
+            if key != PRESET_KEY:
+                _set(node, key, value)
+                settings[key] = Setting(OmegaConf.select(node, key), origin)
+        if origin.startswith("preset"):
+            base = dict(settings)
+    config = _build(AppConfig, cast(dict[str, Any], OmegaConf.to_container(node)))
+    changed = {key: setting.value for key, setting in settings.items() if setting.value != base[key].value}
+    return Resolved(config, settings, changed)
 
 
 def to_yaml(config: AppConfig) -> str:
@@ -107,6 +161,34 @@ def to_yaml(config: AppConfig) -> str:
 def from_yaml(text: str) -> AppConfig:
     """Read back what `to_yaml` wrote."""
     return _build(AppConfig, _parse(text))
+
+
+def from_verl(path: Path) -> str:
+    """A verl 0.9 configuration as YAML for `--config`, checked, with what could not be mapped in comments.
+
+    Args:
+        path: YAML, or overrides as on verl's command line, separated by white space or line ends.
+
+    Raises:
+        ConfigError: the file can't be read, or what was mapped is no configuration of ours.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--from-verl {path}: can't be read: {error}") from error
+    words = shlex.split(text.replace("\\\n", " "), comments=True)
+    is_list = all("=" in word for word in words if not word.startswith("-"))
+    imported = import_verl(split_overrides(words, _parse) if is_list else _flatten(_read_yaml(path)))
+    preset = "ppo" if imported.settings.get("algorithm.adv_estimator") == "gae" else "grpo"
+    overrides = [f"{PRESET_KEY}={preset}", *(f"{key}={_text(value)}" for key, value in imported.settings.items())]
+    resolved = resolve(overrides)
+    idle = unused(resolved.config, resolved.changed)
+    kept = [override for override in overrides if override.partition("=")[0] not in idle]
+    return report(imported, idle) + to_yaml(load_config(kept))
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _parse(text: str) -> Any:
@@ -134,7 +216,7 @@ def _preset_name(given: Sequence[tuple[str, Any]], file_values: dict[str, Any]) 
     named: object = names[-1] if names else file_values.get("algorithm.name", "grpo")
     if named not in presets():
         raise ConfigError(
-            f"algorithm must be one of {', '.join(presets())}; got {named!r}.{_nearest(str(named), presets())}"
+            f"algorithm must be one of {', '.join(presets())}; got {named!r}.{nearest_key(str(named), presets())}"
         )
     return str(named)
 
@@ -180,7 +262,7 @@ def _check_known(key: str, known: Sequence[str]) -> None:
     inside = [name for name in known if name.startswith(key + ".")]
     if inside:
         raise ConfigError(f"{key} is a group of settings, not one setting; set one of its keys, such as {inside[0]}.")
-    raise ConfigError(f"Unknown key {key!r}.{_nearest(key, known)} See --help for all keys.")
+    raise ConfigError(f"Unknown key {key!r}.{nearest_key(key, known)} See --help for all keys.")
 
 
 def _set(node: DictConfig, key: str, value: Any) -> None:
@@ -191,8 +273,10 @@ def _set(node: DictConfig, key: str, value: Any) -> None:
         raise ConfigError(f"{key} must be of type {kind}; got {value!r} ({type(value).__name__}).") from error
 
 
-def _nearest(key: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+def nearest_key(key: str, known: Sequence[str]) -> str:
+    """The sentence that names the most similar key; empty where none is similar."""
+    close = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
+    close.sort(key=lambda name: (-difflib.SequenceMatcher(a=name, b=key).ratio(), _letters_apart(name, key)))
     if not close:  # the right last part in the wrong group
         last = key.rpartition(".")[2]
         tails = {name.rpartition(".")[2]: name for name in reversed(known)}
@@ -207,3 +291,9 @@ def _build(kind: type[T], values: dict[str, Any]) -> T:
         for name, value in values.items()
     }
     return kind(**arguments)
+
+
+def _letters_apart(a: str, b: str) -> int:
+    """Letters that one has and the other does not: 0 where they are only in another order."""
+    one, other = Counter(a), Counter(b)
+    return ((one - other) + (other - one)).total()

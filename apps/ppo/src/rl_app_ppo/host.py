@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from rl_app_ppo.runtime.messages import BuildCall, Role, WarmupProgress, WeightCall
+from rl_app_ppo.wiring.weights import FollowingSender, WeightEnd
 from rl_ckpt_engine import ReceiverEndpoint, SenderEndpoint
 from rl_protocol import WorkerError
 from rl_trainer import Worker
@@ -25,7 +26,7 @@ class Host:
         self._role: Role = role
         self._threads = threads
         self._worker: Worker | None = None
-        self._weights: SenderEndpoint | ReceiverEndpoint | None = None
+        self._weights: WeightEnd | None = None
         handler = logging.FileHandler(log_path)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.getLogger().addHandler(handler)
@@ -89,6 +90,8 @@ class Host:
                 await end.finalize(call.version)
             case SenderEndpoint(), "abort":
                 await end.abort()
+            case FollowingSender(), "follow":
+                end.follow()
             case ReceiverEndpoint(), "pause":
                 await end.pause(call.timeout_s)
             case ReceiverEndpoint(), "receive":

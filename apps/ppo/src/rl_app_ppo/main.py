@@ -11,15 +11,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.text import Text
 
-from rl_app_ppo.config import load_config, options, presets, to_yaml
+from rl_app_ppo.config import from_verl, load_config, options, presets, resolve, to_yaml
+from rl_app_ppo.explain import difference, explain, read_side
 from rl_app_ppo.outputs import create_run_folder
 from rl_app_ppo.schema import AppConfig
 from rl_protocol import ConfigError, OutputError, RLError
@@ -37,7 +38,7 @@ RAY_SETTINGS = {
 """What Ray is told unless the environment says otherwise."""
 
 USAGE = """\
-usage: uv run apps/ppo [--help] [--cfg] [--config FILE] [key=value ...]
+usage: uv run apps/ppo [--help] [--cfg] [--explain KEY] [--diff A B] [--from-verl FILE] [--config FILE] [key=value ...]
 
 Trains a language model with PPO or GRPO. Without arguments: the demo, on this machine, without a GPU.
 
@@ -45,10 +46,17 @@ Trains a language model with PPO or GRPO. Without arguments: the demo, on this m
   key=value        set any key below, for instance actor.optim.lr=1e-5 rollout.n=8
   --config FILE    read settings from YAML (overrides win)
   --cfg            print the resolved configuration and exit
+  --explain KEY    say what a key, or each key of a group, means, its value and what set it, and exit
+  --diff A B       print where two configurations differ and exit; each is a YAML file, or overrides such as "algorithm=ppo rollout.n=4"
+  --from-verl FILE turn a verl 0.9 configuration (YAML, or its overrides one a line) into ours, print it and exit
   --help           print this and exit
 
 keys:
 """
+
+
+FLAGS = {"--help": 0, "-h": 0, "--cfg": 0, "--explain": 1, "--diff": 2, "--from-verl": 1, "--config": 1}
+"""Flag -> how many words follow it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,36 +64,38 @@ class Arguments:
     """A command line taken apart."""
 
     overrides: tuple[str, ...] = ()
-    config_file: Path | None = None
-    print_config: bool = False
-    print_help: bool = False
+    flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    """Flag -> the words that followed it."""
+
+    @property
+    def config_file(self) -> Path | None:
+        """What --config names."""
+        return Path(self.flags["--config"][0]) if "--config" in self.flags else None
 
 
 def parse(argv: Sequence[str]) -> Arguments:
     """Take a command line apart.
 
     Raises:
-        ConfigError: an unknown flag, or --config without a file.
+        ConfigError: an unknown flag, or one without its words.
     """
     overrides: list[str] = []
-    config_file: Path | None = None
-    flags: set[str] = set()
+    flags: dict[str, tuple[str, ...]] = {}
     rest = list(argv)
     while rest:
         word = rest.pop(0)
-        if word in ("-h", "--help", "--cfg"):
-            flags.add(word)
-        elif word == "--config":
-            if not rest:
-                raise ConfigError("--config needs a file, for instance --config my.yaml.")
-            config_file = Path(rest.pop(0))
+        if word in FLAGS:
+            count = FLAGS[word]
+            if len(rest) < count:
+                what = {"--config": "a file, for instance --config my.yaml", "--diff": "two configurations"}
+                raise ConfigError(f"{word} needs {what.get(word, 'a word after it')}; see --help.")
+            flags["--help" if word == "-h" else word] = tuple(rest[:count])
+            del rest[:count]
         elif word.startswith("-"):
-            raise ConfigError(
-                f"Unknown flag {word!r}; there are --help, --cfg and --config FILE. Settings are given as key=value."
-            )
+            raise ConfigError(f"Unknown flag {word!r}; there are {', '.join(FLAGS)}. Settings are given as key=value.")
         else:
             overrides.append(word)
-    return Arguments(tuple(overrides), config_file, "--cfg" in flags, bool(flags & {"-h", "--help"}))
+    return Arguments(tuple(overrides), flags)
 
 
 def help_text() -> str:
@@ -102,14 +112,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
-        if arguments.print_help:
-            out.print(Text(help_text()), end="", soft_wrap=True)
+        answer = _answer(arguments)
+        if answer is not None:
+            out.print(Text(answer), end="", soft_wrap=True)
             return 0
-        config = load_config(arguments.overrides, arguments.config_file)
-        if arguments.print_config:
-            out.print(Text(to_yaml(config)), end="", soft_wrap=True)
-            return 0
-        return _train(config, out)
+        return _train(load_config(arguments.overrides, arguments.config_file), out)
     except RLError as error:
         wrong_input = isinstance(error, ConfigError | OutputError)
         err.print(Text(f"{'error' if wrong_input else 'the run failed'}: {error}"), soft_wrap=True)
@@ -117,6 +124,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         err.print(Text("interrupted; everything written so far is kept"))
         return 130
+
+
+def _answer(arguments: Arguments) -> str | None:
+    """What is to be printed in place of a run."""
+    flags = arguments.flags
+    if "--help" in flags:
+        return help_text()
+    if "--diff" in flags:
+        a, b = flags["--diff"]
+        return difference(read_side(a), read_side(b)) + "\n"
+    if "--from-verl" in flags:
+        return from_verl(Path(flags["--from-verl"][0]))
+    if "--explain" in flags:
+        return explain(flags["--explain"][0], resolve(arguments.overrides, arguments.config_file))
+    return to_yaml(load_config(arguments.overrides, arguments.config_file)) if "--cfg" in flags else None
 
 
 def _train(config: AppConfig, out: Console) -> int:

@@ -6,10 +6,11 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 
@@ -18,6 +19,7 @@ from rl_app_ppo.console import Screen, step_line, validation_accuracy
 from rl_app_ppo.demo.arithmetic import make_split
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_app_ppo.demo.store import read_facts
+from rl_app_ppo.memory import available_bytes, check_memory, parameters
 from rl_app_ppo.outputs import JSONLSink, TensorBoardSink, draw_curve, publish_folder, writing
 from rl_app_ppo.rewards import load_reward
 from rl_app_ppo.runtime.cluster import RayWorker, ray_session
@@ -62,11 +64,19 @@ def preflight(config: AppConfig) -> StepGraph:
         context = _context(path)
         splits = datasets(config.data, load_tokenizer(path)).values()
         longest = max(len(rows[i].prompt_ids) for rows in splits for i in range(len(rows)))
+        if config.ray.address == "local":
+            check_memory(parameters(path), config, available_bytes())
     if longest + config.rollout.response_length > context:
         raise ConfigError(
             f"rollout.response_length={config.rollout.response_length} and the longest prompt of {longest} tokens do not fit the model's "
             f"context of {context}; set rollout.response_length to at most {context - longest}."
         )
+    for key, most in (("actor", config.actor.ppo_max_token_len), ("critic", config.critic.ppo_max_token_len)):
+        if most and longest + config.rollout.response_length > most:
+            raise ConfigError(
+                f"{key}.ppo_max_token_len must hold the longest prompt of {longest} tokens and rollout.response_length="
+                f"{config.rollout.response_length}; got {most}."
+            )
     return graph
 
 
@@ -168,9 +178,10 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen) -> Recorder:
         await require_cpus(len(roles), config.ray.cpus_per_worker)
         processes = _start_processes(roles, config, files.logs)
         stack.callback(_kill, processes)
-        workers = _workers(processes)
+        workers = _workers(processes, config)
         model_path = _given_model(config) or await _demo_model(config, processes["actor"], screen)
-        await _build(config, workers, model_path, plane_process)
+        store = Path(stack.enter_context(TemporaryDirectory(prefix="rl-app-ppo-")))
+        await _build(config, workers, model_path, plane_process, store)
         plane = await connect(plane_process.descriptor)
         stack.push_async_callback(plane.close)
         for sink in (JSONLSink(files.metrics), TensorBoardSink(files.tensorboard)):
@@ -200,7 +211,9 @@ def _parts(config: AppConfig, graph: StepGraph, plane: DataPlane, workers: Worke
         train_order=PromptOrder(config.data.train_size, config.data.train_batch_size, config.trainer.seed),
         validation_size=config.data.val_size,
         rollout=config.rollout,
+        actor=config.actor,
         critic=config.critic,
+        filter_groups=config.algorithm.filter_groups,
         loop=config.trainer,
         on_step=recorder.on_step,
     )
@@ -216,14 +229,23 @@ async def _local_plane(config: AppConfig, logs: Path) -> AsyncGenerator[LocalPla
 
 
 def _roles(config: AppConfig) -> dict[str, Role]:
-    roles: dict[str, Role] = {"actor": "actor"}  # first: it makes the demo model while the others start
-    roles |= {f"rollout-{i}": "rollout" for i in range(config.rollout.num_workers)}
-    if needs_reference(config.algorithm, config.actor):
-        roles["ref"] = "ref"
+    """Name of each process -> its role. The ranks of a role are in order; the first has the role's name."""
+    trained: list[Role] = ["actor"]  # first: it makes the demo model while the others start
+    if _has_reference(config):
+        trained.append("ref")
     if needs_critic(config.algorithm):
-        roles["critic"] = "critic"
+        trained.append("critic")
+    roles: dict[str, Role] = {
+        role if rank == 0 else f"{role}-{rank}": role for role in trained for rank in range(config.ranks)
+    }
+    roles |= {f"rollout-{i}": "rollout" for i in range(config.rollout.num_workers)}
     roles["reward"] = "reward"
     return roles
+
+
+def _has_reference(config: AppConfig) -> bool:
+    """Whether the reference policy has processes of its own; with LoRA it is the actor without its adapter."""
+    return needs_reference(config.algorithm, config.actor) and not config.lora.rank
 
 
 def _start_processes(roles: Mapping[str, Role], config: AppConfig, logs: Path) -> dict[str, RayWorker]:
@@ -231,13 +253,17 @@ def _start_processes(roles: Mapping[str, Role], config: AppConfig, logs: Path) -
     return {name: RayWorker(role, name, logs / f"{name}.log", threads, cpus) for name, role in roles.items()}
 
 
-def _workers(processes: Mapping[str, RayWorker]) -> Workers:
+def _workers(processes: Mapping[str, RayWorker], config: AppConfig) -> Workers:
+    by_role: dict[Role, list[RayWorker]] = {"ref": [], "critic": []}
+    for process in processes.values():
+        by_role.setdefault(process.role, []).append(process)
+    colocated = needs_reference(config.algorithm, config.actor) and not by_role["ref"]
     return Workers(
-        rollout=[process for process in processes.values() if process.role == "rollout"],
+        rollout=by_role["rollout"],
         reward=processes["reward"],
-        actor=processes["actor"],
-        ref=processes.get("ref"),
-        critic=processes.get("critic"),
+        actor=by_role["actor"],
+        ref=by_role["actor"] if colocated else by_role["ref"],
+        critic=by_role["critic"],
     )
 
 
@@ -266,10 +292,23 @@ async def _demo_model(config: AppConfig, actor: RayWorker, screen: Screen) -> Pa
     return Path(path)
 
 
-async def _build(config: AppConfig, workers: Workers, model_path: Path, plane: LocalPlane) -> None:
-    call = BuildCall(config=to_yaml(config), model_path=str(model_path), plane=msgspec.json.encode(plane.descriptor))
-    payload = msgspec.msgpack.encode(call)
-    await asyncio.gather(*(w.call("build", payload, timeout_s=config.ray.start_timeout_s) for w in workers.all()))
+async def _build(config: AppConfig, workers: Workers, model_path: Path, plane: LocalPlane, store: Path) -> None:
+    """Have all processes load what they need; the ranks of a role meet through a file in `store`."""
+    resolved, described = to_yaml(config), msgspec.json.encode(plane.descriptor)
+    groups = [workers.actor, workers.critic, [workers.reward], *([w] for w in workers.rollout)]
+    groups += [workers.ref] if _has_reference(config) else []
+    calls: list[Awaitable[bytes]] = []
+    for ranks in groups:
+        for rank, worker in enumerate(ranks):
+            call = BuildCall(
+                config=resolved,
+                model_path=str(model_path),
+                plane=described,
+                rank=rank,
+                store=str(store / ranks[0].name),
+            )
+            calls.append(worker.call("build", msgspec.msgpack.encode(call), timeout_s=config.ray.start_timeout_s))
+    await asyncio.gather(*calls)
 
 
 def _write_curve(files: RunFiles, recorder: Recorder) -> None:

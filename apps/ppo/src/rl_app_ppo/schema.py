@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rl_ckpt_engine import CheckpointEngineConfig
+from rl_trainer import needs_critic
 from rl_trainer.combinations import check_combination
 from rl_trainer.config import (
     ActorConfig,
     AlgorithmConfig,
     CriticConfig,
     LoopConfig,
+    OverlongConfig,
     RolloutConfig,
-    group,
-    option,
-    require,
 )
+from rl_trainer.engines import ENGINES, FsdpConfig, get_engine
+from rl_trainer.lora import LoraConfig
+from rl_trainer.settings import group, option, require
 from rl_transferqueue import TransferQueueConfig
 
 
@@ -52,6 +54,7 @@ class RewardConfig:
     function: str = option(
         "exact_match", "a built-in reward function, or one installed under the entry points rl_app_ppo.rewards"
     )
+    overlong: OverlongConfig = group(OverlongConfig, "what overlong responses cost")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +94,12 @@ class RayConfig:
 class AppConfig:
     """Everything `uv run apps/ppo` can be told."""
 
+    model_engine: str = option("torch", "what trains the models: " + ", ".join(ENGINES))
     algorithm: AlgorithmConfig = group(AlgorithmConfig, "advantages")
     data: DataConfig = group(DataConfig, "task and batches")
     model: ModelConfig = group(ModelConfig, "initial policy")
+    lora: LoraConfig = group(LoraConfig, "adapters in place of all weights")
+    fsdp: FsdpConfig = group(FsdpConfig, "FSDP2")
     reward: RewardConfig = group(RewardConfig, "scoring")
     actor: ActorConfig = group(ActorConfig, "policy training")
     critic: CriticConfig = group(CriticConfig, "value training")
@@ -103,19 +109,47 @@ class AppConfig:
     trainer: TrainerConfig = group(TrainerConfig, "loop and outputs")
     ray: RayConfig = group(RayConfig, "processes")
 
+    @property
+    def ranks(self) -> int:
+        """Processes that share each trained model."""
+        return self.fsdp.world_size if self.model_engine == "fsdp" else 1
+
     def __post_init__(self) -> None:
-        batch = self.data.train_batch_size
-        for key, mini in (
-            ("actor.ppo_mini_batch_size", self.actor.ppo_mini_batch_size),
-            ("critic.ppo_mini_batch_size", self.critic.ppo_mini_batch_size),
-        ):
+        get_engine(self.model_engine)
+        check_combination(self.algorithm, self.actor, self.rollout.n)
+        self._check_batches()
+        longest = self.rollout.response_length
+        require(
+            self.reward.overlong.buffer_len <= longest,
+            "reward.overlong.buffer_len",
+            f"at most rollout.response_length ({longest})",
+            self.reward.overlong.buffer_len,
+        )
+        require(
+            self.rollout.n >= 2 or not self.algorithm.filter_groups.enable,
+            "rollout.n",
+            "at least 2 with algorithm.filter_groups.enable=true, which compares the responses of a prompt",
+            self.rollout.n,
+        )
+
+    def _check_batches(self) -> None:
+        batch, n = self.data.train_batch_size, self.rollout.n
+        minis = {"actor.ppo_mini_batch_size": self.actor.ppo_mini_batch_size}
+        if needs_critic(self.algorithm):
+            minis["critic.ppo_mini_batch_size"] = self.critic.ppo_mini_batch_size
+        for key, mini in minis.items():
             require(batch % mini == 0, "data.train_batch_size", f"divisible by {key} ({mini})", batch)
+            require(
+                mini * n >= self.ranks,
+                key,
+                f"at least fsdp.world_size / rollout.n ({self.ranks} / {n}), so that each rank has a response in every optimizer step",
+                mini,
+            )
         require(
             batch <= self.data.train_size,
             "data.train_batch_size",
             f"at most data.train_size ({self.data.train_size})",
             batch,
         )
-        check_combination(self.algorithm, self.actor, self.rollout.n)
         workers = self.rollout.num_workers
         require(workers <= batch, "rollout.num_workers", f"at most data.train_batch_size ({batch})", workers)

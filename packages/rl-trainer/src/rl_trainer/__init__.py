@@ -5,15 +5,23 @@ from rl_trainer.config import (
     ActorConfig,
     AlgorithmConfig,
     CriticConfig,
+    FilterGroupsConfig,
     KLControlConfig,
     LoopConfig,
     OptimConfig,
+    OverlongConfig,
     PolicyLossConfig,
     RolloutConfig,
     RolloutCorrectionConfig,
     ValidationSampling,
 )
 from rl_trainer.data import PromptDataset, PromptOrder, PromptRow
+from rl_trainer.dispatch import WorkerHandle, Workers
+from rl_trainer.engines import ENGINES, Engine, FsdpConfig, get_engine
+from rl_trainer.lora import LoraConfig
+from rl_trainer.reward_worker import RewardWorker
+from rl_trainer.rollout_worker import RolloutWorker
+from rl_trainer.sessions import Generate, SessionKind, Trajectory
 from rl_trainer.stages import (
     Stage,
     StepGraph,
@@ -23,20 +31,28 @@ from rl_trainer.stages import (
     needs_reference,
     needs_sum_pi_squared,
 )
-from rl_trainer.trainer import PPOTrainer, TrainerParts, WorkerHandle, Workers
-from rl_trainer.workers import ActorWorker, CriticWorker, ReferenceWorker, RewardWorker, RolloutWorker, Worker
+from rl_trainer.trainer import PPOTrainer, TrainerParts
+from rl_trainer.worker import Worker
+from rl_trainer.workers import ActorWorker, CriticWorker, ReferenceWorker
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ENGINES",
     "ActorConfig",
     "ActorWorker",
     "AlgorithmConfig",
     "CriticConfig",
     "CriticWorker",
+    "Engine",
+    "FilterGroupsConfig",
+    "FsdpConfig",
+    "Generate",
     "KLControlConfig",
     "LoopConfig",
+    "LoraConfig",
     "OptimConfig",
+    "OverlongConfig",
     "PPOTrainer",
     "PolicyLossConfig",
     "PromptDataset",
@@ -47,9 +63,11 @@ __all__ = [
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "RolloutWorker",
+    "SessionKind",
     "Stage",
     "StepGraph",
     "TrainerParts",
+    "Trajectory",
     "ValidationSampling",
     "Worker",
     "WorkerHandle",
@@ -57,6 +75,7 @@ __all__ = [
     "build_graph",
     "check_combination",
     "check_graph",
+    "get_engine",
     "needs_critic",
     "needs_reference",
     "needs_sum_pi_squared",

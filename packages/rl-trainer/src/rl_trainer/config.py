@@ -5,10 +5,10 @@ Every field carries its help text in `metadata["help"]`; the app lists them. Typ
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from rl_protocol import ConfigError
+from rl_trainer.algorithms.batching import Schedule
 from rl_trainer.algorithms.correction import (
     IS_LEVELS,
     RS_CRITERIA,
@@ -19,25 +19,12 @@ from rl_trainer.algorithms.correction import (
 )
 from rl_trainer.algorithms.kl import KL_LOSSES, KL_PENALTIES, kl_name
 from rl_trainer.algorithms.policy_losses import LOSS_AGG_MODES
+from rl_trainer.algorithms.schedules import LR_SCHEDULES
+from rl_trainer.settings import group, option, require
 
 KL_CONTROLLERS = ("fixed", "adaptive")
+FILTER_METRICS = ("acc", "score")
 CRITIC_AGG_MODES = tuple(mode for mode in LOSS_AGG_MODES if mode != "seq-mean-token-sum-norm")
-
-
-def option(default: Any, text: str) -> Any:
-    """A dataclass field with a default and its help text."""
-    return field(default=default, metadata={"help": text})
-
-
-def group(kind: type[Any], text: str) -> Any:
-    """A dataclass field that is a group of settings."""
-    return field(default_factory=kind, metadata={"help": text})
-
-
-def require(ok: bool, key: str, rule: str, got: object) -> None:
-    """Raise ConfigError for `key` unless `ok`; `rule` completes the sentence "<key> must be ..."."""
-    if not ok:
-        raise ConfigError(f"{key} must be {rule}; got {got!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +36,9 @@ class OptimConfig:
     beta1: float = option(0.9, "decay of the first moment")
     beta2: float = option(0.999, "decay of the second moment")
     lr_warmup_steps: int = option(0, "optimizer steps over which lr rises linearly from 0")
+    lr_scheduler_type: str = option("constant", "what lr does after the rise: " + ", ".join(LR_SCHEDULES))
+    lr_decay_steps: int = option(0, "linear, cosine: optimizer step at which lr has fallen to its least")
+    min_lr_ratio: float = option(0.0, "linear, cosine: that least, as a share of lr")
     grad_clip: float = option(1.0, "largest global gradient norm")
 
     def __post_init__(self) -> None:
@@ -62,6 +52,25 @@ class OptimConfig:
         )
         require(self.lr_warmup_steps >= 0, "optim.lr_warmup_steps", "at least 0", self.lr_warmup_steps)
         require(self.grad_clip > 0, "optim.grad_clip", "greater than 0", self.grad_clip)
+        decays = self.lr_scheduler_type != "constant"
+        require(
+            self.lr_scheduler_type in LR_SCHEDULES,
+            "optim.lr_scheduler_type",
+            f"one of {LR_SCHEDULES}",
+            self.lr_scheduler_type,
+        )
+        require(
+            self.lr_decay_steps > self.lr_warmup_steps if decays else self.lr_decay_steps == 0,
+            "optim.lr_decay_steps",
+            f"greater than lr_warmup_steps ({self.lr_warmup_steps}) with linear or cosine, and 0 with constant",
+            self.lr_decay_steps,
+        )
+        require(
+            0 <= self.min_lr_ratio <= 1 and (decays or self.min_lr_ratio == 0),
+            "optim.min_lr_ratio",
+            "in [0, 1], and 0 with constant",
+            self.min_lr_ratio,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +108,8 @@ class ActorConfig:
     ppo_epochs: int = option(1, "passes over the batch per step")
     ppo_mini_batch_size: int = option(64, "prompts per optimizer step (each brings rollout.n responses)")
     ppo_micro_batch_size: int = option(0, "responses per forward pass; 0: the whole mini-batch")
+    ppo_max_token_len: int = option(0, "most tokens per forward pass, prompts included, instead of that; 0: not used")
+    use_remove_padding: bool = option(False, "join the sequences of a forward pass end to end instead of padding them")
     policy_loss: PolicyLossConfig = group(PolicyLossConfig, "loss of the policy")
     clip_ratio_low: float = option(
         0.2, "lower clip of the probability ratio: 1 - this (geo_mean: of its logarithm; dppo_*: of the divergence)"
@@ -126,6 +137,13 @@ class ActorConfig:
         require(self.ppo_epochs >= 1, "actor.ppo_epochs", "at least 1", self.ppo_epochs)
         require(self.ppo_mini_batch_size >= 1, "actor.ppo_mini_batch_size", "at least 1", self.ppo_mini_batch_size)
         require(self.ppo_micro_batch_size >= 0, "actor.ppo_micro_batch_size", "at least 0", self.ppo_micro_batch_size)
+        require(self.ppo_max_token_len >= 0, "actor.ppo_max_token_len", "at least 0", self.ppo_max_token_len)
+        require(
+            not (self.ppo_max_token_len and self.ppo_micro_batch_size),
+            "actor.ppo_max_token_len",
+            f"0 with ppo_micro_batch_size ({self.ppo_micro_batch_size}): forward passes are cut by rows or by tokens",
+            self.ppo_max_token_len,
+        )
         require(0 < self.clip_ratio_low < 1, "actor.clip_ratio_low", "between 0 and 1", self.clip_ratio_low)
         require(self.clip_ratio_high > 0, "actor.clip_ratio_high", "greater than 0", self.clip_ratio_high)
         require(self.clip_ratio_c > 1, "actor.clip_ratio_c", "greater than 1", self.clip_ratio_c)
@@ -147,6 +165,10 @@ class ActorConfig:
         require(self.kl_loss_coef >= 0, "actor.kl_loss_coef", "at least 0", self.kl_loss_coef)
         kl_name(self.kl_loss_type, KL_LOSSES, "actor.kl_loss_type")
 
+    def schedule(self, rollout_n: int, seed: int) -> Schedule:
+        """How the batch of a step is cut up, with `rollout_n` responses per prompt."""
+        return Schedule(epochs=self.ppo_epochs, mini_batch_rows=self.ppo_mini_batch_size * rollout_n, seed=seed)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
@@ -156,6 +178,8 @@ class CriticConfig:
     ppo_epochs: int = option(1, "passes over the batch per step")
     ppo_mini_batch_size: int = option(64, "prompts per optimizer step (each brings rollout.n responses)")
     ppo_micro_batch_size: int = option(0, "responses per forward pass; 0: the whole mini-batch")
+    ppo_max_token_len: int = option(0, "most tokens per forward pass, prompts included, instead of that; 0: not used")
+    use_remove_padding: bool = option(False, "join the sequences of a forward pass end to end instead of padding them")
     cliprange_value: float = option(0.5, "largest move of a value per step")
     loss_agg_mode: str = option("token-mean", "how token losses become one number: " + ", ".join(CRITIC_AGG_MODES))
     warmup_steps: int = option(0, "first steps in which the critic alone is trained")
@@ -164,6 +188,13 @@ class CriticConfig:
         require(self.ppo_epochs >= 1, "critic.ppo_epochs", "at least 1", self.ppo_epochs)
         require(self.ppo_mini_batch_size >= 1, "critic.ppo_mini_batch_size", "at least 1", self.ppo_mini_batch_size)
         require(self.ppo_micro_batch_size >= 0, "critic.ppo_micro_batch_size", "at least 0", self.ppo_micro_batch_size)
+        require(self.ppo_max_token_len >= 0, "critic.ppo_max_token_len", "at least 0", self.ppo_max_token_len)
+        require(
+            not (self.ppo_max_token_len and self.ppo_micro_batch_size),
+            "critic.ppo_max_token_len",
+            f"0 with ppo_micro_batch_size ({self.ppo_micro_batch_size}): forward passes are cut by rows or by tokens",
+            self.ppo_max_token_len,
+        )
         require(self.cliprange_value > 0, "critic.cliprange_value", "greater than 0", self.cliprange_value)
         require(
             self.loss_agg_mode in CRITIC_AGG_MODES,
@@ -172,6 +203,10 @@ class CriticConfig:
             self.loss_agg_mode,
         )
         require(self.warmup_steps >= 0, "critic.warmup_steps", "at least 0", self.warmup_steps)
+
+    def schedule(self, rollout_n: int, seed: int) -> Schedule:
+        """How the batch of a step is cut up, with `rollout_n` responses per prompt."""
+        return Schedule(epochs=self.ppo_epochs, mini_batch_rows=self.ppo_mini_batch_size * rollout_n, seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +273,34 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FilterGroupsConfig:
+    """Dynamic sampling (DAPO, arXiv:2503.14476): train on prompts whose responses differ, and generate more until there are enough."""
+
+    enable: bool = option(
+        False, "leave out prompts whose responses all score alike, and roll out others in their place"
+    )
+    metric: str = option("acc", "what is compared: " + ", ".join(FILTER_METRICS))
+    max_num_gen_batches: int = option(4, "most rounds of generation per step; then it trains on what there is")
+
+    def __post_init__(self) -> None:
+        key = "algorithm.filter_groups"
+        require(self.metric in FILTER_METRICS, f"{key}.metric", f"one of {FILTER_METRICS}", self.metric)
+        require(self.max_num_gen_batches >= 1, f"{key}.max_num_gen_batches", "at least 1", self.max_num_gen_batches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlongConfig:
+    """Soft punishment of overlong responses (DAPO, eq. 13), added to the score."""
+
+    buffer_len: int = option(0, "tokens before rollout.response_length in which the punishment grows; 0: none")
+    penalty_factor: float = option(1.0, "the punishment of a response of full length")
+
+    def __post_init__(self) -> None:
+        require(self.buffer_len >= 0, "reward.overlong.buffer_len", "at least 0", self.buffer_len)
+        require(self.penalty_factor >= 0, "reward.overlong.penalty_factor", "at least 0", self.penalty_factor)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """How advantages come from rewards."""
 
@@ -260,6 +323,7 @@ class AlgorithmConfig:
     kl_penalty: str = option("k1", "its estimator: " + ", ".join(KL_PENALTIES))
     kl_ctrl: KLControlConfig = group(KLControlConfig, "weight of that divergence")
     rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig, "train/rollout mismatch")
+    filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "dynamic sampling")
 
     def __post_init__(self) -> None:
         require(0 <= self.gamma <= 1, "algorithm.gamma", "in [0, 1]", self.gamma)
@@ -314,6 +378,7 @@ class RolloutConfig:
     top_p: float = option(1.0, "sample from the smallest set of tokens with this much probability")
     top_k: int = option(0, "sample from this many most likely tokens; 0: all")
     response_length: int = option(8, "most tokens per response")
+    session: str = option("single_turn", "how a session runs: single_turn, or one installed under rl_trainer.sessions")
     ignore_eos: bool = option(False, "do not stop at the end-of-sequence token")
     max_batch_size: int = option(512, "responses generated side by side in one replica")
     val_kwargs: ValidationSampling = group(ValidationSampling, "sampling for validation")

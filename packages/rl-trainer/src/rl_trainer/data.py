@@ -41,13 +41,16 @@ class PromptOrder:
         if size < 1:
             raise ConfigError("The training data set is empty; set data.train_size to at least 1.")
         self._size = size
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._seed = seed
 
     def rows(self, step: int) -> list[int]:
-        """[train_batch_size] row numbers of step `step` (the first is 0)."""
-        start = step * self._batch_size
-        wanted = range(start, start + self._batch_size)
+        """[train_batch_size] row numbers of step `step` (the first is 0), while each step takes one batch."""
+        return self.take(step * self.batch_size, self.batch_size)
+
+    def take(self, start: int, count: int) -> list[int]:
+        """[count] row numbers from place `start` of the endless sequence of prompts."""
+        wanted = range(start, start + count)
         epochs = {place // self._size for place in wanted}
         orders = {e: np.random.default_rng((self._seed, e)).permutation(self._size) for e in epochs}
         return [int(orders[place // self._size][place % self._size]) for place in wanted]

@@ -32,12 +32,26 @@ class StageCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     step: int
     batch: KVBatchMeta
+    mini_batches: tuple[tuple[int, ...], ...] | None = None
+    """For one of several ranks in an update: places in `batch` of its rows in each optimizer step."""
 
 
 class StageResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a stage reports."""
 
     metrics: dict[str, float] = {}
+
+
+class RolloutResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a rollout put into the plane."""
+
+    trajectories: int
+
+
+class FilterResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which prompts are worth training on."""
+
+    uids: tuple[str, ...]
 
 
 class SaveCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

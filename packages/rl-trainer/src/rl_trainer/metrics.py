@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -49,15 +49,30 @@ class WeightedMeans:
             self._sums[name] = self._sums.get(name, 0.0) + value
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
+    def total(self, sum_over_ranks: Callable[[Sequence[float]], list[float]]) -> WeightedMeans:
+        """What all ranks added together; all have added the same names."""
+        names, out = sorted(self._sums), WeightedMeans()
+        numbers = sum_over_ranks([*(self._sums[name] for name in names), *(self._weights[name] for name in names)])
+        out._sums = dict(zip(names, numbers[: len(names)], strict=True))
+        out._weights = dict(zip(names, numbers[len(names) :], strict=True))
+        return out
+
     def result(self) -> dict[str, float]:
         """Sum / weight of every name that has weight."""
         return {name: self._sums[name] / w for name, w in self._weights.items() if w > 0}
 
 
-def explained_variance(values: npt.NDArray[np.float64], returns: npt.NDArray[np.float64]) -> float:
-    """1 - Var(returns - values) / Var(returns); 0 where the returns do not vary."""
-    spread = float(returns.var()) if returns.size else 0.0
-    return 1.0 - float((returns - values).var()) / spread if spread > 0 else 0.0
+def explained_variance(
+    values: npt.NDArray[np.float64],
+    returns: npt.NDArray[np.float64],
+    sum_over_ranks: Callable[[Sequence[float]], list[float]] = list,
+) -> float:
+    """1 - Var(returns - values) / Var(returns) over the tokens of all ranks; 0 where the returns do not vary."""
+    error = returns - values
+    size, *means = sum_over_ranks([float(returns.size), float(returns.sum()), float(error.sum())])
+    mean, bias = (total / max(size, 1.0) for total in means)
+    spread, missed = sum_over_ranks([float(((returns - mean) ** 2).sum()), float(((error - bias) ** 2).sum())])
+    return 1.0 - missed / spread if spread > 0 else 0.0
 
 
 def mean_by_group(values: Iterable[float], groups: Iterable[str]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from rl_protocol import BatchData, KVBatchMeta, RaggedColumn, RowKey
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from rl_trainer.algorithms.correction import Rows, importance_weights, offpolicy_metrics, reject
 from rl_trainer.algorithms.covariance import clip_cov_tokens, kl_cov_tokens
-from rl_trainer.algorithms.episodes import BoolArray, FloatArray
+from rl_trainer.algorithms.episodes import BoolArray, FloatArray, IntArray
 from rl_trainer.algorithms.kl import kl_penalty
 from rl_trainer.algorithms.policy_losses import POLICY_LOSSES
 from rl_trainer.config import AlgorithmConfig, PolicyLossConfig, RolloutCorrectionConfig
@@ -88,8 +88,9 @@ def estimate_advantages(batch: KVBatchMeta, data: BatchData, scoring: Scoring) -
         columns["rollout_is_weights"] = RaggedColumn(weights.astype(np.float32), offsets, "float32")
     if POLICY_LOSSES.get(scoring.policy_loss.loss_mode).chooses:
         columns["chosen_tokens"] = RaggedColumn(_chosen(inputs, advantages, scoring), offsets, "bool")
+    final = inputs.episodes.final_row
     rewards = scores if penalty is None else scores + row_sums(penalty, offsets)
-    metrics |= kl_metrics | batch_metrics(data, mask, rewards, advantages, returns, scoring.response_length)
+    metrics |= kl_metrics | batch_metrics(data, mask, rewards, advantages, returns, scoring.response_length, final)
     return BatchData(columns), metrics
 
 
@@ -154,14 +155,18 @@ def batch_metrics(
     advantages: FloatArray,
     returns: FloatArray,
     response_length: int,
+    final: IntArray,
 ) -> dict[str, float]:
-    """verl's batch metrics, over unmasked tokens only; `rewards` [N] are scores minus KL penalties."""
+    """verl's batch metrics, over unmasked tokens only; `rewards` [N] are scores minus KL penalties.
+
+    Scores are of sessions: `final` [S] are the rows that were scored.
+    """
     responses = data.ragged("responses")
     prompt_lengths = data.ragged("prompts").lengths
     metrics = {
-        **stats("critic/score", data.dense("scores").values),
-        **stats("critic/acc", data.dense("acc").values),
-        **stats("critic/rewards", rewards),
+        **stats("critic/score", data.dense("scores").values[final]),
+        **stats("critic/acc", data.dense("acc").values[final]),
+        **stats("critic/rewards", rewards[final]),
         **stats("critic/advantages", advantages, mask),
         **stats("critic/returns", returns, mask),
         **stats("prompt_length", prompt_lengths),

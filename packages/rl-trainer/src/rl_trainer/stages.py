@@ -1,7 +1,7 @@
 """The step as a graph of stages that declare which columns they read and write. It is checked before any model loads.
 
-rollout -> reward -> baseline? -> old_log_prob? -> ref? -> values? -> adv -> update_critic? -> update_actor -> update_weights -> clear
-                                                                                (? where the configuration asks for it)
+rollout -> reward -> filter? -> baseline? -> old_log_prob? -> ref? -> values? -> adv -> update_critic? -> update_actor -> update_weights -> clear
+                                                                                           (? where the configuration asks for it)
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl_trainer.algorithms.policy_losses import POLICY_LOSSES
 from rl_trainer.columns import TRAINER_SCHEMA
 from rl_trainer.config import ActorConfig, AlgorithmConfig
+
+FILTER_COLUMNS = {"acc": "acc", "score": "scores"}
+"""algorithm.filter_groups.metric -> the column that holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,7 @@ def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig) -> StepGraph:
     """
     estimator = ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator)
     loss, correction = POLICY_LOSSES.get(actor.policy_loss.loss_mode), algorithm.rollout_correction
+    filtering = algorithm.filter_groups
     critic, ref, bypass = needs_critic(algorithm), needs_reference(algorithm, actor), correction.bypass_mode
     tokens = ("prompts", "responses")
     old = ("rollout_log_probs",) if bypass else ("old_log_probs",)
@@ -112,6 +116,7 @@ def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig) -> StepGraph:
     stages = [
         Stage("rollout", (), rollout),
         Stage("reward", ("responses", "data_source", "ground_truth"), ("scores", "acc", *components)),
+        *([Stage("filter", (FILTER_COLUMNS[filtering.metric],), ())] if filtering.enable else []),
         *([Stage("baseline", (), ("reward_baselines",))] if needs_baseline(algorithm) else []),
         *([] if bypass else [Stage("old_log_prob", tokens, old_writes)]),
         *([Stage("ref", tokens, reference)] if ref else []),

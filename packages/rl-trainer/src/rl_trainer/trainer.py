@@ -1,69 +1,34 @@
 """The training loop: the driver names rows and waits; it never sees a tensor.
 
-prompts -> rollout workers -> (data plane) -> reward -> old_log_prob | ref | values -> adv -> update_critic | update_actor
+prompts -> rollout workers -> (data plane) -> reward -> filter? -> old_log_prob | ref | values -> adv -> update_critic | update_actor
         -> update_weights -> clear                                   (stages joined by | run side by side)
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from rl_protocol import KVBatchMeta, RLError, balanced_parts
+from rl_protocol import KVBatchMeta, RowKey, balanced_parts
 from rl_protocol.ports import DataPlane, SamplingParams, WeightSync
 from rl_protocol.rl_columns import TRAIN_PARTITION, VALIDATION_PARTITION, prompt_partition
+from rl_trainer.algorithms.dapo import Generate, GiveUp, Train, next_round
 from rl_trainer.columns import BASELINE_PARTITION
-from rl_trainer.config import CriticConfig, LoopConfig, RolloutConfig
+from rl_trainer.config import ActorConfig, CriticConfig, FilterGroupsConfig, LoopConfig, RolloutConfig
 from rl_trainer.data import PromptOrder
-from rl_trainer.messages import PromptRef, RolloutCall, SaveCall, StageCall, StageResult
+from rl_trainer.dispatch import StepRows, WorkerHandle, Workers, call, forward, together, update
+from rl_trainer.messages import FilterResult, PromptRef, RolloutCall, RolloutResult, SaveCall, StageCall, StageResult
 from rl_trainer.stages import StepGraph
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class WorkerHandle(Protocol):
-    """A worker in another process; `bytes_moved` counts every byte of requests and answers that went through the driver."""
-
-    name: str
-    bytes_moved: int
-
-    async def call(self, method: str, payload: bytes, *, timeout_s: float) -> bytes:
-        """Run a handler of the worker.
-
-        Raises:
-            WorkerError: the worker failed, died, or did not answer in time.
-        """
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workers:
-    """Who does what."""
-
-    rollout: Sequence[WorkerHandle]
-    reward: WorkerHandle
-    actor: WorkerHandle
-    ref: WorkerHandle | None = None
-    critic: WorkerHandle | None = None
-
-    def all(self) -> list[WorkerHandle]:
-        """Every worker once."""
-        return [
-            *self.rollout,
-            self.reward,
-            self.actor,
-            *([self.ref] if self.ref else []),
-            *([self.critic] if self.critic else []),
-        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +43,13 @@ class TrainerParts:
     train_order: PromptOrder
     validation_size: int
     rollout: RolloutConfig
+    actor: ActorConfig
     critic: CriticConfig
     loop: LoopConfig
     on_step: Callable[[int, Mapping[str, float]], None]
     """Called with (step, metrics) after each step; step 0 is the validation before training."""
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    """Looked at where the graph has the stage `filter`."""
 
 
 @dataclass
@@ -106,6 +74,9 @@ class PPOTrainer:
     def __init__(self, parts: TrainerParts) -> None:
         self._p = parts
         self._version = 0
+        self._prompts_taken = 0
+        self._prompts: list[PromptRef] = []
+        self._critic_updates = 0
 
     async def fit(self) -> dict[str, float]:
         """Train for the configured number of steps.
@@ -131,22 +102,14 @@ class PPOTrainer:
     async def step(self, step: int) -> dict[str, float]:
         """One step; returns its metrics."""
         p, clock, metrics = self._p, _Clock(), {"training/global_step": float(step)}
-        bytes_before, start = self._driver_bytes(), time.perf_counter()
-        prompts = [PromptRef(f"s{step}-{i}", row) for i, row in enumerate(p.train_order.rows(step - 1))]
+        bytes_before, cpu_before, start = self._driver_bytes(), time.process_time(), time.perf_counter()
         async with self._rows(TRAIN_PARTITION):
-            tagged = await clock.time(
-                "gen", self._rollout(TRAIN_PARTITION, "train", step, prompts, p.rollout.n, self._sampling())
-            )
-            metrics["training/policy_lag"] = float(
-                self._version - min(int(v or 0) for v in tagged.tag_values("version"))
-            )
-            batch = tagged.without_tags()
-            metrics |= await clock.time("reward", self._stage(p.workers.reward, "reward", step, batch))
-            if "baseline" in p.graph:
-                metrics |= await clock.time("baseline", self._baseline(step, prompts, batch))
-            metrics |= await self._forward_stages(clock, step, batch)
-            metrics |= await clock.time("adv", self._stage(p.workers.reward, "adv", step, batch))
-            metrics |= await self._update_stages(clock, step, batch)
+            tagged = await self._sample(clock, step, metrics)
+            if tagged:
+                metrics["training/policy_lag"] = float(
+                    self._version - min(int(v or 0) for v in tagged.tag_values("version"))
+                )
+                metrics |= await self._train(clock, step, StepRows.of(tagged))
         if (
             p.weight_sync is not None and "actor/lr" in metrics
         ):  # not while the critic alone is trained: nothing has changed
@@ -155,7 +118,8 @@ class PPOTrainer:
             metrics["weight_sync/receivers"] = float(len(report.receivers))
         elapsed = time.perf_counter() - start
         metrics |= clock.seconds | {"timing_s/step": elapsed, "perf/time_per_step": elapsed}
-        metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / elapsed
+        metrics["perf/throughput"] = metrics.get("perf/total_num_tokens", 0.0) / elapsed
+        metrics["perf/driver_cpu_s"] = time.process_time() - cpu_before
         metrics["perf/driver_bytes"] = float(self._driver_bytes() - bytes_before)
         return metrics
 
@@ -168,18 +132,79 @@ class PPOTrainer:
         )
         async with self._rows(VALIDATION_PARTITION):
             batch = await self._rollout(VALIDATION_PARTITION, "val", step, prompts, sampling.n, params)
-            return await self._stage(p.workers.reward, "evaluate", step, batch.without_tags())
+            return await self._reward("evaluate", step, batch.without_tags())
 
     async def save(self, path: Path) -> None:
         """Have the actor write a Hugging Face checkpoint folder at this absolute path."""
-        call = msgspec.msgpack.encode(SaveCall(path=str(path)))
-        await self._p.workers.actor.call("save", call, timeout_s=self._p.loop.stage_timeout_s)
+        message, timeout_s = SaveCall(path=str(path)), self._p.loop.stage_timeout_s
+        await together(*(call(rank, "save", message, StageResult, timeout_s) for rank in self._p.workers.actor))
 
     # -- the parts of a step
+    async def _sample(self, clock: _Clock, step: int, metrics: dict[str, float]) -> KVBatchMeta:
+        """Scored trajectories to train on, with tags; none where no prompt teaches anything."""
+        p, wanted, kept = self._p, self._p.train_order.batch_size, list[str]()
+        prompts = self._prompts = list[PromptRef]()
+        decision: Generate | Train | GiveUp = Generate(num_prompts=wanted)
+        tagged = KVBatchMeta(partition=TRAIN_PARTITION, keys=())
+        rounds = 0
+        while isinstance(decision, Generate):
+            fresh = self._next_prompts(step, len(prompts), decision.num_prompts)
+            prompts += fresh
+            rounds += 1
+            new = await clock.time(
+                "gen", self._rollout(TRAIN_PARTITION, "train", step, fresh, p.rollout.n, self._sampling(), tagged)
+            )
+            tagged = KVBatchMeta.concat([tagged, new]) if tagged else new
+            metrics |= await clock.time("reward", self._reward("reward", step, new.without_tags()))
+            if "filter" not in p.graph:
+                return tagged
+            kept += await clock.time("filter", self._teaching(step, new.without_tags()))
+            decision = next_round(
+                kept,
+                wanted=wanted,
+                generated=len(prompts),
+                rounds=rounds,
+                max_rounds=p.filter_groups.max_num_gen_batches,
+            )
+        metrics |= {
+            "training/filter_groups/rounds": float(rounds),
+            "training/filter_groups/prompts_generated": float(len(prompts)),
+            "training/filter_groups/prompts_kept": float(len(decision.uids)),
+        }
+        chosen = set(decision.uids)
+        keep = [i for i, key in enumerate(tagged.keys) if RowKey.parse(key).uid in chosen]
+        return tagged.select_rows(keep)
+
+    async def _train(self, clock: _Clock, step: int, rows: StepRows) -> dict[str, float]:
+        """Everything between scores and new weights."""
+        metrics: dict[str, float] = {}
+        if "baseline" in self._p.graph:
+            metrics |= await clock.time("baseline", self._baseline(step, rows.names))
+        w = self._p.workers
+        metrics |= await self._side_by_side(
+            clock, step, rows, [("old_log_prob", w.actor), ("ref", w.ref), ("values", w.critic)]
+        )
+        metrics |= await clock.time("adv", self._reward("adv", step, rows.names))
+        return metrics | await self._update(clock, step, rows)
+
+    def _next_prompts(self, step: int, known: int, count: int) -> list[PromptRef]:
+        rows = self._p.train_order.take(self._prompts_taken, count)
+        self._prompts_taken += count
+        return [PromptRef(f"s{step}-{known + i}", row) for i, row in enumerate(rows)]
+
     async def _rollout(
-        self, partition: str, split: str, step: int, prompts: Sequence[PromptRef], n: int, sampling: SamplingParams
+        self,
+        partition: str,
+        split: str,
+        step: int,
+        prompts: Sequence[PromptRef],
+        n: int,
+        sampling: SamplingParams,
+        before: KVBatchMeta | None = None,
     ) -> KVBatchMeta:
-        shares = balanced_parts([1] * len(prompts), len(self._p.workers.rollout))
+        """Trajectories of these prompts, with tags; `before` are those the partition holds of this step already."""
+        workers, timeout_s = self._p.workers.rollout, self._p.loop.stage_timeout_s
+        shares = balanced_parts([1] * len(prompts), len(workers))
         calls = [
             RolloutCall(
                 partition=partition,
@@ -191,60 +216,82 @@ class PPOTrainer:
             )
             for share in shares
         ]
-        workers = self._p.workers.rollout
-        await _together(*(self._call(w, "rollout", c) for w, c in zip(workers, calls, strict=True) if c.prompts))
+        results = await together(
+            *(call(w, "rollout", c, RolloutResult, timeout_s) for w, c in zip(workers, calls, strict=True) if c.prompts)
+        )
         writes = [
             name
             for name in self._p.graph["rollout"].writes
             if name in ("responses", "response_mask", "rollout_log_probs")
         ]
-        count, where = len(prompts) * n, {"step": step}
+        known = set(before.keys) if before else set[str]()
+        count = len(known) + sum(result.trajectories for result in results)
         ready = await self._p.plane.wait_ready(
-            partition, count=count, fields=writes, where=where, timeout_s=self._p.loop.stage_timeout_s
+            partition, count=count, fields=writes, where={"step": step}, timeout_s=timeout_s
         )
-        return ready.select_keys(sorted(ready.keys))  # by name, not by arrival: the same batch in every run
+        return ready.select_keys(
+            sorted(set(ready.keys) - known)
+        )  # by name, not by arrival: the same batch in every run
 
-    async def _baseline(self, step: int, prompts: Sequence[PromptRef], batch: KVBatchMeta) -> dict[str, float]:
+    async def _teaching(self, step: int, batch: KVBatchMeta) -> tuple[str, ...]:
+        """Uids of the prompts that are worth training on."""
+        message = StageCall(step=step, batch=batch)
+        return (await call(self._p.workers.reward, "filter", message, FilterResult, self._p.loop.stage_timeout_s)).uids
+
+    async def _baseline(self, step: int, batch: KVBatchMeta) -> dict[str, float]:
         """One greedy response per prompt, scored: the baseline of its other responses."""
-        reward, greedy = self._p.workers.reward, msgspec.structs.replace(self._sampling(), temperature=0.0)
+        greedy = msgspec.structs.replace(self._sampling(), temperature=0.0)
+        uids = {RowKey.parse(key).uid for key in batch.keys}
+        prompts = [ref for ref in self._prompts if ref.uid in uids]
         async with self._rows(BASELINE_PARTITION):
             rows = await self._rollout(BASELINE_PARTITION, "train", step, prompts, 1, greedy)
-            await self._stage(reward, "reward", step, rows.without_tags())
-            return await self._stage(reward, "baseline", step, batch)
+            await self._reward("reward", step, rows.without_tags())
+            return await self._reward("baseline", step, batch)
 
-    async def _forward_stages(self, clock: _Clock, step: int, batch: KVBatchMeta) -> dict[str, float]:
+    async def _update(self, clock: _Clock, step: int, rows: StepRows) -> dict[str, float]:
         w = self._p.workers
-        stages = [("old_log_prob", w.actor), ("ref", w.ref), ("values", w.critic)]
-        return await self._side_by_side(clock, step, batch, stages)
-
-    async def _update_stages(self, clock: _Clock, step: int, batch: KVBatchMeta) -> dict[str, float]:
-        w = self._p.workers
-        actor_turn = w.critic is None or step > self._p.critic.warmup_steps
-        stages = [("update_critic", w.critic), ("update_actor", w.actor if actor_turn else None)]
-        metrics = await self._side_by_side(clock, step, batch, stages)
-        if actor_turn:
-            self._version += 1
+        actor_turn = not w.critic or step > self._p.critic.warmup_steps
+        stages = [("update_critic", w.critic), ("update_actor", w.actor if actor_turn else ())]
+        metrics = await self._side_by_side(clock, step, rows, stages)
+        self._critic_updates += bool(w.critic)
+        self._version += actor_turn
         return metrics
 
     async def _side_by_side(
-        self, clock: _Clock, step: int, batch: KVBatchMeta, stages: Sequence[tuple[str, WorkerHandle | None]]
+        self, clock: _Clock, step: int, rows: StepRows, stages: Sequence[tuple[str, Sequence[WorkerHandle]]]
     ) -> dict[str, float]:
-        work = [
-            clock.time(name, self._stage(w, name, step, batch))
-            for name, w in stages
-            if w is not None and name in self._p.graph
-        ]
+        """Stages of different workers at the same time; those of the same workers one after the other, for their ranks wait for each other."""
+        lines: dict[int, list[tuple[str, Sequence[WorkerHandle]]]] = {}
+        for name, ranks in stages:
+            if ranks and name in self._p.graph:
+                lines.setdefault(id(ranks[0]), []).append((name, ranks))
+
+        async def line(mine: Sequence[tuple[str, Sequence[WorkerHandle]]]) -> dict[str, float]:
+            merged: dict[str, float] = {}
+            for name, ranks in mine:
+                merged |= await clock.time(name, self._model_stage(ranks, name, step, rows))
+            return merged
+
         merged: dict[str, float] = {}
-        for result in await _together(*work):
+        for result in await together(*(line(mine) for mine in lines.values())):
             merged |= result
         return merged
 
-    async def _stage(self, worker: WorkerHandle, name: str, step: int, batch: KVBatchMeta) -> dict[str, float]:
-        return (await self._call(worker, name, StageCall(step=step, batch=batch))).metrics
+    async def _model_stage(
+        self, ranks: Sequence[WorkerHandle], name: str, step: int, rows: StepRows
+    ) -> dict[str, float]:
+        p, timeout_s = self._p, self._p.loop.stage_timeout_s
+        if name == "update_actor":
+            schedule = p.actor.schedule(p.rollout.n, p.loop.seed)
+            return await update(ranks, name, step, rows, schedule, self._version, timeout_s)
+        if name == "update_critic":
+            schedule = p.critic.schedule(p.rollout.n, p.loop.seed)
+            return await update(ranks, name, step, rows, schedule, self._critic_updates, timeout_s)
+        return await forward(ranks, name, step, rows, timeout_s)
 
-    async def _call(self, worker: WorkerHandle, method: str, message: msgspec.Struct) -> StageResult:
-        answer = await worker.call(method, msgspec.msgpack.encode(message), timeout_s=self._p.loop.stage_timeout_s)
-        return msgspec.msgpack.decode(answer, type=StageResult)
+    async def _reward(self, name: str, step: int, batch: KVBatchMeta) -> dict[str, float]:
+        message = StageCall(step=step, batch=batch)
+        return (await call(self._p.workers.reward, name, message, StageResult, self._p.loop.stage_timeout_s)).metrics
 
     @asynccontextmanager
     async def _rows(self, partition: str) -> AsyncGenerator[None]:
@@ -267,13 +314,3 @@ class PPOTrainer:
     def _driver_bytes(self) -> int:
         """Bytes that went through this process: worker calls and answers, and all of its data plane client."""
         return sum(w.bytes_moved for w in self._p.workers.all()) + self._p.plane.traffic().total
-
-
-async def _together(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """Run side by side; the first failure cancels the rest and is raised as itself."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(w) for w in work]
-    except* RLError as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in running]

@@ -17,6 +17,10 @@ class BuildCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     model_path: str
     plane: bytes
     """PlaneDescriptor, JSON."""
+    rank: int = 0
+    """Among the processes that share the model."""
+    store: str = ""
+    """File through which these find each other."""
 
 
 class WeightCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -11,6 +12,7 @@ from rl_app_ppo.rewards import load_reward
 from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.wiring.data import datasets, decoder, load_tokenizer
+from rl_app_ppo.wiring.weights import FollowingSender, WeightEnd
 from rl_ckpt_engine import CheckpointEngineRegistry, ReceiverEndpoint, SenderEndpoint
 from rl_protocol.ports import DataPlane
 from rl_trainer import (
@@ -26,7 +28,10 @@ from rl_trainer import (
 )
 from rl_transferqueue import PlaneDescriptor, connect
 
-Built = tuple[Worker, SenderEndpoint | ReceiverEndpoint | None]
+if TYPE_CHECKING:
+    from rl_trainer.backends.engine import ModelEngine
+
+Built = tuple[Worker, WeightEnd | None]
 
 
 async def build(role: Role, call: BuildCall) -> Built:
@@ -45,12 +50,13 @@ async def build(role: Role, call: BuildCall) -> Built:
             config.algorithm,
             config.rollout.response_length,
             policy_loss=config.actor.policy_loss,
+            overlong=config.reward.overlong,
             seed=config.trainer.seed,
         )
         return worker, None
     if role == "rollout":
         return _rollout(config, path, plane)
-    return _trained(role, config, path, plane, graph)
+    return _trained(role, config, call, plane, graph)
 
 
 def _rollout(config: AppConfig, path: Path, plane: DataPlane) -> Built:
@@ -58,25 +64,49 @@ def _rollout(config: AppConfig, path: Path, plane: DataPlane) -> Built:
 
     engine = HFRolloutEngine(path, max_batch_size=config.rollout.max_batch_size)
     receiver = ReceiverEndpoint(CheckpointEngineRegistry().create(config.checkpoint_engine.backend), engine)
-    return RolloutWorker(plane, engine, datasets(config.data, load_tokenizer(path))), receiver
+    data = datasets(config.data, load_tokenizer(path))
+    return RolloutWorker(plane, engine, data, config.rollout.session), receiver
 
 
-def _trained(role: Role, config: AppConfig, path: Path, plane: DataPlane, graph: StepGraph) -> Built:
+def _trained(role: Role, config: AppConfig, call: BuildCall, plane: DataPlane, graph: StepGraph) -> Built:
     from rl_trainer.backends.torch_critic import TorchCriticBackend  # torch: the reward process does without it
     from rl_trainer.backends.torch_policy import TorchPolicyBackend
 
+    path, engine = Path(call.model_path), _engine(config, call)
     n, seed, temperature = config.rollout.n, config.trainer.seed, config.rollout.temperature
     if role == "critic":
-        return CriticWorker(plane, graph, TorchCriticBackend(path, config.critic, rollout_n=n, seed=seed)), None
+        critic = TorchCriticBackend(path, config.critic, rollout_n=n, seed=seed, engine=engine)
+        return CriticWorker(plane, graph, critic), None
     if role == "ref":
-        return ReferenceWorker(plane, graph, TorchPolicyBackend(path, None), temperature), None
+        reference = TorchPolicyBackend(path, config.actor, engine=engine, frozen=True)
+        return ReferenceWorker(plane, graph, reference, temperature), None
     policy = TorchPolicyBackend(
         path,
         config.actor,
+        lora=config.lora,
         correction=config.algorithm.rollout_correction,
         sum_pi_squared=needs_sum_pi_squared(config.algorithm),
         rollout_n=n,
         seed=seed,
+        engine=engine,
     )
+    if call.rank:
+        return ActorWorker(plane, graph, policy, temperature), FollowingSender(policy)
     sender = SenderEndpoint(CheckpointEngineRegistry().create(config.checkpoint_engine.backend), policy)
     return ActorWorker(plane, graph, policy, temperature), sender
+
+
+def _engine(config: AppConfig, call: BuildCall) -> ModelEngine:
+    from rl_trainer.backends.engine import FsdpEngine, PlainEngine, resolve_device
+    from rl_trainer.backends.world import join_world
+
+    if config.model_engine == "torch":
+        return PlainEngine()
+    world = join_world(
+        call.rank,
+        config.ranks,
+        store=Path(call.store),
+        device=resolve_device(config.fsdp.device),
+        timeout_s=config.trainer.stage_timeout_s,
+    )
+    return FsdpEngine(config.fsdp, world)

@@ -2,10 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 
 from rl_protocol import BatchError, balanced_parts
 from rl_trainer.algorithms.episodes import IntArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How the batch of a step is cut up for its optimizer steps."""
+
+    epochs: int
+    mini_batch_rows: int
+    seed: int
+
+
+def schedule_rows(lengths: IntArray, schedule: Schedule, update: int) -> Iterator[list[int]]:
+    """Row numbers of each mini-batch, alike in tokens; every epoch deals the rows anew, drawn from (seed, update, epoch).
+
+    There are as many mini-batches as needed to keep each within `mini_batch_rows`; `lengths` [N] are the tokens of each row.
+    """
+    for epoch in range(schedule.epochs if lengths.size else 0):
+        rng = np.random.default_rng((schedule.seed, update, epoch))
+        yield from mini_batches(lengths, -(-lengths.size // schedule.mini_batch_rows), rng)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one of several ranks does in an update.
+
+    Attributes:
+        rows: row numbers of the batch it needs.
+        mini_batches: for each optimizer step, places in `rows`; none in a step that has no row for this rank.
+    """
+
+    rows: tuple[int, ...]
+    mini_batches: tuple[tuple[int, ...], ...]
+
+
+def share_out(lengths: IntArray, schedule: Schedule, update: int, ranks: int) -> list[Share]:
+    """The same mini-batches as `schedule_rows` gives, each dealt to the ranks so that they are alike in tokens.
+
+    Raises:
+        BatchError: a rank would get no row at all.
+    """
+    dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for mini in schedule_rows(lengths, schedule, update):
+        for rank, places in enumerate(balanced_parts(lengths[mini], ranks)):
+            dealt[rank].append([mini[place] for place in places])
+    shares: list[Share] = []
+    for steps in dealt:
+        rows = sorted({row for step in steps for row in step})
+        if not rows:
+            raise BatchError(
+                f"{lengths.size} rows in mini-batches of {schedule.mini_batch_rows} leave some of {ranks} ranks without any; "
+                "set ppo_mini_batch_size * rollout.n to at least the number of ranks."
+            )
+        place = {row: i for i, row in enumerate(rows)}
+        shares.append(Share(rows=tuple(rows), mini_batches=tuple(tuple(place[row] for row in step) for step in steps)))
+    return shares
 
 
 def mini_batches(lengths: IntArray, parts: int, rng: np.random.Generator) -> list[list[int]]:

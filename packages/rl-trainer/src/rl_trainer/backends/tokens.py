@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from rl_protocol import BatchData, BatchError
 from rl_protocol.columns import AnyArray
+from rl_trainer.algorithms.episodes import IntArray
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBatch:
-    """B trajectories, right-padded to L tokens; T = sum of response lengths.
+    """N trajectories as the model takes them, and where in its output the T response tokens are predicted.
 
     `position[k]` is the place whose output predicts response token k: one before the token itself (the left shift by one).
     """
 
-    input_ids: torch.Tensor
-    """int64 [B, L]."""
-    attention_mask: torch.Tensor
-    """int64 [B, L]."""
+    inputs: dict[str, Any]
+    """Arguments of the model: right-padded [N, L], or packed [1, sum of lengths]."""
+    line: torch.Tensor
+    """int64 [T], line of the input that holds the token: its trajectory; 0 when packed."""
+    position: torch.Tensor
+    """int64 [T], place in that line."""
     row: torch.Tensor
     """int64 [T], trajectory of each response token."""
-    position: torch.Tensor
-    """int64 [T]."""
+    rows: int
+    """N."""
     targets: torch.Tensor
     """int64 [T], the response tokens."""
 
+    def read(self, output: torch.Tensor) -> torch.Tensor:
+        """[T, ...] of what the model put out at every place, [lines, places, ...]."""
+        return output[self.line, self.position]
 
-def token_batch(batch: BatchData, pad_id: int) -> TokenBatch:
+
+def token_batch(batch: BatchData, pad_id: int, *, packed: bool = False, device: torch.device = CPU) -> TokenBatch:
     """Join `prompts` and `responses` of every row.
 
     Raises:
@@ -40,33 +50,64 @@ def token_batch(batch: BatchData, pad_id: int) -> TokenBatch:
     p, r = prompts.lengths, responses.lengths
     if (p == 0).any():
         raise BatchError(f"Row {int(np.argmin(p))} has an empty prompt; every prompt needs at least one token.")
-    width = int((p + r).max(initial=1))
-    ids = np.full((len(batch), width), pad_id, dtype=np.int64)
-    columns = np.arange(width)[None, :]
-    ids[columns < p[:, None]] = prompts.values
-    ids[(columns >= p[:, None]) & (columns < (p + r)[:, None])] = responses.values
     row = np.repeat(np.arange(len(batch)), r)
     within = np.arange(responses.values.shape[0]) - np.repeat(responses.offsets[:-1], r)
+    place = np.repeat(p, r) + within - 1
+    ids, real = _padded(prompts.values, responses.values, p, r, pad_id)
+    inputs: dict[str, Any]
+    if packed:
+        starts = np.concatenate([[0], np.cumsum(p + r)])
+        place, line = place + np.repeat(starts[:-1], r), np.zeros_like(row)
+        inputs = {
+            "input_ids": torch.from_numpy(ids[real][None]).to(device),
+            "position_ids": torch.from_numpy((np.arange(starts[-1]) - np.repeat(starts[:-1], p + r))[None]).to(device),
+            "cu_seq_lens_q": torch.from_numpy(starts).to(device),
+            "max_length_q": int((p + r).max(initial=1)),
+        }
+    else:
+        line = row
+        inputs = {
+            "input_ids": torch.from_numpy(ids).to(device),
+            "attention_mask": torch.from_numpy(real.astype(np.int64)).to(device),
+        }
     return TokenBatch(
-        input_ids=torch.from_numpy(ids),
-        attention_mask=torch.from_numpy((columns < (p + r)[:, None]).astype(np.int64)),
-        row=torch.from_numpy(row),
-        position=torch.from_numpy(np.repeat(p, r) + within - 1),
-        targets=torch.tensor(responses.values, dtype=torch.int64),
+        inputs=inputs,
+        line=torch.from_numpy(line).to(device),
+        position=torch.from_numpy(place).to(device),
+        row=torch.from_numpy(row).to(device),
+        rows=len(batch),
+        targets=torch.tensor(responses.values, dtype=torch.int64, device=device),
     )
 
 
-def flat(batch: BatchData, name: str) -> torch.Tensor:
+def _padded(
+    prompts: AnyArray, responses: AnyArray, p: IntArray, r: IntArray, pad_id: int
+) -> tuple[IntArray, np.ndarray[Any, np.dtype[np.bool_]]]:
+    """Right-padded ids [N, L] and which of them are real."""
+    width = int((p + r).max(initial=1))
+    ids = np.full((p.size, width), pad_id, dtype=np.int64)
+    columns = np.arange(width)[None, :]
+    ids[columns < p[:, None]] = prompts
+    ids[(columns >= p[:, None]) & (columns < (p + r)[:, None])] = responses
+    return ids, columns < (p + r)[:, None]
+
+
+def flat(batch: BatchData, name: str, device: torch.device = CPU) -> torch.Tensor:
     """A ragged float column as a flat float32 tensor [T]."""
     values: AnyArray = batch.ragged(name).values
-    return torch.tensor(values, dtype=torch.float32)
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-def flag(batch: BatchData, name: str) -> torch.Tensor:
+def flag(batch: BatchData, name: str, device: torch.device = CPU) -> torch.Tensor:
     """A ragged bool column as a flat bool tensor [T]."""
-    return torch.tensor(batch.ragged(name).values, dtype=torch.bool)
+    return torch.tensor(batch.ragged(name).values, dtype=torch.bool, device=device)
 
 
-def mask_of(batch: BatchData) -> torch.Tensor:
+def mask_of(batch: BatchData, device: torch.device = CPU) -> torch.Tensor:
     """`response_mask` as a flat bool tensor [T]."""
-    return flag(batch, "response_mask")
+    return flag(batch, "response_mask", device)
+
+
+def lengths_of(batch: BatchData) -> IntArray:
+    """[N] tokens of each row, prompt and response."""
+    return batch.ragged("prompts").lengths + batch.ragged("responses").lengths

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from rl_protocol import BatchData, RaggedColumn
+from rl_protocol import BatchData
+from rl_trainer.algorithms.batching import schedule_rows
 from rl_trainer.algorithms.losses import BatchCounts, aggregate, value_loss
-from rl_trainer.backends.optimise import Optimiser, Schedule
-from rl_trainer.backends.tokens import TokenBatch, flat, mask_of, token_batch
-from rl_trainer.backends.torch_policy import load_model
+from rl_trainer.backends.engine import ModelEngine, PlainEngine
+from rl_trainer.backends.loading import layer_names, load_model
+from rl_trainer.backends.optimise import Optimiser
+from rl_trainer.backends.passes import Passes, per_token
+from rl_trainer.backends.tokens import TokenBatch, flat, lengths_of, mask_of, token_batch
 from rl_trainer.config import CriticConfig
 from rl_trainer.metrics import WeightedMeans, explained_variance
 
@@ -20,10 +23,11 @@ from rl_trainer.metrics import WeightedMeans, explained_variance
 class ValueModel(torch.nn.Module):
     """Hidden states of a causal language model -> one value per place. The head starts at 0, so that first values are 0."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, packed: bool = False) -> None:
         super().__init__()
-        language_model = load_model(path)
+        language_model = load_model(path, packed=packed)
         self.pad_id = int(language_model.config.pad_token_id or 0)
+        self.layers = layer_names(language_model)
         self.body = language_model.base_model
         self.head = torch.nn.Linear(language_model.config.hidden_size, 1)
         torch.nn.init.zeros_(self.head.weight)
@@ -31,10 +35,8 @@ class ValueModel(torch.nn.Module):
 
     def forward(self, tokens: TokenBatch) -> torch.Tensor:
         """Value before each response token, [T]."""
-        hidden = self.body(
-            input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, use_cache=False
-        ).last_hidden_state
-        return self.head(hidden[tokens.row, tokens.position]).squeeze(-1).float()
+        hidden = self.body(**tokens.inputs, use_cache=False).last_hidden_state
+        return self.head(tokens.read(hidden)).squeeze(-1).float()
 
 
 class TorchCriticBackend:
@@ -46,43 +48,60 @@ class TorchCriticBackend:
         rollout_n: responses per prompt; a mini-batch has ppo_mini_batch_size * rollout_n of them.
         seed: run seed, for the order of mini-batches.
         forward_rows: responses per forward pass when no gradient is needed.
+        engine: how the model is held; None: whole, in this process.
     """
 
     def __init__(
-        self, path: str | Path, config: CriticConfig, *, rollout_n: int, seed: int, forward_rows: int = 512
+        self,
+        path: str | Path,
+        config: CriticConfig,
+        *,
+        rollout_n: int,
+        seed: int,
+        forward_rows: int = 512,
+        engine: ModelEngine | None = None,
     ) -> None:
-        self._model = ValueModel(path).eval()
+        self._engine = engine or PlainEngine()
         self._config = config
-        self._forward_rows = forward_rows
-        schedule = Schedule(
-            epochs=config.ppo_epochs,
-            mini_batch_rows=config.ppo_mini_batch_size * rollout_n,
-            micro_batch_rows=config.ppo_micro_batch_size,
-            seed=seed,
-        )
-        self._optimiser = Optimiser(self._model, config.optim, schedule)
+        self._model = ValueModel(path, packed=config.use_remove_padding).eval()
+        self._engine.prepare(self._model, self._model.layers)
+        self._schedule = config.schedule(rollout_n, seed)
+        world, tokens = self._engine.world, config.ppo_max_token_len
+        self._forward = Passes(world=world, max_rows=forward_rows, max_tokens=tokens)
+        passes = Passes(world=world, max_rows=config.ppo_micro_batch_size, max_tokens=tokens)
+        self._optimiser = Optimiser(self._model, config.optim, passes)
+        self._updates = 0
 
     def compute_values(self, batch: BatchData) -> BatchData:
         """See rl_protocol.ports.CriticBackend.compute_values."""
-        parts: list[np.ndarray[Any, Any]] = [np.zeros(0, np.float32)]
-        with torch.no_grad():
-            for start in range(0, len(batch), self._forward_rows):
-                part = batch.slice(start, min(start + self._forward_rows, len(batch)))
-                parts.append(self._model(token_batch(part, self._model.pad_id)).numpy())
-        return BatchData({"values": RaggedColumn(np.concatenate(parts), batch.ragged("responses").offsets, "float32")})
+        return per_token(batch, self._forward, ["values"], lambda part: [self._model(self._tokens(part))])
 
     def update(self, batch: BatchData) -> dict[str, float]:
         """See rl_protocol.ports.CriticBackend.update; metrics are named critic/*."""
-        metrics = {f"critic/{name}": value for name, value in self._optimiser.run(batch, self._loss).items()}
+        return self.update_share(batch, list(schedule_rows(lengths_of(batch), self._schedule, self._updates)))
+
+    def update_share(self, batch: BatchData, mini_batches: Sequence[Sequence[int]]) -> dict[str, float]:
+        """See rl_trainer.workers.RankedCritic.update_share."""
+        found = self._optimiser.run(batch, mini_batches, self._loss)
+        self._updates += 1
         mask = batch.ragged("response_mask").values.astype(np.bool_)
         old = batch.ragged("values").values.astype(np.float64)[mask]
         returns = batch.ragged("returns").values.astype(np.float64)[mask]
-        return metrics | {"critic/vf_explained_var": explained_variance(old, returns)}
+        metrics = {f"critic/{name}": value for name, value in found.items()}
+        return metrics | {"critic/vf_explained_var": explained_variance(old, returns, self._engine.world.total)}
+
+    def _tokens(self, batch: BatchData) -> TokenBatch:
+        return token_batch(
+            batch, self._model.pad_id, packed=self._config.use_remove_padding, device=self._engine.device
+        )
 
     def _loss(self, micro: BatchData, counts: BatchCounts, means: WeightedMeans) -> torch.Tensor:
-        tokens, mask = token_batch(micro, self._model.pad_id), mask_of(micro)
+        device = self._engine.device
+        tokens, mask = self._tokens(micro), mask_of(micro, device)
         values = self._model(tokens)
-        loss, clipped = value_loss(values, flat(micro, "values"), flat(micro, "returns"), self._config.cliprange_value)
+        loss, clipped = value_loss(
+            values, flat(micro, "values", device), flat(micro, "returns", device), self._config.cliprange_value
+        )
         sums = {"vf_loss": loss, "vf_clipfrac": clipped, "vpred_mean": values}
         means.add({name: float(value.detach()[mask].sum()) for name, value in sums.items()}, float(mask.sum()))
         return aggregate(loss, mask, tokens.row, len(micro), counts, self._config.loss_agg_mode)

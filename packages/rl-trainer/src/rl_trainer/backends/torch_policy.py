@@ -1,37 +1,28 @@
-"""The policy under training, in plain torch: one process, any transformers causal language model."""
+"""The policy under training: any transformers causal language model, whole or with LoRA adapters, in one process or over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from rl_protocol import BatchData, ConfigError, OutputError, RaggedColumn, WeightTensor
+from rl_protocol import BatchData, ConfigError, OutputError, WeightTensor
 from rl_protocol.torch import to_weight
+from rl_trainer.algorithms.batching import schedule_rows
 from rl_trainer.algorithms.losses import BatchCounts, PolicyObjective, TokenColumns, sum_pi_squared, token_log_probs
-from rl_trainer.backends.optimise import Optimiser, Schedule
-from rl_trainer.backends.tokens import TokenBatch, flag, flat, mask_of, token_batch
+from rl_trainer.backends.engine import ModelEngine, PlainEngine, whole
+from rl_trainer.backends.loading import layer_names, load_model
+from rl_trainer.backends.optimise import Optimiser
+from rl_trainer.backends.passes import Passes, per_token
+from rl_trainer.backends.tokens import TokenBatch, flag, flat, lengths_of, mask_of, token_batch
 from rl_trainer.config import ActorConfig, RolloutCorrectionConfig
+from rl_trainer.lora import LoraConfig
 from rl_trainer.metrics import WeightedMeans
-
-
-def load_model(path: str | Path) -> Any:
-    """A transformers causal language model in float32, in evaluation mode (no dropout, also while training: PPO ratios must be exact).
-
-    Raises:
-        ConfigError: the folder can't be read as a model.
-    """
-    try:
-        return AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True).eval()
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path={str(path)!r} can't be loaded as a transformers causal language model: {error}"
-        ) from error
 
 
 class TorchPolicyBackend:
@@ -39,12 +30,15 @@ class TorchPolicyBackend:
 
     Args:
         path: Hugging Face checkpoint folder (model and tokenizer).
-        config: the actor's settings; None for a frozen policy (the reference), whose `update` is refused.
+        config: the actor's settings; None for a frozen policy with the defaults.
+        lora: adapters to train in place of all weights; needs the extra `lora`.
         correction: settings of the rollout correction; the loss looks at them in bypass mode.
         sum_pi_squared: have `compute_log_probs` return that column as well.
         rollout_n: responses per prompt; a mini-batch has ppo_mini_batch_size * rollout_n of them.
-        seed: run seed, for the order of mini-batches.
+        seed: run seed, for the order of mini-batches and fresh adapters.
         forward_rows: responses per forward pass when no gradient is needed.
+        engine: how the model is held; None: whole, in this process.
+        frozen: it is a reference, whose `update` is refused: the config says how to compute alone.
     """
 
     def __init__(
@@ -52,99 +46,153 @@ class TorchPolicyBackend:
         path: str | Path,
         config: ActorConfig | None,
         *,
+        lora: LoraConfig | None = None,
         correction: RolloutCorrectionConfig | None = None,
         sum_pi_squared: bool = False,
         rollout_n: int = 1,
         seed: int = 0,
         forward_rows: int = 512,
+        engine: ModelEngine | None = None,
+        frozen: bool = False,
     ) -> None:
         self._path = Path(path)
-        self._model = load_model(path)
+        self._engine = engine or PlainEngine()
+        self._config = config or ActorConfig()
+        self._lora = lora if lora is not None and lora.rank else None
+        self._model = load_model(path, packed=self._config.use_remove_padding)
         self._pad_id = int(self._model.config.pad_token_id or 0)
-        self._config = config
-        self._forward_rows = forward_rows
+        layers = layer_names(self._model)
+        if self._lora is not None:
+            from rl_trainer.backends.lora import attach  # peft comes with an extra of its own
+
+            self._model = attach(self._model, self._lora, seed)
+        self._engine.prepare(self._model, layers)
         self._sum_pi_squared = sum_pi_squared
+        world, tokens = self._engine.world, self._config.ppo_max_token_len
+        self._forward = Passes(world=world, max_rows=forward_rows, max_tokens=tokens)
+        self._schedule = self._config.schedule(rollout_n, seed)
+        self._updates = 0
         self._optimiser: Optimiser | None = None
-        self._objective: PolicyObjective | None = None
-        if config is not None:
-            schedule = Schedule(
-                epochs=config.ppo_epochs,
-                mini_batch_rows=config.ppo_mini_batch_size * rollout_n,
-                micro_batch_rows=config.ppo_micro_batch_size,
-                seed=seed,
-            )
-            self._optimiser = Optimiser(self._model, config.optim, schedule)
+        if config is not None and not frozen:
+            passes = Passes(world=world, max_rows=config.ppo_micro_batch_size, max_tokens=tokens)
+            self._optimiser = Optimiser(self._model, config.optim, passes)
             self._objective = PolicyObjective(config, correction or RolloutCorrectionConfig())
 
     def compute_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
         """See rl_protocol.ports.PolicyBackend.compute_log_probs."""
-        names, parts = ["log_probs", "entropy"], list[tuple[np.ndarray[Any, Any], ...]]()
-        if self._sum_pi_squared:
-            names.append("sum_pi_squared")
-        with torch.no_grad():
-            for start in range(0, len(batch), self._forward_rows):
-                part = batch.slice(start, min(start + self._forward_rows, len(batch)))
-                tokens = token_batch(part, self._pad_id)
-                logits = self._logits(tokens)
-                read = token_log_probs(logits, tokens.targets, temperature)
-                if self._sum_pi_squared:
-                    read = (*read, sum_pi_squared(logits, temperature))
-                parts.append(tuple(values.numpy() for values in read))
-        offsets, empty = batch.ragged("responses").offsets, (np.zeros(0, np.float32),) * len(names)
-        columns = zip(names, zip(*(parts or [empty]), strict=True), strict=True)
-        return BatchData({name: RaggedColumn(np.concatenate(p), offsets, "float32") for name, p in columns})
+        names = ["log_probs", "entropy", *(["sum_pi_squared"] if self._sum_pi_squared else [])]
+
+        def compute(part: BatchData) -> Sequence[torch.Tensor]:
+            tokens = self._tokens(part)
+            logits = self._logits(tokens)
+            read = token_log_probs(logits, tokens.targets, temperature)
+            return (*read, sum_pi_squared(logits, temperature)) if self._sum_pi_squared else read
+
+        return per_token(batch, self._forward, names, compute)
+
+    def compute_reference_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
+        """`log_probs` and `entropy` of the policy before any training: this model without its adapter.
+
+        Raises:
+            ConfigError: a policy without LoRA, whose first weights are gone.
+        """
+        if self._lora is None:
+            raise ConfigError(
+                "Without LoRA (lora.rank=0) the policy does not know what it was before training; use a reference worker."
+            )
+        with self._model.disable_adapter():
+            return self.compute_log_probs(batch, temperature=temperature)
 
     def update(self, batch: BatchData, *, temperature: float) -> dict[str, float]:
         """See rl_protocol.ports.PolicyBackend.update; metrics are named actor/*, but for those that bring a name of their own."""
-        objective, optimiser = self._objective, self._optimiser
-        if objective is None or optimiser is None:
-            raise ConfigError("This policy was built frozen (config=None), as a reference; it can't be updated.")
+        mini_batches = list(schedule_rows(lengths_of(batch), self._schedule, self._updates))
+        return self.update_share(batch, mini_batches, temperature=temperature)
+
+    def update_share(
+        self, batch: BatchData, mini_batches: Sequence[Sequence[int]], *, temperature: float
+    ) -> dict[str, float]:
+        """See rl_trainer.workers.RankedPolicy.update_share."""
+        optimiser = self._optimiser
+        if optimiser is None:
+            raise ConfigError("This policy was built frozen, as a reference; it can't be updated.")
 
         def loss(micro: BatchData, counts: BatchCounts, means: WeightedMeans) -> torch.Tensor:
-            tokens = token_batch(micro, self._pad_id)
+            tokens = self._tokens(micro)
             log_prob, entropy = token_log_probs(self._logits(tokens), tokens.targets, temperature)
-            return objective(log_prob, entropy, _columns(micro, tokens), counts, means)
+            return self._objective(log_prob, entropy, _columns(micro, tokens), counts, means)
 
-        metrics = optimiser.run(batch, loss)
+        with self._dropout():
+            metrics = optimiser.run(batch, mini_batches, loss)
+        self._updates += 1
         return {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
 
     def named_weights(self) -> Iterable[WeightTensor]:
-        """Every parameter and persistent buffer, under the names of the Hugging Face checkpoint."""
-        for name, tensor in self._model.state_dict().items():
+        """Every parameter and persistent buffer, adapters merged in, under the names of the Hugging Face checkpoint.
+
+        On several ranks it is a collective: all must go through it, from beginning to end.
+        """
+        state = self._model.state_dict()
+        if self._lora is None:
+            pairs = ((name, whole(tensor)) for name, tensor in state.items())
+        else:
+            from rl_trainer.backends.lora import merged_weights  # see above
+
+            pairs = merged_weights(state, self._lora, whole)
+        for name, tensor in pairs:
             yield to_weight(name, tensor)
 
     def save_pretrained(self, path: Path) -> None:
-        """Model and tokenizer, as transformers writes them.
+        """Model and tokenizer, as transformers writes them; with LoRA the adapter alone, as peft does. On several ranks it is a collective.
 
         Raises:
             OutputError: a file can't be written.
         """
+        state = {name: whole(tensor) for name, tensor in self._model.state_dict().items() if self._saves(name)}
+        if self._engine.world.rank:
+            return
         tokenizer = AutoTokenizer.from_pretrained(str(self._path), local_files_only=True)
+        more: dict[str, Any] = {} if self._lora is None else {"save_embedding_layers": False}
         try:
-            self._model.save_pretrained(str(path))
+            self._model.save_pretrained(str(path), state_dict=state, **more)
             tokenizer.save_pretrained(str(path))
         except (OSError, SafetensorError) as error:
             raise OutputError(
                 f"The checkpoint can't be written to {path}: {error}. Free some space or choose another folder."
             ) from error
 
+    def _saves(self, name: str) -> bool:
+        return self._lora is None or ".lora_" in name
+
+    def _dropout(self) -> Any:
+        if self._lora is None or not self._lora.dropout:
+            return nullcontext()
+        from rl_trainer.backends.lora import dropping  # see above
+
+        return dropping(self._model)
+
+    def _tokens(self, batch: BatchData) -> TokenBatch:
+        return token_batch(batch, self._pad_id, packed=self._config.use_remove_padding, device=self._engine.device)
+
     def _logits(self, tokens: TokenBatch) -> torch.Tensor:
-        """[T, V] logits that each response token was drawn from."""
-        logits = self._model(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, use_cache=False).logits
-        return logits[tokens.row, tokens.position]
+        """[T, V] logits that each response token was drawn from; a packed model computes no others."""
+        if self._config.use_remove_padding:
+            return self._model(**tokens.inputs, logits_to_keep=tokens.position, use_cache=False).logits[0]
+        return tokens.read(self._model(**tokens.inputs, use_cache=False).logits)
 
 
 def _columns(micro: BatchData, tokens: TokenBatch) -> TokenColumns:
+    device = tokens.row.device
+
     def optional(name: str) -> torch.Tensor | None:
-        return flat(micro, name) if name in micro else None
+        return flat(micro, name, device) if name in micro else None
 
     return TokenColumns(
-        old_log_prob=flat(micro, "old_log_probs"),
-        advantages=flat(micro, "advantages"),
-        mask=mask_of(micro),
+        old_log_prob=flat(micro, "old_log_probs", device),
+        advantages=flat(micro, "advantages", device),
+        mask=mask_of(micro, device),
         row=tokens.row,
         rows=len(micro),
         ref_log_prob=optional("ref_log_prob"),
         weights=optional("rollout_is_weights"),
-        chosen=flag(micro, "chosen_tokens") if "chosen_tokens" in micro else None,
+        chosen=flag(micro, "chosen_tokens", device) if "chosen_tokens" in micro else None,
     )

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper,
 from rl_protocol import RolloutError, WeightSyncError, WeightTensor
 from rl_protocol.ports import Generation, GenerationRequest, SamplingParams
 from rl_protocol.torch import from_weight, torch_dtype_name
-from rl_trainer.backends.torch_policy import load_model
+from rl_trainer.backends.loading import load_model
 
 
 def uniforms(seed: int, request: GenerationRequest, count: int) -> np.ndarray[Any, Any]:

@@ -13,9 +13,11 @@ def value_loss(
     Returns:
         loss [T], clipped [T] (bool: the clip decided).
     """
-    bounded = old_values + (values - old_values).clamp(-cliprange, cliprange)
+    move = values - old_values
+    bounded = old_values + move.clamp(-cliprange, cliprange)
     plain_error, bounded_error = (values - returns) ** 2, (bounded - returns) ** 2
-    return 0.5 * torch.maximum(plain_error, bounded_error), bounded_error > plain_error
+    outside = move.abs() > cliprange  # within, the two errors differ by rounding alone
+    return 0.5 * torch.maximum(plain_error, bounded_error), outside & (bounded_error > plain_error)
 
 
 def token_log_probs(

@@ -1,0 +1,91 @@
+"""How a model is held for training: whole in this process, or spread over ranks by FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from rl_protocol import ConfigError
+from rl_trainer.backends.world import World
+from rl_trainer.engines import FsdpConfig
+
+
+class ModelEngine(Protocol):
+    """What the backends need to know of it."""
+
+    world: World
+    device: torch.device
+
+    def prepare(self, model: torch.nn.Module, layers: tuple[str, ...]) -> None:
+        """Take over a model that was loaded on the CPU; `layers` are the class names of its repeated blocks."""
+        ...
+
+
+class PlainEngine:
+    """The whole model in this process, on the CPU."""
+
+    def __init__(self) -> None:
+        self.world = World()
+        self.device = torch.device("cpu")
+
+    def prepare(self, model: torch.nn.Module, layers: tuple[str, ...]) -> None:
+        """See ModelEngine.prepare: nothing is to be done."""
+
+
+class FsdpEngine:
+    """FSDP2 (`fully_shard`): one group of weights per layer and one for the rest, in float32 whatever is computed in."""
+
+    def __init__(self, config: FsdpConfig, world: World) -> None:
+        self.world = world
+        self.device = torch.device(resolve_device(config.device))
+        self._config = config
+
+    def prepare(self, model: torch.nn.Module, layers: tuple[str, ...]) -> None:
+        """See ModelEngine.prepare.
+
+        Raises:
+            ConfigError: offload to the CPU on the CPU.
+        """
+        config = self._config
+        if config.cpu_offload and self.device.type == "cpu":
+            raise ConfigError("fsdp.cpu_offload must be false where there is no GPU; got true, and fsdp.device=auto.")
+        blocks = [module for module in model.modules() if type(module).__name__ in layers]
+        if config.activation_checkpointing:
+            for block in blocks:
+                block.forward = partial(_recomputed, block.forward)
+        compute = torch.bfloat16 if config.param_dtype == "bfloat16" else None
+        shard = partial(
+            fully_shard,
+            mesh=init_device_mesh(self.device.type, (self.world.size,)),
+            reshard_after_forward=config.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+            offload_policy=CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
+        )
+        for block in blocks:
+            shard(block)
+        shard(model)
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return (
+        checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        if torch.is_grad_enabled()
+        else forward(*args, **kwargs)
+    )
+
+
+def resolve_device(name: str) -> str:
+    """`auto` becomes cuda where there is one, and cpu elsewhere."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A parameter on the CPU, put together from its shards: all ranks must ask for the same ones in the same order."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()

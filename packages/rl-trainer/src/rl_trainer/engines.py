@@ -1,0 +1,97 @@
+"""Training engines: what can be set of each, and what each prefers where engines may differ. No torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rl_protocol import ConfigError
+from rl_trainer.algorithms.registry import nearest
+from rl_trainer.settings import option, require
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpConfig:
+    """FSDP2: weights, gradients and optimizer state spread over ranks, one process each (with model_engine=fsdp)."""
+
+    world_size: int = option(1, "processes that share each trained model")
+    device: str = option("auto", "cpu (gloo), cuda (nccl), or auto: cuda where there is one")
+    param_dtype: str = option(
+        "float32", "float32, or bfloat16: computes in it; master weights, gradient sums and optimizer stay float32"
+    )
+    reshard_after_forward: bool = option(True, "free the gathered weights of a layer between forward and backward")
+    activation_checkpointing: bool = option(False, "keep only the inputs of each layer and compute the rest again")
+    cpu_offload: bool = option(False, "keep weights and optimizer state in host memory (cuda)")
+
+    def __post_init__(self) -> None:
+        require(self.world_size >= 1, "fsdp.world_size", "at least 1", self.world_size)
+        require(self.device in DEVICES, "fsdp.device", f"one of {DEVICES}", self.device)
+        require(self.param_dtype in DTYPES, "fsdp.param_dtype", f"one of {DTYPES}", self.param_dtype)
+        require(
+            not (self.cpu_offload and self.device == "cpu"),
+            "fsdp.cpu_offload",
+            "false with fsdp.device=cpu, where everything is in host memory",
+            self.cpu_offload,
+        )
+
+
+HOW = ("ppo_micro_batch_size", "ppo_max_token_len", "use_remove_padding")
+"""Settings of actor and critic that say how to compute, not what."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """A training engine by name.
+
+    Attributes:
+        name: what `model_engine` is set to.
+        group: the group of settings that it alone reads; empty: it has none.
+        defaults: dotted key -> its default with this engine, where that is not the schema's. Only keys that say how to compute: what is
+            learnt is the same with every engine.
+
+    Raises:
+        ConfigError: a default for a key that no engine may change.
+    """
+
+    name: str
+    group: str = ""
+    defaults: Mapping[str, object] = field(default_factory=dict[str, object])
+
+    def __post_init__(self) -> None:
+        free = [f"{role}.{name}" for role in ("actor", "critic") for name in HOW]
+        for key in self.defaults:
+            if key not in free and not (self.group and key.startswith(f"{self.group}.")):
+                raise ConfigError(
+                    f"Engine {self.name!r} has a default of its own for {key}, which means the same with every engine; it may have one "
+                    f"for {', '.join(free)} and its own group."
+                )
+
+
+ENGINES: Mapping[str, Engine] = {
+    engine.name: engine
+    for engine in (
+        Engine(name="torch"),
+        Engine(
+            name="fsdp",
+            group="fsdp",
+            defaults={"actor.use_remove_padding": True, "critic.use_remove_padding": True},
+        ),
+    )
+}
+"""By name: torch is one process on the CPU, fsdp is FSDP2."""
+
+
+def get_engine(name: str) -> Engine:
+    """The engine of that name.
+
+    Raises:
+        ConfigError: there is none; names the nearest.
+    """
+    if name not in ENGINES:
+        raise ConfigError(
+            f"model_engine must be one of {', '.join(ENGINES)}; got {name!r}.{nearest(name, ENGINES)}",
+        )
+    return ENGINES[name]

@@ -1,0 +1,82 @@
+"""The worker that generates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import msgspec
+
+from rl_protocol import BatchData, ObjectColumn, RowKey, Tag, ragged
+from rl_protocol.ports import DataPlane, RolloutEngine
+from rl_protocol.rl_columns import PROMPT_SCHEMA, prompt_partition
+from rl_trainer.columns import TRAINER_SCHEMA
+from rl_trainer.data import PromptDataset
+from rl_trainer.messages import RolloutCall, RolloutResult
+from rl_trainer.sessions import SESSIONS, SessionRef, Trajectory, run_sessions
+from rl_trainer.worker import Worker
+
+
+class RolloutWorker(Worker):
+    """Generates trajectories from prompts of its own copy of the data sets; the driver only names rows."""
+
+    handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"rollout": RolloutCall}
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        engine: RolloutEngine,
+        datasets: Mapping[str, PromptDataset],
+        session: str = "single_turn",
+    ) -> None:
+        self._plane = plane
+        self._engine = engine
+        self._datasets = datasets
+        self._session = SESSIONS.get(session)
+
+    async def rollout(self, call: RolloutCall) -> RolloutResult:
+        """Run the sessions, then put the prompt rows and the trajectory rows; tags carry step, weight version and lengths."""
+        rows = [self._datasets[call.split][ref.row] for ref in call.prompts]
+        refs = [
+            SessionRef(ref.uid, session, row)
+            for ref, row in zip(call.prompts, rows, strict=True)
+            for session in range(call.n)
+        ]
+        sessions = await run_sessions(self._session, refs, self._engine, call.sampling)
+        prompts = BatchData(
+            {
+                "prompts": ragged([row.prompt_ids for row in rows], "int64"),
+                "data_source": ObjectColumn.from_values(row.data_source for row in rows),
+                "ground_truth": ObjectColumn.from_values(row.ground_truth for row in rows),
+            }
+        )
+        PROMPT_SCHEMA.check(prompts)
+        await self._plane.put(prompt_partition(call.partition), [ref.uid for ref in call.prompts], prompts)
+        named = [
+            (ref, index, trajectory)
+            for ref, trajectories in zip(refs, sessions, strict=True)
+            for index, trajectory in enumerate(trajectories)
+        ]
+        await self._put_trajectories(call, named)
+        return RolloutResult(trajectories=len(named))
+
+    async def _put_trajectories(self, call: RolloutCall, named: Sequence[tuple[SessionRef, int, Trajectory]]) -> None:
+        data = BatchData(
+            {
+                "responses": ragged([t.response_ids for *_, t in named], "int64"),
+                "response_mask": ragged([t.made for *_, t in named], "bool"),
+                "rollout_log_probs": ragged([t.log_probs for *_, t in named], "float32"),
+            }
+        )
+        TRAINER_SCHEMA.check(data)
+        tags: list[Tag] = [
+            {
+                "step": call.step,
+                "version": t.weight_version,
+                "prompt_len": len(ref.row.prompt_ids),
+                "response_len": len(t.response_ids),
+            }
+            for ref, _, t in named
+        ]
+        keys = [RowKey(ref.uid, ref.session, index).text for ref, index, _ in named]
+        await self._plane.put(call.partition, keys, data, tags=tags)

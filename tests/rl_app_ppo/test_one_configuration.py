@@ -1,0 +1,314 @@
+"""One configuration for every engine: one LoRA block, no lost overrides, no drifting defaults (what PR #5848 of verl left open), and answers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rl_app_ppo.config import from_verl, load_config, options, resolve, to_yaml
+from rl_app_ppo.explain import difference, explain, read_side
+from rl_app_ppo.main import main
+from rl_app_ppo.memory import check_memory, needed_bytes, parameters
+from rl_app_ppo.spellings import SPELLINGS
+from rl_app_ppo.unused import RULES
+from rl_protocol import ConfigError
+from rl_trainer.engines import ENGINES, Engine
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+# -- engines and their defaults
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_resolved_configuration_of_each_engine_is_the_committed_one(engine):
+    """A default that changes, changes what people run. To accept it: write to_yaml(...) to the file, and a line into the changelog."""
+    assert to_yaml(load_config([f"model_engine={engine}"])) == (GOLDEN / f"{engine}.yaml").read_text()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("preset", ["grpo", "ppo"])
+def test_an_engine_changes_its_own_defaults_and_nothing_else(engine, preset):
+    """Default drift: verl's engines each had a YAML of their own, and the same key another default in each."""
+    plain, other = (resolve([f"algorithm={preset}", f"model_engine={name}"]) for name in ("torch", engine))
+    differ = {key for key, setting in other.settings.items() if setting.value != plain.settings[key].value}
+    assert differ - {"model_engine"} == set(ENGINES[engine].defaults)
+
+
+@pytest.mark.parametrize(
+    "defaults",
+    [{"lora.alpha": 32.0}, {"lora.target_modules": "linear_qkv"}, {"actor.optim.lr": 1e-6}, {"rollout.n": 5}],
+)
+def test_defaults_that_drift_apart_between_engines_cannot_be_written_down(defaults):
+    """verl: lora.alpha 32 with linear_qkv for megatron, lora_alpha 16 with all-linear for fsdp."""
+    with pytest.raises(ConfigError, match="which means the same with every engine"):
+        Engine(name="megatron", group="megatron", defaults=defaults)
+
+
+def test_the_engine_yields_to_preset_file_and_override(tmp_path):
+    file = tmp_path / "my.yaml"
+    file.write_text("actor: {use_remove_padding: false}\nmodel_engine: fsdp\n")
+    assert load_config(["model_engine=fsdp"]).actor.use_remove_padding
+    assert not load_config([], file).actor.use_remove_padding
+    assert load_config(["actor.use_remove_padding=true"], file).actor.use_remove_padding
+
+
+def test_an_engine_that_is_not_there_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"model_engine must be one of torch, fsdp; got 'fsdp2'\. Did you mean 'fsdp'\?"
+    ):
+        load_config(["model_engine=fsdp2"])
+
+
+def test_the_default_view_stays_small():
+    assert len(options()) <= 150
+
+
+# -- one LoRA block
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["model.lora_rank=8", "model.lora.rank=16"], ("model.lora_rank=8", "model.lora.rank=16")),
+        (["lora.rank=8", "actor_rollout_ref.model.lora_rank=16"], ("lora.rank=8", "model.lora_rank=16")),
+        (["lora.rank=8", "lora.alpha=32", "model.lora_alpha=16"], ("lora.alpha=32", "model.lora_alpha=16")),
+        (["lora.rank=8", "lora.target_modules=q_proj", "model.target_modules=all-linear"], ("q_proj", "all-linear")),
+    ],
+)
+def test_two_lora_schemas_that_disagree_are_refused_by_both_names(overrides, named):
+    """verl reads lora_rank in one engine and lora.rank in the other; whichever is wrong is trained without, or fully."""
+    with pytest.raises(ConfigError, match="are the same setting with different values") as caught:
+        load_config(overrides)
+    assert all(name in str(caught.value) for name in named)
+
+
+def test_spellings_that_agree_are_the_same_setting(tmp_path):
+    file = tmp_path / "verl.yaml"
+    file.write_text("actor_rollout_ref: {model: {lora_rank: 8, target_modules: [q_proj, v_proj]}}\n")
+    config = load_config(["lora.rank=8", "model.lora.rank=8", "model.lora_alpha=16"], file)
+    assert (config.lora.rank, config.lora.alpha, config.lora.targets()) == (8, 16.0, ("q_proj", "v_proj"))
+    with pytest.raises(ConfigError, match="are the same setting"):
+        load_config(["lora.rank=4"], file)
+
+
+def test_every_spelling_is_of_a_key_there_is():
+    assert set(SPELLINGS.values()) <= {option.key for option in options()}
+
+
+# -- nothing is lost
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actor_rollout_ref.rollout.layer_name_map",
+        "actor.megatron.override_transformer_config.recompute_granularity",
+        "actor_rollout_ref.model.override_config.moe_config.freeze_moe_router",
+        "fsdp.tensor_model_parallel_size",
+    ],
+)
+def test_an_override_of_another_engine_is_refused_and_not_lost(key):
+    """#5848 dropped layer_name_map, override_config.model_config and freeze_moe_router for megatron users without a word."""
+    with pytest.raises(ConfigError, match=f"Unknown key '{key}'"):
+        load_config([f"{key}=1"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["fsdp.world_size=2"], r"fsdp\.world_size=2 has no effect: nothing reads it without model_engine=fsdp"),
+        (["lora.alpha=16"], r"lora\.alpha=16\.0 has no effect: .* lora\.rank greater than 0"),
+        (["model.lora_alpha=16"], r"lora\.alpha=16\.0 has no effect"),
+        (["critic.optim.lr=1"], r"critic\.optim\.lr=1\.0 has no effect: .* algorithm\.adv_estimator=gae"),
+        (["algorithm.lam=0.5"], r"algorithm\.lam=0\.5 has no effect"),
+        (["actor.use_kl_loss=false", "actor.kl_loss_coef=0.5"], r"actor\.kl_loss_coef=0\.5 has no effect"),
+        (["algorithm.kl_ctrl.kl_coef=0.5"], r"algorithm\.use_kl_in_reward=true"),
+        (["actor.tau_pos=2"], r"loss_mode=sapo"),
+        (["algorithm.filter_groups.metric=score"], r"filter_groups\.enable=true"),
+        (["reward.overlong.penalty_factor=2"], r"reward\.overlong\.buffer_len greater than 0"),
+        (["model.path=x", "model.cache_dir=y"], r"model\.path empty"),
+    ],
+)
+def test_a_value_that_nothing_reads_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(overrides)
+
+
+@pytest.mark.parametrize("preset", ["grpo", "ppo"])
+def test_a_resolved_file_names_every_key_and_is_accepted(preset, tmp_path):
+    file = tmp_path / "resolved.yaml"
+    file.write_text(to_yaml(load_config([f"algorithm={preset}", "actor.optim.lr=1e-3"])))
+    assert load_config([], file).actor.optim.lr == 1e-3
+
+
+def test_every_rule_is_about_keys_there_are():
+    keys = [option.key for option in options()]
+    for rule in RULES:
+        assert all(any(key == k or (k.endswith(".") and key.startswith(k)) for key in keys) for k in rule.keys)
+        assert set(rule.but) <= set(keys)
+
+
+# -- cross-field checks
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["model_engine=fsdp", "fsdp.world_size=400"],
+            r"actor\.ppo_mini_batch_size must be at least fsdp\.world_size / rollout\.n \(400 / 8\)",
+        ),
+        (["actor.ppo_max_token_len=64", "actor.ppo_micro_batch_size=4"], r"actor\.ppo_max_token_len must be 0 with"),
+        (["actor.optim.lr_scheduler_type=cosine"], r"lr_decay_steps must be greater than lr_warmup_steps \(16\)"),
+        (["reward.overlong.buffer_len=9"], r"at most rollout\.response_length \(4\)"),
+        (
+            ["algorithm.filter_groups.enable=true", "algorithm=ppo", "rollout.n=1"],
+            r"rollout\.n must be at least 2 with algorithm\.filter_groups",
+        ),
+        (["model_engine=fsdp", "fsdp.cpu_offload=true", "fsdp.device=cpu"], r"fsdp\.cpu_offload must be false"),
+        (["lora.rank=4", "lora.target_modules=q_prj"], r"Did you mean 'q_proj'\?"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_before_a_process_starts(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(overrides)
+
+
+def test_a_critic_that_is_not_there_does_not_ask_for_divisibility():
+    assert load_config(["data.train_batch_size=8", "actor.ppo_mini_batch_size=8"]).data.train_batch_size == 8
+
+
+def test_memory_by_hand():
+    full, lora = load_config(), load_config(["lora.rank=4", "rollout.num_workers=1"])
+    assert needed_bytes(10, full) == {"actor": 160, "rollout": 160, "weight sync": 40, "ref": 40}
+    assert needed_bytes(10, lora) == {"actor": 40, "rollout": 80, "weight sync": 40}
+    assert needed_bytes(10, load_config(["algorithm=ppo"]))["critic"] == 160
+    check_memory(10, full, 400)
+    with pytest.raises(ConfigError, match=r"7,000,000,000 weights needs 260\.8 GiB .* Set lora\.rank"):
+        check_memory(7_000_000_000, full, 64 * 2**30)
+
+
+def test_parameters_are_counted_from_the_headers(tmp_path):
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    save_file({"a": np.zeros((3, 4), np.float32), "b": np.zeros(5, np.float16)}, tmp_path / "m.safetensors")
+    assert parameters(tmp_path) == 17
+    (tmp_path / "m.safetensors").write_bytes(b"\x05\0\0\0\0\0\0\0hello")
+    with pytest.raises(ConfigError, match="no readable safetensors file"):
+        parameters(tmp_path)
+
+
+# -- typing errors
+def test_a_typo_in_any_of_fifty_sampled_keys_is_refused_with_the_right_suggestion():
+    rng = random.Random(6)
+    for key in rng.sample([option.key for option in options()], 50):
+        place = rng.randrange(len(key) - 1)
+        if key[place] == key[place + 1]:
+            continue
+        typo = key[:place] + key[place + 1] + key[place] + key[place + 2 :]
+        with pytest.raises(ConfigError) as caught:
+            load_config([f"{typo}=1"])
+        assert f"Did you mean '{key}'?" in str(caught.value), typo
+
+
+# -- answers
+def test_explain_says_meaning_default_and_origin(tmp_path):
+    file = tmp_path / "my.yaml"
+    file.write_text("rollout: {n: 4}\n")
+    resolved = resolve(["model_engine=fsdp", "actor.optim.lr=1e-3"], file)
+    assert explain("rollout.n", resolved) == (
+        f"rollout.n = 4   (--config {file})\n    responses per prompt\n    int, default 8\n"
+    )
+    origins = {
+        "actor.optim.lr": "command line",
+        "actor.use_remove_padding": "default of model_engine=fsdp",
+        "actor.clip_ratio_high": "preset algorithm=grpo",
+        "actor.clip_ratio_c": "default",
+    }
+    for key, origin in origins.items():
+        assert f"({origin})" in explain(key, resolved)
+    assert "lora.rank = 0" in explain("model.lora_rank", resolved)
+    assert explain("lora", resolved).count("default") >= 7
+    with pytest.raises(ConfigError, match=r"Did you mean 'rollout\.n'"):
+        explain("rolout.n", resolved)
+
+
+def test_diff_names_keys_values_and_origins(tmp_path, capsys):
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(load_config(["rollout.n=4"])))
+    assert main(["--diff", "rollout.n=16 trainer.seed=3", str(file)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"rollout.n: 16 (command line) -> 4 (--config {file})",
+        f"trainer.seed: 3 (command line) -> 0 (--config {file})",
+    ]
+    assert difference(read_side(""), read_side("algorithm=grpo")) == "no difference"
+
+
+# -- from verl
+VERL = r"""
+algorithm.adv_estimator=grpo data.train_batch_size=64 data.max_response_length=8 \
+actor_rollout_ref.model.path=/models/m actor_rollout_ref.model.use_remove_padding=True \
+actor_rollout_ref.actor.optim.lr=3e-6 actor_rollout_ref.actor.ppo_mini_batch_size=16 \
+actor_rollout_ref.actor.clip_ratio=0.25 actor_rollout_ref.actor.use_kl_loss=True \
+actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.use_dynamic_bsz=False \
+actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384 actor_rollout_ref.actor.strategy=fsdp2 \
+actor_rollout_ref.model.enable_gradient_checkpointing=True actor_rollout_ref.model.lora_rank=32 \
+actor_rollout_ref.model.lora_alpha=32 actor_rollout_ref.rollout.top_k=-1 actor_rollout_ref.rollout.n=5 \
+critic.optim.lr=1e-5 trainer.test_freq=-1 trainer.n_gpus_per_node=8 \
++actor_rollout_ref.rollout.layer_name_map.qkv_layer_name=qkv trainer.logger=console
+"""
+
+
+def test_a_verl_command_line_becomes_a_configuration_and_says_what_it_lost(tmp_path):
+    file = tmp_path / "verl.txt"
+    file.write_text(VERL)
+    text = from_verl(file)
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    assert [line.split(": ")[1] for line in comments] == [
+        "+actor_rollout_ref.rollout.layer_name_map.qkv_layer_name",
+        "trainer.logger",
+        "trainer.n_gpus_per_node",
+        "critic.optim.lr",
+    ]
+    ours = tmp_path / "ours.yaml"
+    ours.write_text(text)
+    config = load_config([], ours)
+    assert (config.model_engine, config.model.path, config.data.train_batch_size) == ("fsdp", "/models/m", 64)
+    assert (config.actor.clip_ratio_low, config.actor.clip_ratio_high) == (0.25, 0.25)
+    assert (config.actor.optim.lr, config.actor.kl_loss_type, config.actor.ppo_max_token_len) == (3e-6, "low_var_kl", 0)
+    assert (config.lora.rank, config.lora.alpha, config.fsdp.activation_checkpointing) == (32, 32.0, True)
+    assert (config.rollout.n, config.rollout.top_k, config.rollout.response_length) == (5, 0, 8)
+    assert config.trainer.test_freq == 0
+
+
+def test_verl_yaml_with_both_lora_schemas_keeps_the_first_and_names_the_other(tmp_path):
+    file = tmp_path / "verl.yaml"
+    model = {"lora_rank": 8, "lora": {"rank": 16, "target_modules": ["linear_qkv", "linear_proj"]}, "path": "m"}
+    file.write_text(
+        yaml.safe_dump({"actor_rollout_ref": {"model": model}, "algorithm": {"adv_estimator": "gae"}}, sort_keys=False)
+    )
+    text = from_verl(file)
+    assert "# not mapped: actor_rollout_ref.model.lora.rank: lora.rank is 8 already" in text
+    config = yaml.safe_load(text)
+    assert config["algorithm"]["name"] == "ppo"
+    assert (config["lora"]["rank"], config["lora"]["target_modules"]) == (8, "q_proj,k_proj,v_proj,o_proj")
+
+
+def test_what_verl_calls_things_exists_here():
+    from rl_app_ppo.verl import RENAMED, SPECIAL
+
+    keys = {option.key for option in options()}
+    assert set(RENAMED.values()) <= keys
+    samples = {
+        "betas": [0.9, 0.95],
+        "strategy": "fsdp",
+        "adv_estimator": "grpo",
+        "enable": True,
+        "use_dynamic_bsz": True,
+    }
+    for key, turn in SPECIAL.items():
+        mapped = turn(samples.get(key.rpartition(".")[2], 1))
+        assert set(mapped) <= keys, key
+
+
+def test_an_engine_we_do_not_have_is_listed(tmp_path):
+    file = tmp_path / "verl.txt"
+    file.write_text("actor_rollout_ref.actor.strategy=megatron")
+    assert "# not mapped: actor_rollout_ref.actor.strategy: there is no engine for megatron here" in from_verl(file)

@@ -1,0 +1,124 @@
+"""One rank of a training run, started by test_fsdp.py as a process of its own: rank size store model out.
+
+Runs every scenario for five updates and writes what came out as <out>/<rank>/<scenario>.npz; a lone rank also runs them in plain torch, to
+<out>/plain/.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rl_protocol import BatchData, balanced_parts, ragged
+from rl_protocol.torch import from_weight
+from rl_trainer import ActorConfig, CriticConfig, FsdpConfig, LoraConfig, OptimConfig
+from rl_trainer.algorithms.batching import Schedule, share_out
+from rl_trainer.backends.engine import FsdpEngine, PlainEngine
+from rl_trainer.backends.tokens import lengths_of
+from rl_trainer.backends.torch_critic import TorchCriticBackend
+from rl_trainer.backends.torch_policy import TorchPolicyBackend
+from rl_trainer.backends.world import World, join_world
+
+OPTIM = OptimConfig(lr=1e-3, lr_warmup_steps=2, lr_scheduler_type="cosine", lr_decay_steps=20, min_lr_ratio=0.1)
+LORA = LoraConfig(rank=4, alpha=8)
+SCENARIOS = {
+    "full": {"actor": {"ppo_mini_batch_size": 4, "ppo_micro_batch_size": 3, "ppo_epochs": 2, "use_kl_loss": True}},
+    "seq_mean": {"actor": {"ppo_mini_batch_size": 4, "loss_agg_mode": "seq-mean-token-mean"}},
+    "idle": {"actor": {"ppo_mini_batch_size": 2}, "rows": 5},
+    "lora": {"actor": {"ppo_mini_batch_size": 4, "ppo_micro_batch_size": 3}, "lora": LORA},
+    "dora": {"actor": {"ppo_mini_batch_size": 4}, "lora": LoraConfig(rank=4, alpha=8, use_dora=True)},
+    "packed": {"actor": {"ppo_mini_batch_size": 4, "ppo_max_token_len": 30, "use_remove_padding": True}},
+    "recomputed_lora": {
+        "actor": {"ppo_mini_batch_size": 4, "use_remove_padding": True},
+        "fsdp": {"activation_checkpointing": True},
+        "lora": LORA,
+    },
+    "bf16": {"actor": {"ppo_mini_batch_size": 4}, "fsdp": {"param_dtype": "bfloat16"}},
+    "critic": {"critic": {"ppo_mini_batch_size": 4, "ppo_micro_batch_size": 3}},
+}
+UPDATES = 5
+
+
+def batch_of(base: TorchPolicyBackend, rows: int, seed: int) -> BatchData:
+    """Ragged trajectories whose old policy is `base`; the same on every rank."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(2, 14, rng.integers(1, 6)).tolist() for _ in range(rows)]
+    responses = [rng.integers(1, 14, rng.integers(1, 9)).tolist() for _ in range(rows)]
+    tokens = BatchData({"prompts": ragged(prompts, "int64"), "responses": ragged(responses, "int64")})
+
+    def column(mean: float, spread: float):
+        return ragged([(mean + spread * rng.normal(size=len(r))).tolist() for r in responses], "float32")
+
+    return BatchData(
+        {
+            **tokens.columns,
+            "response_mask": ragged([(rng.random(len(r)) < 0.8).tolist() for r in responses], "bool"),
+            "old_log_probs": base.compute_log_probs(tokens, temperature=1.0)["log_probs"],
+            "advantages": column(0.0, 1.0),
+            "ref_log_prob": column(-2.0, 0.1),
+            "values": column(0.0, 0.2),
+            "returns": column(0.5, 0.5),
+        }
+    )
+
+
+def run(
+    scenario: str, path: Path, base: TorchPolicyBackend, world: World, out_folder: Path, *, plain: bool
+) -> dict[str, object]:
+    """Five updates of this rank's share of the same batches; returns weights, metrics, and this rank's outputs by row."""
+    how = SCENARIOS[scenario]
+    engine = PlainEngine() if plain else FsdpEngine(FsdpConfig(device="cpu", **how.get("fsdp", {})), world)
+    is_critic = "critic" in how
+    if is_critic:
+        config = CriticConfig(optim=OPTIM, **how["critic"])
+        model = TorchCriticBackend(path, config, rollout_n=1, seed=0, engine=engine)
+    else:
+        config = ActorConfig(optim=OPTIM, **how["actor"])
+        model = TorchPolicyBackend(path, config, lora=how.get("lora"), seed=0, engine=engine)
+    schedule = Schedule(epochs=config.ppo_epochs, mini_batch_rows=config.ppo_mini_batch_size, seed=0)
+    out, data = {}, None
+    for update in range(UPDATES):
+        data = batch_of(base, how.get("rows", 11), update)
+        share = share_out(lengths_of(data), schedule, update, world.size)[world.rank]
+        own = data.select_rows(list(share.rows))
+        more = {} if is_critic else {"temperature": 1.0}
+        metrics = model.update(data, **more) if plain else model.update_share(own, share.mini_batches, **more)
+        out |= {f"metric/{update}/{name}": value for name, value in metrics.items()}
+    rows = balanced_parts(lengths_of(data), world.size)[world.rank]
+    tokens = data.select_rows(rows).select_fields(["prompts", "responses"])
+    if is_critic:
+        found = {"values": model.compute_values(tokens).ragged("values")}
+    else:
+        computed = model.compute_log_probs(tokens, temperature=0.9)
+        found = {name: computed.ragged(name) for name in computed.field_names}
+        if "lora" in how:
+            off = model.compute_reference_log_probs(tokens, temperature=0.9)
+            found["reference"] = off.ragged("log_probs")
+        out |= {f"weight/{w.name}": from_weight(w).float().numpy().copy() for w in model.named_weights()}
+        model.save_pretrained(out_folder / f"checkpoint-{scenario}")
+    for name, column in found.items():
+        out |= {f"row/{name}/{row}": column.row(i) for i, row in enumerate(rows)}
+    return out
+
+
+def main() -> None:
+    rank, size, store, path, out = int(sys.argv[1]), int(sys.argv[2]), *map(Path, sys.argv[3:6])
+    torch.set_num_threads(1)
+    world = join_world(rank, size, store=store, device="cpu", timeout_s=60)
+    base = TorchPolicyBackend(path, None)
+    for kind in ("fsdp", "plain")[: 2 if size == 1 else 1]:
+        folder = out / (str(rank) if kind == "fsdp" else "plain")
+        folder.mkdir(parents=True)
+        for scenario in SCENARIOS:
+            if kind == "fsdp" or scenario != "bf16":
+                found = run(scenario, path, base, world, folder, plain=kind == "plain")
+                np.savez(folder / f"{scenario}.npz", **found)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Who gets which rows: the mini-batches do not depend on the number of ranks, every row has exactly one, and keys are all that travels."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_protocol import BatchData, BatchError, KVBatchMeta, WorkerError, ragged
+from rl_protocol.testing.bigram import BigramPolicy
+from rl_protocol.testing.fakes import MemoryDataPlane
+from rl_trainer import ActorConfig, ActorWorker, AlgorithmConfig, CriticConfig, Workers, build_graph
+from rl_trainer.algorithms.batching import Schedule, schedule_rows, share_out
+from rl_trainer.dispatch import StepRows, forward, update
+from rl_trainer.messages import StageCall, StageResult
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=8, max_size=40),
+    st.integers(1, 4),
+    st.integers(4, 12),
+    st.integers(1, 3),
+    st.integers(0, 5),
+)
+def test_shares_make_up_the_mini_batches_of_one_rank(lengths, ranks, rows, epochs, number):
+    lengths = np.array(lengths)
+    schedule = Schedule(epochs=epochs, mini_batch_rows=rows, seed=3)
+    whole = [sorted(mini) for mini in schedule_rows(lengths, schedule, number)]
+    shares = share_out(lengths, schedule, number, ranks)
+    assert len(shares) == ranks
+    for step, mini in enumerate(whole):
+        parts = [[share.rows[place] for place in share.mini_batches[step]] for share in shares]
+        assert sorted(row for part in parts for row in part) == mini
+        tokens = [int(lengths[part].sum()) for part in parts]
+        assert max(tokens) - min(tokens) <= lengths[mini].max()
+    for share in shares:
+        assert Counter(share.rows).most_common(1)[0][1] == 1
+        assert {place for step in share.mini_batches for place in step} == set(range(len(share.rows)))
+    if epochs == 1:
+        assert sorted(row for share in shares for row in share.rows) == list(range(lengths.size))
+
+
+def test_a_rank_without_any_row_is_refused():
+    with pytest.raises(BatchError, match=r"leave some of 3 ranks without any; set ppo_mini_batch_size"):
+        share_out(np.array([3, 3, 3, 3]), Schedule(epochs=1, mini_batch_rows=2, seed=0), 0, 3)
+
+
+class Recording:
+    """A rank that remembers its calls."""
+
+    def __init__(self, name):
+        self.name, self.bytes_moved, self.calls = name, 0, []
+
+    async def call(self, method, payload, *, timeout_s):
+        self.calls.append(msgspec.msgpack.decode(payload, type=StageCall))
+        return msgspec.msgpack.encode(StageResult(metrics={"rank": float(self.name[-1])}))
+
+
+def step_rows(count):
+    keys = tuple(f"p{i}/0/0" for i in range(count))
+    tags = tuple({"prompt_len": 2, "response_len": 1 + i % 5} for i in range(count))
+    return StepRows.of(KVBatchMeta(partition="train", keys=keys, tags=tags))
+
+
+def test_every_rank_is_sent_its_own_keys_and_one_rank_all_of_them():
+    rows = step_rows(12)
+    assert rows.lengths.tolist() == [3 + i % 5 for i in range(12)]
+    ranks = [Recording(f"r{i}") for i in range(3)]
+    metrics = asyncio.run(forward(ranks, "old_log_prob", 1, rows, 5))
+    assert metrics == {"rank": 0.0}
+    asked = [rank.calls[0].batch for rank in ranks]
+    assert sorted(key for batch in asked for key in batch.keys) == sorted(rows.names.keys)
+    assert not any(batch.tags and any(batch.tags) for batch in asked)
+    schedule = ActorConfig(ppo_mini_batch_size=4).schedule(1, 0)
+    asyncio.run(update(ranks, "update_actor", 1, rows, schedule, 0, 5))
+    for rank, share in zip(ranks, share_out(rows.lengths, schedule, 0, 3), strict=True):
+        sent = rank.calls[1]
+        assert sent.batch.keys == tuple(rows.names.keys[row] for row in share.rows)
+        assert sent.mini_batches == share.mini_batches
+    alone = Recording("r0")
+    asyncio.run(update([alone], "update_actor", 1, rows, schedule, 0, 5))
+    assert (alone.calls[0].batch.keys, alone.calls[0].mini_batches) == (rows.names.keys, None)
+
+
+def test_fewer_rows_than_ranks_are_refused():
+    with pytest.raises(BatchError, match="has 1 rows for 2 ranks"):
+        asyncio.run(forward([Recording("r0"), Recording("r1")], "ref", 1, step_rows(1), 5))
+
+
+def test_a_worker_that_is_two_things_is_counted_once():
+    actor, rollout, reward = Recording("a0"), Recording("r0"), Recording("w0")
+    workers = Workers(rollout=[rollout], reward=reward, actor=[actor], ref=[actor])
+    assert workers.all() == [rollout, reward, actor]
+
+
+def test_a_backend_of_one_process_refuses_to_be_a_rank():
+    async def body():
+        plane = MemoryDataPlane()
+        columns = {
+            "responses": ragged([[4, 1]], "int64"),
+            "response_mask": ragged([[True, True]], "bool"),
+            "old_log_probs": ragged([[-1.0, -1.0]], "float32"),
+            "advantages": ragged([[1.0, 1.0]], "float32"),
+        }
+        batch = await plane.put("train", ["p/0/0"], BatchData(columns))
+        await plane.put("train/prompts", ["p"], BatchData({"prompts": ragged([[2, 3]], "int64")}))
+        worker = ActorWorker(plane, build_graph(AlgorithmConfig(), ActorConfig()), BigramPolicy(), 1.0)
+        with pytest.raises(WorkerError, match="BigramPolicy trains in one process"):
+            await worker.update_actor(StageCall(step=1, batch=batch, mini_batches=((0,),)))
+        worker = ActorWorker(plane, build_graph(AlgorithmConfig(), ActorConfig(use_kl_loss=True)), BigramPolicy(), 1.0)
+        with pytest.raises(WorkerError, match="BigramPolicy has no reference policy in it"):
+            await worker.ref(StageCall(step=1, batch=batch))
+
+    asyncio.run(body())
+
+
+def test_the_schedule_is_that_of_the_configuration():
+    assert CriticConfig(ppo_mini_batch_size=3, ppo_epochs=2).schedule(4, 7) == Schedule(
+        epochs=2, mini_batch_rows=12, seed=7
+    )
