@@ -1,6 +1,6 @@
 """How fast is the control plane, what does it weigh, and who waits for whom, against TransferQueue 0.1.11?
 
-    uv run --group bench benchmarks/bench_metadata.py [--rounds 9] [--quick] [--only small,lists,stall,memory,growth,million]
+    uv run --group bench benchmarks/bench_metadata.py [--rounds 9] [--smoke] [--only small,lists,stall,memory,growth,million]
 
 Clients live in processes of their own, one set per plane, and take turns (see pairs.py). All calls are the async ones, awaited on the loop that
 the client lives on, so neither side pays for a thread that waits.
@@ -228,7 +228,9 @@ def stall(sides: list[Clients], seconds: float) -> list[dict[str, Any]]:
     return [verdict(question, value, 20, 5, at_least=False, figures=worst)]
 
 
-async def lists(descriptor: PlaneDescriptor, peers: list[PeerPlane], rounds: int) -> list[dict[str, Any]]:
+async def lists(
+    descriptor: PlaneDescriptor, peers: list[PeerPlane], rounds: int, sizes: tuple[int, int]
+) -> list[dict[str, Any]]:
     """Metadata of many keys, and what changed among them."""
     import torch
     from tensordict import TensorDict
@@ -236,7 +238,7 @@ async def lists(descriptor: PlaneDescriptor, peers: list[PeerPlane], rounds: int
     rows: list[dict[str, Any]] = []
     async with await connect(descriptor) as client:
         others = {peer.name: connect_peer(peer.info, "lists") for peer in peers}
-        for size in (8192, 65536):
+        for size in sizes:
             keys, partition = [f"key-{i}" for i in range(size)], f"lists{size}"
             columns = {f"c{i}": np.zeros((size, 1), np.float32) for i in range(6)}
             await client.put(
@@ -276,12 +278,12 @@ async def lists(descriptor: PlaneDescriptor, peers: list[PeerPlane], rounds: int
             rows.append(
                 verdict(f"metadata of {size} keys", value, 5, 10, at_least=True, ratios=ratios, wall_ms=figures)
             )
-            if size == 65536:
+            if size == sizes[-1]:
                 ratios = {name: paired(timings, f"{name} list", "ours watch") for name in others}
                 value = min(ratio["median"] for ratio in ratios.values())
                 rows.append(
                     verdict(
-                        "watch after one new key among 65536, against their kv_list",
+                        f"watch after one new key among {size}, against their kv_list",
                         value,
                         100,
                         200,
@@ -291,16 +293,16 @@ async def lists(descriptor: PlaneDescriptor, peers: list[PeerPlane], rounds: int
                     )
                 )
                 ms = figures["ours watch"]
-                rows.append(verdict("watch after one new key among 65536, ms", ms, 3, 1, at_least=False))
+                rows.append(verdict(f"watch after one new key among {size}, ms", ms, 3, 1, at_least=False))
             await client.clear(partition)
         for other in others.values():
             other.close()
     return rows
 
 
-async def memory(peer: PeerPlane | None) -> list[dict[str, Any]]:
+async def memory(peer: PeerPlane, samples: int) -> list[dict[str, Any]]:
     """Growth of the controller's resident memory per million (row, column)."""
-    samples, columns, step = 131072, 8, 8192
+    columns, step = 8, 8192
     cells = samples * columns / 1e6
     rows: list[dict[str, Any]] = []
     for kind, must, aim in (("dense", 25, 15), ("with jagged lengths and 3 tags", 72, 43)):
@@ -313,7 +315,7 @@ async def memory(peer: PeerPlane | None) -> list[dict[str, Any]]:
                     keys = [f"sample-{i}" for i in range(first, first + step)]
                     await client.put("p", keys, _columns(step, columns, jagged=tagged), tags=_tags(first, step, tagged))
                 ours = (rss_mib(plane.pids[0]) - before) / cells
-        theirs = _peer_memory(peer, samples, columns, step, tagged) / cells if peer is not None else None
+        theirs = _peer_memory(peer, samples, columns, step, tagged) / cells
         what = f"controller memory per million sample-fields, {kind}, MiB"
         rows.append(verdict(what, ours, must, aim, at_least=False, theirs=theirs))
     return rows
@@ -357,10 +359,10 @@ def _peer_memory(peer: PeerPlane, samples: int, columns: int, step: int, tagged:
     return grown
 
 
-async def growth(rounds: int) -> list[dict[str, Any]]:
-    """One row after the other: does the 32,768th cost more than the first?"""
+async def growth(rounds: int, few: int) -> list[dict[str, Any]]:
+    """One row after the other: do four times as many cost more than four times as much?"""
     row = BatchData({f"c{i}": dense(np.zeros((1, 4), np.float32)) for i in range(8)})
-    seconds: dict[int, list[float]] = {8192: [], 32768: []}
+    seconds: dict[int, list[float]] = {few: [], 4 * few: []}
     with start_local_plane(TransferQueueConfig(capacity_mb=512)) as plane:
         async with await connect(plane.descriptor) as client:
             for _ in range(rounds):
@@ -370,11 +372,16 @@ async def growth(rounds: int) -> list[dict[str, Any]]:
                         await client.put("p", [f"k{i}"], row)
                     took.append(cpu_seconds([plane.pids[0]]) - start)
                     await client.clear("p")
-    ratio = statistics.median(b / a for a, b in zip(seconds[8192], seconds[32768], strict=True))
+    ratio = statistics.median(b / a for a, b in zip(seconds[few], seconds[4 * few], strict=True))
     figures = {str(size): statistics.median(took) for size, took in seconds.items()}
     return [
         verdict(
-            "controller CPU of 32768 against 8192 inserts one by one", ratio, 4.5, 4.1, at_least=False, cpu_s=figures
+            f"controller CPU of {4 * few} against {few} inserts one by one",
+            ratio,
+            4.5,
+            4.1,
+            at_least=False,
+            cpu_s=figures,
         )
     ]
 
@@ -437,16 +444,17 @@ def main() -> None:
     """Compare, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="3 short rounds, 100,000 rows, nothing written")
+    parser.add_argument("--smoke", action="store_true", help="one short round of few rows, nothing written")
     parser.add_argument("--only", default="small,lists,stall,memory,growth,million")
     arguments = parser.parse_args()
-    rounds, seconds = (3, 0.2) if arguments.quick else (arguments.rounds, 0.5)
+    smoke = arguments.smoke
+    rounds, seconds = (1, 0.1) if smoke else (arguments.rounds, 0.5)
     only = set(arguments.only.split(","))
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         plane: LocalPlane = stack.enter_context(start_local_plane(TransferQueueConfig(capacity_mb=512)))
         peers = (
-            stack.enter_context(peer_planes(*((1,) if arguments.quick else (1, 2))))
+            stack.enter_context(peer_planes(*((1,) if smoke else (1, 2))))
             if only & {"small", "lists", "stall", "memory"}
             else []
         )
@@ -457,12 +465,16 @@ def main() -> None:
         if only & {"small", "stall"}:
             with clients_of(everyone, 4) as sides:
                 rows += small(sides, rounds, seconds) if "small" in only else []
-                rows += stall(sides, 3.0) if "stall" in only else []
-        rows += asyncio.run(lists(plane.descriptor, peers, rounds)) if "lists" in only else []
-        rows += asyncio.run(memory(peers[0])) if "memory" in only else []
-    rows += asyncio.run(growth(1 if arguments.quick else 3)) if "growth" in only else []
-    rows += asyncio.run(million(100_000 if arguments.quick else 1_000_000)) if "million" in only else []
-    if not arguments.quick:
+                rows += stall(sides, 0.5 if smoke else 3.0) if "stall" in only else []
+        rows += (
+            asyncio.run(lists(plane.descriptor, peers, rounds, (64, 512) if smoke else (8192, 65536)))
+            if "lists" in only
+            else []
+        )
+        rows += asyncio.run(memory(peers[0], 1 << 14 if smoke else 1 << 17)) if "memory" in only else []
+    rows += asyncio.run(growth(1 if smoke else 3, 2048 if smoke else 8192)) if "growth" in only else []
+    rows += asyncio.run(million(20_000 if smoke else 1_000_000)) if "million" in only else []
+    if not smoke:
         publish("_".join(["metadata", *sorted(only)]), rows)
 
 

@@ -11,8 +11,6 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PEER = find_spec("transfer_queue") is not None
-TINY = {"bench_metadata.py": ["--quick", "--only", "small,lists,stall"]}
-"""Arguments of those whose tiny mode has another name."""
 NO_MEASUREMENT = {"compare.py", "report.py", "scale_model.py"}
 """Scripts that work on results; test_compare, test_documents and test_scaling run them."""
 BY_NAME = {"bench_controller_bottleneck.py", "bench_same_training.py", "data_plane.py"}
@@ -24,8 +22,8 @@ def scripts() -> list[str]:
 
 
 def test_every_script_that_measures_has_a_tiny_mode():
-    assert NO_MEASUREMENT | BY_NAME | TINY.keys() <= set(scripts())
-    for name in set(scripts()) - NO_MEASUREMENT - TINY.keys():
+    assert set(scripts()) >= NO_MEASUREMENT | BY_NAME
+    for name in set(scripts()) - NO_MEASUREMENT:
         assert '"--smoke"' in (BENCHMARKS / name).read_text(), name
 
 
@@ -34,7 +32,7 @@ def test_every_script_that_measures_has_a_tiny_mode():
 def test_it_runs(name: str, script: Callable[..., str], request: pytest.FixtureRequest):
     if re.search(r"^from peer_transferqueue", (BENCHMARKS / name).read_text(), re.MULTILINE):
         request.getfixturevalue("bench_group")
-    assert script(name, *TINY.get(name, ["--smoke"])).strip()
+    assert script(name, "--smoke").strip()
 
 
 @pytest.mark.slow
