@@ -186,9 +186,9 @@ def test_columns_that_only_some_algorithms_need_travel_only_for_them():
 
 
 def test_a_column_nobody_writes_is_an_error_before_start():
-    with pytest.raises(ConfigError, match=r"'b' reads column 'values'.*no earlier stage"):
+    with pytest.raises(ConfigError, match=r"'b' reads column 'values'.*no earlier step"):
         check_graph([Stage("a", (), ("responses",)), Stage("b", ("values",), ())])
-    with pytest.raises(ConfigError, match="written by stage 'a' and again by 'b'"):
+    with pytest.raises(ConfigError, match="'b' writes column 'responses', which is written by step 'a'"):
         check_graph([Stage("a", (), ("responses",)), Stage("b", (), ("responses",))])
     with pytest.raises(ConfigError, match="no schema declares"):
         check_graph([Stage("a", (), ("surprise",))])

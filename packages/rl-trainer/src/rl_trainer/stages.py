@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rl_protocol import BatchData, BatchSchema, ConfigError
+from rl_protocol.flow import check_flow
 from rl_protocol.rl_columns import PROMPT_SCHEMA
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl_trainer.algorithms.policy_losses import POLICY_LOSSES
@@ -56,17 +57,11 @@ def check_graph(stages: Sequence[Stage], schemas: Sequence[BatchSchema] = (PROMP
     Raises:
         ConfigError: names the stage and the column.
     """
-    written: dict[str, str] = {}
+    check_flow(stages)
     for stage in stages:
-        for name in stage.reads:
-            if name not in written:
-                raise ConfigError(f"Stage {stage.name!r} reads column {name!r}, which no earlier stage writes.")
         for name in stage.writes:
-            if name in written:
-                raise ConfigError(f"Column {name!r} is written by stage {written[name]!r} and again by {stage.name!r}.")
             if not any(name in schema for schema in schemas):
-                raise ConfigError(f"Stage {stage.name!r} writes column {name!r}, which no schema declares.")
-            written[name] = stage.name
+                raise ConfigError(f"Step {stage.name!r} writes column {name!r}, which no schema declares.")
     return StepGraph(tuple(stages))
 
 
