@@ -32,7 +32,8 @@ def test_packed_equals_padded(model_path, training_batch):
         one, other = padded.update(data, temperature=0.8), packed.update(data, temperature=0.8)
         assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
     for a, b in zip(padded.named_weights(), packed.named_weights(), strict=True):
-        assert torch.allclose(from_weight(a), from_weight(b), atol=1e-6), a.name
+        # Adam makes steps of what rounding leaves of gradients near 0, such as those of key biases
+        assert torch.allclose(from_weight(a), from_weight(b), atol=5e-5), a.name
     one, other = (policy.compute_log_probs(data, temperature=0.8) for policy in (padded, packed))
     for name in ("log_probs", "entropy", "sum_pi_squared"):
         assert one.ragged(name).offsets.tolist() == other.ragged(name).offsets.tolist()
