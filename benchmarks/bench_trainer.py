@@ -152,7 +152,7 @@ def throughput(path: Path, pairs: int, *, smoke: bool) -> list[dict[str, Any]]:
 def packed(path: Path, pairs: int, *, smoke: bool) -> list[dict[str, Any]]:
     """The same ragged batch padded and packed: update, and forward alone."""
     rng = np.random.default_rng(1)
-    rows = 6 if smoke else 48
+    rows = 6 if smoke else 32
     prompts = rng.integers(8, 64, rows).tolist()
     responses = np.minimum(rng.lognormal(4.0, 0.8, rows).astype(int) + 4, 400).tolist()
     padded = policy_for(path, rows, ppo_micro_batch_size=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from itertools import chain
 
 import numpy as np
@@ -14,9 +15,12 @@ from rl_protocol.torch import from_weight
 from rl_trainer import ActorConfig, CriticConfig, OptimConfig
 from rl_trainer.algorithms.batching import Schedule, schedule_rows
 from rl_trainer.backends.loading import load_model
+from rl_trainer.backends.optimise import Optimiser
+from rl_trainer.backends.passes import Passes
 from rl_trainer.backends.tokens import token_batch
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
+from rl_trainer.backends.world import World
 
 PROMPTS = [[2, 3], [4], [5, 6, 7], [2]]
 RESPONSES = [[8, 1], [9, 9, 9], [3], [4, 1]]
@@ -196,3 +200,19 @@ def test_a_checkpoint_that_cannot_be_written_names_its_path(model_path, tmp_path
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match=f"{tmp_path}/file/checkpoint"):
         TorchPolicyBackend(model_path, None).save_pretrained(tmp_path / "file" / "checkpoint")
+
+
+def test_what_a_micro_batch_computed_is_gone_before_the_next():
+    """Outputs that are kept until the end of an update take the memory of all micro-batches at once."""
+    model, alive = torch.nn.Linear(1, 1), []
+    optimiser = Optimiser(model, OptimConfig(), Passes(world=World(), max_rows=1))
+
+    def loss(micro, counts, means):
+        assert not any(reference() is not None for reference in alive)
+        out = model(torch.ones(3, 1)).sum()
+        alive.append(weakref.ref(out))
+        return out
+
+    data = batch(response_mask=like_responses(lambda rng: True, "bool"))
+    optimiser.run(data, [[0, 1, 2, 3]], loss)
+    assert len(alive) == 4

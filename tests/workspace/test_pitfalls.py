@@ -37,7 +37,9 @@ def inherited(name: str, classes: dict[str, list[str]]) -> Iterator[str]:
 
 
 def test_every_pitfall_has_its_line() -> None:
-    assert [int(number) for number, _, _ in ROWS] == list(range(1, 26))
+    numbers = [int(number) for number, _, _ in ROWS]
+    assert numbers == sorted(set(numbers))
+    assert set(range(1, 37)) <= set(numbers)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"P{row[0]}")
