@@ -11,8 +11,8 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PEER = find_spec("transfer_queue") is not None
-TINY = {"bench_metadata.py": ["--quick", "--only", "small,lists,stall"]}
-"""Arguments of those whose tiny mode has another name."""
+LESS = {"bench_metadata.py": ["--only", "small,lists,stall"]}
+"""What keeps a tiny mode short: a million rows are no smoke."""
 NO_MEASUREMENT = {"compare.py", "report.py", "scale_model.py"}
 """Scripts that work on results; test_compare, test_documents and test_scaling run them."""
 BY_NAME = {"bench_controller_bottleneck.py", "bench_same_training.py", "data_plane.py"}
@@ -23,10 +23,14 @@ def scripts() -> list[str]:
     return sorted(path.name for path in BENCHMARKS.glob("*.py") if '__name__ == "__main__"' in path.read_text())
 
 
+def tiny_mode(name: str) -> list[str]:
+    return re.findall(r'add_argument\("(--smoke|--quick)"', (BENCHMARKS / name).read_text())
+
+
 def test_every_script_that_measures_has_a_tiny_mode():
-    assert NO_MEASUREMENT | BY_NAME | TINY.keys() <= set(scripts())
-    for name in set(scripts()) - NO_MEASUREMENT - TINY.keys():
-        assert '"--smoke"' in (BENCHMARKS / name).read_text(), name
+    assert NO_MEASUREMENT | BY_NAME | LESS.keys() <= set(scripts())
+    for name in set(scripts()) - NO_MEASUREMENT:
+        assert tiny_mode(name), name
 
 
 @pytest.mark.slow
@@ -34,7 +38,7 @@ def test_every_script_that_measures_has_a_tiny_mode():
 def test_it_runs(name: str, script: Callable[..., str], request: pytest.FixtureRequest):
     if re.search(r"^from peer_transferqueue", (BENCHMARKS / name).read_text(), re.MULTILINE):
         request.getfixturevalue("bench_group")
-    assert script(name, *TINY.get(name, ["--smoke"])).strip()
+    assert script(name, *tiny_mode(name), *LESS.get(name, [])).strip()
 
 
 @pytest.mark.slow
