@@ -46,13 +46,11 @@ class Point:
 
     def workload(self, compute_s: float = 0.0) -> Workload:
         """What the workers are told."""
-        graph = step_graph(FAMILIES[self.family])
         return Workload(
             family=self.family,
             layout=self.layout,
-            rows=rows_for(FAMILIES[self.family], written(graph), int(self.mib * 2**20)),
+            rows=rows_for(FAMILIES[self.family], self._columns, int(self.mib * 2**20)),
             workers=self.workers,
-            columns=graph["rollout"].writes,
             compute_s=compute_s,
             real=self.compute == "real",
         )
@@ -60,8 +58,11 @@ class Point:
     @property
     def step_bytes(self) -> int:
         """Padded bytes of all columns that a step writes."""
-        columns = written(step_graph(FAMILIES[self.family]))
-        return self.workload().rows * FAMILIES[self.family].row_bytes(columns)
+        return self.workload().rows * FAMILIES[self.family].row_bytes(self._columns)
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        return written(step_graph(FAMILIES[self.family]))
 
 
 def calibrated(everything: Cluster, point: Point) -> float:

@@ -16,8 +16,6 @@ from typing import Any
 
 from bottleneck.cluster import PLANES, cluster
 from bottleneck.compute import Workload
-from bottleneck.graph import step_graph
-from bottleneck.payloads import FAMILIES
 from bottleneck.steps import train
 from pairs import publish
 
@@ -31,8 +29,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--smoke", action="store_true", help="nothing written")
     arguments = parser.parse_args()
-    columns = step_graph(FAMILIES["tiny"])["rollout"].writes
-    workload = Workload(family="tiny", layout="ragged", rows=16, workers=WORKERS, columns=columns, real=True)
+    workload = Workload(family="tiny", layout="ragged", rows=16, workers=WORKERS, real=True)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, cluster(arguments.planes.split(","), WORKERS, 16 << 20) as everything:
         everything.join(Path(folder) / "meeting")

@@ -128,7 +128,7 @@ def mooncake_master() -> Iterator[str]:
 
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
         port, metrics = one.getsockname()[1], two.getsockname()[1]
-    command = [str(Path(mooncake.__file__).parent / "mooncake_master"), "-rpc_address=127.0.0.1", f"-rpc_port={port}"]
+    command = [str(Path(mooncake.__path__[0]) / "mooncake_master"), "-rpc_address=127.0.0.1", f"-rpc_port={port}"]
     command += ["-enable_metric_reporting=false", "-metrics_host=127.0.0.1", f"-metrics_port={metrics}"]
     os.environ.setdefault("RL_TQ_MOONCAKE_HOST", "127.0.0.1")
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as master:

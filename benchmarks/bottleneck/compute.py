@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
-from bottleneck.graph import ACTOR, ALGORITHM
+from bottleneck.graph import ACTOR, ALGORITHM, step_graph
 from bottleneck.payloads import (
     FAMILIES,
     SESSIONS,
@@ -43,8 +43,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     layout: Layout
     rows: int
     workers: int
-    columns: tuple[str, ...]
-    """What the rollout writes."""
     compute_s: float = 0.0
     """Seconds a step's models would take, slept; 0: none."""
     real: bool = False
@@ -87,13 +85,10 @@ class Nothing:
         self._family = FAMILIES[workload.family]
         self._zeros: dict[str, np.ndarray] = {}
         lengths = row_lengths(self._family, workload.rows, workload.seed)
-        self._rollout = (
-            None
-            if rank < 0
-            else rollout_batch(
-                self._family, workload.columns, lengths, workload.share(rank), workload.layout, workload.seed
-            )
-        )
+        self._rollout: BatchData | None = None
+        if rank >= 0:
+            writes, rows = step_graph(self._family)["rollout"].writes, workload.share(rank)
+            self._rollout = rollout_batch(self._family, writes, lengths, rows, workload.layout, workload.seed)
 
     def stage(self, stage: Stage, step: int, keys: Sequence[str], data: BatchData) -> BatchData:  # noqa: ARG002
         """See Compute."""

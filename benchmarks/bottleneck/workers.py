@@ -86,6 +86,9 @@ class WorkerProcess:
 
     def digest(self) -> str:
         """What tells this worker's parameters from others'."""
+        from bottleneck.compute import TinyPolicy
+
+        assert isinstance(self._compute, TinyPolicy)
         return hashlib.sha256(self._compute.parameters()).hexdigest()
 
     def _kind(self, field: str) -> str:

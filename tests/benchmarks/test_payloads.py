@@ -58,8 +58,7 @@ def test_keys_name_prompt_and_session():
 
 
 def plan(workers: int) -> Plan:
-    graph = step_graph(TINY)
-    return Plan(Workload(family="tiny", layout="padded", rows=32, workers=workers, columns=graph["rollout"].writes))
+    return Plan(Workload(family="tiny", layout="padded", rows=32, workers=workers))
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4, 16])
@@ -83,7 +82,7 @@ def test_the_graph_is_the_trainers_with_the_columns_of_the_family():
 @pytest.mark.parametrize("layout", ["padded", "ragged"])
 def test_without_compute_every_stage_writes_columns_of_the_right_shape(layout: Layout):
     graph = step_graph(TINY)
-    load = Workload(family="tiny", layout=layout, rows=16, workers=1, columns=graph["rollout"].writes)
+    load = Workload(family="tiny", layout=layout, rows=16, workers=1)
     compute, batch, keys = make_compute(load, 0), BatchData({}, 16), row_keys(1, 16)
     for stage in graph.stages:
         out = compute.stage(stage, 1, keys, batch.select_fields(stage.reads))
@@ -98,7 +97,7 @@ def test_without_compute_every_stage_writes_columns_of_the_right_shape(layout: L
 
 def test_a_real_policy_refuses_padding():
     with pytest.raises(ValueError, match="ragged"):
-        make_compute(Workload(family="tiny", layout="padded", rows=16, workers=1, columns=(), real=True), 0)
+        make_compute(Workload(family="tiny", layout="padded", rows=16, workers=1, real=True), 0)
 
 
 @pytest.mark.parametrize("layout", ["padded", "ragged"])
