@@ -108,6 +108,14 @@ def test_changed_bytes_are_named_and_a_clean_sync_follows(pair: Pair, fault: Cal
     assert_same(pair.receive(pair.send()), WEIGHTS)
 
 
+def test_two_neighbours_keep_every_byte(pair: Pair) -> None:
+    """No mark of any engine lies within the payload: neither first nor last bytes, at the edges of buckets neither."""
+    for size in (1, 63, 64, 65, 65_535, 65_536, 65_537, 131_072):
+        weights = make_weights([(size,), (size,), (1,)], dtype="uint8", seed=size)
+        assert_same(pair.receive(pair.send(weights)), weights)
+        pair.sender.abort()
+
+
 def test_a_sync_that_broke_off_goes_on_where_it_stopped(pair: Pair) -> None:
     manifest = pair.send()
     broken = WeightTensor("w3", "float32", (100, 300), np.zeros(120_000, np.uint8))
