@@ -220,6 +220,20 @@ def test_who_does_not_know_the_key_gets_nothing(theirs: str, message: str, monke
         engine.close()
 
 
+def test_a_receiver_elsewhere_has_the_settings_of_the_sender_and_need_not_listen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(KEY, "k" * 32)
+    sender, receiver = TcpEngine(), TcpEngine(CheckpointEngineConfig(listen="192.0.2.77"))  # an address of no host
+    topology = TcpEngine.build_topology(sender.prepare(), [receiver.prepare()])
+    receiver.init_process_group(topology.receivers[0])
+    manifest = asyncio.run(sender.send_weights(WEIGHTS, 1, timeout_s=T))
+    assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=T)), WEIGHTS)
+    assert "no address of this host" in refusal(receiver.send_weights(WEIGHTS, 1, timeout_s=T))
+    sender.close()
+    receiver.close()
+
+
 def test_another_process_behind_the_port_is_noticed() -> None:
     sender, impostor, receiver = TcpEngine(), TcpEngine(), TcpEngine()
     manifest = asyncio.run(sender.send_weights(WEIGHTS, 1, timeout_s=T))

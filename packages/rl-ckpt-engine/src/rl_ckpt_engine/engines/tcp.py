@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import ipaddress
 import logging
@@ -87,10 +88,23 @@ class TcpEngine(CopyingEngine[Slot]):
         self._closing = threading.Lock()
 
     def prepare(self) -> bytes:
-        """See CheckpointEngine.prepare; listens from here on."""
+        """See CheckpointEngine.prepare; listens from here on, unless `listen` is another host's address, as it is at receivers elsewhere."""
         if self._server is None:
-            self._server = Server(self._host, self._key, self._token, self._open)
-        return msgspec.msgpack.encode(TcpMember(host=self._host, port=self._server.port, token=self._token))
+            try:
+                self._server = Server(self._host, self._key, self._token, self._open)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise WeightSyncError(f"Engine 'tcp' can't listen at {self._host}: {error}.") from error
+        port = 0 if self._server is None else self._server.port
+        return msgspec.msgpack.encode(TcpMember(host=self._host, port=port, token=self._token))
+
+    def _identity(self) -> bytes:
+        member = self.prepare()
+        if self._server is None:
+            raise WeightSyncError(
+                f"Engine 'tcp' can't send from here: {self._host} is no address of this host. Set checkpoint_engine.listen to the sender's."
+            )
+        return member
 
     @classmethod
     def _check_members(cls, sender: bytes, receivers: Sequence[bytes]) -> None:
@@ -339,7 +353,8 @@ class _Receiving:
     async def end(self) -> None:
         """Nothing is written any more; a bucket that is not there yet breaks the connection."""
         if not self._work.done():
-            self._peer.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # it is broken already
+                self._peer.shutdown(socket.SHUT_RDWR)
             await asyncio.wait({self._work})
             self._work.exception()
 
