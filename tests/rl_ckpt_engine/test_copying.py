@@ -108,6 +108,14 @@ def test_changed_bytes_are_named_and_a_clean_sync_follows(pair: Pair, fault: Cal
     assert_same(pair.receive(pair.send()), WEIGHTS)
 
 
+def test_two_neighbours_keep_every_byte(pair: Pair) -> None:
+    """No mark of any engine lies within the payload: neither first nor last bytes, at the edges of buckets neither."""
+    for size in (1, 63, 64, 65, 65_535, 65_536, 65_537, 131_072):
+        weights = make_weights([(size,), (size,), (1,)], dtype="uint8", seed=size)
+        assert_same(pair.receive(pair.send(weights)), weights)
+        pair.sender.abort()
+
+
 def test_a_sync_that_broke_off_goes_on_where_it_stopped(pair: Pair) -> None:
     manifest = pair.send()
     broken = WeightTensor("w3", "float32", (100, 300), np.zeros(120_000, np.uint8))
@@ -210,6 +218,20 @@ def test_who_does_not_know_the_key_gets_nothing(theirs: str, message: str, monke
     assert message in refusal(other.receive_weights(manifest, timeout_s=T))
     for engine in (sender, same, other):
         engine.close()
+
+
+def test_a_receiver_elsewhere_has_the_settings_of_the_sender_and_need_not_listen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(KEY, "k" * 32)
+    sender, receiver = TcpEngine(), TcpEngine(CheckpointEngineConfig(listen="192.0.2.77"))  # an address of no host
+    topology = TcpEngine.build_topology(sender.prepare(), [receiver.prepare()])
+    receiver.init_process_group(topology.receivers[0])
+    manifest = asyncio.run(sender.send_weights(WEIGHTS, 1, timeout_s=T))
+    assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=T)), WEIGHTS)
+    assert "no address of this host" in refusal(receiver.send_weights(WEIGHTS, 1, timeout_s=T))
+    sender.close()
+    receiver.close()
 
 
 def test_another_process_behind_the_port_is_noticed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import AsyncExitStack
 
 import pytest
@@ -117,3 +118,29 @@ def test_handles_without_the_methods_of_a_group_are_refused() -> None:
     sender = FaultySender(Source(model(1)))
     manager = CheckpointEngineManager(sender, [FaultyReceiver("r0")], QUICK)
     assert asyncio.run(manager.update_weights(1)).receivers == ("r0",)
+
+
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+def test_a_member_that_does_not_come_is_a_deadline(who: str) -> None:
+    sender, receiver = GlooEngine(), GlooEngine()
+    topology = GlooEngine.build_topology(sender.prepare(), [receiver.prepare()])
+    manifest = asyncio.run(sender.send_weights(model(1), 1, timeout_s=9))
+
+    async def alone() -> None:
+        if who == "sender":
+            sender.init_process_group(topology.sender)
+            await sender.join(timeout_s=0.5)
+            await sender.serve(manifest, timeout_s=0.5)
+        else:
+            receiver.init_process_group(topology.receivers[0])
+            await receiver.join(timeout_s=0.5)
+            await receiver.receive_weights(manifest, timeout_s=0.5)
+
+    start = time.monotonic()
+    try:
+        with pytest.raises(WeightSyncError):
+            asyncio.run(alone())
+        assert time.monotonic() - start < 20
+    finally:
+        sender.close()
+        receiver.close()

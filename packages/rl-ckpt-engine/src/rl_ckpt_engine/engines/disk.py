@@ -78,7 +78,7 @@ class DiskEngine(CopyingEngine[Folder]):
 
     def finalize(self, version: int) -> None:
         """See CheckpointEngine.finalize; late joiners find this version from here on."""
-        super().finalize(version)
+        former = self._ledger.finalize(version)
         committed = self._ledger.committed
         assert committed is not None, "finalize commits"
         try:
@@ -86,6 +86,7 @@ class DiskEngine(CopyingEngine[Folder]):
             sync_directory(self._directory)
         except OSError as error:
             raise WeightSyncError(f"Version {version} could not be committed in {self._directory}: {error}.") from error
+        self._recycle(former)
         for folder in self._directory.glob(_FOLDERS):
             if folder.name != committed.held.name:
                 shutil.rmtree(folder, ignore_errors=True)

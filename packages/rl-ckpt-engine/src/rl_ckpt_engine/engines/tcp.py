@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import ipaddress
 import logging
 import os
 import secrets
+import selectors
 import socket
 import struct
 import threading
@@ -86,10 +88,23 @@ class TcpEngine(CopyingEngine[Slot]):
         self._closing = threading.Lock()
 
     def prepare(self) -> bytes:
-        """See CheckpointEngine.prepare; listens from here on."""
+        """See CheckpointEngine.prepare; listens from here on, unless `listen` is another host's address, as it is at receivers elsewhere."""
         if self._server is None:
-            self._server = Server(self._host, self._key, self._token, self._open)
-        return msgspec.msgpack.encode(TcpMember(host=self._host, port=self._server.port, token=self._token))
+            try:
+                self._server = Server(self._host, self._key, self._token, self._open)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise WeightSyncError(f"Engine 'tcp' can't listen at {self._host}: {error}.") from error
+        port = 0 if self._server is None else self._server.port
+        return msgspec.msgpack.encode(TcpMember(host=self._host, port=port, token=self._token))
+
+    def _identity(self) -> bytes:
+        member = self.prepare()
+        if self._server is None:
+            raise WeightSyncError(
+                f"Engine 'tcp' can't send from here: {self._host} is no address of this host. Set checkpoint_engine.listen to the sender's."
+            )
+        return member
 
     @classmethod
     def _check_members(cls, sender: bytes, receivers: Sequence[bytes]) -> None:
@@ -147,7 +162,11 @@ class TcpEngine(CopyingEngine[Slot]):
                 f"Version {manifest.version} is not there any more: the sender took it back or went on to a later version. "
                 "A new sync is needed."
             )
-        await _receive(peer, bucket.memory)
+        receiving = _Receiving(peer, bucket.memory)
+        try:
+            await receiving.done()
+        finally:
+            await receiving.end()
 
     @staticmethod
     @contextlib.contextmanager
@@ -301,6 +320,43 @@ def _read_exactly(peer: socket.socket, count: int) -> bytes:
             return b""
         data += more
     return data
+
+
+class _Receiving:
+    """A bucket on its way into memory. The thread that fills it moves bytes alone, and is over before the memory is used for anything else."""
+
+    def __init__(self, peer: socket.socket, target: memoryview) -> None:
+        self._peer = peer
+        self._work = asyncio.get_running_loop().run_in_executor(None, self._fill, target)
+
+    def _fill(self, target: memoryview) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._peer, selectors.EVENT_READ)
+            while target:
+                try:
+                    got = self._peer.recv_into(target[:_RECV_BYTES])
+                except BlockingIOError:
+                    selector.select()
+                    continue
+                if not got:
+                    raise ConnectionResetError("closed by the sender")
+                target = target[got:]
+
+    async def done(self) -> None:
+        """The bucket is there.
+
+        Raises:
+            OSError: the connection broke.
+        """
+        await asyncio.shield(self._work)
+
+    async def end(self) -> None:
+        """Nothing is written any more; a bucket that is not there yet breaks the connection."""
+        if not self._work.done():
+            with contextlib.suppress(OSError):  # it is broken already
+                self._peer.shutdown(socket.SHUT_RDWR)
+            await asyncio.wait({self._work})
+            self._work.exception()
 
 
 async def _receive(peer: socket.socket, target: memoryview) -> None:

@@ -122,8 +122,7 @@ class TorchGroupEngine(CopyingEngine[Slot], GroupEngine):
         if self._place is None:
             raise WeightSyncError("There is no group to join; call init_process_group.")
         with _named(f"Joining the group of {self._place.size} as rank {self._place.rank}"):
-            async with asyncio.timeout(timeout_s):
-                self._group = await asyncio.to_thread(self._meet, self._place, timedelta(seconds=timeout_s))
+            self._group = await asyncio.to_thread(self._meet, self._place, timedelta(seconds=timeout_s))
 
     def _meet(self, place: GroupPlace, timeout: timedelta) -> Any:
         if place.rank == 0 and self._store is None:

@@ -1,0 +1,44 @@
+"""An engine that counts what it sends, and a manager that remembers its versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from rl_ckpt_engine import CheckpointEngineManager, Manifest
+from rl_ckpt_engine.engines.shm import ShmEngine
+from rl_ckpt_engine.manifest import WeightKind
+from rl_protocol.ports import WeightSyncReport
+from rl_protocol.weights import WeightTensor
+
+
+class ExampleEngine(ShmEngine):
+    """Shared memory, counted."""
+
+    API_VERSION: ClassVar[int] = 1
+    name: ClassVar[str] = "example"
+    sent: ClassVar[int] = 0
+
+    async def send_weights(
+        self, weights: Iterable[WeightTensor], version: int, *, timeout_s: float, kind: WeightKind = "full"
+    ) -> Manifest:
+        """See CheckpointEngine.send_weights."""
+        type(self).sent += 1
+        return await super().send_weights(weights, version, timeout_s=timeout_s, kind=kind)
+
+
+class ExampleManager(CheckpointEngineManager):
+    """Remembers every version that became active."""
+
+    API_VERSION: ClassVar[int] = 1
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Oldest first."""
+        return tuple(self.__dict__.get("_versions", ()))
+
+    async def update_weights(self, version: int) -> WeightSyncReport:
+        """See CheckpointEngineManager.update_weights."""
+        report = await super().update_weights(version)
+        self.__dict__["_versions"] = (*self.versions, version)
+        return report
