@@ -16,10 +16,12 @@ import contextlib
 import mmap
 import secrets
 import socket
+import threading
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, cast
+from functools import partial
+from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -37,6 +39,8 @@ from rl_ckpt_engine.stream import Deadline
 from rl_protocol.errors import ConfigError, WeightSyncError
 
 LOOPBACK = "127.0.0.1"
+_ABORT_S = 5.0
+T = TypeVar("T")
 
 
 class GroupMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -122,7 +126,8 @@ class TorchGroupEngine(CopyingEngine[Slot], GroupEngine):
         if self._place is None:
             raise WeightSyncError("There is no group to join; call init_process_group.")
         with _named(f"Joining the group of {self._place.size} as rank {self._place.rank}"):
-            self._group = await asyncio.to_thread(self._meet, self._place, timedelta(seconds=timeout_s))
+            place, timeout = self._place, timedelta(seconds=timeout_s)
+            self._group = await _beside(lambda: self._meet(place, timeout), timeout_s)
 
     def _meet(self, place: GroupPlace, timeout: timedelta) -> Any:
         if place.rank == 0 and self._store is None:
@@ -191,23 +196,22 @@ class TorchGroupEngine(CopyingEngine[Slot], GroupEngine):
                 for bucket in [*buckets, None]:
                     ahead = None if bucket is None else self._start(torch.frombuffer(bucket.memory, dtype=torch.uint8))
                     if running is not None:
-                        async with deadline.timeout():
-                            await asyncio.to_thread(running.wait, timedelta(seconds=deadline.left_s))
+                        await _beside(partial(running.wait, timedelta(seconds=deadline.left_s)), deadline.left_s)
                         yield
                     running = ahead
             finished = True
-        except TimeoutError:
-            deadline.check()
-            raise
         finally:
             if not finished:
+                self._staging.clear()  # what is still under way may write into that memory
                 self._leave()
 
     def _leave(self) -> None:
         """A group in which something failed is not used again."""
         group, self._group = self._group, None
         if group is not None:
-            group.abort()
+            ending = threading.Thread(target=_abort, args=(group,), name="rl-ckpt-abort", daemon=True)
+            ending.start()
+            ending.join(_ABORT_S)
 
     def close(self) -> None:
         """See CheckpointEngine.close."""
@@ -310,8 +314,42 @@ def _named(what: str) -> Generator[None]:
     """torch.distributed reports everything as RuntimeError."""
     try:
         yield
+    except TimeoutError as error:
+        raise WeightSyncError(f"{what} did not finish in time: a member is missing or hangs.") from error
     except (RuntimeError, ValueError) as error:
         raise WeightSyncError(f"{what} failed: {str(error).splitlines()[0]}. A member died, or was late.") from error
+
+
+async def _beside(call: Callable[[], T], timeout_s: float) -> T:
+    """Run a blocking call of torch in a thread. One that outlives the deadline is left behind: torch does not keep every time limit.
+
+    Raises:
+        TimeoutError: the deadline passed.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def land(result: T | None, error: Exception | None) -> None:
+        if not future.done():
+            future.set_exception(error) if error is not None else future.set_result(cast("T", result))
+
+    def run() -> None:
+        result, failed = None, None
+        try:
+            result = call()
+        except (RuntimeError, ValueError) as error:
+            failed = error
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+            loop.call_soon_threadsafe(land, result, failed)
+
+    threading.Thread(target=run, name="rl-ckpt-group", daemon=True).start()
+    async with asyncio.timeout(timeout_s):
+        return await future
+
+
+def _abort(group: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        group.abort()
 
 
 def _member(metadata: bytes) -> GroupMember:
