@@ -24,7 +24,6 @@ def long_run(tmp_path, base_model, mark):
         "data.val_size=16",
         "data.train_batch_size=8",
         "actor.ppo_mini_batch_size=8",
-        "critic.ppo_mini_batch_size=8",
         "trainer.stage_timeout_s=60",
     )
     process = subprocess.Popen(
