@@ -108,9 +108,13 @@ class KVBatchMeta(RowOps):
     ) -> Self:
         """Rows as a plane lists them, which are known to fit together: nothing is checked, which takes long for many rows."""
         made = object.__new__(cls)
-        values = {"partition": partition, "keys": keys, "tags": tags, "fields": fields, "generations": generations}
-        for name, value in (values | {"extra_info": {}}).items():
-            object.__setattr__(made, name, value)
+        put = object.__setattr__
+        put(made, "partition", partition)
+        put(made, "keys", keys)
+        put(made, "tags", tags)
+        put(made, "fields", fields)
+        put(made, "extra_info", {})
+        put(made, "generations", generations)
         return made
 
     def __len__(self) -> int:

@@ -166,8 +166,7 @@ class Client:
                 uids = await self._commit(wish, None, deadline)
             else:
                 uids = await self._commit_batch(wish, data, deadline)
-        given = tuple(dict(tag) for tag in tags or ())
-        return KVBatchMeta(partition=partition, keys=keys, tags=given, fields=fields, generations=uids)
+        return KVBatchMeta.listed(partition, keys, tuple(dict(tag) for tag in tags or ()), fields, uids)
 
     async def alloc(
         self,
@@ -492,7 +491,7 @@ def _check_put(
     tags: Sequence[Tag] | None,
     expect: Sequence[Tag | None] | None,
 ) -> None:
-    if len(set(keys)) != len(keys):
+    if len(keys) > 1 and len(set(keys)) != len(keys):
         seen: set[str] = set()
         twice = next(key for key in keys if key in seen or seen.add(key))
         raise DuplicateKeyError(f"Key {twice!r} occurs more than once in one put; keys must be unique.")

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -73,14 +72,14 @@ class Frames:
     """Cuts a stream of bytes into frames.
 
     >>> frames = Frames()
-    >>> list(frames.feed(b"\\x02\\x00\\x00\\x00ab\\x01")), list(frames.feed(b"\\x00\\x00\\x00c"))
+    >>> frames.feed(b"\\x02\\x00\\x00\\x00ab\\x01"), frames.feed(b"\\x00\\x00\\x00c")
     ([b'ab'], [b'c'])
     """
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
+    def feed(self, data: bytes) -> list[bytes]:
         """Frames that are complete with these bytes.
 
         Raises:
@@ -89,14 +88,17 @@ class Frames:
         if self._rest:
             self._rest += data
             if len(self._rest) < self._wanted(self._rest, 0):
-                return
+                return []
             data, self._rest = bytes(self._rest), bytearray()
-        at = 0
-        while len(data) - at >= (stop := self._wanted(data, at)):
-            yield data[at + _PREFIX : at + stop]
+        frames: list[bytes] = []
+        at, end = 0, len(data)
+        while end - at >= (stop := self._wanted(data, at)):
+            frames.append(data[at + _PREFIX : at + stop])
             at += stop
-        if at < len(data):
-            self._rest += data[at:]
+            if at == end:
+                return frames
+        self._rest += data[at:]
+        return frames
 
     @staticmethod
     def _wanted(data: bytes | bytearray, at: int) -> int:
@@ -149,7 +151,7 @@ class UnixLink:
             raise LinkClosed(str(error)) from error
         if not data:
             raise LinkClosed("the connection was closed")
-        return list(self._frames.feed(data))
+        return self._frames.feed(data)
 
     def pending(self) -> bool:
         return False

@@ -22,18 +22,24 @@ def to_columns(keys: Sequence[str], tags: Sequence[Tag]) -> tuple[TagColumn, ...
     Raises:
         BatchError: a value that no tag may have; names the row.
     """
+    if len(tags) == 1:
+        return tuple(TagColumn(name, (_checked(keys[0], name, value),)) for name, value in tags[0].items())
     values: dict[str, list[Scalar]] = {}
     rows: dict[str, list[int]] = {}
     for i, (key, tag) in enumerate(zip(keys, tags, strict=True)):
         for name, value in tag.items():
-            if not isinstance(value, _SCALARS):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are not all type-checked
-                raise BatchError(f"Tag {name!r} of row {key!r} must be a bool, int, float, str or None; got {value!r}.")
-            values.setdefault(name, []).append(value)
+            values.setdefault(name, []).append(_checked(key, name, value))
             rows.setdefault(name, []).append(i)
     return tuple(
         TagColumn(name, tuple(column), b"" if len(column) == len(tags) else np.array(rows[name], "<i4").tobytes())
         for name, column in values.items()
     )
+
+
+def _checked(key: str, name: str, value: Scalar) -> Scalar:
+    if not isinstance(value, _SCALARS):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are not all type-checked
+        raise BatchError(f"Tag {name!r} of row {key!r} must be a bool, int, float, str or None; got {value!r}.")
+    return value
 
 
 def to_rows(columns: Sequence[TagColumn], size: int) -> tuple[Tag, ...]:
