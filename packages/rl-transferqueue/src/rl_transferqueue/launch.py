@@ -31,7 +31,7 @@ from rl_transferqueue.hosts import listen_address, this_host
 from rl_transferqueue.keys import load_key
 from rl_transferqueue.links import socket_path
 from rl_transferqueue.liveness import this_process
-from rl_transferqueue.serve import ControllerSpec, Ready, ServeConfig, UnitSpec
+from rl_transferqueue.specs import ControllerSpec, Ready, ServeConfig, UnitSpec
 from rl_transferqueue.threads import ServerThreads
 
 _SOCKET_PATH_LIMIT = 107

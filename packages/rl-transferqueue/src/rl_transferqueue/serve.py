@@ -20,59 +20,12 @@ from rl_transferqueue.backends import BUILT_IN, Share
 from rl_transferqueue.controller import Controller
 from rl_transferqueue.hosts import Endpoints, listen_address
 from rl_transferqueue.keys import load_key
-from rl_transferqueue.liveness import ProcessId, open_pidfd, this_process
+from rl_transferqueue.liveness import open_pidfd, this_process
+from rl_transferqueue.specs import ControllerSpec, Ready, ServeConfig, UnitSpec
 from rl_transferqueue.storage import StorageUnit
 from rl_transferqueue.stored import StoreUnit
 
 log = logging.getLogger(__name__)
-
-
-class UnitSpec(msgspec.Struct, frozen=True, tag=True):
-    """Serve a storage unit; sizes in bytes."""
-
-    index: int
-    address: str
-    capacity: int
-    segment: int
-    plane: str
-    backend: str
-    backend_address: str
-    listen: str = ""
-    """Numeric address for clients of other hosts; empty: none."""
-
-
-class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
-    """Serve the controller; `unit_bytes` is the capacity of every unit."""
-
-    address: str
-    units: tuple[str, ...]
-    unit_bytes: int
-    segment: int
-    stored: bool
-    """Blocks lie in a backend's stores."""
-    listen: str = ""
-    """See UnitSpec."""
-
-
-class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a server process is told on its command line."""
-
-    spec: UnitSpec | ControllerSpec
-    parent: ProcessId
-    ready_fd: int
-    runtime_dir: str
-
-
-class Ready(msgspec.Struct, frozen=True):
-    """What it says on the pipe once it serves."""
-
-    process: ProcessId
-    memory_fd: int
-    """What clients map: a unit's arena, the controller's board."""
-    memory_bytes: int
-    control: str = ""
-    """See ControllerAddress."""
-    bulk: str = ""
 
 
 Role: TypeAlias = Controller | StorageUnit | StoreUnit

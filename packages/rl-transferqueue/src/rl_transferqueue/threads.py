@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 
 from rl_protocol.errors import PlaneLostError
-from rl_transferqueue.serve import ControllerSpec, Ready, UnitSpec, build, listen, ready
+from rl_transferqueue.specs import ControllerSpec, Ready, UnitSpec
 
 _JOIN_S = 5.0
 _START_S = 5.0
@@ -55,6 +55,8 @@ class ServerThreads:
             os.close(ended)
 
     def _start(self, spec: ControllerSpec | UnitSpec, ended: int) -> queue.SimpleQueue[Ready]:
+        from rl_transferqueue.serve import build, listen, ready  # what clients need not load
+
         role = build(spec)
         endpoints = listen(role, spec.listen)
         said: queue.SimpleQueue[Ready] = queue.SimpleQueue()

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from importlib import metadata
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from rl_protocol.errors import ConfigError
 from rl_protocol.wire import Buffer
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
 
 ENTRY_POINT_GROUP = "rl_transferqueue.backends"
 BUILT_IN = ("memory", "simple")
@@ -64,9 +66,15 @@ class Backend(Protocol):
         ...
 
 
+def _entry_points() -> EntryPoints:
+    from importlib.metadata import entry_points  # slow to load, and needed by those alone who start or name a backend
+
+    return entry_points(group=ENTRY_POINT_GROUP)
+
+
 def backend_names() -> tuple[str, ...]:
     """Every name that may be set; nothing is imported to find out."""
-    return tuple(sorted({*BUILT_IN, *(point.name for point in metadata.entry_points(group=ENTRY_POINT_GROUP))}))
+    return tuple(sorted({*BUILT_IN, *(point.name for point in _entry_points())}))
 
 
 def check_backend(name: str) -> None:
@@ -88,7 +96,7 @@ def load_backend(name: str) -> Backend:
         ConfigError: nobody offers it, several do, or what it needs is not installed.
     """
     check_backend(name)
-    points = list(metadata.entry_points(group=ENTRY_POINT_GROUP, name=name))
+    points = [point for point in _entry_points() if point.name == name]
     if len(points) != 1:
         owners = ", ".join(point.value for point in points)
         raise ConfigError(f"Several packages offer a backend {name!r}: {owners}. Uninstall all but one.")
