@@ -57,6 +57,7 @@ def digests(printed: str) -> dict[str, str]:
     return {row["plane"]: row["parameters_sha256"] for row in rows}
 
 
+@pytest.mark.slow
 def test_parameters_are_bit_equal_after_three_steps_through_the_driver_and_through_ours(script: Callable[..., str]):
     found = digests(script("bench_same_training.py", "--smoke", "--planes", "driver,driver-buffers,simple,ray"))
     assert list(found) == ["driver", "driver-buffers", "simple", "ray"]

@@ -12,6 +12,7 @@ from ckpt_remote import RemotePeer, started
 from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineManager
 from rl_protocol.errors import WeightSyncError
 
+pytestmark = pytest.mark.slow
 ENGINES = ["shm", "tcp", "disk"]
 HURRIED = CheckpointEngineConfig(timeout_s=20)
 
