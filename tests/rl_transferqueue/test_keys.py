@@ -18,9 +18,10 @@ import zmq
 from network_helpers import MIB, NO_KEY, SMALL, other_client, rows_of, served
 
 from rl_protocol import ConfigError
+from rl_protocol.hosts import this_host
 from rl_transferqueue import LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, start_local_plane
 from rl_transferqueue.bulk import client_proof
-from rl_transferqueue.hosts import listen_address, this_host
+from rl_transferqueue.hosts import listen_address
 from rl_transferqueue.keys import KEY, KEY_FILE, PlaneKey, load_key
 from rl_transferqueue.liveness import this_process
 from rl_transferqueue.messages import Bye, Request, pack

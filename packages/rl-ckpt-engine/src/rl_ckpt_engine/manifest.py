@@ -11,6 +11,7 @@ A manifest is msgpack of `Manifest`; the payload it describes is one run of byte
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, Self, TypeAlias, TypeVar
 
@@ -82,6 +83,33 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def same_weights(self, other: Manifest) -> bool:
         """Whether both describe the same bytes under the same names as the same version, wherever they lie."""
         return (self.version, self.kind, self.identity) == (other.version, other.kind, other.identity)
+
+    @classmethod
+    def new(
+        cls,
+        tensors: tuple[TensorEntry, ...],
+        *,
+        version: int,
+        engine: str,
+        kind: WeightKind,
+        sender: bytes,
+        placement: bytes,
+    ) -> Manifest:
+        """The sealed manifest of a new synchronisation.
+
+        Raises:
+            WeightSyncError: see `sealed`.
+        """
+        return cls(
+            version=version,
+            sync_id=secrets.token_bytes(DIGEST_BYTES),
+            engine=engine,
+            kind=kind,
+            tensors=tensors,
+            payload_nbytes=payload_size(tensors),
+            sender=sender,
+            placement=placement,
+        ).sealed()
 
     def sealed(self) -> Self:
         """The same manifest with its digest filled in.

@@ -26,7 +26,8 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from rl_protocol.errors import WireError
-from rl_transferqueue.keys import PROOF_BYTES, PlaneKey
+from rl_protocol.secret import PROOF_BYTES
+from rl_transferqueue.keys import PlaneKey
 from rl_transferqueue.liveness import ProcessId
 from rl_transferqueue.messages import MAX_FRAME, Count, Failure
 

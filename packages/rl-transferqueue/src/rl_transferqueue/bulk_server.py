@@ -18,6 +18,8 @@ import numpy as np
 
 from rl_protocol.batch import BatchData
 from rl_protocol.errors import UNREADABLE, RLError, WireError
+from rl_protocol.hosts import this_host
+from rl_protocol.secret import PROOF_BYTES
 from rl_protocol.wire import encode, read_payload
 from rl_transferqueue.bulk import (
     CHUNK,
@@ -40,8 +42,7 @@ from rl_transferqueue.bulk import (
     prepare,
     server_proof,
 )
-from rl_transferqueue.hosts import this_host
-from rl_transferqueue.keys import PROOF_BYTES, PlaneKey
+from rl_transferqueue.keys import PlaneKey
 from rl_transferqueue.liveness import this_process
 from rl_transferqueue.messages import Fence, Span, failure
 from rl_transferqueue.reactor import Reactor

@@ -50,7 +50,7 @@ class PlaneDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     controller: ControllerAddress
     units: tuple[UnitAddress, ...]
     host: str
-    """`hosts.this_host` of the plane."""
+    """`rl_protocol.hosts.this_host` of the plane."""
     shared_memory: bool
     """False: clients on the same host use the network, too (`TransferQueueConfig.shared_memory`)."""
     plane: str

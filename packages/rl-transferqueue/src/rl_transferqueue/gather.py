@@ -25,7 +25,7 @@ from rl_protocol.columns import (
     gather_ranges,
     offsets_from_lengths,
 )
-from rl_transferqueue.table import Ints
+from rl_transferqueue.table import Ints, span_of
 
 _ALIGN = 64
 _ONE_BY_ONE = 1024
@@ -103,10 +103,10 @@ def _variable(
 
 def _rows_job(target: AnyArray, source: AnyArray, part: Part) -> Callable[[], None]:
     rows, positions = part.rows, part.positions
-    here = _span(positions)
+    here = span_of(positions)
 
     def copy() -> None:
-        there = _span(rows)
+        there = span_of(rows)
         if here is not None and there is not None:
             target[here] = source[there]
         elif here is not None:
@@ -124,7 +124,7 @@ def _ranges_job(target: AnyArray, new: Offsets, source: AnyArray, old: Offsets, 
     rows, positions = part.rows, part.positions
 
     def copy() -> None:
-        here, there = _span(positions), _span(rows)
+        here, there = span_of(positions), span_of(rows)
         if here is not None and there is not None:
             target[new[here.start] : new[here.stop]] = source[old[there.start] : old[there.stop]]
             return
@@ -141,10 +141,3 @@ def _ranges_job(target: AnyArray, new: Offsets, source: AnyArray, old: Offsets, 
             target[gather_ranges(new, positions)[0]] = source[gather_ranges(old, rows)[0]]
 
     return copy
-
-
-def _span(numbers: Ints) -> slice | None:
-    """The numbers as a slice, if each follows the one before."""
-    if numbers.size and int(numbers[-1]) - int(numbers[0]) == numbers.size - 1 and bool((np.diff(numbers) == 1).all()):
-        return slice(int(numbers[0]), int(numbers[-1]) + 1)
-    return None

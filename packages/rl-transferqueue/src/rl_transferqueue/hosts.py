@@ -1,23 +1,13 @@
-"""Which host this is, and on which addresses a plane may listen."""
+"""On which addresses a plane may listen, and how they are written."""
 
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
-from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 from rl_protocol.errors import ConfigError
 from rl_transferqueue.keys import HOW_TO_SET, PlaneKey
-
-
-@cache
-def this_host() -> str:
-    """Equal for two processes exactly if they can map each other's memory: same boot of the same kernel, same pid namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115 - it is not a path
 
 
 def listen_address(listen: str, key: PlaneKey) -> str:

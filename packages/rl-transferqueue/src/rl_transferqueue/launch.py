@@ -18,6 +18,7 @@ from typing import Self
 import msgspec
 
 from rl_protocol.errors import ConfigError, PlaneLostError
+from rl_protocol.hosts import this_host
 from rl_transferqueue.backends import BUILT_IN, check_backend
 from rl_transferqueue.config import TransferQueueConfig
 from rl_transferqueue.descriptor import (
@@ -27,7 +28,7 @@ from rl_transferqueue.descriptor import (
     PlaneDescriptor,
     UnitAddress,
 )
-from rl_transferqueue.hosts import listen_address, this_host
+from rl_transferqueue.hosts import listen_address
 from rl_transferqueue.keys import load_key
 from rl_transferqueue.links import socket_path
 from rl_transferqueue.liveness import this_process

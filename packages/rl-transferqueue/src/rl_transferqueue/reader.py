@@ -15,7 +15,7 @@ from rl_protocol.columns import Column
 from rl_protocol.wire import Header
 from rl_transferqueue.gather import Part, gather
 from rl_transferqueue.messages import Located, Span
-from rl_transferqueue.table import Ints
+from rl_transferqueue.table import Ints, span_of
 
 _ONE = struct.Struct("<i")
 """How the place of a single row is packed."""
@@ -102,4 +102,5 @@ def _pieces(located: Located, number: int, fields: Sequence[str]) -> list[Piece]
 
 def _together(rows: Ints) -> range | Ints:
     """The rows as a range where they follow each other."""
-    return range(int(rows[0]), int(rows[-1]) + 1) if bool((np.diff(rows) == 1).all()) else rows
+    span = span_of(rows)
+    return rows if span is None else range(span.start, span.stop)

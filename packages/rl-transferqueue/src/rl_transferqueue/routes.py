@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from rl_protocol.errors import ConfigError
+from rl_protocol.hosts import this_host
 from rl_transferqueue import threads
 from rl_transferqueue.backends import BUILT_IN
 from rl_transferqueue.bulk_client import BulkConnection, dial
 from rl_transferqueue.descriptor import ControllerAddress, PlaneDescriptor, UnitAddress
-from rl_transferqueue.hosts import this_host
 from rl_transferqueue.keys import PlaneKey, load_key
 from rl_transferqueue.links import Link, connect_unix
 from rl_transferqueue.liveness import open_pidfd

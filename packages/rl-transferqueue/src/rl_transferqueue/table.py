@@ -33,6 +33,13 @@ _ABSENT = object()
 _NOWHERE: Ints = np.zeros(0, np.int64)
 
 
+def span_of(numbers: Ints) -> slice | None:
+    """The numbers as a slice, if each follows the one before."""
+    if numbers.size and int(numbers[-1]) - int(numbers[0]) == numbers.size - 1 and bool((np.diff(numbers) == 1).all()):
+        return slice(int(numbers[0]), int(numbers[-1]) + 1)
+    return None
+
+
 class Cells:
     """Where `columns` columns lie: per slot the block's slot (0: not there) and the row in that block."""
 
@@ -124,8 +131,9 @@ class PartitionTable:
         return self._uid[slots]
 
     def keys(self, slots: Ints) -> tuple[str, ...]:
-        if slots.size and int(slots[-1]) - int(slots[0]) == slots.size - 1 and bool((np.diff(slots) == 1).all()):
-            return tuple(self._keys[int(slots[0]) : int(slots[-1]) + 1])
+        span = span_of(slots)
+        if span is not None:
+            return tuple(self._keys[span])
         return tuple(map(self._keys.__getitem__, slots.tolist()))
 
     def remove(self, slots: Ints) -> Places:

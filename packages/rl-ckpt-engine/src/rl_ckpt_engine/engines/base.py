@@ -7,14 +7,13 @@ them (`_fetch`). Everything else is here.
 from __future__ import annotations
 
 import os
-import secrets
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from rl_ckpt_engine.engine import CheckpointEngineWithCache, Topology
 from rl_ckpt_engine.ledger import Published, SendLedger
-from rl_ckpt_engine.manifest import DIGEST_BYTES, Manifest, WeightKind, payload_size
+from rl_ckpt_engine.manifest import Manifest, WeightKind
 from rl_ckpt_engine.stream import Deadline, Target, emit
 from rl_protocol.errors import WeightSyncError
 from rl_protocol.weights import WeightTensor
@@ -136,16 +135,14 @@ class PublishingEngine(CheckpointEngineWithCache, Generic[P]):
     ) -> Manifest:
         place.begin(version)
         entries = await emit(weights, place, deadline)
-        manifest = Manifest(
+        manifest = Manifest.new(
+            entries,
             version=version,
-            sync_id=secrets.token_bytes(DIGEST_BYTES),
             engine=self.name,
             kind=kind,
-            tensors=entries,
-            payload_nbytes=payload_size(entries),
             sender=self._identity(),
             placement=place.placement,
-        ).sealed()
+        )
         place.complete(manifest)
         return manifest
 

@@ -25,13 +25,11 @@ from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.delta import Bytes, Change, compare, decode, encode
 from rl_ckpt_engine.engine import CheckpointEngine, CheckpointEngineWithCache, GroupEngine, Topology
 from rl_ckpt_engine.manifest import (
-    DIGEST_BYTES,
     Manifest,
     TensorEntry,
     WeightKind,
     decode_struct,
     digest_of,
-    payload_size,
     plan,
 )
 from rl_ckpt_engine.stream import Deadline, verify
@@ -132,23 +130,19 @@ class DeltaEngine(CheckpointEngineWithCache):
         """See CheckpointEngine.send_weights."""
         packing = _Packing(self._base)
         carried = await self._carrier.send_weights(packing.blobs(weights), version, timeout_s=timeout_s, kind=kind)
-        entries = tuple(packing.entries)
-        manifest = Manifest(
+        placement = DeltaPlacement(
+            baseline=b"" if self._base is None else self._base.identity,
+            whole=tuple(packing.whole),
+            carrier=carried.encode(),
+        )
+        manifest = Manifest.new(
+            tuple(packing.entries),
             version=version,
-            sync_id=secrets.token_bytes(DIGEST_BYTES),
             engine=self.name,
             kind=kind,
-            tensors=entries,
-            payload_nbytes=payload_size(entries),
             sender=carried.sender,
-            placement=msgspec.msgpack.encode(
-                DeltaPlacement(
-                    baseline=b"" if self._base is None else self._base.identity,
-                    whole=tuple(packing.whole),
-                    carrier=carried.encode(),
-                )
-            ),
-        ).sealed()
+            placement=msgspec.msgpack.encode(placement),
+        )
         self._pending = _Pending(manifest, tuple(packing.news))
         return manifest
 

@@ -19,6 +19,7 @@ from rl_ckpt_engine.engines.memfd import Mapping, Slot, SlotPlacement, complete_
 from rl_ckpt_engine.manifest import Manifest, decode_struct
 from rl_ckpt_engine.stream import Deadline, verify
 from rl_protocol.errors import WeightSyncError
+from rl_protocol.hosts import this_host
 from rl_protocol.weights import WeightTensor
 
 
@@ -45,7 +46,7 @@ class ShmEngine(PublishingEngine[Slot]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._me = ShmMember(host=_host(), pid=os.getpid())
+        self._me = ShmMember(host=this_host(), pid=os.getpid())
         self._mappings: dict[int, Mapping] = {}
 
     def prepare(self) -> bytes:
@@ -112,11 +113,6 @@ def _check_header(mapping: Mapping, manifest: Manifest) -> None:
             f"Version {manifest.version} is not there any more: the sender took it back or wrote a later version over it. "
             "A new sync is needed."
         )
-
-
-def _host() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
 
 
 def _member(metadata: bytes) -> ShmMember:

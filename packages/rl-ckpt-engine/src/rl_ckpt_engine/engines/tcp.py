@@ -37,11 +37,12 @@ from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.engine import Capabilities
 from rl_ckpt_engine.engines.copying import CopyingEngine
 from rl_ckpt_engine.engines.memfd import PAYLOAD_START, Slot
-from rl_ckpt_engine.keys import HOW_TO_SET, PROOF_BYTES, SyncKey, load_key
+from rl_ckpt_engine.keys import HOW_TO_SET, load_key
 from rl_ckpt_engine.manifest import DIGEST_BYTES, Manifest, decode_struct
 from rl_ckpt_engine.staging import Bucket
 from rl_ckpt_engine.stream import Deadline
 from rl_protocol.errors import ConfigError, WeightSyncError
+from rl_protocol.secret import PROOF_BYTES, Secret
 
 _log = logging.getLogger(__name__)
 
@@ -219,7 +220,7 @@ class Server:
         open_sync: sync_id -> file descriptor of its memory, the caller's to close, or None.
     """
 
-    def __init__(self, host: str, key: SyncKey, token: bytes, open_sync: Callable[[bytes], int | None]) -> None:
+    def __init__(self, host: str, key: Secret, token: bytes, open_sync: Callable[[bytes], int | None]) -> None:
         self._key = key
         self._token = token
         self._open_sync = open_sync
@@ -395,7 +396,7 @@ def _prepare(peer: socket.socket) -> None:
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)
 
 
-def _listen_address(listen: str, key: SyncKey) -> str:
+def _listen_address(listen: str, key: Secret) -> str:
     try:
         address = ipaddress.ip_address(listen)
     except ValueError:
