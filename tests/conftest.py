@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 from hypothesis import HealthCheck, settings
 
-# Property tests run on shared machines: how long one example takes says nothing.
-settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Property tests run on shared machines: how long one example takes says nothing. At a desk every run looks for new counter-examples;
+# in CI the examples are the same for the same code, so that a red run is about the change and can be repeated.
+settings.register_profile(
+    "shared", deadline=None, derandomize="CI" in os.environ, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("shared")
 
 # A shell starts its background jobs with SIGINT ignored, and so would be every process that a test starts and interrupts.

@@ -21,7 +21,7 @@ from rl_trainer.messages import StageCall, StageResult
 
 
 @given(
-    st.lists(st.integers(1, 50), min_size=8, max_size=40),
+    st.lists(st.integers(0, 50), min_size=8, max_size=40),
     st.integers(1, 4),
     st.integers(4, 12),
     st.integers(1, 3),
@@ -45,9 +45,15 @@ def test_shares_make_up_the_mini_batches_of_one_rank(lengths, ranks, rows, epoch
         assert sorted(row for share in shares for row in share.rows) == list(range(lengths.size))
 
 
-def test_a_rank_without_any_row_is_refused():
-    with pytest.raises(BatchError, match=r"leave some of 3 ranks without any; set ppo_mini_batch_size"):
-        share_out(np.array([3, 3, 3, 3]), Schedule(epochs=1, mini_batch_rows=2, seed=0), 0, 3)
+def test_mini_batches_smaller_than_the_ranks_leave_nobody_out():
+    shares = share_out(np.ones(9, dtype=np.int64), Schedule(epochs=1, mini_batch_rows=4, seed=3), 0, 4)
+    assert [sum(map(len, step)) for step in zip(*(share.mini_batches for share in shares), strict=True)] == [3, 3, 3]
+    assert sorted(len(share.rows) for share in shares) == [2, 2, 2, 3]
+
+
+def test_fewer_rows_than_ranks_have_no_shares():
+    with pytest.raises(BatchError, match=r"2 rows can't give each of 3 ranks one; set train_batch_size"):
+        share_out(np.array([3, 3]), Schedule(epochs=1, mini_batch_rows=2, seed=0), 0, 3)
 
 
 class Recording:

@@ -46,21 +46,27 @@ class Share:
 def share_out(lengths: IntArray, schedule: Schedule, update: int, ranks: int) -> list[Share]:
     """The same mini-batches as `schedule_rows` gives, each dealt to the ranks so that they are alike in tokens.
 
+    Of a mini-batch's parts the heaviest goes to the rank that has the least so far: the ranks stay alike over the whole update, and
+    mini-batches with fewer rows than ranks leave nobody out.
+
     Raises:
-        BatchError: a rank would get no row at all.
+        BatchError: fewer rows than ranks.
     """
+    if lengths.size < ranks:
+        raise BatchError(
+            f"{lengths.size} rows can't give each of {ranks} ranks one; set train_batch_size * rollout.n to at least the number of ranks."
+        )
     dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
+    load = [(0, 0)] * ranks
     for mini in schedule_rows(lengths, schedule, update):
-        for rank, places in enumerate(balanced_parts(lengths[mini], ranks)):
-            dealt[rank].append([mini[place] for place in places])
+        parts = [[mini[place] for place in places] for places in balanced_parts(lengths[mini], ranks)]
+        parts.sort(key=lambda part: (int(lengths[part].sum()), len(part)), reverse=True)
+        for rank, part in zip(sorted(range(ranks), key=load.__getitem__), parts, strict=True):
+            dealt[rank].append(part)
+            load[rank] = load[rank][0] + int(lengths[part].sum()), load[rank][1] + len(part)
     shares: list[Share] = []
     for steps in dealt:
         rows = sorted({row for step in steps for row in step})
-        if not rows:
-            raise BatchError(
-                f"{lengths.size} rows in mini-batches of {schedule.mini_batch_rows} leave some of {ranks} ranks without any; "
-                "set ppo_mini_batch_size * rollout.n to at least the number of ranks."
-            )
         place = {row: i for i, row in enumerate(rows)}
         shares.append(Share(rows=tuple(rows), mini_batches=tuple(tuple(place[row] for row in step) for step in steps)))
     return shares
