@@ -69,6 +69,12 @@ KINDS = (
         better={"final_accuracy": "higher", "seconds_per_step": "lower", "driver_bytes_per_step_max": "lower"},
         needed=("final_accuracy", "steps", "seconds_per_step", "driver_bytes_per_step_max"),
     ),
+    Kind(
+        name="operation",
+        identity=("operation", "subject"),
+        better={"median_ms": "lower"},
+        needed=("median_ms", "rounds"),
+    ),
     Kind(name="parity", identity=("pair",), better={"largest_difference": "lower"}),
 )
 """The first whose identity a row has is its kind."""

@@ -114,7 +114,16 @@ PREDICTION = {
     "gain % predicted": "gain_percent",
     "gain % published": "published_gain_percent",
 }
+OPERATIONS = {
+    "operation": "operation",
+    "on": "subject",
+    "MiB": "mib",
+    "median ms": "median_ms",
+    "interquartile range ms": "iqr_ms",
+    "rounds": "rounds",
+}
 PLAIN = {
+    "operation": OPERATIONS,
     "step": STEPS,
     "backend": BACKENDS,
     "training": TRAINING,

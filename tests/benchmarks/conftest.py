@@ -18,7 +18,7 @@ sys.path.insert(0, str(BENCHMARKS))
 def bench_group() -> None:
     """Skip without the packages that only the dependency group `bench` brings."""
     if find_spec("transfer_queue") is None:
-        pytest.skip("TransferQueue 0.1.11 is not installed: uv sync --group bench")
+        pytest.skip("what the benchmarks compare and time with is not installed: uv sync --group bench")
 
 
 @pytest.fixture(scope="session")

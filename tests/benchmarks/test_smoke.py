@@ -30,7 +30,7 @@ def test_every_script_that_measures_has_a_tiny_mode():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(scripts()) - NO_MEASUREMENT - BY_NAME))
 def test_it_runs(name: str, script: Callable[..., str], request: pytest.FixtureRequest):
-    if re.search(r"^from peer_transferqueue", (BENCHMARKS / name).read_text(), re.MULTILINE):
+    if re.search(r"^from peer_transferqueue|pytest.main", (BENCHMARKS / name).read_text(), re.MULTILINE):
         request.getfixturevalue("bench_group")
     assert script(name, "--smoke").strip()
 
