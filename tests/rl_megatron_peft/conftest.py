@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,6 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).with_name("megatron_program.py")
-FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 @pytest.fixture(scope="session")
@@ -53,12 +53,16 @@ def models(tmp_path_factory):
     return root
 
 
-def run_program(models, out, *worlds):
-    """Run the program for these worlds and wait; its log is shown where it fails."""
+def run_program(models, out, cases, *worlds):
+    """Run these cases of the program in these worlds and wait; its log is shown where it fails."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / "log").open("w") as log:
         done = subprocess.run(
-            [sys.executable, str(PROGRAM), str(models), str(out), *worlds], stdout=log, stderr=log, timeout=280, check=False
+            [sys.executable, str(PROGRAM), str(models), str(out), cases, *worlds],
+            stdout=log,
+            stderr=log,
+            timeout=280,
+            check=False,
         )
     assert done.returncode == 0, (out / "log").read_text()[-4000:]
 
@@ -67,5 +71,25 @@ def run_program(models, out, *worlds):
 def runs(models, tmp_path_factory):
     """Folder of what came out of one rank, and of two as TP2, PP2 and DP2."""
     out = tmp_path_factory.mktemp("runs")
-    run_program(models, out, "one", "two")
+    run_program(models, out, "some", "one", "two")
     return out
+
+
+@pytest.fixture(scope="session")
+def more_runs(models, tmp_path_factory):
+    """The other cases, and all of them on four ranks as TP2 with PP2."""
+    out = tmp_path_factory.mktemp("more_runs")
+    run_program(models, out, "rest", "one", "two")
+    run_program(models, out, "all", "four")
+    return out
+
+
+@pytest.fixture(scope="session")
+def program():
+    """The program as a module, for its batches."""
+    spec = importlib.util.spec_from_file_location("megatron_program", PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

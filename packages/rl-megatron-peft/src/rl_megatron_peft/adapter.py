@@ -148,7 +148,9 @@ def write_adapter(path: Path, adapter: Adapter) -> None:
                 WEIGHTS_FILE: _write(folder / WEIGHTS_FILE, _weights_bytes(adapter)),
                 CONFIG_FILE: _write(folder / CONFIG_FILE, _json_bytes(_config_fields(adapter))),
             }
-            _write(folder / MANIFEST_FILE, _json_bytes({"version": 1, "files": sums, "base_model": adapter.fingerprint}))
+            _write(
+                folder / MANIFEST_FILE, _json_bytes({"version": 1, "files": sums, "base_model": adapter.fingerprint})
+            )
             folder.rename(path)
         _sync_folder(path.parent)
     except OSError as error:

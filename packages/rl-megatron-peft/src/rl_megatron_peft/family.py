@@ -72,7 +72,9 @@ class ModelShape:
         try:
             fields = json.loads(file.read_text())
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{file} can't be read as a model configuration: {error}.", field="config.json") from error
+            raise ConfigError(
+                f"{file} can't be read as a model configuration: {error}.", field="config.json"
+            ) from error
         return cls.of(fields, str(file))
 
     @classmethod

@@ -21,7 +21,9 @@ def fingerprint(folder: Path) -> str:
     tensors: dict[str, str] = {}
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"{folder} has no safetensors file, so it is no model whose weights can be named.", field=str(folder))
+        raise ConfigError(
+            f"{folder} has no safetensors file, so it is no model whose weights can be named.", field=str(folder)
+        )
     for file in files:
         try:
             with file.open("rb") as opened:

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -88,13 +87,14 @@ def cpu_compat() -> Generator[None]:
     """
     if torch.cuda.is_available():
         raise ConfigError("cpu_compat is for machines without a GPU; this one has one, so leave it out.")
-    cpu = torch.device("cpu")
-    with (
-        mock.patch.object(torch.cuda, "current_device", lambda: cpu),
-        mock.patch.object(torch.cuda, "synchronize", lambda *_: None),
-        _CudaToCpu(),
-    ):
-        yield
+    current_device, synchronize = torch.cuda.current_device, torch.cuda.synchronize
+    torch.cuda.current_device = lambda: torch.device("cpu")  # pyright: ignore[reportAttributeAccessIssue]: what Megatron passes as `device`
+    torch.cuda.synchronize = lambda *_: None
+    try:
+        with _CudaToCpu():
+            yield
+    finally:
+        torch.cuda.current_device, torch.cuda.synchronize = current_device, synchronize
 
 
 def runnable() -> AbstractContextManager[None]:

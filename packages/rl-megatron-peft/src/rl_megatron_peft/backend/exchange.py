@@ -28,7 +28,13 @@ def covered_modules(config: LoraConfig, shape: ModelShape) -> Iterator[HFModule]
 
 
 def gather_adapter(
-    adapters: Sequence[Lora], config: LoraConfig, shape: ModelShape, ranks: Ranks, *, base_model: str = "", fingerprint: str = ""
+    adapters: Sequence[Lora],
+    config: LoraConfig,
+    shape: ModelShape,
+    ranks: Ranks,
+    *,
+    base_model: str = "",
+    fingerprint: str = "",
 ) -> Adapter:
     """The whole adapter, on every rank; a collective over the ranks that share the model. The tensors are copies."""
     own = {lora.module: lora for lora in adapters}
@@ -82,7 +88,7 @@ def scatter_adapter(
             first, kept = shared.setdefault(a, (name, whole_a))
             if not torch.equal(kept, whole_a):
                 raise AdapterError(
-                    f"{source}: {first}.lora_A and {name}.lora_A differ, and fused adapters have one A for both; attach canonical ones (fused=False).",
+                    f"{source}: {first}.lora_A and {name}.lora_A differ, and fused adapters have one A for both; attach with fused=False.",
                     file=source,
                     field=f"{name}.lora_A",
                 )
@@ -127,6 +133,9 @@ def _check_same(adapter: Adapter, config: LoraConfig, shape: ModelShape, fingerp
         )
     for name, pair in adapter.pairs.items():
         out, inner = shape.linear(HFModule.parse(name).logical)
-        for side, got, want in (("lora_A", pair.a.shape, (config.rank, inner)), ("lora_B", pair.b.shape, (out, config.rank))):
+        for side, got, want in (
+            ("lora_A", pair.a.shape, (config.rank, inner)),
+            ("lora_B", pair.b.shape, (out, config.rank)),
+        ):
             if got != want:
                 raise refuse(f"{name}.{side} shape", got, want)

@@ -14,6 +14,8 @@ import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -59,7 +61,15 @@ class Lora(torch.nn.Module):
     """
 
     def __init__(
-        self, module: MegatronModule, config: LoraConfig, shape: ModelShape, ranks: Ranks, *, fused: bool, like: torch.Tensor, seed: int
+        self,
+        module: MegatronModule,
+        config: LoraConfig,
+        shape: ModelShape,
+        ranks: Ranks,
+        *,
+        fused: bool,
+        like: torch.Tensor,
+        seed: int,
     ) -> None:
         super().__init__()
         self.module = module
@@ -89,7 +99,9 @@ class Lora(torch.nn.Module):
         low = torch.nn.functional.linear(x, torch.cat(list(self.a.values())).to(x.dtype))
         if self._row_parallel:
             (b,) = self.b.values()
-            return self._scaling * torch.nn.functional.linear(reduce_from_tensor_model_parallel_region(low), b.to(x.dtype))
+            return self._scaling * torch.nn.functional.linear(
+                reduce_from_tensor_model_parallel_region(low), b.to(x.dtype)
+            )
         low_of = dict(zip(self.a, copy_to_tensor_model_parallel_region(low).chunk(len(self.a), dim=-1), strict=True))
         parts = [
             torch.nn.functional.linear(low_of[self._a_key(name)], self.b[name].to(x.dtype))
@@ -134,7 +146,9 @@ def _first_a(name: str, rank: int, columns: int, seed: int) -> torch.Tensor:
     return torch.empty(rank, columns).uniform_(-bound, bound, generator=generator)
 
 
-def _add(lora: Lora, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _add(
+    lora: Lora, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor | None]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     out, bias = output
     return (out + lora(inputs[0]) if lora.enabled else out), bias
 
@@ -159,7 +173,8 @@ def attach(
     """
     check_targets(config, shape, fused=fused)
     found: list[Lora] = []
-    for layer in model.decoder.layers:
+    layers: list[Any] = list(cast(Any, model.decoder).layers)
+    for layer in layers:
         linears = {
             "linear_qkv": layer.self_attention.linear_qkv,
             "linear_proj": layer.self_attention.linear_proj,
@@ -171,7 +186,7 @@ def attach(
             if any(config.covers(part.name) for part in module.parts):
                 lora = Lora(module, config, shape, ranks, fused=fused, like=linear.weight, seed=seed)
                 linear.add_module("lora", lora)
-                linear.register_forward_hook(lambda _, inputs, output, lora=lora: _add(lora, inputs, output))
+                linear.register_forward_hook(partial(_add, lora))
                 found.append(lora)
     return found
 
@@ -215,7 +230,8 @@ def adapters_off(adapters: list[Lora]) -> Generator[None]:
 @contextmanager
 def merged(model: GPTModel) -> Generator[None]:
     """Within it the adapters are part of the layers' weights, and off beside them; afterwards the weights are bit-equal to before."""
-    layers = [(layer, layer.lora) for layer in model.modules() if isinstance(getattr(layer, "lora", None), Lora)]
+    modules: list[Any] = list(model.modules())
+    layers: list[tuple[Any, Lora]] = [(m, m.lora) for m in modules if isinstance(getattr(m, "lora", None), Lora)]
     kept = [layer.weight.detach().clone() for layer, _ in layers]
     with torch.no_grad():
         for layer, lora in layers:

@@ -57,7 +57,7 @@ def build_model(shape: ModelShape, ranks: Ranks, dtype: torch.dtype = torch.floa
         params_dtype=dtype,
         pipeline_dtype=dtype,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # there are no experts; with the default Megatron refuses variable lengths
+        moe_token_dispatcher_type="alltoall",  # noqa: S106 - there are no experts; with the default Megatron refuses variable lengths
         use_cpu_initialization=True,
         perform_initialization=False,
         persist_layer_norm=False,
@@ -162,7 +162,9 @@ class HFCheckpoint:
         piece = self._open[file].get_slice(name)
         found = tuple(piece.get_shape())
         if found != self._shapes[name]:
-            raise ConfigError(f"{file}: {name} has shape {found}; config.json makes it {self._shapes[name]}.", field=name)
+            raise ConfigError(
+                f"{file}: {name} has shape {found}; config.json makes it {self._shapes[name]}.", field=name
+            )
         if split is None:
             return piece[:]
         size = (rows or found[split]) // of

@@ -74,7 +74,9 @@ class AdapterOptimiser:
         self._ranks = ranks
         self._schedule = schedule
         # A stage without adapters has a placeholder that never changes, so that all ranks go through the same collectives.
-        parameters = [factor.parameter for factor in self.factors] or [torch.nn.Parameter(torch.zeros(1, device=ranks.device))]
+        parameters = [factor.parameter for factor in self.factors] or [
+            torch.nn.Parameter(torch.zeros(1, device=ranks.device))
+        ]
         self._parameters = parameters
         self.adam = torch.optim.AdamW(
             parameters, lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay

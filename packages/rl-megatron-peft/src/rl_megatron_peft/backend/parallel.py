@@ -52,7 +52,9 @@ def open_ranks(layout: Layout) -> Ranks:
         ConfigError: no process group, or one that does not divide.
     """
     if not dist.is_initialized():
-        raise ConfigError("Call torch.distributed.init_process_group first (gloo on the CPU, nccl on GPUs); there is no process group.")
+        raise ConfigError(
+            "Call torch.distributed.init_process_group first (gloo on the CPU, nccl on GPUs); there is no process group."
+        )
     size = layout.tensor * layout.pipeline
     if dist.get_world_size() % size:
         raise ConfigError(
@@ -60,7 +62,9 @@ def open_ranks(layout: Layout) -> Ranks:
         )
     with runnable():
         parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
-        model_parallel_cuda_manual_seed(0, inference_rng_tracker=True)  # a tracker that tracks nothing: this backend draws nothing in passes
+        model_parallel_cuda_manual_seed(
+            0, inference_rng_tracker=True
+        )  # a tracker that tracks nothing: this backend draws nothing in passes
     return Ranks(
         layout=layout,
         tensor=parallel_state.get_tensor_model_parallel_rank(),
@@ -76,9 +80,14 @@ def close_ranks() -> None:
     parallel_state.destroy_model_parallel()
 
 
+def _group(group: object) -> dist.ProcessGroup:
+    assert isinstance(group, dist.ProcessGroup)  # Megatron declares more than it returns
+    return group
+
+
 def whole_of_layer(shard: torch.Tensor, split: int | None) -> torch.Tensor:
     """A tensor put together from its shards, cut in dimension `split`; a collective over the tensor-parallel ranks."""
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = _group(parallel_state.get_tensor_model_parallel_group())
     if split is None or group.size() == 1:
         return shard.detach()
     shards = [torch.empty_like(shard) for _ in range(group.size())]
@@ -88,7 +97,7 @@ def whole_of_layer(shard: torch.Tensor, split: int | None) -> torch.Tensor:
 
 def from_stage(tensor: torch.Tensor, stage: int) -> torch.Tensor:
     """The tensor that `stage` has, on all stages; the others pass one of its shape and type, which is overwritten."""
-    group = parallel_state.get_pipeline_model_parallel_group()
+    group = _group(parallel_state.get_pipeline_model_parallel_group())
     if group.size() > 1:
         dist.broadcast(tensor, src=dist.get_global_rank(group, stage), group=group)
     return tensor
@@ -96,7 +105,7 @@ def from_stage(tensor: torch.Tensor, stage: int) -> torch.Tensor:
 
 def sum_over_replicas(tensor: torch.Tensor) -> torch.Tensor:
     """Sum over the data-parallel ranks, in place."""
-    group = parallel_state.get_data_parallel_group()
+    group = _group(parallel_state.get_data_parallel_group())
     if group.size() > 1:
         dist.all_reduce(tensor, group=group)
     return tensor
@@ -104,7 +113,7 @@ def sum_over_replicas(tensor: torch.Tensor) -> torch.Tensor:
 
 def sum_over_model(tensor: torch.Tensor) -> torch.Tensor:
     """Sum over the ranks that share one replica of the model, in place."""
-    group = parallel_state.get_model_parallel_group()
+    group = _group(parallel_state.get_model_parallel_group())
     if group.size() > 1:
         dist.all_reduce(tensor, group=group)
     return tensor

@@ -66,7 +66,13 @@ def log_probs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -
 
 
 def run_passes(
-    model: GPTModel, parts: Sequence[BatchData], vocab: int, device: torch.device, then: Callable[[int, torch.Tensor], T], *, train: bool
+    model: GPTModel,
+    parts: Sequence[BatchData],
+    vocab: int,
+    device: torch.device,
+    then: Callable[[int, torch.Tensor], T],
+    *,
+    train: bool,
 ) -> list[T]:
     """Send the parts through the pipeline; all ranks that share the model call it with the same ones.
 

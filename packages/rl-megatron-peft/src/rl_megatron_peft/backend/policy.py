@@ -94,6 +94,7 @@ class MegatronPolicyBackend:
         capabilities()
         self.path = Path(path)
         self.lora = lora
+        self.fused = fused
         self.shape = ModelShape.read(self.path)
         self.fingerprint = fingerprint(self.path)
         self.ranks = ranks
@@ -104,7 +105,7 @@ class MegatronPolicyBackend:
         self._loss = loss
         self._mini_batches = mini_batches
         self._micro_batch_rows = micro_batch_rows
-        self._updates = 0
+        self.updates = 0
 
     def compute_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
         """See rl_protocol.ports.PolicyBackend.compute_log_probs."""
@@ -135,7 +136,7 @@ class MegatronPolicyBackend:
     def update(self, batch: BatchData, *, temperature: float) -> dict[str, float]:
         """See rl_protocol.ports.PolicyBackend.update; metrics are named actor/*."""
         every = [list(range(len(batch)))] if len(batch) else []
-        mini_batches = self._mini_batches(batch, self._updates) if self._mini_batches else every
+        mini_batches = self._mini_batches(batch, self.updates) if self._mini_batches else every
         return self.update_share(batch, mini_batches, temperature=temperature)
 
     def update_share(
@@ -150,7 +151,7 @@ class MegatronPolicyBackend:
             for name, value in self._accumulate(batch, rows, counts, temperature).items():
                 sums[name] = sums.get(name, 0.0) + value
             norms.append(self.optimiser.step())
-        self._updates += 1
+        self.updates += 1
         loss = sums.pop("", 0.0) / max(len(norms), 1)
         finite = [norm for norm in norms if np.isfinite(norm)]
         return {
