@@ -70,11 +70,13 @@ class Adapter:
         base_model: name or path of the model it was made for; empty: not known.
         config: rank, alpha and targets.
         pairs: full Hugging Face module name -> its factors.
+        fingerprint: of the base model's weights (see `rl_megatron_peft.fingerprint`), kept in the manifest; empty: not known.
     """
 
     base_model: str
     config: LoraConfig
     pairs: Mapping[str, LoraPair]
+    fingerprint: str = ""
 
 
 def verify_adapter(adapter: Adapter, file: str = WEIGHTS_FILE) -> None:
@@ -146,7 +148,9 @@ def write_adapter(path: Path, adapter: Adapter) -> None:
                 WEIGHTS_FILE: _write(folder / WEIGHTS_FILE, _weights_bytes(adapter)),
                 CONFIG_FILE: _write(folder / CONFIG_FILE, _json_bytes(_config_fields(adapter))),
             }
-            _write(folder / MANIFEST_FILE, _json_bytes({"version": 1, "files": sums}))
+            _write(
+                folder / MANIFEST_FILE, _json_bytes({"version": 1, "files": sums, "base_model": adapter.fingerprint})
+            )
             folder.rename(path)
         _sync_folder(path.parent)
     except OSError as error:
@@ -160,12 +164,14 @@ def read_adapter(path: Path) -> Adapter:
         AdapterError: a file is missing, damaged, or contradicts another; names file and field.
     """
     config_bytes, weights_bytes = (_read(path / name) for name in (CONFIG_FILE, WEIGHTS_FILE))
+    fingerprint = ""
     if (path / MANIFEST_FILE).exists():
-        _check_manifest(path, {CONFIG_FILE: config_bytes, WEIGHTS_FILE: weights_bytes})
+        fingerprint = _check_manifest(path, {CONFIG_FILE: config_bytes, WEIGHTS_FILE: weights_bytes})
     fields = _json_object(path / CONFIG_FILE, config_bytes)
     config = _config_from(str(path / CONFIG_FILE), fields)
     pairs = _pairs_from(str(path / WEIGHTS_FILE), weights_bytes)
-    adapter = Adapter(base_model=str(fields.get("base_model_name_or_path") or ""), config=config, pairs=pairs)
+    base_model = str(fields.get("base_model_name_or_path") or "")
+    adapter = Adapter(base_model=base_model, config=config, pairs=pairs, fingerprint=fingerprint)
     verify_adapter(adapter, str(path / WEIGHTS_FILE))
     return adapter
 
@@ -329,7 +335,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _check_manifest(path: Path, contents: Mapping[str, bytes]) -> None:
+def _check_manifest(path: Path, contents: Mapping[str, bytes]) -> str:
+    """That the files are those it was written for; returns the fingerprint of the base model."""
     file = path / MANIFEST_FILE
     manifest = _json_object(file, _read(file))
     if manifest.get("version") != 1:
@@ -341,3 +348,4 @@ def _check_manifest(path: Path, contents: Mapping[str, bytes]) -> None:
             raise _bad(
                 str(path / name), "file", f"is not what {MANIFEST_FILE} says: expected {files.get(name)}, got {want}"
             )
+    return str(manifest.get("base_model", ""))

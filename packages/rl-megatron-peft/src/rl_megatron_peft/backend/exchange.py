@@ -1,0 +1,141 @@
+"""Between adapters spread over ranks and adapters as PEFT writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from rl_megatron_peft.adapter import Adapter, LoraPair
+from rl_megatron_peft.backend.lora import Lora
+from rl_megatron_peft.backend.parallel import Ranks, from_stage, whole_of_layer
+from rl_megatron_peft.config import LoraConfig
+from rl_megatron_peft.errors import AdapterError
+from rl_megatron_peft.family import ModelShape
+from rl_megatron_peft.layout import ROW_PARALLEL
+from rl_megatron_peft.naming import TARGETS, HFModule
+from rl_protocol import WeightTensor
+from rl_protocol.torch import from_weight, to_weight
+
+
+def covered_modules(config: LoraConfig, shape: ModelShape) -> Iterator[HFModule]:
+    """Every module that gets an adapter, by layer."""
+    for layer in range(shape.layers):
+        for logical in TARGETS:
+            module = HFModule(layer, logical)
+            if config.covers(module.name):
+                yield module
+
+
+def gather_adapter(
+    adapters: Sequence[Lora],
+    config: LoraConfig,
+    shape: ModelShape,
+    ranks: Ranks,
+    *,
+    base_model: str = "",
+    fingerprint: str = "",
+) -> Adapter:
+    """The whole adapter, on every rank; a collective over the ranks that share the model. The tensors are copies."""
+    own = {lora.module: lora for lora in adapters}
+    pairs: dict[str, LoraPair] = {}
+    for module in covered_modules(config, shape):
+        out, inner = shape.linear(module.logical)
+        cut_a, cut_b = _cuts(module)
+        stage = ranks.layout.stage(module.name, shape)
+        if stage == ranks.pipeline:
+            a, b = own[module.megatron].pair(module.logical)
+            whole = [whole_of_layer(a, cut_a), whole_of_layer(b, cut_b)]
+        else:
+            whole = [torch.empty(size, device=ranks.device) for size in ((config.rank, inner), (out, config.rank))]
+        a, b = (_exported(module.name, from_stage(tensor.clone(), stage)) for tensor in whole)
+        pairs[module.name] = LoraPair(a=a, b=b)
+    return Adapter(base_model=base_model, config=config, pairs=pairs, fingerprint=fingerprint)
+
+
+def scatter_adapter(
+    adapter: Adapter,
+    adapters: Sequence[Lora],
+    config: LoraConfig,
+    shape: ModelShape,
+    ranks: Ranks,
+    *,
+    fingerprint: str = "",
+    source: str = "the adapter",
+) -> None:
+    """Take over an adapter that every rank has read; nothing is changed before all of it has been checked.
+
+    Args:
+        adapter: what is taken over.
+        adapters, config: what was attached.
+        shape, ranks: of the model.
+        fingerprint: of the model's base; empty, here or in the adapter: not compared.
+        source: where the adapter was read, for messages.
+
+    Raises:
+        AdapterError: another base model, rank, scale, target or shape, or factors that fused adapters can't hold; names file and field.
+    """
+    _check_same(adapter, config, shape, fingerprint, source)
+    new: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+    shared: dict[torch.nn.Parameter, tuple[str, torch.Tensor]] = {}
+    own = {lora.module: lora for lora in adapters}
+    for name, pair in adapter.pairs.items():
+        module = HFModule.parse(name)
+        lora = own.get(module.megatron)
+        whole_a = from_weight(pair.a)
+        if lora is not None:
+            a, b = lora.pair(module.logical)
+            first, kept = shared.setdefault(a, (name, whole_a))
+            if not torch.equal(kept, whole_a):
+                raise AdapterError(
+                    f"{source}: {first}.lora_A and {name}.lora_A differ, and fused adapters have one A for both; attach with fused=False.",
+                    file=source,
+                    field=f"{name}.lora_A",
+                )
+            cut_a, cut_b = _cuts(module)
+            new += [(a, _part(whole_a, cut_a, ranks)), (b, _part(from_weight(pair.b), cut_b, ranks))]
+    with torch.no_grad():
+        for parameter, value in new:
+            parameter.copy_(value)
+
+
+def _cuts(module: HFModule) -> tuple[int | None, int | None]:
+    return (1, None) if module.megatron.fused in ROW_PARALLEL else (None, 0)
+
+
+def _part(tensor: torch.Tensor, split: int | None, ranks: Ranks) -> torch.Tensor:
+    return tensor if split is None else tensor.chunk(ranks.layout.tensor, dim=split)[ranks.tensor]
+
+
+def _exported(name: str, tensor: torch.Tensor) -> WeightTensor:
+    return to_weight(name, tensor.cpu().contiguous())
+
+
+def _check_same(adapter: Adapter, config: LoraConfig, shape: ModelShape, fingerprint: str, source: str) -> None:
+    def refuse(field: str, got: object, want: object) -> AdapterError:
+        return AdapterError(
+            f"{source}: {field} is {got!r}, the model's is {want!r}; they must be the same.", file=source, field=field
+        )
+
+    if fingerprint and adapter.fingerprint and adapter.fingerprint != fingerprint:
+        raise refuse("base_model_fingerprint", adapter.fingerprint, fingerprint)
+    for field in ("rank", "alpha"):
+        got, want = getattr(adapter.config, field), getattr(config, field)
+        if got != want:
+            raise refuse(field, got, want)
+    wanted = [module.name for module in covered_modules(config, shape)]
+    if set(wanted) != set(adapter.pairs):
+        missing, more = sorted(set(wanted) - set(adapter.pairs)), sorted(set(adapter.pairs) - set(wanted))
+        raise AdapterError(
+            f"{source}: its modules are not the model's targets: it lacks {missing or 'none'} and has {more or 'none'} besides.",
+            file=source,
+            field=(missing or more)[0],
+        )
+    for name, pair in adapter.pairs.items():
+        out, inner = shape.linear(HFModule.parse(name).logical)
+        for side, got, want in (
+            ("lora_A", pair.a.shape, (config.rank, inner)),
+            ("lora_B", pair.b.shape, (out, config.rank)),
+        ):
+            if got != want:
+                raise refuse(f"{name}.{side} shape", got, want)

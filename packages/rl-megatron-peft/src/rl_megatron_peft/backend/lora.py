@@ -1,0 +1,245 @@
+"""LoRA beside Megatron-Core's parallel linear layers. The layers keep their names and weights: an adapter adds to what they put out.
+
+Every logical module has a B of its own, with its rows in the order of the Hugging Face weights. Canonical adapters have an A per logical
+module as well; fused ones share the A of those that Megatron fuses. So an adapter is exported by gathering, without any reordering.
+
+Tensor parallelism cuts B of linear_qkv and linear_fc1 in its rows, and A of linear_proj and linear_fc2 in its columns; the other factor
+is the same on every rank and gets the same gradient there. Both are float32 whatever the model computes in, as optimizers want them.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+
+from rl_megatron_peft.backend.model import fused_order
+from rl_megatron_peft.backend.parallel import Ranks
+from rl_megatron_peft.config import LoraConfig
+from rl_megatron_peft.family import ModelShape
+from rl_megatron_peft.layout import ROW_PARALLEL
+from rl_megatron_peft.naming import FUSED, MegatronModule
+from rl_protocol.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class LoraFactor:
+    """One factor on this rank.
+
+    Attributes:
+        key: name in the whole model: `<Hugging Face or fused module>.lora_A` or `.lora_B`.
+        parameter: this rank's part.
+        split: dimension that tensor parallelism cuts; None: every rank has the whole.
+    """
+
+    key: str
+    parameter: torch.nn.Parameter
+    split: int | None
+
+
+class Lora(torch.nn.Module):
+    """The adapter of one fused linear layer: scaling * B A x for each of its logical modules that is a target.
+
+    Args:
+        module: which layer it is.
+        config: rank, scale and targets.
+        shape, ranks: of the model.
+        fused: the logical modules share one A.
+        like: the layer's weight, for its device.
+        seed: A depends on (seed, name) alone, whatever the layout; B is zero.
+    """
+
+    def __init__(
+        self,
+        module: MegatronModule,
+        config: LoraConfig,
+        shape: ModelShape,
+        ranks: Ranks,
+        *,
+        fused: bool,
+        like: torch.Tensor,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.enabled = True
+        self._scaling = config.scaling
+        self._row_parallel = module.fused in ROW_PARALLEL
+        self._names = {part.logical: part.name for part in module.parts}
+        self._fused = fused and len(self._names) > 1
+        targets = [part.logical for part in module.parts if config.covers(part.name)]
+        out_cut = 1 if self._row_parallel else ranks.layout.tensor
+        self._rows = {name: shape.linear(name)[0] // out_cut for name in self._names}
+        if module.fused == "linear_qkv":
+            order = torch.tensor(fused_order(shape, ranks.layout.tensor), device=like.device)
+            self.register_buffer("order", order, persistent=False)
+        a = {}
+        for key in [module.fused] if self._fused else targets:
+            whole = _first_a(f"{module.name}.{key}", config.rank, shape.linear(targets[0])[1], seed)
+            shards = whole.chunk(ranks.layout.tensor, dim=1) if self._row_parallel else [whole] * ranks.layout.tensor
+            a[key] = torch.nn.Parameter(shards[ranks.tensor].to(like.device, copy=True).contiguous())
+        self.a = torch.nn.ParameterDict(a)
+        self.b = torch.nn.ParameterDict(
+            {key: torch.nn.Parameter(torch.zeros(self._rows[key], config.rank, device=like.device)) for key in targets}
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., out] of this rank, in Megatron's order of rows, for [..., in] of this rank."""
+        low = torch.nn.functional.linear(x, torch.cat(list(self.a.values())).to(x.dtype))
+        if self._row_parallel:
+            (b,) = self.b.values()
+            return self._scaling * torch.nn.functional.linear(
+                reduce_from_tensor_model_parallel_region(low), b.to(x.dtype)
+            )
+        low_of = dict(zip(self.a, copy_to_tensor_model_parallel_region(low).chunk(len(self.a), dim=-1), strict=True))
+        parts = [
+            torch.nn.functional.linear(low_of[self._a_key(name)], self.b[name].to(x.dtype))
+            if name in self.b
+            else x.new_zeros(*x.shape[:-1], rows)
+            for name, rows in self._rows.items()
+        ]
+        return self._scaling * self._ordered(torch.cat(parts, dim=-1), -1)
+
+    def weight(self) -> torch.Tensor:
+        """What the adapter adds to this rank's part of the layer's weight."""
+        columns = next(iter(self.a.values()))
+        parts = [
+            self.b[name] @ self.a[self._a_key(name)] if name in self.b else columns.new_zeros(rows, columns.shape[1])
+            for name, rows in self._rows.items()
+        ]
+        return self._scaling * self._ordered(torch.cat(parts), 0)
+
+    def factors(self) -> Iterator[LoraFactor]:
+        """Its parameters in a fixed order; a shared A comes once, under the name of the fused module."""
+        for key, parameter in self.a.items():
+            name = self.module.name if self._fused else self._names[key]
+            yield LoraFactor(f"{name}.lora_A", parameter, 1 if self._row_parallel else None)
+        for key, parameter in self.b.items():
+            yield LoraFactor(f"{self._names[key]}.lora_B", parameter, None if self._row_parallel else 0)
+
+    def pair(self, logical: str) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+        """(A, B) of a logical module on this rank."""
+        return self.a[self._a_key(logical)], self.b[logical]
+
+    def _a_key(self, logical: str) -> str:
+        return self.module.fused if self._fused else logical
+
+    def _ordered(self, rows: torch.Tensor, dim: int) -> torch.Tensor:
+        return rows.index_select(dim, self.order) if self.module.fused == "linear_qkv" else rows
+
+
+def _first_a(name: str, rank: int, columns: int, seed: int) -> torch.Tensor:
+    """As PEFT draws it: uniform within 1 / sqrt(columns)."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    bound = 1 / math.sqrt(columns)
+    return torch.empty(rank, columns).uniform_(-bound, bound, generator=generator)
+
+
+def _add(
+    lora: Lora, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor | None]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    out, bias = output
+    return (out + lora(inputs[0]) if lora.enabled else out), bias
+
+
+def attach(
+    model: GPTModel, config: LoraConfig, shape: ModelShape, ranks: Ranks, *, fused: bool = True, seed: int = 0
+) -> list[Lora]:
+    """Give this stage's target layers an adapter each, which alone want gradients; fresh adapters change nothing.
+
+    Args:
+        model: without adapters.
+        config: what is adapted; `dropout` must be 0.
+        shape, ranks: of the model.
+        fused: one A for q, k and v, and one for gate and up, as Megatron's own LoRA has it; False: one each, as PEFT has it.
+        seed: of their first weights.
+
+    Returns:
+        This stage's adapters, by layer.
+
+    Raises:
+        ConfigError: dropout, or fused adapters on part of a fused module.
+    """
+    check_targets(config, shape, fused=fused)
+    found: list[Lora] = []
+    layers: list[Any] = list(cast(Any, model.decoder).layers)
+    for layer in layers:
+        linears = {
+            "linear_qkv": layer.self_attention.linear_qkv,
+            "linear_proj": layer.self_attention.linear_proj,
+            "linear_fc1": layer.mlp.linear_fc1,
+            "linear_fc2": layer.mlp.linear_fc2,
+        }
+        for name, linear in linears.items():
+            module = MegatronModule(layer.layer_number - 1, name)
+            if any(config.covers(part.name) for part in module.parts):
+                lora = Lora(module, config, shape, ranks, fused=fused, like=linear.weight, seed=seed)
+                linear.add_module("lora", lora)
+                linear.register_forward_hook(partial(_add, lora))
+                found.append(lora)
+    return found
+
+
+def check_targets(config: LoraConfig, shape: ModelShape, *, fused: bool) -> None:
+    """That adapters of this kind can be attached.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if config.dropout:
+        raise ConfigError(
+            f"LoRA dropout must be 0 in the Megatron backend, which draws no random numbers in its passes yet; got {config.dropout}.",
+            field="dropout",
+        )
+    for name in FUSED if fused else ():
+        for layer in range(shape.layers):
+            parts = MegatronModule(layer, name).parts
+            covered = [part.logical for part in parts if config.covers(part.name)]
+            if covered and len(covered) < len(parts):
+                missing = ", ".join(part.name for part in parts if part.logical not in covered)
+                raise ConfigError(
+                    f"Fused adapters cover all of {', '.join(FUSED[name])} or none; {missing} is no target. Target it, or set fused=False.",
+                    field="target_modules",
+                )
+
+
+@contextmanager
+def adapters_off(adapters: list[Lora]) -> Generator[None]:
+    """Within it the model is what it was before training: the reference policy."""
+    before = [lora.enabled for lora in adapters]
+    for lora in adapters:
+        lora.enabled = False
+    try:
+        yield
+    finally:
+        for lora, enabled in zip(adapters, before, strict=True):
+            lora.enabled = enabled
+
+
+@contextmanager
+def merged(model: GPTModel) -> Generator[None]:
+    """Within it the adapters are part of the layers' weights, and off beside them; afterwards the weights are bit-equal to before."""
+    modules: list[Any] = list(model.modules())
+    layers: list[tuple[Any, Lora]] = [(m, m.lora) for m in modules if isinstance(getattr(m, "lora", None), Lora)]
+    kept = [layer.weight.detach().clone() for layer, _ in layers]
+    with torch.no_grad():
+        for layer, lora in layers:
+            layer.weight += lora.weight().to(layer.weight.dtype)
+    try:
+        with adapters_off([lora for _, lora in layers]):
+            yield
+    finally:
+        with torch.no_grad():
+            for (layer, _), weight in zip(layers, kept, strict=True):
+                layer.weight.copy_(weight)

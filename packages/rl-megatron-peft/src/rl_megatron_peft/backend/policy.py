@@ -1,0 +1,256 @@
+"""The policy under training: a Megatron-Core model with LoRA adapters, behind the PolicyBackend port."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rl_megatron_peft.adapter import Adapter, read_adapter, write_adapter
+from rl_megatron_peft.backend.compat import capabilities, runnable
+from rl_megatron_peft.backend.exchange import gather_adapter, scatter_adapter
+from rl_megatron_peft.backend.lora import Lora, adapters_off, attach
+from rl_megatron_peft.backend.model import base_weights, build_model, load_base
+from rl_megatron_peft.backend.optimise import AdamConfig, AdapterOptimiser, constant
+from rl_megatron_peft.backend.parallel import Ranks, from_stage, gather_json
+from rl_megatron_peft.backend.passes import log_probs, run_passes
+from rl_megatron_peft.config import LoraConfig
+from rl_megatron_peft.family import ModelShape
+from rl_megatron_peft.fingerprint import fingerprint
+from rl_protocol import BatchData, OutputError, RaggedColumn, WeightTensor
+from rl_protocol.torch import to_weight
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatchCounts:
+    """Unmasked tokens of a mini-batch over all replicas, and trajectories that have any: what a loss is divided by."""
+
+    tokens: int
+    sequences: int
+
+
+class PolicyLoss(Protocol):
+    """The loss of the trainer, handed in by whoever puts trainer and backend together: neither imports the other."""
+
+    def __call__(
+        self, log_prob: torch.Tensor, entropy: torch.Tensor, micro: BatchData, counts: MiniBatchCounts
+    ) -> tuple[torch.Tensor, Mapping[str, float]]:
+        """Of one micro-batch of T response tokens.
+
+        Args:
+            log_prob: [T] with gradient.
+            entropy: [T] of each distribution, nats, with gradient.
+            micro: its rows, all columns.
+            counts: of the whole mini-batch.
+
+        Returns:
+            Its share of the mini-batch's loss (shares are summed), and sums over its tokens that are reported as means.
+        """
+        ...
+
+
+class MegatronPolicyBackend:
+    """PolicyBackend over Megatron-Core. Every method is called by all ranks of the process group.
+
+    Ranks that share a replica of the model are given the same rows, replicas their own.
+
+    Args:
+        path: Hugging Face checkpoint folder of a Llama, Qwen2 or Qwen3 model.
+        lora: what is adapted.
+        loss: of the trainer.
+        ranks: where this process stands, from `rl_megatron_peft.backend.parallel.open_ranks`.
+        fused: see `rl_megatron_peft.backend.lora.attach`.
+        adam, schedule: see AdapterOptimiser.
+        mini_batches: (batch, number of the update) -> rows of each of its optimizer steps; None: one step over all rows.
+        micro_batch_rows: rows per pass.
+        seed: of fresh adapters.
+        dtype: of the base and of computation; adapters are float32.
+
+    Raises:
+        ConfigError: a model, layout or setting that is not supported; names the field.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        lora: LoraConfig,
+        loss: PolicyLoss,
+        ranks: Ranks,
+        fused: bool = True,
+        adam: AdamConfig | None = None,
+        schedule: Callable[[int], float] = constant,
+        mini_batches: Callable[[BatchData, int], Sequence[Sequence[int]]] | None = None,
+        micro_batch_rows: int = 8,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        capabilities()
+        self.path = Path(path)
+        self.lora = lora
+        self.fused = fused
+        self.shape = ModelShape.read(self.path)
+        self.fingerprint = fingerprint(self.path)
+        self.ranks = ranks
+        self.model = build_model(self.shape, self.ranks, dtype)
+        load_base(self.model, self.path, self.shape, self.ranks)
+        self.adapters: list[Lora] = attach(self.model, lora, self.shape, self.ranks, fused=fused, seed=seed)
+        self.optimiser = AdapterOptimiser(self.adapters, adam or AdamConfig(), self.ranks, schedule)
+        self._loss = loss
+        self._mini_batches = mini_batches
+        self._micro_batch_rows = micro_batch_rows
+        self.updates = 0
+
+    def compute_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
+        """See rl_protocol.ports.PolicyBackend.compute_log_probs."""
+        parts = list(self._parts(batch, range(len(batch))))
+        found: list[torch.Tensor] = []
+
+        def read(number: int, logits: torch.Tensor) -> torch.Tensor:
+            return torch.stack(log_probs(logits, self._targets(parts[number]), temperature))
+
+        with torch.no_grad(), runnable():
+            found = run_passes(self.model, parts, self.shape.vocab, self.ranks.device, read, train=False)
+        responses = batch.ragged("responses")
+        total = int(sum(part.ragged("responses").values.shape[0] for part in parts))
+        values = torch.cat(found, dim=1) if found else torch.empty(2, total, device=self.ranks.device)
+        values = from_stage(values.contiguous(), self.ranks.layout.pipeline - 1).cpu().numpy()
+        return BatchData(
+            {
+                name: RaggedColumn(row.astype(np.float32), responses.offsets, "float32")
+                for name, row in zip(("log_probs", "entropy"), values, strict=True)
+            }
+        )
+
+    def compute_reference_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
+        """`log_probs` and `entropy` of the policy before any training: this model with its adapters off."""
+        with adapters_off(self.adapters):
+            return self.compute_log_probs(batch, temperature=temperature)
+
+    def update(self, batch: BatchData, *, temperature: float) -> dict[str, float]:
+        """See rl_protocol.ports.PolicyBackend.update; metrics are named actor/*."""
+        every = [list(range(len(batch)))] if len(batch) else []
+        mini_batches = self._mini_batches(batch, self.updates) if self._mini_batches else every
+        return self.update_share(batch, mini_batches, temperature=temperature)
+
+    def update_share(
+        self, batch: BatchData, mini_batches: Sequence[Sequence[int]], *, temperature: float
+    ) -> dict[str, float]:
+        """This replica's part of an update; all replicas call it with equally many mini-batches, of which any may be empty."""
+        sums: dict[str, float] = {}
+        tokens, norms = 0, list[float]()
+        for rows in mini_batches:
+            counts = self._count(batch, rows)
+            tokens += counts.tokens
+            for name, value in self._accumulate(batch, rows, counts, temperature).items():
+                sums[name] = sums.get(name, 0.0) + value
+            norms.append(self.optimiser.step())
+        self.updates += 1
+        loss = sums.pop("", 0.0) / max(len(norms), 1)
+        finite = [norm for norm in norms if np.isfinite(norm)]
+        return {
+            **{f"actor/{name}": value / max(tokens, 1) for name, value in sums.items()},
+            "actor/loss": loss,
+            "actor/grad_norm": float(np.mean(finite)) if finite else 0.0,
+            "actor/skipped_steps": float(len(norms) - len(finite)),
+        }
+
+    def named_weights(self) -> Iterable[WeightTensor]:
+        """Every weight with its adapter merged in, under the names of the Hugging Face checkpoint; nothing is changed in place.
+
+        A collective: all ranks must go through it, from beginning to end.
+        """
+        for name, weight in base_weights(self.model, self.shape, self.ranks, self._merged):
+            yield to_weight(name, weight.cpu())
+
+    def adapter(self) -> Adapter:
+        """The whole adapter, as PEFT has it; a collective."""
+        return gather_adapter(
+            self.adapters, self.lora, self.shape, self.ranks, base_model=str(self.path), fingerprint=self.fingerprint
+        )
+
+    def save_pretrained(self, path: Path) -> None:
+        """Write the adapter as a new PEFT folder, with the tokenizer of the base; a collective.
+
+        Raises:
+            OutputError: on every rank, where the first one could not write.
+        """
+        adapter = self.adapter()
+        problem = ""
+        if dist.get_rank() == 0:
+            try:
+                write_adapter(path, adapter)
+                for file in sorted(self.path.glob("*token*")):
+                    shutil.copyfile(file, path / file.name)
+            except OSError as error:
+                problem = str(error)
+        problem = str(gather_json(problem, self.ranks.device)[0])
+        if problem:
+            raise OutputError(problem, path=str(path))
+
+    def load_adapter(self, path: Path) -> None:
+        """Take over the adapter of a PEFT folder; the optimizer's state stays as it is.
+
+        Raises:
+            AdapterError: damaged, of another base model, or not what was attached; names file and field, nothing was changed.
+        """
+        scatter_adapter(
+            read_adapter(path),
+            self.adapters,
+            self.lora,
+            self.shape,
+            self.ranks,
+            fingerprint=self.fingerprint,
+            source=str(path),
+        )
+
+    def _accumulate(
+        self, batch: BatchData, rows: Sequence[int], counts: MiniBatchCounts, temperature: float
+    ) -> dict[str, float]:
+        """Gradients of one mini-batch; returns sums over all replicas, the loss under the empty name."""
+        parts = list(self._parts(batch, rows))
+        sums: dict[str, float] = {}
+
+        def share(number: int, logits: torch.Tensor) -> torch.Tensor:
+            log_prob, entropy = log_probs(logits, self._targets(parts[number]), temperature)
+            loss, reported = self._loss(log_prob, entropy, parts[number], counts)
+            for name, value in {**reported, "": float(loss.detach())}.items():
+                sums[name] = sums.get(name, 0.0) + value
+            return loss
+
+        self.optimiser.zero()
+        with runnable():
+            run_passes(self.model, parts, self.shape.vocab, self.ranks.device, share, train=True)
+        total: dict[str, float] = {}
+        for found in gather_json(sums if self.ranks.tensor == 0 else {}, self.ranks.device):
+            for name, value in found.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+    def _parts(self, batch: BatchData, rows: Sequence[int]) -> Iterator[BatchData]:
+        """Micro-batches of the rows, in order."""
+        for start in range(0, len(rows), self._micro_batch_rows):
+            yield batch.select_rows(list(rows[start : start + self._micro_batch_rows]))
+
+    def _count(self, batch: BatchData, rows: Sequence[int]) -> MiniBatchCounts:
+        lengths = [int(row.sum()) for row in batch.select_rows(list(rows)).ragged("response_mask").rows()]
+        own = [sum(lengths), sum(length > 0 for length in lengths)]
+        counted = self.ranks.tensor == 0 and self.ranks.last
+        found = gather_json(own if counted else [0, 0], self.ranks.device)
+        return MiniBatchCounts(tokens=sum(f[0] for f in found), sequences=sum(f[1] for f in found))
+
+    def _targets(self, part: BatchData) -> torch.Tensor:
+        return torch.tensor(np.asarray(part.ragged("responses").values, np.int64), device=self.ranks.device)
+
+    def _merged(self, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+        module, _, leaf = name.rpartition(".")
+        for lora in self.adapters if leaf == "weight" else ():
+            if lora.module.name == module:
+                return parameter.detach() + lora.weight().detach().to(parameter.dtype)
+        return parameter.detach()

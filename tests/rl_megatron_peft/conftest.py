@@ -1,0 +1,95 @@
+"""Tiny models of the three families, and what Megatron-Core makes of them in processes of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("megatron_program.py")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Folder with a model per family over 15 tokens (which two ranks can't share), each weight away from what it starts as."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("models")
+    classes = {
+        "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 12, "tie_word_embeddings": False}),
+    }
+    for seed, (name, (config, model, more)) in enumerate(classes.items()):
+        torch.manual_seed(seed)
+        made = model(
+            config(
+                vocab_size=15,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=64,
+                initializer_range=0.3,
+                pad_token_id=0,
+                eos_token_id=1,
+                bos_token_id=None,
+                **more,
+            )
+        )
+        with torch.no_grad():
+            for parameter in made.parameters():
+                if parameter.ndim == 1:
+                    parameter += 0.2 * torch.randn(parameter.shape)
+        made.save_pretrained(root / name)
+    return root
+
+
+def run_program(models, out, cases, *worlds):
+    """Run these cases of the program in these worlds and wait; its log is shown where it fails."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "log").open("w") as log:
+        done = subprocess.run(
+            [sys.executable, str(PROGRAM), str(models), str(out), cases, *worlds],
+            stdout=log,
+            stderr=log,
+            timeout=280,
+            check=False,
+        )
+    assert done.returncode == 0, (out / "log").read_text()[-4000:]
+
+
+@pytest.fixture(scope="session")
+def runs(models, tmp_path_factory):
+    """Folder of what came out of one rank, and of two as TP2, PP2 and DP2."""
+    out = tmp_path_factory.mktemp("runs")
+    run_program(models, out, "some", "one", "two")
+    return out
+
+
+@pytest.fixture(scope="session")
+def more_runs(models, tmp_path_factory):
+    """The other cases, and all of them on four ranks as TP2 with PP2."""
+    out = tmp_path_factory.mktemp("more_runs")
+    run_program(models, out, "rest", "one", "two")
+    run_program(models, out, "all", "four")
+    return out
+
+
+@pytest.fixture(scope="session")
+def program():
+    """The program as a module, for its batches."""
+    spec = importlib.util.spec_from_file_location("megatron_program", PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

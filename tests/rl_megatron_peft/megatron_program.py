@@ -1,0 +1,201 @@
+"""Megatron-Core over gloo, started by the tests as a process of its own: models out cases world...
+
+Forks the ranks of each world once everything is imported; a world goes through its layouts in turn. Results go to <out>/<layout>/.
+Imports nothing heavy at the top: Megatron's checkpoint writer starts helpers that import this file again.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+WORLDS = {
+    "one": {"one": (1, 1)},
+    "two": {"tp2": (2, 1), "pp2": (1, 2), "dp2": (1, 1)},
+    "four": {"tp2pp2": (2, 2)},
+}
+CASES = {"some": (("llama", "fused"), ("qwen2", "canonical"), ("qwen3", "fused"))}
+CASES["rest"] = (("llama", "canonical"), ("qwen2", "fused"), ("qwen3", "canonical"))
+CASES["all"] = CASES["some"] + CASES["rest"]
+BEFORE = {"one": "one", "tp2": "one", "pp2": "tp2", "dp2": "pp2", "tp2pp2": "tp2pp2"}
+SIZES = {"one": 1, "two": 2, "four": 4}
+TARGETS = {"fused": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")}
+TARGETS["canonical"] = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+
+
+def batch_of(rows, seed, share=(0, 1)):
+    """Ragged trajectories, the same on every rank; of a replica its share alone."""
+    import numpy as np
+
+    from rl_protocol import BatchData, ragged
+
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(2, 15, rng.integers(1, 6)).tolist() for _ in range(rows)]
+    responses = [rng.integers(1, 15, rng.integers(1, 9)).tolist() for _ in range(rows)]
+    batch = BatchData(
+        {
+            "prompts": ragged(prompts, "int64"),
+            "responses": ragged(responses, "int64"),
+            "response_mask": ragged([(rng.random(len(r)) < 0.8).tolist() for r in responses], "bool"),
+            "advantages": ragged([rng.normal(size=len(r)).tolist() for r in responses], "float32"),
+        }
+    )
+    return batch.select_rows(list(range(share[0], rows, share[1])))
+
+
+def loss(log_prob, entropy, micro, counts):
+    """REINFORCE with a little entropy, as a share of the mini-batch: stands for the trainer's loss."""
+    import torch
+
+    mask = torch.tensor(micro.ragged("response_mask").values)
+    advantages = torch.tensor(micro.ragged("advantages").values)
+    per_token = -advantages * log_prob - 0.01 * entropy
+    share = (per_token * mask).sum() / max(counts.tokens, 1)
+    return share, {"entropy": float((entropy.detach() * mask).sum())}
+
+
+def policy_of(path, ranks, kind, **more):
+    from rl_megatron_peft import LoraConfig
+    from rl_megatron_peft.backend.optimise import AdamConfig
+    from rl_megatron_peft.backend.policy import MegatronPolicyBackend
+
+    lora = LoraConfig(rank=3, alpha=6, target_modules=TARGETS[kind])
+    adam = AdamConfig(lr=3e-2, weight_decay=0.01, grad_clip=0.5)
+    settings = {"lora": lora, "loss": loss, "adam": adam, "fused": kind == "fused", "micro_batch_rows": 3, "seed": 5}
+    return MegatronPolicyBackend(path, ranks=ranks, **{**settings, **more})
+
+
+def logits_of(policy):
+    """[T, vocab] of all response tokens of a batch, on every rank."""
+    import torch
+
+    from rl_megatron_peft.backend.compat import runnable
+    from rl_megatron_peft.backend.parallel import from_stage
+    from rl_megatron_peft.backend.passes import run_passes
+
+    batch = batch_of(5, 99)
+    parts = [batch.slice(0, 2), batch.slice(2, 5)]
+    with torch.no_grad(), runnable():
+        found = run_passes(policy.model, parts, 15, policy.ranks.device, lambda _, logits: logits, train=False)
+    tokens = batch.ragged("responses").values.shape[0]
+    return from_stage(torch.cat(found) if found else torch.empty(tokens, 15), policy.ranks.layout.pipeline - 1)
+
+
+def state_of(policy):
+    return {factor.key: factor.parameter.detach().clone() for lora in policy.adapters for factor in lora.factors()}
+
+
+def grid(models, out, ranks, keep, cases):
+    """Logits of base and trained adapter, every way of switching it off or in, export and import."""
+    import numpy as np
+    import torch
+
+    from rl_megatron_peft.backend.lora import adapters_off, merged
+    from rl_protocol.torch import from_weight
+
+    for family, kind in cases:
+        policy = policy_of(models / family, ranks, kind)
+        found = {"fresh": logits_of(policy)}
+        with adapters_off(policy.adapters):
+            found["base"] = logits_of(policy)
+        for step in range(3):
+            policy.update(batch_of(6, step), temperature=1.0)
+        found["trained"] = logits_of(policy)
+        with adapters_off(policy.adapters):
+            found["off"] = logits_of(policy)
+        weights = [p.detach().clone() for p in policy.model.parameters()]
+        with merged(policy.model):
+            found["merged"] = logits_of(policy)
+        same = [torch.equal(p, w) for p, w in zip(policy.model.parameters(), weights, strict=True)]
+        found["unmerged"] = torch.tensor(all(same))
+        folder = out / f"{family}-{kind}"
+        policy.save_pretrained(folder)
+        again = policy_of(models / family, ranks, kind, seed=6)
+        again.load_adapter(folder)
+        own, read = state_of(policy), state_of(again)
+        found["reread"] = torch.tensor(
+            own.keys() == read.keys() and all(torch.equal(own[key], read[key]) for key in own)
+        )
+        exported = {weight.name: from_weight(weight).clone() for weight in policy.named_weights()}
+        if keep:
+            np.savez(out / f"{family}-{kind}.npz", **{name: value.numpy() for name, value in found.items()})
+            np.savez(
+                out / f"{family}-{kind}-weights.npz", **{name: value.numpy() for name, value in exported.items()}
+            )
+
+
+def curve(models, out, ranks, keep):
+    """Ten steps on the same mini-batches whatever the layout, with a checkpoint half way; then the last five again from that of another."""
+    import numpy as np
+
+    from rl_megatron_peft.backend.resume import load_checkpoint, save_checkpoint
+
+    for family, kind in (("qwen2", "fused"), ("qwen3", "canonical")):
+        policy = policy_of(models / family, ranks, kind)
+        share = (ranks.data, ranks.replicas)
+
+        def steps(policy, first, last):
+            reports = [policy.update(batch_of(7, step % 3, share), temperature=0.9) for step in range(first, last)]
+            return {name: [report[name] for report in reports] for name in reports[0]}
+
+        begin = steps(policy, 0, 5)
+        save_checkpoint(policy, out / f"{family}-5")
+        end = steps(policy, 5, 10)
+        again = policy_of(models / family, ranks, kind, seed=77)
+        load_checkpoint(again, out.parent / BEFORE[out.name] / f"{family}-5")
+        resumed = steps(again, 5, 10)
+        if keep:
+            np.savez(out / f"curve-{family}.npz", **{name: begin[name] + end[name] for name in begin})
+            np.savez(out / f"resumed-{family}.npz", **resumed)
+
+
+def rank_main(world, rank, models, out, cases):
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    from rl_megatron_peft.backend.parallel import close_ranks, open_ranks
+    from rl_megatron_peft.layout import Layout
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    size = SIZES[world]
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{out / world}-store",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=120),
+    )
+    for name, (tensor, pipeline) in WORLDS[world].items():
+        folder = out / name
+        folder.mkdir(exist_ok=True)
+        ranks = open_ranks(Layout(tensor=tensor, pipeline=pipeline))
+        if name != "dp2":
+            grid(models, folder, ranks, keep=rank == 0, cases=CASES[cases])
+        if cases != "rest":
+            curve(models, folder, ranks, keep=rank == 0)
+        close_ranks()
+    dist.destroy_process_group()
+
+
+def main():
+    import rl_megatron_peft.backend.resume  # noqa: F401 - before the fork, once for all ranks
+
+    models, out = Path(sys.argv[1]), Path(sys.argv[2])
+    fork = multiprocessing.get_context("fork")
+    for world in sys.argv[4:]:
+        processes = [fork.Process(target=rank_main, args=(world, rank, models, out, sys.argv[3])) for rank in range(SIZES[world])]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

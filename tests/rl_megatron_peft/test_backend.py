@@ -1,0 +1,90 @@
+"""Megatron-Core against transformers and peft: base, adapters, export and import, over layouts, families and kinds of adapter."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+SOME = {("llama", "fused"), ("qwen2", "canonical"), ("qwen3", "fused")}
+LAYOUTS = ("one", "tp2", "pp2", "tp2pp2")
+GRID = [
+    pytest.param((layout, family, kind), marks=[] if layout != "tp2pp2" and (family, kind) in SOME else pytest.mark.slow)
+    for layout, family, kind in itertools.product(LAYOUTS, ("llama", "qwen2", "qwen3"), ("fused", "canonical"))
+]
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(params=GRID, ids=lambda case: "-".join(case))
+def case(request):
+    """(folder of the layout, family, kind of adapter)"""
+    layout, family, kind = request.param
+    more = layout == "tp2pp2" or (family, kind) not in SOME
+    return request.getfixturevalue("more_runs" if more else "runs") / layout, family, kind
+
+
+def logits(model, batch):
+    """[T, vocab] of the response tokens, one row at a time: no padding, no batching."""
+    found = []
+    for prompt, response in zip(batch.ragged("prompts").rows(), batch.ragged("responses").rows(), strict=True):
+        ids = torch.tensor([*prompt, *response])[None]
+        with torch.no_grad():
+            found.append(model(ids).logits[0, len(prompt) - 1 : -1])
+    return torch.cat(found).numpy()
+
+
+def test_logits_equal_transformers(case, models, program):
+    folder, family, kind = case
+    found = np.load(folder / f"{family}-{kind}.npz")
+    want = logits(AutoModelForCausalLM.from_pretrained(models / family).eval(), program.batch_of(5, 99))
+    assert np.abs(want).max() > 1
+    assert np.abs(found["base"] - want).max() < TOLERANCE
+    assert np.abs(found["fresh"] - want).max() < TOLERANCE
+    assert np.array_equal(found["off"], found["base"])
+
+
+def test_an_exported_adapter_is_the_same_in_peft_and_comes_back_bit_equal(case, models, program):
+    folder, family, kind = case
+    found = np.load(folder / f"{family}-{kind}.npz")
+    base = AutoModelForCausalLM.from_pretrained(models / family)
+    adapted = peft.PeftModel.from_pretrained(base, folder / f"{family}-{kind}").eval()
+    assert np.abs(found["trained"] - found["base"]).max() > 0.1
+    assert np.abs(found["trained"] - logits(adapted, program.batch_of(5, 99))).max() < TOLERANCE
+    assert bool(found["reread"])
+
+
+def test_merged_weights_are_the_policy_and_unmerged_ones_are_as_before(case, models, program):
+    folder, family, kind = case
+    found = np.load(folder / f"{family}-{kind}.npz")
+    assert np.abs(found["merged"] - found["trained"]).max() < TOLERANCE
+    assert bool(found["unmerged"])
+    weights = {name: torch.from_numpy(w) for name, w in np.load(folder / f"{family}-{kind}-weights.npz").items()}
+    model = AutoModelForCausalLM.from_pretrained(models / family)
+    changed = {name.split(".")[-2] for name, w in weights.items() if not torch.equal(w, model.state_dict()[name])}
+    assert changed == set(program.TARGETS[kind])
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert set(missing) <= {"lm_head.weight"} if family == "qwen2" else not missing
+    assert not unexpected
+    assert np.abs(logits(model.eval(), program.batch_of(5, 99)) - found["trained"]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_ten_steps_are_the_same_however_ranks_share_the_work(runs, layout, family):
+    one, many = (np.load(runs / name / f"curve-{family}.npz") for name in ("one", layout))
+    assert np.ptp(one["actor/loss"]) > 0.1
+    for name in one.files:
+        assert np.abs(many[name] - one[name]).max() < TOLERANCE, name
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_five_steps_and_five_of_a_resumed_run_equal_ten(runs, layout, family):
+    """Each resumes from the checkpoint of the layout before it in this list."""
+    ten, resumed = (np.load(runs / layout / f"{name}-{family}.npz") for name in ("curve", "resumed"))
+    for name in ten.files:
+        assert np.abs(ten[name][5:] - resumed[name]).max() < TOLERANCE, name
