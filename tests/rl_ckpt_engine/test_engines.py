@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from rl_ckpt_engine import CheckpointEngine, CheckpointEngineConfig, CheckpointEngineRegistry
+from rl_ckpt_engine import CheckpointEngine, CheckpointEngineConfig, CheckpointEngineRegistry, Manifest, TensorSpec
 from rl_ckpt_engine.engines.disk import DiskEngine
 from rl_ckpt_engine.engines.naive import NaiveEngine
 from rl_ckpt_engine.engines.shm import ShmEngine
 from rl_ckpt_engine.engines.tcp import TcpEngine
 from rl_ckpt_engine.engines.torch_group import GlooEngine
 from rl_ckpt_engine.testing import EngineConformance
+from rl_protocol.weights import WeightTensor
 
 
 class TestNaive(EngineConformance):
@@ -23,6 +25,21 @@ class TestNaive(EngineConformance):
 class TestShm(EngineConformance):
     def make_engine(self) -> CheckpointEngine:
         return ShmEngine()
+
+
+class TestShmDirect(EngineConformance):
+    """The tensors are written into the room before they are sent."""
+
+    def make_engine(self) -> CheckpointEngine:
+        return ShmEngine()
+
+    def send(self, sender: CheckpointEngine, weights: Sequence[WeightTensor], version: int) -> Manifest:
+        assert isinstance(sender, ShmEngine)
+        room = sender.room([TensorSpec(w.name, w.dtype, w.shape) for w in weights])
+        for weight, data in zip(weights, room, strict=True):
+            data[:] = weight.data
+        moved = [WeightTensor(w.name, w.dtype, w.shape, data) for w, data in zip(weights, room, strict=True)]
+        return super().send(sender, moved, version)
 
 
 class TestTcp(EngineConformance):

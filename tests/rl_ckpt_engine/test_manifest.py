@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_ckpt_engine import Manifest, TensorEntry, plan
-from rl_ckpt_engine.manifest import digest_of, payload_size
+from rl_ckpt_engine.digests import tensor_digest
+from rl_ckpt_engine.manifest import payload_size
 from rl_ckpt_engine.testing import make_weights
 from rl_protocol.dtypes import STORAGE_DTYPES
 from rl_protocol.errors import WeightSyncError
@@ -23,7 +24,8 @@ shapes = st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), max_size=1
 
 def entries_of(weights: list[WeightTensor]) -> tuple[TensorEntry, ...]:
     return tuple(
-        TensorEntry(w.name, w.dtype, w.shape, offset, w.nbytes, digest_of(w.data.data)) for w, offset in plan(weights)
+        TensorEntry(w.name, w.dtype, w.shape, offset, w.nbytes, tensor_digest(w.data.data))
+        for w, offset in plan(weights)
     )
 
 

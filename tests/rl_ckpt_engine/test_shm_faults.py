@@ -142,7 +142,7 @@ def test_no_memory_left_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
     sender = ShmEngine()
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
+        patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(WeightSyncError, match="No space left on device"):
             asyncio.run(sender.send_weights(make_weights([(4,)]), 1, timeout_s=9))
     asyncio.run(sender.send_weights(make_weights([(4,)]), 1, timeout_s=9))

@@ -1,13 +1,15 @@
 """Weight synchronisation from trainer to rollout: manifest, engines, registry and manager."""
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
-from rl_ckpt_engine.endpoints import AdapterReceiver, ReceiverEndpoint, SenderEndpoint
+from rl_ckpt_engine.endpoints import AdapterReceiver, DirectSender, ReceiverEndpoint, SenderEndpoint
 from rl_ckpt_engine.engine import (
     ENGINE_API_VERSION,
     Capabilities,
     CheckpointEngine,
     CheckpointEngineWithCache,
+    DirectEngine,
     GroupEngine,
+    TensorSpec,
     Topology,
 )
 from rl_ckpt_engine.handles import (
@@ -36,6 +38,8 @@ __all__ = [
     "CheckpointEngineManager",
     "CheckpointEngineRegistry",
     "CheckpointEngineWithCache",
+    "DirectEngine",
+    "DirectSender",
     "GroupEngine",
     "GroupHandle",
     "GroupSenderHandle",
@@ -47,6 +51,7 @@ __all__ = [
     "SenderEndpoint",
     "SenderHandle",
     "TensorEntry",
+    "TensorSpec",
     "Topology",
     "load_policy",
     "plan",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from typing import Protocol, runtime_checkable
 
-from rl_ckpt_engine.engine import CheckpointEngine, CheckpointEngineWithCache, GroupEngine
+import numpy as np
+import numpy.typing as npt
+
+from rl_ckpt_engine.engine import CheckpointEngine, CheckpointEngineWithCache, DirectEngine, GroupEngine, TensorSpec
 from rl_ckpt_engine.handles import ReceiveAck
 from rl_ckpt_engine.manifest import Manifest, WeightKind
 from rl_protocol.errors import ConfigError, WeightSyncError
@@ -21,6 +24,19 @@ class AdapterReceiver(Protocol):
 
     def load_adapter(self, weights: Iterable[WeightTensor], version: int) -> None:
         """Copy a verified LoRA adapter in, in place of the one before, and make it active as `version`. Errors as of `load_weights`."""
+        ...
+
+
+@runtime_checkable
+class DirectSender(Protocol):
+    """A source that writes its tensors where they are sent from, and so keeps no copy for the engine to copy from."""
+
+    def layout(self) -> Sequence[TensorSpec]:
+        """All tensors, in their order."""
+        ...
+
+    def write_weights(self, room: Sequence[npt.NDArray[np.uint8]]) -> None:
+        """Write the newest weights: for each tensor of the layout its bytes, in C order, into uint8 [nbytes]."""
         ...
 
 
@@ -60,7 +76,8 @@ class SenderEndpoint(_Endpoint):
 
     Args:
         engine: one of this endpoint's own; closed with it.
-        source: asked for its weights once per send. Its iterator is closed before `send` returns, so a context that it holds open (adapters
+        source: asked for its weights once per send; a DirectSender writes them itself when the engine is a DirectEngine.
+            Its iterator is closed before `send` returns, so a context that it holds open (adapters
             merged into the weights, say) covers exactly the reading.
         kind: `lora`: the source yields an adapter, which must differ from the one sent before.
 
@@ -83,7 +100,7 @@ class SenderEndpoint(_Endpoint):
         Raises:
             WeightSyncError: see CheckpointEngine.send_weights; or the adapter did not change.
         """
-        with closing(_iterated(self._source.named_weights())) as weights:
+        with closing(self._weights()) as weights:
             manifest = await self._engine.send_weights(weights, version, timeout_s=timeout_s, kind=self._kind)
         last = self._committed
         if self._kind == "lora" and last is not None and last.identity == manifest.identity:
@@ -94,6 +111,14 @@ class SenderEndpoint(_Endpoint):
             )
         self._sent = manifest
         return manifest.encode()
+
+    def _weights(self) -> Generator[WeightTensor]:
+        if not (isinstance(self._engine, DirectEngine) and isinstance(self._source, DirectSender)):
+            return _iterated(self._source.named_weights())
+        layout = self._source.layout()
+        room = self._engine.room(layout)
+        self._source.write_weights(room)
+        return _iterated([WeightTensor(*spec, data) for spec, data in zip(layout, room, strict=True)])
 
     async def serve(self, manifest: bytes, timeout_s: float) -> None:
         """See GroupEngine.serve."""

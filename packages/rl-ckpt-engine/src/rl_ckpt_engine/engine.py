@@ -14,15 +14,19 @@ time, and `confirm` tells whether that time has passed; other tensors are the re
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.manifest import Manifest, WeightKind
+from rl_protocol.dtypes import storage_dtype
 from rl_protocol.weights import WeightTensor
 
 ENGINE_API_VERSION = 1
@@ -164,6 +168,33 @@ class CheckpointEngineWithCache(CheckpointEngine):
 
         Raises:
             WeightSyncError: see `get_weights`; or the deadline passed.
+        """
+
+
+class TensorSpec(NamedTuple):
+    """What a tensor looks like, without its bytes."""
+
+    name: str
+    dtype: str
+    """Element type, see rl_protocol.dtypes."""
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return storage_dtype(self.dtype).itemsize * math.prod(self.shape)
+
+
+class DirectEngine(CheckpointEngine):
+    """An engine whose source may write the tensors of the next version where they are sent from, so that sending copies nothing."""
+
+    @abstractmethod
+    def room(self, layout: Sequence[TensorSpec]) -> list[npt.NDArray[np.uint8]]:
+        """Writable memory, uint8 [nbytes], for each tensor of the next version; all of them are then given to `send_weights`, in this order.
+
+        The version committed last stays readable meanwhile. Once sent, the tensors must not be written again: ask anew for each version.
+
+        Raises:
+            WeightSyncError: the last version was neither finalized nor aborted, or the memory could not be had.
         """
 
 

@@ -37,19 +37,26 @@ class SendLedger(Generic[Held]):
         Raises:
             WeightSyncError: another send is under way, the last one was not finished, or the version does not grow.
         """
-        if self._sending is not None:
-            raise WeightSyncError(f"Version {version} can't be sent: version {self._sending} is being sent.")
-        if self.pending is not None:
-            raise WeightSyncError(
-                f"Version {version} can't be sent: receivers may still be reading version {self.pending.version}; "
-                "finalize it, or abort it to give up on them."
-            )
+        self.require_idle(f"Version {version} can't be sent")
         if version < 0 or (self.committed is not None and version <= self.committed.version):
             last = "none" if self.committed is None else self.committed.version
             raise WeightSyncError(
                 f"Version {version} can't be sent: versions start at 0 and must grow; the last was {last}."
             )
         self._sending = version
+
+    def require_idle(self, otherwise: str) -> None:
+        """Make sure that memory for a new version is there.
+
+        Raises:
+            WeightSyncError: a send is under way, or the last one was not finished; begins with `otherwise`.
+        """
+        if self._sending is not None:
+            raise WeightSyncError(f"{otherwise}: version {self._sending} is being sent.")
+        if self.pending is not None:
+            raise WeightSyncError(
+                f"{otherwise}: receivers may still be reading version {self.pending.version}; finalize it, or abort it to give up on them."
+            )
 
     def publish(self, published: Published[Held]) -> None:
         """End sending: receivers may read."""

@@ -4,7 +4,8 @@ A manifest is msgpack of `Manifest`; the payload it describes is one run of byte
 
 * A reader MUST refuse unknown or missing fields, tensors that overlap, are out of order, are not aligned, leave the payload, or whose size
   does not fit element type and shape, two tensors of one name, and a manifest whose own digest does not fit.
-* Digests are xxh3-128, 16 bytes: they catch corruption and torn reads, they are no defence against a forger.
+* Digests are xxh3-128, 16 bytes (of a tensor: see rl_ckpt_engine.digests): they catch corruption and torn reads, they are no defence
+  against a forger.
 * Tensors of 0 bytes and scalars (shape ()) are listed like any other. Tied weights are sent once under each of their names.
 """
 
@@ -16,8 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, Self, TypeAlias, TypeVar
 
 import msgspec
-import xxhash
 
+from rl_ckpt_engine.digests import digest_of
 from rl_protocol.dtypes import storage_dtype
 from rl_protocol.errors import UNREADABLE, SchemaError, WeightSyncError
 from rl_protocol.weights import WeightTensor
@@ -40,7 +41,7 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     """First byte, counted from the start of the payload; a multiple of 64."""
     nbytes: int
     digest: bytes
-    """xxh3-128 of the bytes, 16 bytes."""
+    """Of the bytes, see rl_ckpt_engine.digests; 16 bytes."""
 
     @property
     def end(self) -> int:
@@ -151,11 +152,6 @@ def decode_struct(decoder: msgspec.msgpack.Decoder[S], data: bytes, what: str) -
         return decoder.decode(data)
     except UNREADABLE as error:
         raise WeightSyncError(f"The {len(data)} bytes received are no {what}: {error}.") from error
-
-
-def digest_of(data: bytes | memoryview) -> bytes:
-    """xxh3-128 of the bytes, 16 bytes."""
-    return xxhash.xxh3_128_digest(data)
 
 
 def plan(weights: Iterable[WeightTensor]) -> Iterator[tuple[WeightTensor, int]]:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from rl_ckpt_engine.manifest import ALIGN, Manifest, TensorEntry, digest_of
-from rl_ckpt_engine.stream import Deadline, Pacer, chunks, damaged
+from rl_ckpt_engine.digests import TensorDigest, blocks, tensor_digest
+from rl_ckpt_engine.manifest import ALIGN, Manifest, TensorEntry
+from rl_ckpt_engine.stream import Deadline, Pacer, damaged
 from rl_protocol.weights import WeightTensor
 
 
@@ -64,7 +64,7 @@ class Staging:
         async with aclosing(pull(buckets)) as pulled:
             async for _ in pulled:
                 bucket, filled = buckets[filled], filled + 1
-                for start, piece in chunks(bucket.memory):
+                for start, piece in blocks(bucket.memory):
                     for entry in check.advance(bucket.start + start, piece):
                         self._held[entry.name] = entry
                     await pacer.advance(piece.nbytes)
@@ -95,7 +95,7 @@ class Staging:
         for entry in manifest.tensors:
             if held.get(entry.name) == entry:
                 data = self._memory[entry.offset : entry.end].data
-                if digest_of(data) == entry.digest:
+                if tensor_digest(data) == entry.digest:
                     self._held[entry.name] = entry
                 await pacer.advance(entry.nbytes)
         return [entry for entry in manifest.tensors if entry.name not in self._held]
@@ -116,7 +116,7 @@ class _Check:
     def __init__(self, version: int, entries: Sequence[TensorEntry]) -> None:
         self._version = version
         self._entries = list(reversed(entries))
-        self._digest = xxhash.xxh3_128()
+        self._digest = TensorDigest()
 
     def advance(self, start: int, piece: memoryview) -> Iterator[TensorEntry]:
         """The tensors that end within the bytes from `start` on.
@@ -129,10 +129,9 @@ class _Check:
             self._digest.update(piece[max(entry.offset - start, 0) : max(entry.end - start, 0)])
             if entry.end > stop:
                 return
-            if self._digest.digest() != entry.digest:
-                raise damaged(entry, self._version, self._digest.digest())
+            if (digest := self._digest.digest()) != entry.digest:
+                raise damaged(entry, self._version, digest)
             yield self._entries.pop()
-            self._digest.reset()
 
 
 def _runs(entries: Sequence[TensorEntry]) -> Iterator[tuple[int, int]]:

@@ -1,7 +1,7 @@
-"""Moving and hashing bytes in pieces: deadlines are met and the event loop stays alive without any thread.
+"""Moving and hashing bytes in blocks: deadlines are met and the event loop stays alive.
 
-Threads are avoided on purpose: a copy that a cancelled call left running could write into memory that was given to the next version,
-and a source on a GPU would find itself on the wrong device.
+Sources are read in the calling thread, since one on a GPU would find itself on the wrong device elsewhere. Other threads help with blocks
+while the caller waits for them (see crew): none is left that could write into memory which was given to the next version.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-import xxhash
-
+from rl_ckpt_engine.crew import Crew
+from rl_ckpt_engine.digests import BLOCK_BYTES, blocks, combined, digest_of
 from rl_ckpt_engine.manifest import Manifest, TensorEntry, plan
 from rl_protocol.errors import WeightSyncError
 from rl_protocol.weights import WeightTensor
 
 CHUNK_BYTES = 16 << 20
 """Most bytes touched before others run: a few milliseconds."""
-PIECE_BYTES = 512 << 10
-"""Bytes hashed and then copied: the second pass finds them in the cache."""
 
 
 class Deadline:
@@ -68,12 +66,15 @@ class Deadline:
 class Target(Protocol):
     """Takes the tensors of one version."""
 
+    unordered: bool
+    """Pieces of a tensor may come in any order and from several threads at once."""
+
     def start(self, weight: WeightTensor, offset: int) -> None:
         """A tensor that begins at that byte of the payload comes next."""
         ...
 
     def write(self, offset: int, piece: memoryview) -> None:
-        """A piece of it, at that byte of the payload; pieces come in order."""
+        """A piece of it, at that byte of the payload; pieces come in order unless `unordered`."""
         ...
 
 
@@ -97,14 +98,8 @@ class Pacer:
         self._deadline.check()
 
 
-def chunks(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Pieces of at most PIECE_BYTES with their offsets."""
-    for start in range(0, data.nbytes, PIECE_BYTES):
-        yield start, data[start : start + PIECE_BYTES]
-
-
 async def emit(weights: Iterable[WeightTensor], target: Target, deadline: Deadline) -> tuple[TensorEntry, ...]:
-    """Hash every tensor and hand its bytes, in pieces, to `target`.
+    """Hash every tensor and hand its bytes, block by block, to `target`.
 
     Raises:
         WeightSyncError: no tensor, a name twice, the deadline passed; also whatever `weights` and `target` raise.
@@ -112,36 +107,69 @@ async def emit(weights: Iterable[WeightTensor], target: Target, deadline: Deadli
     entries: list[TensorEntry] = []
     pacer = Pacer(deadline)
     deadline.check()
-    for weight, offset in plan(weights):
-        digest = xxhash.xxh3_128()
-        target.start(weight, offset)
-        for start, piece in chunks(weight.data.data):
-            digest.update(piece)
-            target.write(offset + start, piece)
-            await pacer.advance(piece.nbytes)
-        entries.append(TensorEntry(weight.name, weight.dtype, weight.shape, offset, weight.nbytes, digest.digest()))
-        deadline.check()
+    with Crew() as crew:
+        for weight, offset in plan(weights):
+            target.start(weight, offset)
+            digests: list[bytes] = []
+            for start in range(0, weight.nbytes, CHUNK_BYTES):
+                chunk = weight.data.data[start : start + CHUNK_BYTES]
+                digests += _take(chunk, offset + start, target, crew)
+                await pacer.advance(chunk.nbytes)
+            digest = combined(digests)
+            entries.append(TensorEntry(weight.name, weight.dtype, weight.shape, offset, weight.nbytes, digest))
+            deadline.check()
     if not entries:
         raise WeightSyncError("The source of the weights yielded no tensor; a version can't be empty.")
     return tuple(entries)
 
 
+def _take(chunk: memoryview, offset: int, target: Target, crew: Crew) -> list[bytes]:
+    """Hash the blocks of a chunk and write them while they are in the cache; returns their digests."""
+    parts = list(blocks(chunk))
+
+    def take(number: int) -> bytes:
+        start, block = parts[number]
+        digest = digest_of(block)
+        target.write(offset + start, block)
+        return digest
+
+    return crew.map(take, len(parts)) if target.unordered else [take(number) for number in range(len(parts))]
+
+
 async def verify(manifest: Manifest, weights: Iterable[WeightTensor], deadline: Deadline) -> None:
-    """Compare the digest of every tensor with the manifest's, in order.
+    """Compare the digest of every tensor with the manifest's.
 
     Raises:
         WeightSyncError: names the first tensor that differs; or the deadline passed.
     """
     pacer = Pacer(deadline)
     deadline.check()
-    for entry, weight in zip(manifest.tensors, weights, strict=True):
-        digest = xxhash.xxh3_128()
-        for _, piece in chunks(weight.data.data):
-            digest.update(piece)
-            await pacer.advance(piece.nbytes)
-        if digest.digest() != entry.digest:
-            raise damaged(entry, manifest.version, digest.digest())
-        deadline.check()
+    digests: list[list[bytes]] = [[] for _ in manifest.tensors]
+    with Crew() as crew:
+        for batch in _batches(weights):
+            found = crew.map(lambda number, batch=batch: digest_of(batch[number][1]), len(batch))
+            for (tensor, _), digest in zip(batch, found, strict=True):
+                digests[tensor].append(digest)
+            await pacer.advance(sum(block.nbytes for _, block in batch))
+    for entry, found in zip(manifest.tensors, digests, strict=True):
+        if (digest := combined(found)) != entry.digest:
+            raise damaged(entry, manifest.version, digest)
+    deadline.check()
+
+
+def _batches(weights: Iterable[WeightTensor]) -> Iterator[list[tuple[int, memoryview]]]:
+    """The blocks of all tensors, each with the number of its tensor, in lists of about CHUNK_BYTES."""
+    batch: list[tuple[int, memoryview]] = []
+    size = 0
+    for number, weight in enumerate(weights):
+        for _, block in blocks(weight.data.data):
+            batch.append((number, block))
+            size += block.nbytes
+            if size > CHUNK_BYTES - BLOCK_BYTES:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def damaged(entry: TensorEntry, version: int, digest: bytes) -> WeightSyncError:

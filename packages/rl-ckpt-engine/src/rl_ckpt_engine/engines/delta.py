@@ -23,13 +23,13 @@ import numpy as np
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.delta import Bytes, Change, compare, decode, encode
+from rl_ckpt_engine.digests import tensor_digest
 from rl_ckpt_engine.engine import CheckpointEngine, CheckpointEngineWithCache, GroupEngine, Topology
 from rl_ckpt_engine.manifest import (
     Manifest,
     TensorEntry,
     WeightKind,
     decode_struct,
-    digest_of,
     plan,
 )
 from rl_ckpt_engine.stream import Deadline, verify
@@ -287,7 +287,7 @@ class _Packing:
         old = () if self._base is None else self._base.entries
         for number, (weight, offset) in enumerate(plan(weights)):
             entry = TensorEntry(
-                weight.name, weight.dtype, weight.shape, offset, weight.nbytes, digest_of(weight.data.data)
+                weight.name, weight.dtype, weight.shape, offset, weight.nbytes, tensor_digest(weight.data.data)
             )
             self.entries.append(entry)
             before = old[number] if number < len(old) else None
@@ -390,6 +390,6 @@ def _moved(base: Copy | None, pending: _Pending) -> Copy | None:
         if isinstance(news, Change) and base is not None and not same:
             data[:] = base.bytes_of(entry)
         _put(news, data)
-        if not isinstance(news, Change) and digest_of(data.data) != entry.digest:
+        if not isinstance(news, Change) and tensor_digest(data.data) != entry.digest:
             return None
     return moved

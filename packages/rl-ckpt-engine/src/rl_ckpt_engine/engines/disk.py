@@ -15,12 +15,13 @@ from typing import ClassVar
 import msgspec
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
+from rl_ckpt_engine.digests import blocks
 from rl_ckpt_engine.engine import Capabilities
 from rl_ckpt_engine.engines.copying import CopyingEngine
 from rl_ckpt_engine.engines.safetensor_files import MANIFEST, Folder, FolderPlacement, sync_directory, write_durably
 from rl_ckpt_engine.manifest import Manifest, TensorEntry, decode_struct
 from rl_ckpt_engine.staging import Bucket
-from rl_ckpt_engine.stream import Deadline, Pacer, chunks
+from rl_ckpt_engine.stream import Deadline, Pacer
 from rl_protocol.errors import ConfigError, WeightSyncError
 
 LATEST = "LATEST"
@@ -97,7 +98,7 @@ class DiskEngine(CopyingEngine[Folder]):
         with _Files(directory, placement, manifest) as files:
             pacer = Pacer(deadline)
             for bucket in buckets:
-                for start, piece in chunks(bucket.memory):
+                for start, piece in blocks(bucket.memory):
                     files.read(bucket.start + start, piece)
                     await pacer.advance(piece.nbytes)
                 yield

@@ -11,17 +11,19 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import mmap
 import os
 import struct
 import weakref
+from collections.abc import Sequence
 from contextlib import closing
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rl_ckpt_engine.manifest import Manifest
+from rl_ckpt_engine.manifest import Manifest, aligned
 from rl_protocol.errors import WeightSyncError
 from rl_protocol.weights import WeightTensor
 
@@ -44,12 +46,17 @@ class SlotPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class Slot:
-    """Sender's side: memory for one version, reused for later ones and growing with them. Owns one file descriptor."""
+    """Sender's side: memory for one version, reused for later ones and growing with them. Owns one file descriptor and one mapping."""
+
+    unordered = True
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("rl_ckpt_engine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, self._fd)
         self._readable = False
+        self._bytes: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._allocated = 0
+        self._in_place = False
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
 
     @property
@@ -73,27 +80,59 @@ class Slot:
         _write(self._fd, memoryview(_HEADER.pack(_MAGIC, 0, _WRITING, bytes(16), bytes(16))), 0)
         self._readable = False
 
-    def start(self, weight: WeightTensor, offset: int) -> None:
-        """Tensors lie where the manifest says; there is nothing to note."""
-
-    def write(self, offset: int, piece: memoryview) -> None:
-        """Copy a piece to its place in the payload; the memory grows as needed.
+    def room(self, sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+        """Writable memory of tensors of that many bytes, where they belong when they come in this order.
 
         Raises:
             OSError: there is no memory left.
         """
-        _write(self._fd, piece, PAYLOAD_START + offset)
+        self.withdraw()
+        starts = _starts(sizes)
+        self._reserve(max((start + size for start, size in zip(starts, sizes, strict=True)), default=0))
+        return [self._bytes[PAYLOAD_START + start :][:size] for start, size in zip(starts, sizes, strict=True)]
+
+    def start(self, weight: WeightTensor, offset: int) -> None:
+        """Make room for a tensor, unless it lies there already.
+
+        Raises:
+            OSError: there is no memory left.
+            WeightSyncError: it lies elsewhere in this memory, so that others would be overwritten before they are read.
+        """
+        self._reserve(offset + weight.nbytes)
+        distance = _address(weight.data) - _address(self._bytes)
+        self._in_place = distance == PAYLOAD_START + offset
+        if weight.nbytes and 0 <= distance < self._bytes.nbytes and not self._in_place:
+            raise WeightSyncError(
+                f"Tensor {weight.name!r} lies in the room for this version, but in the place of another tensor. Send all tensors of the layout "
+                "that the room was made for, in its order."
+            )
+
+    def write(self, offset: int, piece: memoryview) -> None:
+        """Copy a piece to its place in the payload."""
+        if not self._in_place:
+            start = PAYLOAD_START + offset
+            np.copyto(self._bytes[start : start + piece.nbytes], np.frombuffer(piece, np.uint8))
 
     def complete(self, manifest: Manifest) -> None:
-        """Declare the payload whole; tensors of 0 bytes may end beyond the last byte written, so the memory is extended to its size."""
-        size = PAYLOAD_START + manifest.payload_nbytes
-        if os.fstat(self._fd).st_size < size:
-            os.ftruncate(self._fd, size)
+        """Declare the payload whole."""
+        self._reserve(manifest.payload_nbytes)
         self._readable = True
         _write(self._fd, memoryview(complete_header(manifest)), 0)
 
+    def _reserve(self, nbytes: int) -> None:
+        """Get the memory of a payload: asked for in advance, because touching what can't be had would kill the process."""
+        size = PAYLOAD_START + nbytes
+        if size > self._bytes.nbytes:
+            length = max(size, 2 * self._bytes.nbytes)
+            os.ftruncate(self._fd, length)  # takes up no memory
+            self._bytes = np.frombuffer(mmap.mmap(self._fd, length), np.uint8)
+        if size > self._allocated:
+            os.posix_fallocate(self._fd, self._allocated, size - self._allocated)
+            self._allocated = size
+
     def close(self) -> None:
         """Give the memory back once no reader maps it; safe to call twice."""
+        self._bytes = np.empty(0, np.uint8)
         self._close()
 
 
@@ -138,6 +177,16 @@ def gone(path: str, error: OSError) -> WeightSyncError:
         f"The sender's memory {path} can't be opened ({error.strerror}): the sender died or closed, or runs under another user or "
         "in another container. A new sync is needed."
     )
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """First bytes of tensors of these sizes, as rl_ckpt_engine.manifest.plan lays them out."""
+    ends = itertools.accumulate(sizes, lambda end, size: aligned(end) + size, initial=0)
+    return [aligned(end) for end in ends][:-1]
+
+
+def _address(data: npt.NDArray[np.uint8]) -> int:
+    return int(data.__array_interface__["data"][0])
 
 
 class _OwnedFd:

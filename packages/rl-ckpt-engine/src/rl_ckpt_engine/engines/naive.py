@@ -38,6 +38,7 @@ class Shelf:
     """References to the tensors of one version."""
 
     placement = b""
+    unordered = True
 
     def __init__(self) -> None:
         self.tensors: list[WeightTensor] = []

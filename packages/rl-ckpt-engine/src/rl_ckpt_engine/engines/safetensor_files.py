@@ -106,6 +106,8 @@ class Folder:
         directory: in which the folder appears.
     """
 
+    unordered = False
+
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._name = ""

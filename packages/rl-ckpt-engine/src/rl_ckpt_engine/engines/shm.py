@@ -1,7 +1,8 @@
 """Engine `shm`: the sender copies the weights once into memory that receivers on the same host map read-only.
 
 The sender owns two slots (see memfd) and writes each version into the one that does not hold the version committed last. Receivers map
-/proc/<pid>/fd/<n>, compare header and digests, and hand out views: one copy in all, however many receivers there are.
+/proc/<pid>/fd/<n>, compare header and digests, and hand out views: one copy in all, however many receivers there are. A source that writes
+its tensors straight into `room` saves that copy, too.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import ClassVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from rl_ckpt_engine.engine import Capabilities
+from rl_ckpt_engine.engine import Capabilities, DirectEngine, TensorSpec
 from rl_ckpt_engine.engines.base import PublishingEngine
 from rl_ckpt_engine.engines.memfd import Mapping, Slot, SlotPlacement, complete_header, gone
 from rl_ckpt_engine.manifest import Manifest, decode_struct
@@ -35,7 +38,7 @@ _member_decoder = msgspec.msgpack.Decoder(ShmMember)
 _placement_decoder = msgspec.msgpack.Decoder(SlotPlacement)
 
 
-class ShmEngine(PublishingEngine[Slot]):
+class ShmEngine(PublishingEngine[Slot], DirectEngine):
     """See the module's docstring. A sender's memory is that of its two largest versions, kept until `close`."""
 
     API_VERSION: ClassVar[int] = 1
@@ -72,6 +75,16 @@ class ShmEngine(PublishingEngine[Slot]):
 
     def _new_place(self) -> Slot:
         return Slot()
+
+    def room(self, layout: Sequence[TensorSpec]) -> list[npt.NDArray[np.uint8]]:
+        """See DirectEngine.room."""
+        self._ledger.require_idle("There is no room for another version")
+        if not self._free:
+            self._free.append(self._new_place())
+        try:
+            return self._free[-1].room([spec.nbytes for spec in layout])  # send_weights takes the last one
+        except OSError as error:
+            raise WeightSyncError(f"There is no memory for {len(layout)} tensors (engine 'shm'): {error}.") from error
 
     async def _fetch(self, manifest: Manifest, deadline: Deadline) -> list[WeightTensor]:
         mapping = self._map(manifest)

@@ -27,9 +27,9 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-import xxhash
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
+from rl_ckpt_engine.digests import digest_of
 from rl_ckpt_engine.engine import Capabilities, GroupEngine, Topology
 from rl_ckpt_engine.engines.copying import CopyingEngine
 from rl_ckpt_engine.engines.memfd import PAYLOAD_START, Slot
@@ -102,7 +102,7 @@ class TorchGroupEngine(CopyingEngine[Slot], GroupEngine):
     def build_topology(cls, sender_metadata: bytes, receiver_metadatas: Sequence[bytes]) -> Topology:
         """See CheckpointEngine.build_topology."""
         members = [_member(metadata) for metadata in (sender_metadata, *receiver_metadatas)]
-        group, size = xxhash.xxh3_128_digest(b"".join(member.token for member in members)), len(members)
+        group, size = digest_of(b"".join(member.token for member in members)), len(members)
         places = [
             msgspec.msgpack.encode(GroupPlace(group=group, rank=rank, size=size, port=members[0].port))
             for rank in range(size)
