@@ -413,7 +413,10 @@ def differences(core: Any, helper: Any) -> list[tuple[str, str, Any, Any]]:
             round(theirs["actor/pg_clipfrac"], 6),
         )
     )
-    ours_kl, theirs_kl = our_loss("kl_cov", "token-mean", c, once)[2], verl_loss(core, "kl_cov", "token-mean", c, once)[2]
+    ours_kl, theirs_kl = (
+        our_loss("kl_cov", "token-mean", c, once)[2],
+        verl_loss(core, "kl_cov", "token-mean", c, once)[2],
+    )
     out.append(
         (
             "kl_cov, actor/ppo_kl",

@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 
+from rl_app_ppo.main import RAY_SETTINGS
 from rl_app_ppo.runtime.cluster import RayWorker, ray_session
 from rl_app_ppo.schema import RayConfig, TrainerConfig
 from rl_protocol import WorkerError
@@ -28,8 +29,10 @@ async def answers(worker: RayWorker) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_is_named_at_its_deadline_and_stops_nobody_else(tmp_path):
+def test_a_worker_that_hangs_is_named_at_its_deadline_and_stops_nobody_else(tmp_path, monkeypatch):
     """As a reward function does that never returns: its process gets no further, for whatever reason."""
+    for name, value in RAY_SETTINGS.items():
+        monkeypatch.setenv(name, value)
 
     async def body() -> None:
         async with ray_session(RayConfig(), TrainerConfig()):

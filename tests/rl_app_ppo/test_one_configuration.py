@@ -330,39 +330,42 @@ def test_a_whole_recipe_of_verl_means_here_what_it_meant_there(tmp_path):
     ]
     assert [what for what, *_ in comments if what != "not mapped"] == []
     found = {key: setting.value for key, setting in resolve([], ours).settings.items()}
-    assert found.items() >= {
-        "model_engine": "fsdp",
-        "algorithm.filter_groups.metric": "score",
-        "algorithm.filter_groups.max_num_gen_batches": 10,
-        "algorithm.rollout_correction.rollout_is": "token",
-        "algorithm.rollout_correction.rollout_is_threshold": "2.0",
-        "data.train_batch_size": 512,
-        "model.path": "Qwen/Qwen2.5-7B",
-        "fsdp.param_dtype": "bfloat16",
-        "fsdp.activation_checkpointing": True,  # verl's default
-        "fsdp.world_size": 1,
-        "actor.clip_ratio_low": 0.2,
-        "actor.clip_ratio_high": 0.28,
-        "actor.ppo_mini_batch_size": 32,
-        "actor.ppo_micro_batch_size": 0,
-        "actor.ppo_max_token_len": 16384,  # verl's default where use_dynamic_bsz asks for it
-        "actor.use_remove_padding": True,
-        "actor.optim.lr_warmup_steps": 10,
-        "actor.optim.lr_scheduler_type": "cosine",
-        "actor.optim.lr_decay_steps": 500,
-        "actor.optim.weight_decay": 0.1,
-        "actor.optim.beta2": 0.95,
-        "actor.kl_loss_type": "k3+",
-        "actor.policy_loss.loss_mode": "gspo",
-        "rollout.n": 16,
-        "rollout.response_length": 8192,
-        "rollout.top_k": 0,
-        "rollout.val_kwargs.n": 32,
-        "reward.overlong.buffer_len": 4096,
-        "reward.overlong.penalty_factor": 0.5,
-        "trainer.test_freq": 10,
-        "trainer.run_name": "dapo",
-    }.items()
+    assert (
+        found.items()
+        >= {
+            "model_engine": "fsdp",
+            "algorithm.filter_groups.metric": "score",
+            "algorithm.filter_groups.max_num_gen_batches": 10,
+            "algorithm.rollout_correction.rollout_is": "token",
+            "algorithm.rollout_correction.rollout_is_threshold": "2.0",
+            "data.train_batch_size": 512,
+            "model.path": "Qwen/Qwen2.5-7B",
+            "fsdp.param_dtype": "bfloat16",
+            "fsdp.activation_checkpointing": True,  # verl's default
+            "fsdp.world_size": 1,
+            "actor.clip_ratio_low": 0.2,
+            "actor.clip_ratio_high": 0.28,
+            "actor.ppo_mini_batch_size": 32,
+            "actor.ppo_micro_batch_size": 0,
+            "actor.ppo_max_token_len": 16384,  # verl's default where use_dynamic_bsz asks for it
+            "actor.use_remove_padding": True,
+            "actor.optim.lr_warmup_steps": 10,
+            "actor.optim.lr_scheduler_type": "cosine",
+            "actor.optim.lr_decay_steps": 500,
+            "actor.optim.weight_decay": 0.1,
+            "actor.optim.beta2": 0.95,
+            "actor.kl_loss_type": "k3+",
+            "actor.policy_loss.loss_mode": "gspo",
+            "rollout.n": 16,
+            "rollout.response_length": 8192,
+            "rollout.top_k": 0,
+            "rollout.val_kwargs.n": 32,
+            "reward.overlong.buffer_len": 4096,
+            "reward.overlong.penalty_factor": 0.5,
+            "trainer.test_freq": 10,
+            "trainer.run_name": "dapo",
+        }.items()
+    )
 
 
 def test_what_a_verl_list_does_not_give_has_verls_default_and_not_the_demos(tmp_path):

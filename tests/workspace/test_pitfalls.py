@@ -61,7 +61,17 @@ def test_only_entry_points_set_logging_up() -> None:
     assert setting_up <= {"main.py", "host.py", "serve.py"}  # the app, a worker process of it, a process of a plane
 
 
-RUNNERS = ("eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.load", "pickle.loads", "marshal.loads")
+RUNNERS = (
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "os.system",
+    "os.popen",
+    "pickle.load",
+    "pickle.loads",
+    "marshal.loads",
+)
 
 
 def called(path: Path) -> Iterator[ast.Call]:
