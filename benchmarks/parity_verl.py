@@ -168,8 +168,12 @@ def chosen_tokens(name: str, b: Batch) -> np.ndarray[Any, Any]:
     return chosen
 
 
-def our_loss(name: str, mode: str, b: Batch, weights: np.ndarray[Any, Any]) -> tuple[float, np.ndarray[Any, Any]]:
-    """Aggregated loss and its gradient [T]."""
+Loss = tuple[float, np.ndarray[Any, Any], dict[str, float]]
+"""Aggregated loss, its gradient [T], and metrics."""
+
+
+def our_loss(name: str, mode: str, b: Batch, weights: np.ndarray[Any, Any]) -> Loss:
+    """Ours."""
     log_prob = torch.tensor(b.log_prob, requires_grad=True)
     config = ActorConfig(
         clip_ratio_low=LOW, clip_ratio_high=HIGH, tau_neg=1.5, policy_loss=PolicyLossConfig(ppo_kl_coef=0.1)
@@ -184,16 +188,17 @@ def our_loss(name: str, mode: str, b: Batch, weights: np.ndarray[Any, Any]) -> t
         config=config,
         chosen=torch.tensor(chosen_tokens(name, b)),
     )
-    per_token = POLICY_LOSSES.get(name).load()(inputs).loss * torch.tensor(weights)
+    out = POLICY_LOSSES.get(name).load()(inputs)
+    per_token = out.loss * torch.tensor(weights)
     loss = aggregate(per_token, inputs.mask, inputs.row, inputs.rows, b.counts, mode, SCALE)
     loss.backward()
-    return loss.item(), log_prob.grad.numpy()  # type: ignore[union-attr]
+    report = {"ppo_kl": -inputs.log_ratio().detach(), **out.metrics}
+    metrics = {f"actor/{name}": value[inputs.mask].double().mean().item() for name, value in report.items()}
+    return loss.item(), log_prob.grad.numpy(), metrics  # type: ignore[union-attr]
 
 
-def verl_loss(
-    core: Any, name: str, mode: str, b: Batch, weights: np.ndarray[Any, Any]
-) -> tuple[float, np.ndarray[Any, Any]]:
-    """Aggregated loss and its gradient [T]."""
+def verl_loss(core: Any, name: str, mode: str, b: Batch, weights: np.ndarray[Any, Any]) -> Loss:
+    """verl's."""
     workers = importlib.import_module("verl.workers.config")
     settings = workers.ActorConfig(
         strategy="fsdp",
@@ -208,7 +213,7 @@ def verl_loss(
     )
     settings.global_batch_info.update(loss_scale_factor=SCALE)
     log_prob = b.pad(b.log_prob).requires_grad_()
-    loss, _ = core.get_policy_loss_fn(name)(
+    loss, metrics = core.get_policy_loss_fn(name)(
         old_log_prob=b.pad(b.old),
         log_prob=log_prob,
         advantages=b.pad(b.adv),
@@ -218,11 +223,15 @@ def verl_loss(
         rollout_is_weights=b.pad(weights),
     )
     loss.backward()
-    return loss.item(), b.flat(log_prob.grad)  # type: ignore[arg-type]
+    return loss.item(), b.flat(log_prob.grad), metrics  # type: ignore[arg-type]
+
+
+OTHER_METRICS = {("clip_cov", "actor/pg_clipfrac"), ("kl_cov", "actor/ppo_kl")}
+"""Of these losses, under these names, the two report something else; see the differences."""
 
 
 def loss_pairs(core: Any, batches: list[Batch]) -> dict[str, float]:
-    """Largest difference of each loss, values and gradients over all aggregations."""
+    """Largest difference of each loss, values and gradients over all aggregations; and of the metrics that both report."""
     out: dict[str, float] = {}
     for name in POLICY_LOSSES.names():
         own = name in ("geo_mean", "sapo")  # there verl knows one aggregation only
@@ -234,6 +243,9 @@ def loss_pairs(core: Any, batches: list[Batch]) -> dict[str, float]:
                 values = 0.0 if name == "clip_cov" else abs(ours[0] - theirs[0])
                 worst = max(values, float(np.abs(ours[1] - theirs[1]).max()))
                 out[f"loss {name}"] = max(out.get(f"loss {name}", 0.0), worst)
+                both = {key for key in ours[2].keys() & theirs[2].keys() if (name, key) not in OTHER_METRICS}
+                apart = [abs(ours[2][key] - theirs[2][key]) for key in both]
+                out["loss metrics"] = max([out.get("loss metrics", 0.0), *apart])
     return out
 
 
@@ -295,10 +307,11 @@ def other_pairs(core: Any, b: Batch) -> dict[str, float]:
         (ours.sum() + theirs.sum()).backward()
         worst = max((ours - theirs).abs().max().item(), (a.grad - c.grad).abs().max().item())  # type: ignore[operator]
         out[f"kl {kind}"] = worst
-    ours, _ = value_loss(torch.tensor(b.values), torch.tensor(b.token), torch.tensor(b.adv), 0.5)
+    ours, clipped = value_loss(torch.tensor(b.values), torch.tensor(b.token), torch.tensor(b.adv), 0.5)
     ours = aggregate(ours, mask, row, len(b.uids), b.counts, "token-mean")
-    theirs, _ = core.compute_value_loss(b.pad(b.values), b.pad(b.adv), b.pad(b.token), b.padded_mask, 0.5)
+    theirs, share = core.compute_value_loss(b.pad(b.values), b.pad(b.adv), b.pad(b.token), b.padded_mask, 0.5)
     out["value loss"] = abs(ours.item() - theirs.item())
+    out["value clipfrac"] = abs(clipped[mask].double().mean().item() - float(share))
     controller = core.AdaptiveKLController(0.3, 0.1, 1000)
     controller.update(0.11, 64)
     out["kl controller"] = abs(adaptive_kl_coef(0.3, 0.11, target=0.1, horizon=1000, sequences=64) - controller.value)
@@ -388,6 +401,28 @@ def differences(core: Any, helper: Any) -> list[tuple[str, str, Any, Any]]:
             "a chosen token that PPO clips anyway keeps its (constant) loss in verl, and has none in ours; gradients are equal",
             round(our_loss("clip_cov", "token-mean", c, np.ones(c.mask.size))[0], 6),
             round(verl_loss(core, "clip_cov", "token-mean", c, np.ones(c.mask.size))[0], 6),
+        )
+    )
+    once = np.ones(c.mask.size)
+    ours, theirs = our_loss("clip_cov", "token-mean", c, once)[2], verl_loss(core, "clip_cov", "token-mean", c, once)[2]
+    out.append(
+        (
+            "clip_cov, actor/pg_clipfrac",
+            "the same tokens: verl chooses among those that PPO does not clip, ours among all, and counts what it chose",
+            round(ours["actor/pg_clipfrac"], 6),
+            round(theirs["actor/pg_clipfrac"], 6),
+        )
+    )
+    ours_kl, theirs_kl = (
+        our_loss("kl_cov", "token-mean", c, once)[2],
+        verl_loss(core, "kl_cov", "token-mean", c, once)[2],
+    )
+    out.append(
+        (
+            "kl_cov, actor/ppo_kl",
+            "verl reports the mean of |log r| under this name for kl_cov alone; ours the mean of -log r, as for every loss",
+            round(ours_kl["actor/ppo_kl"], 6),
+            round(theirs_kl["actor/ppo_kl"], 6),
         )
     )
     out.append(

@@ -14,6 +14,7 @@ from rl_app_ppo.main import main
 from rl_app_ppo.memory import check_memory, needed_bytes, parameters
 from rl_app_ppo.spellings import SPELLINGS
 from rl_app_ppo.unused import RULES
+from rl_app_ppo.verl import DEFAULTS, RENAMED, SPECIAL, import_verl
 from rl_protocol import ConfigError
 from rl_trainer.engines import ENGINES, Engine
 
@@ -199,9 +200,7 @@ def test_parameters_are_counted_from_the_headers(tmp_path):
 def test_a_typo_in_any_of_fifty_sampled_keys_is_refused_with_the_right_suggestion():
     rng = random.Random(6)
     for key in rng.sample([option.key for option in options()], 50):
-        place = rng.randrange(len(key) - 1)
-        if key[place] == key[place + 1]:
-            continue
+        place = rng.choice([i for i in range(len(key) - 1) if key[i] != key[i + 1]])
         typo = key[:place] + key[place + 1] + key[place] + key[place + 2 :]
         with pytest.raises(ConfigError) as caught:
             load_config([f"{typo}=1"])
@@ -263,6 +262,7 @@ def test_a_verl_command_line_becomes_a_configuration_and_says_what_it_lost(tmp_p
     comments = [line for line in text.splitlines() if line.startswith("#")]
     assert [line.split(": ")[1] for line in comments] == [
         "+actor_rollout_ref.rollout.layer_name_map.qkv_layer_name",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
         "trainer.logger",
         "trainer.n_gpus_per_node",
         "critic.optim.lr",
@@ -276,6 +276,152 @@ def test_a_verl_command_line_becomes_a_configuration_and_says_what_it_lost(tmp_p
     assert (config.lora.rank, config.lora.alpha, config.fsdp.activation_checkpointing) == (32, 32.0, True)
     assert (config.rollout.n, config.rollout.top_k, config.rollout.response_length) == (5, 0, 8)
     assert config.trainer.test_freq == 0
+
+
+DAPO = """
+algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False algorithm.filter_groups.enable=True
+algorithm.filter_groups.metric=seq_reward algorithm.filter_groups.max_num_gen_batches=10
+algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=2.0
+data.train_files=train.parquet data.val_files=test.parquet data.train_batch_size=512 data.max_prompt_length=2048
+data.max_response_length=8192 data.truncation=left actor_rollout_ref.model.path=Qwen/Qwen2.5-7B
+actor_rollout_ref.actor.clip_ratio=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28
+actor_rollout_ref.actor.loss_agg_mode=token-mean actor_rollout_ref.actor.use_dynamic_bsz=True
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 actor_rollout_ref.actor.ppo_mini_batch_size=32
+actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.optim.lr_warmup_steps=10
+actor_rollout_ref.actor.optim.weight_decay=0.1 actor_rollout_ref.actor.optim.betas=[0.9,0.95]
+actor_rollout_ref.actor.optim.lr_scheduler_type=cosine actor_rollout_ref.actor.optim.total_training_steps=500
+actor_rollout_ref.actor.entropy_coeff=0 actor_rollout_ref.actor.grad_clip=1.0 actor_rollout_ref.actor.use_kl_loss=True
+actor_rollout_ref.actor.kl_loss_coef=0.01 actor_rollout_ref.actor.kl_loss_type=k3+
+actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.strategy=fsdp2
+actor_rollout_ref.actor.fsdp_config.param_offload=True actor_rollout_ref.actor.fsdp_config.fsdp_size=-1
+actor_rollout_ref.actor.fsdp_config.dtype=bf16 actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4
+actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=16 actor_rollout_ref.rollout.temperature=1.0
+actor_rollout_ref.rollout.top_k=-1 actor_rollout_ref.rollout.gpu_memory_utilization=0.8
+actor_rollout_ref.rollout.val_kwargs.n=32 actor_rollout_ref.rollout.val_kwargs.temperature=1.0
+reward.reward_manager.name=dapo +reward.reward_kwargs.overlong_buffer_cfg.enable=True
++reward.reward_kwargs.overlong_buffer_cfg.len=4096 +reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5
+trainer.total_epochs=10 trainer.n_gpus_per_node=8 trainer.nnodes=2 trainer.test_freq=10 trainer.save_freq=-1
+trainer.experiment_name=dapo
+"""
+"""A recipe as it is started with verl 0.9."""
+
+
+def test_a_whole_recipe_of_verl_means_here_what_it_meant_there(tmp_path):
+    file, ours = tmp_path / "dapo.txt", tmp_path / "ours.yaml"
+    file.write_text(DAPO)
+    text = from_verl(file)
+    ours.write_text(text)
+    comments = [line.removeprefix("# ").split(": ") for line in text.splitlines() if line.startswith("#")]
+    assert [key for what, key, *_ in comments if what == "not mapped"] == [
+        "actor_rollout_ref.actor.fsdp_config.param_offload",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",  # with use_dynamic_bsz nothing reads it there either
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+        "actor_rollout_ref.rollout.gpu_memory_utilization",
+        "actor_rollout_ref.rollout.name",
+        "data.max_prompt_length",
+        "data.train_files",
+        "data.truncation",
+        "data.val_files",
+        "reward.reward_manager.name",
+        "trainer.n_gpus_per_node",
+        "trainer.nnodes",
+        "trainer.save_freq",
+        "trainer.total_epochs",
+    ]
+    assert [what for what, *_ in comments if what != "not mapped"] == []
+    found = {key: setting.value for key, setting in resolve([], ours).settings.items()}
+    assert (
+        found.items()
+        >= {
+            "model_engine": "fsdp",
+            "algorithm.filter_groups.metric": "score",
+            "algorithm.filter_groups.max_num_gen_batches": 10,
+            "algorithm.rollout_correction.rollout_is": "token",
+            "algorithm.rollout_correction.rollout_is_threshold": "2.0",
+            "data.train_batch_size": 512,
+            "model.path": "Qwen/Qwen2.5-7B",
+            "fsdp.param_dtype": "bfloat16",
+            "fsdp.activation_checkpointing": True,  # verl's default
+            "fsdp.world_size": 1,
+            "actor.clip_ratio_low": 0.2,
+            "actor.clip_ratio_high": 0.28,
+            "actor.ppo_mini_batch_size": 32,
+            "actor.ppo_micro_batch_size": 0,
+            "actor.ppo_max_token_len": 16384,  # verl's default where use_dynamic_bsz asks for it
+            "actor.use_remove_padding": True,
+            "actor.optim.lr_warmup_steps": 10,
+            "actor.optim.lr_scheduler_type": "cosine",
+            "actor.optim.lr_decay_steps": 500,
+            "actor.optim.weight_decay": 0.1,
+            "actor.optim.beta2": 0.95,
+            "actor.kl_loss_type": "k3+",
+            "actor.policy_loss.loss_mode": "gspo",
+            "rollout.n": 16,
+            "rollout.response_length": 8192,
+            "rollout.top_k": 0,
+            "rollout.val_kwargs.n": 32,
+            "reward.overlong.buffer_len": 4096,
+            "reward.overlong.penalty_factor": 0.5,
+            "trainer.test_freq": 10,
+            "trainer.run_name": "dapo",
+        }.items()
+    )
+
+
+def test_what_a_verl_list_does_not_give_has_verls_default_and_not_the_demos(tmp_path):
+    """Every key that a preset of ours sets is one that the import sets as well."""
+    (tmp_path / "empty.txt").write_text("algorithm.adv_estimator=gae")
+    config = yaml.safe_load(from_verl(tmp_path / "empty.txt"))
+    assert (config["actor"]["optim"]["lr"], config["critic"]["optim"]["lr"]) == (1e-6, 1e-5)
+    assert (config["rollout"]["n"], config["data"]["train_batch_size"]) == (1, 1024)
+    assert config["actor"]["ppo_mini_batch_size"] == config["critic"]["ppo_mini_batch_size"] == 256
+    assert config["actor"]["clip_ratio_high"] == 0.2
+    imported = import_verl({}).settings.keys()
+    for preset in ("grpo", "ppo"):
+        changed = resolve([f"algorithm={preset}"]).settings
+        assert {key for key, s in changed.items() if s.origin.startswith("preset")} - {"algorithm.name"} <= imported
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "verl works out from the data"),
+        ("actor_rollout_ref.actor.optim.total_training_steps=9", "constant learning rate"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=dro", "there is no dro here"),
+        ("actor_rollout_ref.actor.kl_loss_type=full", "there is no full here"),
+        ("algorithm.adv_estimator=mine", "there is no mine here"),
+        ("actor_rollout_ref.model.path=${model}", "it refers to another key"),
+        ("reward.reward_kwargs.overlong_buffer_cfg.len=4", "overlong_buffer_cfg.enable=True"),
+        ("critic.use_dynamic_bsz=True critic.ppo_micro_batch_size_per_gpu=4", "use_dynamic_bsz=True"),
+    ],
+)
+def test_what_cannot_be_mapped_is_listed_and_stops_nothing(tmp_path, text, lost):
+    (tmp_path / "verl.txt").write_text(text)
+    (line,) = [line for line in from_verl(tmp_path / "verl.txt").splitlines() if line.startswith("#")]
+    assert line.startswith("# not mapped: ")
+    assert lost in line
+
+
+def test_values_of_verl_that_mean_not_set_are_left_alone(tmp_path):
+    (tmp_path / "verl.txt").write_text(
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=-1 actor_rollout_ref.actor.optim.total_training_steps=-1 "
+        "actor_rollout_ref.actor.fsdp_config.fsdp_size=-1 algorithm.filter_groups.max_num_gen_batches=0 data.seed=null"
+    )
+    (tmp_path / "empty.txt").write_text("")
+    assert from_verl(tmp_path / "verl.txt") == from_verl(tmp_path / "empty.txt")
+
+
+def test_references_in_verl_yaml_are_followed(tmp_path):
+    file = tmp_path / "verl.yaml"
+    actor = {"ppo_mini_batch_size": "${data.train_batch_size}", "_target_": "verl.workers.config.FSDPActorConfig"}
+    ref = {"actor_rollout_ref": {"actor": actor}, "data": {"train_batch_size": 128}}
+    file.write_text(yaml.safe_dump(ref))
+    text = from_verl(file)
+    assert not text.startswith("#")
+    assert yaml.safe_load(text)["actor"]["ppo_mini_batch_size"] == 128
+    file.write_text("data: {seed: '${nowhere}'}")
+    with pytest.raises(ConfigError, match="refers to what is not there"):
+        from_verl(file)
 
 
 def test_verl_yaml_with_both_lora_schemas_keeps_the_first_and_names_the_other(tmp_path):
@@ -292,23 +438,25 @@ def test_verl_yaml_with_both_lora_schemas_keeps_the_first_and_names_the_other(tm
 
 
 def test_what_verl_calls_things_exists_here():
-    from rl_app_ppo.verl import RENAMED, SPECIAL
-
     keys = {option.key for option in options()}
-    assert set(RENAMED.values()) <= keys
+    assert set(RENAMED.values()) | set(DEFAULTS) <= keys
     samples = {
         "betas": [0.9, 0.95],
         "strategy": "fsdp",
         "adv_estimator": "grpo",
-        "enable": True,
-        "use_dynamic_bsz": True,
+        "loss_mode": "gspo",
+        "kl_loss_type": "kl",
+        "dtype": "bf16",
+        "metric": "acc",
+        "lr_scheduler_type": "constant",
     }
     for key, turn in SPECIAL.items():
-        mapped = turn(samples.get(key.rpartition(".")[2], 1))
-        assert set(mapped) <= keys, key
+        prefix, _, name = key.rpartition(".")
+        mapped = turn(samples.get(name, 1), {f"{prefix}.enable": True})
+        assert isinstance(mapped, str) or set(mapped) <= keys, key
 
 
 def test_an_engine_we_do_not_have_is_listed(tmp_path):
     file = tmp_path / "verl.txt"
     file.write_text("actor_rollout_ref.actor.strategy=megatron")
-    assert "# not mapped: actor_rollout_ref.actor.strategy: there is no engine for megatron here" in from_verl(file)
+    assert "# not mapped: actor_rollout_ref.actor.strategy: there is no megatron here" in from_verl(file)

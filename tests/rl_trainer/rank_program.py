@@ -1,7 +1,7 @@
-"""One rank of a training run, started by test_fsdp.py as a process of its own: rank size store model out.
+"""One of two ranks of a training run, started by test_fsdp.py as a process of its own: rank model out.
 
-Runs every scenario for five updates and writes what came out as <out>/<rank>/<scenario>.npz; a lone rank also runs them in plain torch, to
-<out>/plain/.
+Runs every scenario for five updates together with the other rank; then rank 0 runs them as the only rank, and rank 1 in plain torch. What came
+out is written as <out>/{two/0,two/1,one/0,plain}/<scenario>.npz.
 """
 
 from __future__ import annotations
@@ -23,22 +23,29 @@ from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
 from rl_trainer.backends.world import World, join_world
 
-OPTIM = OptimConfig(lr=1e-3, lr_warmup_steps=2, lr_scheduler_type="cosine", lr_decay_steps=20, min_lr_ratio=0.1)
+COSINE = OptimConfig(lr=1e-3, lr_warmup_steps=2, lr_scheduler_type="cosine", lr_decay_steps=20, min_lr_ratio=0.1)
+LINEAR = OptimConfig(lr=1e-3, lr_scheduler_type="linear", lr_decay_steps=15)
 LORA = LoraConfig(rank=4, alpha=8)
+JOINED = {"ppo_mini_batch_size": 4, "ppo_max_token_len": 30, "use_remove_padding": True, "optim": LINEAR}
+RECOMPUTED = {"activation_checkpointing": True}
 SCENARIOS = {
     "full": {"actor": {"ppo_mini_batch_size": 4, "ppo_micro_batch_size": 3, "ppo_epochs": 2, "use_kl_loss": True}},
-    "seq_mean": {"actor": {"ppo_mini_batch_size": 4, "loss_agg_mode": "seq-mean-token-mean"}},
+    "seq_mean": {
+        "actor": {"ppo_mini_batch_size": 4, "loss_agg_mode": "seq-mean-token-mean", "entropy_coeff": 0.01},
+        "fsdp": {"reshard_after_forward": False},
+    },
     "idle": {"actor": {"ppo_mini_batch_size": 2}, "rows": 5},
+    "packed_recomputed": {"actor": JOINED, "fsdp": RECOMPUTED},
     "lora": {"actor": {"ppo_mini_batch_size": 4, "ppo_micro_batch_size": 3}, "lora": LORA},
-    "dora": {"actor": {"ppo_mini_batch_size": 4}, "lora": LoraConfig(rank=4, alpha=8, use_dora=True)},
-    "packed": {"actor": {"ppo_mini_batch_size": 4, "ppo_max_token_len": 30, "use_remove_padding": True}},
-    "recomputed_lora": {
-        "actor": {"ppo_mini_batch_size": 4, "use_remove_padding": True},
-        "fsdp": {"activation_checkpointing": True},
+    "lora_packed_recomputed": {"actor": JOINED, "fsdp": RECOMPUTED, "lora": LoraConfig(rank=4, alpha=8, use_dora=True)},
+    "bf16": {"actor": {"ppo_mini_batch_size": 4}, "fsdp": {"param_dtype": "bfloat16"}},
+    "bf16_lora": {
+        "actor": {"ppo_mini_batch_size": 4, "ppo_micro_batch_size": 3},
+        "fsdp": {"param_dtype": "bfloat16", **RECOMPUTED},
         "lora": LORA,
     },
-    "bf16": {"actor": {"ppo_mini_batch_size": 4}, "fsdp": {"param_dtype": "bfloat16"}},
     "critic": {"critic": {"ppo_mini_batch_size": 4, "ppo_micro_batch_size": 3}},
+    "critic_packed_recomputed": {"critic": JOINED, "fsdp": RECOMPUTED},
 }
 UPDATES = 5
 
@@ -74,10 +81,10 @@ def run(
     engine = PlainEngine() if plain else FsdpEngine(FsdpConfig(device="cpu", **how.get("fsdp", {})), world)
     is_critic = "critic" in how
     if is_critic:
-        config = CriticConfig(optim=OPTIM, **how["critic"])
+        config = CriticConfig(**({"optim": COSINE} | how["critic"]))
         model = TorchCriticBackend(path, config, rollout_n=1, seed=0, engine=engine)
     else:
-        config = ActorConfig(optim=OPTIM, **how["actor"])
+        config = ActorConfig(**({"optim": COSINE} | how["actor"]))
         model = TorchPolicyBackend(path, config, lora=how.get("lora"), seed=0, engine=engine)
     schedule = Schedule(epochs=config.ppo_epochs, mini_batch_rows=config.ppo_mini_batch_size, seed=0)
     out, data = {}, None
@@ -105,19 +112,25 @@ def run(
     return out
 
 
+def run_all(path: Path, base: TorchPolicyBackend, world: World, folder: Path, *, plain: bool = False) -> None:
+    """Every scenario; plain torch computes in float32 alone."""
+    folder.mkdir(parents=True)
+    for scenario, how in SCENARIOS.items():
+        if not plain or how.get("fsdp", {}).get("param_dtype") != "bfloat16":
+            np.savez(folder / f"{scenario}.npz", **run(scenario, path, base, world, folder, plain=plain))
+
+
 def main() -> None:
-    rank, size, store, path, out = int(sys.argv[1]), int(sys.argv[2]), *map(Path, sys.argv[3:6])
+    rank, path, out = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    world = join_world(rank, size, store=store, device="cpu", timeout_s=60)
     base = TorchPolicyBackend(path, None)
-    for kind in ("fsdp", "plain")[: 2 if size == 1 else 1]:
-        folder = out / (str(rank) if kind == "fsdp" else "plain")
-        folder.mkdir(parents=True)
-        for scenario in SCENARIOS:
-            if kind == "fsdp" or scenario != "bf16":
-                found = run(scenario, path, base, world, folder, plain=kind == "plain")
-                np.savez(folder / f"{scenario}.npz", **found)
-    dist.destroy_process_group()
+    for name, size in (("two", 2), ("one", 1)):
+        if rank < size:
+            world = join_world(rank, size, store=out / f"store-{name}", device="cpu", timeout_s=60)
+            run_all(path, base, world, out / name / str(rank))
+            dist.destroy_process_group()
+    if rank:
+        run_all(path, base, World(), out / "plain", plain=True)
 
 
 if __name__ == "__main__":

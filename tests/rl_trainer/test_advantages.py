@@ -15,7 +15,9 @@ from rl_protocol import BatchError, ConfigError, RowKey
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, whiten
 
 NAMES = ADVANTAGE_ESTIMATORS.names()
-GROUP = [name for name in NAMES if ADVANTAGE_ESTIMATORS.get(name).compares and name != "optimal_token_baseline"]
+COMPARING = [name for name in NAMES if ADVANTAGE_ESTIMATORS.get(name).compares]
+GROUP = [name for name in COMPARING if name != "optimal_token_baseline"]  # one advantage for all tokens of a session
+STEPWISE = [name for name in NAMES if name not in GROUP]
 OPTIONAL = ("token_rewards", "values", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
 
 
@@ -345,7 +347,7 @@ def test_a_session_counts_once_and_its_last_trajectory_is_what_is_scored(name):
     assert several[0] == several[1] == several[2] > several[3]
 
 
-@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "remax", "optimal_token_baseline"])
+@pytest.mark.parametrize("name", STEPWISE)
 def test_a_session_of_several_trajectories_is_one_episode(name):
     """The tokens of the first segment see the score that comes at the end of the last one."""
     rng = np.random.default_rng(0)
@@ -368,19 +370,42 @@ def test_a_final_trajectory_without_tokens_still_scores_its_session():
     assert advantages.tolist() == [0.5, 0.0, -0.5]
 
 
-@pytest.mark.parametrize("name", GROUP)
+def three_sessions(name, present, mask=None, sessions=(0, 1, 2)):
+    """Advantages [len(present)] of those of three sessions of one prompt, one token each, that score 1, 0 and 100."""
+    scores = np.array([1.0, 0.0, 100.0])[present]
+    return estimate(
+        name,
+        [("a", sessions[i]) for i in present],
+        [1] * len(present),
+        scores,
+        mask,
+        reward_components=scores[:, None],
+        component_weights=[1.0],
+        reward_baselines=[0.5] * len(present),
+        values=np.array([0.1, 0.2, 0.3])[present],
+        old_log_probs=np.array([-1.0, -0.5, -2.0])[present],
+        sum_pi_squared=np.array([0.5, 0.6, 0.7])[present],
+    )[0].tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_rejected_session_does_not_shift_the_baseline_of_its_siblings(name):
-    parts = {"reward_components": np.array([[1.0], [0.0], [100.0]]), "component_weights": [1.0]}
-    keys = [("a", 0), ("a", 1), ("a", 2)]
-    with_rejected, _ = estimate(name, keys, [1, 1, 1], [1, 0, 100], [True, True, False], **parts)
-    without, _ = estimate(
-        name, keys[:2], [1, 1], [1, 0], reward_components=np.array([[1.0], [0.0]]), component_weights=[1.0]
-    )
-    assert with_rejected.tolist() == [*without.tolist(), 0.0]
+    with_rejected = three_sessions(name, [0, 1, 2], [True, True, False])
+    assert with_rejected == [*three_sessions(name, [0, 1]), 0.0]
     assert with_rejected[0] > 0
 
 
-@pytest.mark.parametrize("name", [*GROUP, "optimal_token_baseline"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_session_that_failed_is_no_session_that_scored_zero(name):
+    """Its rows are not there: the others are compared among themselves, whatever numbers they have."""
+    assert three_sessions(name, [0, 2]) == three_sessions(name, [0, 2], sessions=(0, 1, 7))
+    alone = three_sessions(name, [2])
+    assert alone == three_sessions(name, [2], sessions=(5, 5, 0))
+    if name in COMPARING:
+        assert alone == [0.0]
+
+
+@pytest.mark.parametrize("name", COMPARING)
 def test_a_group_of_one_teaches_nothing(name):
     advantages, _ = estimate(
         name,

@@ -44,6 +44,7 @@ def test_refill_by_hand():
         next_round([], wanted=8, generated=8, rounds=1, max_rounds=0)
 
 
+@settings(max_examples=40)
 @given(st.integers(1, 20), st.integers(1, 6), st.floats(0, 1), st.randoms(use_true_random=False))
 def test_refilling_always_ends_and_never_asks_for_more_than_a_batch(wanted, max_rounds, share, random):
     kept, generated, rounds, decision = [], 0, 0, Generate(num_prompts=wanted)
@@ -131,7 +132,7 @@ def test_the_adaptive_coefficient_by_hand():
 # ---------------------------------------------------------------------------------------------------- mini-batches
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 4000), min_size=1, max_size=60), st.data())
 def test_mini_batches_hold_every_row_once_and_are_alike(lengths, data):
     parts = data.draw(st.integers(1, len(lengths)))
@@ -153,6 +154,7 @@ def test_mini_batches_are_drawn_anew_each_time_and_reproducible():
         mini_batches(lengths, 41, np.random.default_rng(0))
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 50), max_size=40), st.integers(50, 200))
 def test_micro_batches_keep_within_their_tokens_and_hold_every_row_once(lengths, most):
     plan = micro_batches(np.array(lengths, dtype=np.int64), most)

@@ -8,7 +8,7 @@ from collections import Counter
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_protocol import BatchData, BatchError, KVBatchMeta, WorkerError, ragged
@@ -20,6 +20,7 @@ from rl_trainer.dispatch import StepRows, forward, update
 from rl_trainer.messages import StageCall, StageResult
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(0, 50), min_size=8, max_size=40),
     st.integers(1, 4),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import re
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -37,11 +40,13 @@ from rl_trainer import (
     needs_critic,
     needs_sum_pi_squared,
 )
+from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from rl_trainer.algorithms.policy_losses import POLICY_LOSSES
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
 from rl_trainer.combinations import check_combination
 from rl_trainer.config import FilterGroupsConfig, KLControlConfig, PolicyLossConfig, RolloutCorrectionConfig
-from rl_trainer.messages import StageCall
+from rl_trainer.messages import FilterResult, RolloutCall, RolloutResult, StageCall, StageResult
 from rl_trainer.rollout.hf import HFRolloutEngine
 from rl_trainer.sessions import SESSIONS
 
@@ -70,10 +75,11 @@ class LocalWorker:
     """A WorkerHandle in this process."""
 
     def __init__(self, name, worker):
-        self.name, self.worker, self.bytes_moved, self.calls = name, worker, 0, []
+        self.name, self.worker, self.bytes_moved, self.calls, self.payloads = name, worker, 0, [], []
 
     async def call(self, method, payload, *, timeout_s):
         self.calls.append(method)
+        self.payloads.append(payload)
         answer = await self.worker.handle(method, payload)
         self.bytes_moved += len(payload) + len(answer)
         return answer
@@ -125,9 +131,11 @@ class Setup:
         temperature=1.0,
         session="single_turn",
         lora=None,
+        validate=False,
     ):
         algorithm = AlgorithmConfig(adv_estimator=estimator, **(algorithm or {}))
-        actor = ActorConfig(optim=OptimConfig(lr=3e-3), ppo_mini_batch_size=4, use_kl_loss=True, **(actor or {}))
+        defaults = {"optim": OptimConfig(lr=3e-3), "ppo_mini_batch_size": 4, "use_kl_loss": True}
+        actor = ActorConfig(**(defaults | (actor or {})))
         check_combination(algorithm, actor, 4)
         critic = CriticConfig(optim=OptimConfig(lr=3e-3), ppo_mini_batch_size=4, warmup_steps=critic_warmup)
         rollout = RolloutConfig(n=4, response_length=3, num_workers=engines, temperature=temperature)
@@ -177,7 +185,9 @@ class Setup:
                 actor=actor,
                 filter_groups=algorithm.filter_groups,
                 critic=critic,
-                loop=LoopConfig(total_training_steps=steps, test_freq=1, stage_timeout_s=60),
+                loop=LoopConfig(
+                    total_training_steps=steps, test_freq=int(validate), val_before_train=validate, stage_timeout_s=60
+                ),
                 on_step=lambda step, metrics: self.steps.append((step, dict(metrics))),
             )
         )
@@ -187,7 +197,7 @@ class Setup:
 
 
 def test_a_step_goes_through_all_stages_and_leaves_the_plane_empty(model_path):
-    setup = Setup(model_path, estimator="gae")
+    setup = Setup(model_path, estimator="gae", validate=True)
     last = setup.fit()
     assert [step for step, _ in setup.steps] == [0, 1, 2]
     assert last == {k: v for k, v in setup.steps[-1][1].items() if k.startswith("val-")}
@@ -203,38 +213,82 @@ def parts_of_reward(*args):
     return {"score": starts_right(*args), "brevity": 1.0 / len(args[1] or "x")}
 
 
-@pytest.mark.parametrize(
-    ("estimator", "loss", "more"),
-    [
-        ("dr_grpo", "gspo", {}),
-        ("rloo", "cispo", {}),
-        ("reinforce_plus_plus", "sapo", {}),
-        ("reinforce_plus_plus_baseline", "gpg", {}),
-        ("grpo_passk", "dppo_tv", {}),
-        ("opo", "dppo_kl", {}),
-        ("gpg", "clip_cov", {"policy_loss": {"clip_cov_lb": -9.0}}),
-        ("remax", "kl_cov", {}),
-        ("optimal_token_baseline", "vanilla", {}),
-        ("gdpo", "geo_mean", {"algorithm": {"gdpo_reward_keys": "score,brevity", "gdpo_reward_weights": "1,0.5"}}),
-    ],
-)
-def test_every_estimator_and_loss_trains_a_step(model_path, estimator, loss, more):
-    policy_loss = PolicyLossConfig(loss_mode=loss, **more.get("policy_loss", {}))
+async def two_trajectories(row, generate):
+    """A context that is reset after the first turn: the second trajectory starts with a token it was given."""
+    first = await generate(row.prompt_ids, 2)
+    second = await generate([*row.prompt_ids, 13], 2)
+    given = Trajectory(
+        response_ids=(13, *second.response_ids),
+        made=(False, *(True for _ in second.response_ids)),
+        log_probs=(0.0, *second.log_probs),
+        weight_version=second.weight_version,
+    )
+    return [Trajectory.of(first), given]
+
+
+COMBINATIONS = [
+    ("gae", "vanilla", {}),
+    ("grpo", "gspo", {}),
+    ("dr_grpo", "gspo", {}),
+    ("rloo", "cispo", {}),
+    ("reinforce_plus_plus", "sapo", {}),
+    ("reinforce_plus_plus_baseline", "gpg", {}),
+    ("grpo_passk", "dppo_tv", {}),
+    ("opo", "dppo_kl", {}),
+    ("gpg", "clip_cov", {"policy_loss": {"clip_cov_lb": -9.0}}),
+    ("remax", "kl_cov", {}),
+    ("optimal_token_baseline", "vanilla", {}),
+    ("gdpo", "geo_mean", {"algorithm": {"gdpo_reward_keys": "score,brevity", "gdpo_reward_weights": "1,0.5"}}),
+]
+
+
+def documented():
+    """Patterns of the metric names in the package's README: `a/{b,c}` are two names, `<x>` is any word."""
+    text = (Path(__file__).parents[2] / "packages" / "rl-trainer" / "README.md").read_text()
+    table = text.partition("## Metrics")[2].partition("\n## ")[0]
+    for name in re.findall(r"`([\w/.<>@*{},-]+)`", table):
+        choices = [part.strip("{}").split(",") for part in re.findall(r"{[^}]*}|[^{}]+", name)]
+        for plain in map("".join, itertools.product(*choices)):
+            yield re.sub(r"<\w+>", "[^/]+", plain.replace("*", "[^/]+"))
+
+
+def assert_documented(metrics):
+    patterns = re.compile("|".join(f"(?:{pattern})" for pattern in documented()))
+    assert [name for name in metrics if not patterns.fullmatch(name)] == []
+
+
+def test_every_name_takes_part():
+    assert {estimator for estimator, *_ in COMBINATIONS} == set(ADVANTAGE_ESTIMATORS.names())
+    assert {loss for _, loss, _ in COMBINATIONS} == set(POLICY_LOSSES.names())
+
+
+@pytest.mark.parametrize(("estimator", "loss", "more"), COMBINATIONS)
+def test_every_estimator_and_loss_trains_on_sessions_of_several_trajectories(
+    model_path, monkeypatch, estimator, loss, more
+):
+    monkeypatch.setitem(SESSIONS._built_in, "two", SessionKind(two_trajectories))
     setup = Setup(
         model_path,
         estimator=estimator,
         reward=parts_of_reward,
+        session="two",
         steps=2,
         algorithm=more.get("algorithm"),
-        actor={"policy_loss": policy_loss, "loss_agg_mode": "seq-mean-token-mean"},
+        actor={
+            "policy_loss": PolicyLossConfig(loss_mode=loss, **more.get("policy_loss", {})),
+            "loss_agg_mode": "seq-mean-token-mean",
+        },
     )
     setup.fit()
-    metrics = setup.steps[-1][1]
-    assert metrics["actor/grad_norm"] > 0
-    assert all(np.isfinite(v) for v in metrics.values())
-    rows = asyncio.run(setup.plane.stats()).rows
-    assert not any(rows.values())
-    assert ("critic/baseline/mean" in metrics) == (estimator == "remax")
+    steps = [m for step, m in setup.steps if step]
+    assert setup.plane.most["train"] == 8 * 4 * 2
+    assert max(m["training/rollout_log_probs_diff_max"] for m in steps) < 1e-4  # given tokens are in no statistic
+    assert all(m["actor/grad_norm"] > 0 for m in steps)
+    assert all(np.isfinite(v) for m in steps for v in m.values())
+    assert steps[0]["response_length/max"] <= 3
+    assert ("critic/baseline/mean" in steps[-1]) == (estimator == "remax")
+    assert not any(asyncio.run(setup.plane.stats()).rows.values())
+    assert_documented(steps[-1])
 
 
 def test_the_baseline_of_remax_is_the_score_of_the_greedy_answer(model_path):
@@ -298,6 +352,19 @@ def test_a_part_of_the_reward_that_is_missing_is_named(model_path):
         setup.fit()
 
 
+def test_no_answer_to_the_driver_has_room_for_a_column():
+    """So its bytes are metadata for every estimator: a handful of named floats, counts, and names of prompts."""
+    kinds = {
+        kind: {f.name: f.type for f in msgspec.structs.fields(kind)}
+        for kind in (StageResult, RolloutResult, FilterResult)
+    }
+    assert kinds == {
+        StageResult: {"metrics": dict[str, float]},
+        RolloutResult: {"trajectories": int},
+        FilterResult: {"uids": tuple[str, ...]},
+    }
+
+
 def test_what_belongs_to_a_prompt_is_stored_once(model_path):
     setup = Setup(model_path, steps=1)
     setup.fit()
@@ -332,6 +399,55 @@ def test_the_result_does_not_depend_on_the_number_of_rollout_workers(model_path)
         for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm", "val-core/digits/acc/mean@1"):
             if name in a:
                 assert a[name] == pytest.approx(b[name], abs=1e-4), name
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+def test_throughput_is_tokens_over_seconds_whoever_works(model_path, engines):
+    """verl divided by the GPUs of the trainer alone, so that a pool for rollout looked like speed."""
+    setup = Setup(model_path, engines=engines, steps=1)
+    setup.fit()
+    (metrics,) = [m for step, m in setup.steps if step]
+    assert metrics["perf/throughput"] == metrics["perf/total_num_tokens"] / metrics["timing_s/step"]
+    rows = setup.plane.most["train"]
+    assert metrics["perf/total_num_tokens"] == pytest.approx(
+        rows * (metrics["prompt_length/mean"] + metrics["response_length/mean"])
+    )
+
+
+def test_a_step_is_one_batch_however_many_optimizer_steps_and_rounds_it_takes(model_path):
+    setup = Setup(
+        model_path,
+        steps=3,
+        actor={"ppo_epochs": 2, "ppo_mini_batch_size": 2, "optim": OptimConfig(lr=3e-3, lr_warmup_steps=24)},
+        algorithm={"filter_groups": FilterGroupsConfig(enable=True, metric="score", max_num_gen_batches=2)},
+        reward=lambda source, text, truth, extra=None: float(len(text)),
+    )
+    setup.fit()
+    steps = [(step, m) for step, m in setup.steps if step]
+    assert [step for step, _ in steps] == [m["training/global_step"] for _, m in steps] == [1, 2, 3]
+    assert setup.sync.versions == [m["weight_sync/version"] for _, m in steps] == [1, 2, 3]
+    # at most 2 epochs of 4 mini-batches each: the learning rate counts those, the step does not
+    assert 0 < steps[0][1]["actor/lr"] <= 8 / 24 * 3e-3
+
+
+def test_prompts_are_dealt_evenly_in_every_step_and_round(model_path):
+    """By their number alone: there are no counts of work in flight that could leak and starve a worker."""
+    filtering = {"filter_groups": FilterGroupsConfig(enable=True, metric="score", max_num_gen_batches=3)}
+    setup = Setup(model_path, engines=3, steps=2, algorithm=filtering)
+    setup.fit()
+    dealt = {}
+    for worker in setup.workers.rollout:
+        for payload in worker.payloads:
+            asked = msgspec.msgpack.decode(payload, type=RolloutCall)
+            if asked.split == "train":
+                dealt.setdefault(asked.prompts[0].uid.partition("-")[0], {}).setdefault(worker.name, []).append(
+                    len(asked.prompts)
+                )
+    assert dealt.keys() == {"s1", "s2"}
+    for by_worker in dealt.values():
+        shares = [sum(share) for share in by_worker.values()]
+        assert len(shares) == 3
+        assert max(shares) - min(shares) <= 3  # at most one in each of three rounds
 
 
 def test_while_the_critic_warms_up_the_actor_stays_and_nothing_is_sent(model_path):
@@ -393,32 +509,6 @@ def test_a_column_that_does_not_align_with_what_was_read_is_refused_by_name():
         assert (await plane.list_rows("train")).fields == ("responses",)
 
     asyncio.run(body())
-
-
-async def two_trajectories(row, generate):
-    """A context that is reset after the first turn: the second trajectory starts with a token it was given."""
-    first = await generate(row.prompt_ids, 2)
-    second = await generate([*row.prompt_ids, 13], 2)
-    given = Trajectory(
-        response_ids=(13, *second.response_ids),
-        made=(False, *(True for _ in second.response_ids)),
-        log_probs=(0.0, *second.log_probs),
-        weight_version=second.weight_version,
-    )
-    return [Trajectory.of(first), given]
-
-
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "gae", "remax"])
-def test_sessions_of_several_trajectories_are_trained_on(model_path, monkeypatch, estimator):
-    monkeypatch.setitem(SESSIONS._built_in, "two", SessionKind(two_trajectories))
-    setup = Setup(model_path, estimator=estimator, session="two", steps=2)
-    setup.fit()
-    metrics = [m for step, m in setup.steps if step]
-    assert setup.plane.most["train"] == 8 * 4 * 2
-    assert max(m["training/rollout_log_probs_diff_max"] for m in metrics) < 1e-4  # given tokens are in no statistic
-    assert all(m["actor/grad_norm"] > 0 for m in metrics)
-    assert all(np.isfinite(v) for m in metrics for v in m.values())
-    assert metrics[0]["response_length/max"] <= 3
 
 
 def test_dynamic_filtering_trains_on_prompts_that_teach_alone(model_path):

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.spellings import one_spelling
 from rl_app_ppo.unused import refuse_unused, unused
-from rl_app_ppo.verl import import_verl, report, split_overrides
+from rl_app_ppo.verl import import_verl, report, split_overrides, with_references_resolved
 from rl_protocol import ConfigError
 from rl_trainer.engines import get_engine
 
@@ -178,8 +178,10 @@ def from_verl(path: Path) -> str:
         raise ConfigError(f"--from-verl {path}: can't be read: {error}") from error
     words = shlex.split(text.replace("\\\n", " "), comments=True)
     is_list = all("=" in word for word in words if not word.startswith("-"))
-    imported = import_verl(split_overrides(words, _parse) if is_list else _flatten(_read_yaml(path)))
-    preset = "ppo" if imported.settings.get("algorithm.adv_estimator") == "gae" else "grpo"
+    imported = import_verl(
+        split_overrides(words, _parse) if is_list else _flatten(with_references_resolved(_read_yaml(path)))
+    )
+    preset = "ppo" if imported.settings["algorithm.adv_estimator"] == "gae" else "grpo"
     overrides = [f"{PRESET_KEY}={preset}", *(f"{key}={_text(value)}" for key, value in imported.settings.items())]
     resolved = resolve(overrides)
     idle = unused(resolved.config, resolved.changed)

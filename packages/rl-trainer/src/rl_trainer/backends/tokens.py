@@ -34,10 +34,13 @@ class TokenBatch:
     """N."""
     targets: torch.Tensor
     """int64 [T], the response tokens."""
+    first: int
+    """The earliest of the places: what the model puts out before it is read by nobody."""
 
-    def read(self, output: torch.Tensor) -> torch.Tensor:
-        """[T, ...] of what the model put out at every place, [lines, places, ...]."""
-        return output[self.line, self.position]
+    def read(self, output: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """[T, ...] of what the model put out at every place from `first` on, [lines, places, ...]."""
+        places = output.shape[1]
+        return output.flatten(0, 1).index_select(0, self.line * places + self.position - first)
 
 
 def token_batch(batch: BatchData, pad_id: int, *, packed: bool = False, device: torch.device = CPU) -> TokenBatch:
@@ -77,6 +80,7 @@ def token_batch(batch: BatchData, pad_id: int, *, packed: bool = False, device: 
         row=torch.from_numpy(row).to(device),
         rows=len(batch),
         targets=torch.tensor(responses.values, dtype=torch.int64, device=device),
+        first=int(place.min(initial=int(p.max(initial=0)))),
     )
 
 

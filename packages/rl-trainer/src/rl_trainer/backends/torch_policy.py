@@ -174,10 +174,14 @@ class TorchPolicyBackend:
         return token_batch(batch, self._pad_id, packed=self._config.use_remove_padding, device=self._engine.device)
 
     def _logits(self, tokens: TokenBatch) -> torch.Tensor:
-        """[T, V] logits that each response token was drawn from; a packed model computes no others."""
+        """[T, V] logits that each response token was drawn from; a packed model computes no others, a padded one none of the prompts'
+        common beginning."""
         if self._config.use_remove_padding:
             return self._model(**tokens.inputs, logits_to_keep=tokens.position, use_cache=False).logits[0]
-        return tokens.read(self._model(**tokens.inputs, use_cache=False).logits)
+        width = tokens.inputs["input_ids"].shape[1]
+        places = torch.arange(tokens.first, width, device=tokens.position.device)
+        out = self._model(**tokens.inputs, logits_to_keep=places, use_cache=False)
+        return tokens.read(out.logits, tokens.first)
 
 
 def _columns(micro: BatchData, tokens: TokenBatch) -> TokenColumns:

@@ -33,11 +33,16 @@ def token_log_probs(
     Returns:
         log_probs [T], entropy [T], float32.
     """
-    log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
+    log_p = torch.log_softmax(_scaled(logits, temperature), dim=-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     return log_p.gather(-1, tokens[:, None]).squeeze(-1), entropy
 
 
 def sum_pi_squared(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """[T] sum over the vocabulary of squared probabilities of softmax(logits / temperature), logits [T, V], float32."""
-    return torch.softmax(logits.float() / temperature, dim=-1).square().sum(-1)
+    return torch.softmax(_scaled(logits, temperature), dim=-1).square().sum(-1)
+
+
+def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """float32; at temperature 1 nothing as large as the logits is copied."""
+    return logits.float() if temperature == 1.0 else logits.float() / temperature
