@@ -1,6 +1,9 @@
-"""A tiny real transformers model, made on the spot."""
+"""A tiny real transformers model, made on the spot. Helper modules of this folder can be imported; their names are unique in the workspace."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +12,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from rl_protocol import BatchData, ragged
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 VOCABULARY = ("<pad>", "<eos>", *"0123456789+=")
 

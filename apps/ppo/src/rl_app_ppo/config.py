@@ -158,6 +158,11 @@ def to_yaml(config: AppConfig) -> str:
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 
+def flat_settings(text: str) -> dict[str, Any]:
+    """What `to_yaml` wrote, now or in another version, by dotted key."""
+    return _flatten(_parse(text))
+
+
 def from_yaml(text: str) -> AppConfig:
     """Read back what `to_yaml` wrote."""
     return _build(AppConfig, _parse(text))

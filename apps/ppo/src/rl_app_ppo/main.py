@@ -147,13 +147,17 @@ def _train(config: AppConfig, out: Console) -> int:
     from rl_app_ppo.console import (
         Screen,
     )  # these pull in Ray, which --help and --cfg do without, and which reads its settings then
+    from rl_app_ppo.resume import find_start
     from rl_app_ppo.run import RunFiles, preflight, run, write_config
 
     preflight(config)
     name = config.trainer.run_name or time.strftime(
         f"%Y-%m-%d_%H-%M-%S_{config.algorithm.name}_seed{config.trainer.seed}"
     )
-    folder = create_run_folder(Path(config.trainer.output_dir), name, config.trainer.min_free_disk_mb)
+    output_dir = Path(config.trainer.output_dir)
+    start = find_start(config, output_dir.expanduser() / name)
+    go_on = config.trainer.resume_mode == "auto"
+    folder = create_run_folder(output_dir, name, config.trainer.min_free_disk_mb, go_on=go_on)
     files = RunFiles(folder=folder.resolve())
     write_config(config, files)
     logging.basicConfig(
@@ -163,11 +167,13 @@ def _train(config: AppConfig, out: Console) -> int:
     logger.info("run %s starts", files.folder)
     screen = Screen(out)
     screen.header(config, config.model.path or "demo model", files.folder)
-    start = time.perf_counter()
-    recorder = asyncio.run(_interruptible(run(config, files, screen)))
+    for note in start.notes:
+        screen.note(note)
+    began = time.perf_counter()
+    recorder = asyncio.run(_interruptible(run(config, files, screen, start)))
     screen.curve(recorder.curves)
     first, last = (recorder.validation[i][1] if recorder.validation else float("nan") for i in (0, -1))
-    out.print(Text(f"validation accuracy {first:.3f} -> {last:.3f} in {time.perf_counter() - start:.0f} s"))
+    out.print(Text(f"validation accuracy {first:.3f} -> {last:.3f} in {time.perf_counter() - began:.0f} s"))
     screen.paths(
         {
             "config": files.config,

@@ -26,27 +26,36 @@ def writing(path: Path) -> Generator[None]:
         ) from error
 
 
-def create_run_folder(output_dir: Path, run_name: str, min_free_mb: int) -> Path:
-    """Make the folder of a new run and check that it can be written and has room.
+def create_run_folder(output_dir: Path, run_name: str, min_free_mb: int, *, go_on: bool = False) -> Path:
+    """Make the folder of a run and check that it can be written and has room.
+
+    Args:
+        output_dir: where runs are.
+        run_name: of this one.
+        min_free_mb: least free space, MiB.
+        go_on: the folder may be there already.
 
     Raises:
         OutputError: it exists already, can't be written, or the disk has less than `min_free_mb` MiB left.
     """
     folder = output_dir.expanduser() / run_name
     with writing(folder):
+        is_new = not folder.exists()
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
-            folder.mkdir()
+            folder.mkdir(exist_ok=go_on)
         except FileExistsError:
             raise OutputError(
-                f"{folder} exists already; nothing is overwritten. Set trainer.run_name to another name."
+                f"{folder} exists already; nothing is overwritten. Set trainer.run_name to another name, or go on with it: "
+                "trainer.resume_mode=auto."
             ) from None
         probe = folder / ".probe"
         probe.write_bytes(b"\0" * 4096)
         probe.unlink()
         free = shutil.disk_usage(folder).free // 2**20
     if free < min_free_mb:
-        folder.rmdir()
+        if is_new:
+            folder.rmdir()
         raise OutputError(
             f"{output_dir} has {free} MiB of free space, less than trainer.min_free_disk_mb={min_free_mb}. "
             "Free some space or set trainer.output_dir to another place."
@@ -54,13 +63,31 @@ def create_run_folder(output_dir: Path, run_name: str, min_free_mb: int) -> Path
     return folder
 
 
+def kept_metrics(path: Path, last_step: int) -> list[dict[str, float]]:
+    """Cut a metrics file back to the lines up to `last_step`, whose later steps will happen again, and to those that are whole; returns them."""
+    kept: list[dict[str, float]] = []
+    with writing(path):
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                break  # the run was killed while it wrote this one
+            if record["step"] <= last_step:
+                kept.append(record)
+        temporary = path.with_name(f".{path.name}")
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        os.replace(temporary, path)  # noqa: PTH105 - see publish_folder
+    return kept
+
+
 class JSONLSink:
-    """MetricSink: one JSON object per step, flushed at once."""
+    """MetricSink: one JSON object per step, flushed at once, after the lines that are there."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         with writing(path):
-            self._file: TextIO | None = path.open("w", encoding="utf-8")
+            self._file: TextIO | None = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line."""
@@ -79,9 +106,10 @@ class JSONLSink:
 
 class TensorBoardSink:
     """MetricSink: an event file that `tensorboard --logdir` reads, record by record, so that a failing write is seen where it happens
-    (tensorboard's own EventFileWriter writes from a thread that prints its errors)."""
+    (tensorboard's own EventFileWriter writes from a thread that prints its errors). Where a run goes on `after` a step, readers are told to
+    forget what an earlier file says of later ones."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, after: int | None = None) -> None:
         from tensorboard.compat.proto import (
             event_pb2,
             summary_pb2,
@@ -97,6 +125,8 @@ class TensorBoardSink:
             self._file = path.open("wb", buffering=0)
             self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
+        if after is not None:
+            self._write(step=after + 1, session_log=self._event.SessionLog(status=self._event.SessionLog.START))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one event with all metrics."""
@@ -115,8 +145,10 @@ class TensorBoardSink:
 
 
 def publish_folder(temporary: Path, final: Path) -> None:
-    """Move a finished folder to its name in one step, so that nobody ever sees half of it."""
+    """Move a finished folder to its name in one step, so that nobody ever sees half of it; one that a run has left there goes first."""
     with writing(final):
+        if final.exists():
+            shutil.rmtree(final)
         os.replace(temporary, final)  # noqa: PTH105 - Path.replace would hide that this is the atomic step
 
 

@@ -20,7 +20,8 @@ from rl_app_ppo.demo.arithmetic import make_split
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_app_ppo.demo.store import read_facts
 from rl_app_ppo.memory import available_bytes, check_memory, parameters
-from rl_app_ppo.outputs import JSONLSink, TensorBoardSink, draw_curve, publish_folder, writing
+from rl_app_ppo.outputs import JSONLSink, TensorBoardSink, draw_curve, kept_metrics, publish_folder, writing
+from rl_app_ppo.resume import CHECKPOINTS, Start
 from rl_app_ppo.rewards import load_reward
 from rl_app_ppo.runtime.cluster import RayWorker, ray_session
 from rl_app_ppo.runtime.messages import BuildCall, Role
@@ -41,6 +42,7 @@ from rl_trainer import (
     needs_critic,
     needs_reference,
 )
+from rl_trainer.checkpoints.writer import CheckpointWriter
 from rl_transferqueue import LocalPlane, connect, start_local_plane
 
 logger = logging.getLogger(__name__)
@@ -127,6 +129,10 @@ class RunFiles:
         return self.folder / "checkpoint"
 
     @property
+    def checkpoints(self) -> Path:
+        return self.folder / CHECKPOINTS
+
+    @property
     def logs(self) -> Path:
         return self.folder / "logs"
 
@@ -143,11 +149,7 @@ class Recorder:
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one step; step 0 is the validation before training."""
-        accuracy = validation_accuracy(metrics)
-        if accuracy is not None:
-            self.validation.append((step, accuracy))
-        if "critic/acc/mean" in metrics:
-            self.reward.append((step, metrics["critic/acc/mean"]))
+        accuracy = self.remember(step, metrics)
         for sink in self._sinks:
             sink.log(step, metrics)
         if step:
@@ -156,13 +158,22 @@ class Recorder:
             self._screen.note(f"before training: validation accuracy {accuracy:.3f}")
         self._screen.bar("training", step, self._total)
 
+    def remember(self, step: int, metrics: Mapping[str, float]) -> float | None:
+        """Add one step to the curves; returns its validation accuracy, if it has one."""
+        accuracy = validation_accuracy(metrics)
+        if accuracy is not None:
+            self.validation.append((step, accuracy))
+        if "critic/acc/mean" in metrics:
+            self.reward.append((step, metrics["critic/acc/mean"]))
+        return accuracy
+
     @property
     def curves(self) -> dict[str, list[tuple[int, float]]]:
         return {"validation accuracy": self.validation, "training accuracy": self.reward}
 
 
-async def run(config: AppConfig, files: RunFiles, screen: Screen) -> Recorder:
-    """Train as configured.
+async def run(config: AppConfig, files: RunFiles, screen: Screen, start: Start) -> Recorder:
+    """Train as configured, from the beginning or from a checkpoint.
 
     Raises:
         RLError: whatever went wrong; processes are down and files closed by then.
@@ -184,11 +195,16 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen) -> Recorder:
         await _build(config, workers, model_path, plane_process, store)
         plane = await connect(plane_process.descriptor)
         stack.push_async_callback(plane.close)
-        for sink in (JSONLSink(files.metrics), TensorBoardSink(files.tensorboard)):
+        after = start.checkpoint.manifest.step if start.checkpoint else None
+        for line in kept_metrics(files.metrics, -1 if after is None else after):
+            recorder.remember(int(line["step"]), line)
+        for sink in (JSONLSink(files.metrics), TensorBoardSink(files.tensorboard, after)):
             sinks.append(sink)
             stack.callback(sink.close)
-        trainer = PPOTrainer(_parts(config, graph, plane, workers, recorder))
+        trainer = PPOTrainer(_parts(config, graph, plane, workers, recorder, files))
         try:
+            if start.checkpoint is not None:
+                await trainer.resume(start.checkpoint)
             await trainer.fit()
         finally:
             _write_curve(files, recorder)
@@ -198,7 +214,9 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen) -> Recorder:
     return recorder
 
 
-def _parts(config: AppConfig, graph: StepGraph, plane: DataPlane, workers: Workers, recorder: Recorder) -> TrainerParts:
+def _parts(
+    config: AppConfig, graph: StepGraph, plane: DataPlane, workers: Workers, recorder: Recorder, files: RunFiles
+) -> TrainerParts:
     sync = None
     if config.checkpoint_engine.enabled:
         receivers = [RemoteReceiver(worker) for worker in workers.rollout]
@@ -216,6 +234,13 @@ def _parts(config: AppConfig, graph: StepGraph, plane: DataPlane, workers: Worke
         filter_groups=config.algorithm.filter_groups,
         loop=config.trainer,
         on_step=recorder.on_step,
+        checkpoints=CheckpointWriter(
+            files.checkpoints,
+            config=to_yaml(config),
+            keep=config.trainer.max_ckpt_to_keep,
+            workers=workers,
+            timeout_s=config.trainer.stage_timeout_s,
+        ),
     )
 
 
@@ -320,4 +345,4 @@ def write_config(config: AppConfig, files: RunFiles) -> None:
     """Write the resolved configuration, first of all files."""
     with writing(files.config):
         files.config.write_text(to_yaml(config), encoding="utf-8")
-        files.logs.mkdir()
+        files.logs.mkdir(exist_ok=True)

@@ -63,6 +63,11 @@ class TrainerConfig(LoopConfig):
 
     output_dir: str = option("outputs", "folder in which each run gets a folder of its own")
     run_name: str = option("", "name of that folder; empty: date, time, algorithm and seed")
+    resume_mode: str = option(
+        "disable",
+        "disable: a new run; auto: go on in the run folder from its newest whole checkpoint; or a checkpoint to start a new run from",
+    )
+    max_ckpt_to_keep: int = option(3, "newest checkpoints that are kept, beside the best one; 0: all")
     min_free_disk_mb: int = option(100, "refuse to start with less free space than this in output_dir")
     threads_per_worker: int = option(1, "compute threads of each worker process")
 
@@ -70,6 +75,14 @@ class TrainerConfig(LoopConfig):
         super().__post_init__()
         require(bool(self.output_dir), "trainer.output_dir", "a folder", self.output_dir)
         require("/" not in self.run_name, "trainer.run_name", "a name without slashes", self.run_name)
+        require(bool(self.resume_mode), "trainer.resume_mode", "disable, auto or a folder", self.resume_mode)
+        require(
+            self.resume_mode != "auto" or bool(self.run_name),
+            "trainer.run_name",
+            "given with trainer.resume_mode=auto, so that the run to go on with is known",
+            self.run_name,
+        )
+        require(self.max_ckpt_to_keep >= 0, "trainer.max_ckpt_to_keep", "at least 0", self.max_ckpt_to_keep)
         require(self.min_free_disk_mb >= 0, "trainer.min_free_disk_mb", "at least 0", self.min_free_disk_mb)
         require(self.threads_per_worker >= 1, "trainer.threads_per_worker", "at least 1", self.threads_per_worker)
 

@@ -93,6 +93,7 @@ RULES = (
         "checkpoint_engine.enabled=true",
         but=("checkpoint_engine.enabled",),
     ),
+    Rule(("trainer.max_ckpt_to_keep",), lambda c: c.trainer.save_freq > 0, "trainer.save_freq greater than 0"),
     Rule(("model.cache_dir",), lambda c: not c.model.path, "model.path empty, for the demo model"),
 )
 

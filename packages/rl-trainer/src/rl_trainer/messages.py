@@ -6,6 +6,7 @@ import msgspec
 
 from rl_protocol import KVBatchMeta
 from rl_protocol.ports import SamplingParams
+from rl_trainer.checkpoints.folder import FileFacts
 
 
 class PromptRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -56,5 +57,30 @@ class FilterResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 class SaveCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Write the policy as a Hugging Face checkpoint."""
+
+    path: str
+
+
+class SaveStateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Copy the state of this worker, and begin to write it into a checkpoint."""
+
+    path: str
+    """Folder of the checkpoint."""
+    part: str
+    """Folder below it of this worker's role."""
+
+
+class FinishSaveCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Answer when everything is on the disk."""
+
+
+class SavedFiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a worker wrote, by path below the folder of the checkpoint."""
+
+    files: dict[str, FileFacts]
+
+
+class LoadStateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Go on from the state in a folder."""
 
     path: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, TypeGuard
 
 import msgspec
@@ -13,19 +14,27 @@ from rl_protocol import BatchData, KVBatchMeta, RewardError, RowKey, dense, ragg
 from rl_protocol.ports import DataPlane, RewardFunction
 from rl_trainer.algorithms.dapo import overlong_penalty, prompts_that_teach
 from rl_trainer.algorithms.kl import adaptive_kl_coef
+from rl_trainer.checkpoints.stateful import StatefulWorker, Write
 from rl_trainer.columns import BASELINE_PARTITION
 from rl_trainer.config import AlgorithmConfig, OverlongConfig, PolicyLossConfig
 from rl_trainer.messages import FilterResult, StageCall, StageResult
 from rl_trainer.metrics import mean_by_group, stats
 from rl_trainer.scoring import Scoring, estimate_advantages
 from rl_trainer.stages import StepGraph
-from rl_trainer.worker import Worker, fetch, read, store
+from rl_trainer.worker import fetch, read, store
+
+STATE = "worker.json"
 
 
-class RewardWorker(Worker):
+class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    kl_coef: float
+
+
+class RewardWorker(StatefulWorker):
     """Scores responses and turns scores into advantages, next to the data and without any model."""
 
     handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
+        **StatefulWorker.state_handlers,
         "reward": StageCall,
         "evaluate": StageCall,
         "filter": StageCall,
@@ -138,6 +147,20 @@ class RewardWorker(Worker):
                 self._kl_coef, kl, target=control.target_kl, horizon=control.horizon, sequences=len(call.batch)
             )
         return StageResult(metrics=metrics)
+
+    def copy_state(self, part: str) -> Mapping[str, Write]:
+        """See StatefulWorker.copy_state: where the adaptive coefficient is."""
+        state = _State(kl_coef=self._kl_coef)
+
+        def write(folder: Path) -> Sequence[Path]:
+            (folder / STATE).write_bytes(msgspec.json.encode(state))
+            return [folder / STATE]
+
+        return {part: write}
+
+    def take_state(self, folder: Path) -> None:
+        """See StatefulWorker.take_state."""
+        self._kl_coef = msgspec.json.decode((folder / STATE).read_bytes(), type=_State).kl_coef
 
     def _score(self, batch: KVBatchMeta, data: BatchData) -> list[Mapping[str, float]]:
         """What the reward function says of each response: a finite `score`, `acc` (the score where it gives none), and its other numbers."""

@@ -6,6 +6,7 @@ prompts -> rollout workers -> (data plane) -> reward -> filter? -> old_log_prob 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -16,10 +17,12 @@ from typing import TypeVar
 
 import msgspec
 
-from rl_protocol import KVBatchMeta, RowKey, balanced_parts
+from rl_protocol import KVBatchMeta, RLError, RowKey, balanced_parts
 from rl_protocol.ports import DataPlane, SamplingParams, WeightSync
 from rl_protocol.rl_columns import TRAIN_PARTITION, VALIDATION_PARTITION, prompt_partition
 from rl_trainer.algorithms.dapo import Generate, GiveUp, Train, next_round
+from rl_trainer.checkpoints.folder import Checkpoint, RunState
+from rl_trainer.checkpoints.writer import CheckpointWriter, load
 from rl_trainer.columns import BASELINE_PARTITION
 from rl_trainer.config import ActorConfig, CriticConfig, FilterGroupsConfig, LoopConfig, RolloutConfig
 from rl_trainer.data import PromptOrder
@@ -50,6 +53,8 @@ class TrainerParts:
     """Called with (step, metrics) after each step; step 0 is the validation before training."""
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     """Looked at where the graph has the stage `filter`."""
+    checkpoints: CheckpointWriter | None = None
+    """Where loop.save_freq has checkpoints go."""
 
 
 @dataclass
@@ -67,37 +72,83 @@ class _Clock:
 class PPOTrainer:
     """Runs the steps of PPO, GRPO and their relatives over workers, a data plane and a weight sync.
 
-    Lifecycle: build it with `TrainerParts`, await `fit()`, which returns the metrics of the last validation. It owns none of its parts: whoever
-    built them closes them.
+    Lifecycle: build it with `TrainerParts`, await `resume()` to go on from a checkpoint, then `fit()`, which returns the metrics of the last
+    validation. It owns none of its parts: whoever built them closes them.
     """
 
     def __init__(self, parts: TrainerParts) -> None:
         self._p = parts
+        self._steps_done = 0
         self._version = 0
         self._prompts_taken = 0
         self._prompts: list[PromptRef] = []
         self._critic_updates = 0
 
+    async def resume(self, checkpoint: Checkpoint) -> None:
+        """Take everything over: workers their state, rollout the weights, and the driver its place.
+
+        Raises:
+            ConfigError: the checkpoint is that of another model.
+            RLError: whatever a part raised.
+        """
+        p, state = self._p, checkpoint.run_state
+        await load(checkpoint, p.workers, p.loop.stage_timeout_s)
+        self._steps_done, self._version = state.step, state.version
+        self._critic_updates, self._prompts_taken = state.critic_updates, state.prompts_taken
+        if p.weight_sync is not None and self._version:
+            await p.weight_sync.update_weights(self._version)
+
     async def fit(self) -> dict[str, float]:
-        """Train for the configured number of steps.
+        """Train for the configured number of steps, those before a checkpoint included.
 
         Raises:
             RLError: whatever a part raised; the loop stops at the first.
         """
+        try:
+            last = await self._fit()
+            if self._p.checkpoints is not None:
+                await self._p.checkpoints.finish()
+        except (RLError, asyncio.CancelledError) as error:
+            if self._p.checkpoints is not None:
+                await self._p.checkpoints.abandon(wait=isinstance(error, RLError))
+            raise
+        return last
+
+    async def _fit(self) -> dict[str, float]:
         loop = self._p.loop
         last: dict[str, float] = {}
-        if loop.val_before_train:
+        if loop.val_before_train and not self._steps_done:
             last = await self.validate(0)
             self._p.on_step(0, last)
-        for step in range(1, loop.total_training_steps + 1):
+        for step in range(self._steps_done + 1, loop.total_training_steps + 1):
             metrics = await self.step(step)
-            final = step == loop.total_training_steps
+            final, validated = step == loop.total_training_steps, dict[str, float]()
             if final or (loop.test_freq and step % loop.test_freq == 0):
                 start = time.perf_counter()
-                last = await self.validate(step)
+                last = validated = await self.validate(step)
                 metrics |= last | {"timing_s/testing": time.perf_counter() - start}
+            self._steps_done = step
+            metrics |= await self._save(final, score_of(validated))
             self._p.on_step(step, metrics)
         return last
+
+    async def _save(self, final: bool, score: float | None) -> dict[str, float]:
+        """Begin a checkpoint where one is due; metrics of one that is finished, and how long the loop stood still."""
+        loop, writer = self._p.loop, self._p.checkpoints
+        if writer is None:
+            return {}
+        start = time.perf_counter()
+        if not (loop.save_freq and (final or self._steps_done % loop.save_freq == 0)):
+            return writer.metrics()
+        metrics = await writer.finish()
+        state = RunState(
+            step=self._steps_done,
+            version=self._version,
+            critic_updates=self._critic_updates,
+            prompts_taken=self._prompts_taken,
+        )
+        await writer.begin(state, score)
+        return metrics | {"timing_s/save_checkpoint": time.perf_counter() - start}
 
     async def step(self, step: int) -> dict[str, float]:
         """One step; returns its metrics."""
@@ -314,3 +365,9 @@ class PPOTrainer:
     def _driver_bytes(self) -> int:
         """Bytes that went through this process: worker calls and answers, and all of its data plane client."""
         return sum(w.bytes_moved for w in self._p.workers.all()) + self._p.plane.traffic().total
+
+
+def score_of(validation: Mapping[str, float]) -> float | None:
+    """What checkpoints are compared by: the mean over data sources of val-core/*/mean@n; None where nothing was validated."""
+    found = [value for name, value in validation.items() if name.startswith("val-core/") and "/mean@" in name]
+    return sum(found) / len(found) if found else None

@@ -10,11 +10,14 @@ import msgspec
 
 from rl_protocol import BatchData, WorkerError
 from rl_protocol.ports import CriticBackend, DataPlane, PolicyBackend
+from rl_trainer.checkpoints.stateful import Exportable, Resumable, StatefulWorker, Write
 from rl_trainer.messages import SaveCall, StageCall, StageResult
 from rl_trainer.stages import StepGraph
 from rl_trainer.worker import Worker, read, store
 
 T = TypeVar("T")
+EXPORT = "hf"
+"""Folder of a checkpoint with the policy for users."""
 
 
 @runtime_checkable
@@ -63,10 +66,19 @@ def _ranked(kind: type[T], backend: object) -> T:
     return backend
 
 
-class ActorWorker(Worker):
+def _resumable(backend: object) -> Resumable:
+    if not isinstance(backend, Resumable):
+        raise WorkerError(
+            f"{type(backend).__name__} has no snapshot and restore; set trainer.save_freq=0 and trainer.resume_mode=disable."
+        )
+    return backend
+
+
+class ActorWorker(StatefulWorker):
     """The policy under training; with adapters also the reference."""
 
     handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
+        **StatefulWorker.state_handlers,
         "old_log_prob": StageCall,
         "ref": StageCall,
         "update_actor": StageCall,
@@ -113,6 +125,15 @@ class ActorWorker(Worker):
         self._backend.save_pretrained(Path(call.path))
         return StageResult()
 
+    def copy_state(self, part: str) -> Mapping[str, Write]:
+        """See StatefulWorker.copy_state: the state, and the policy for users."""
+        writes = {part: _resumable(self._backend).snapshot()}
+        return writes | ({EXPORT: self._backend.export()} if isinstance(self._backend, Exportable) else {})
+
+    def take_state(self, folder: Path) -> None:
+        """See StatefulWorker.take_state."""
+        _resumable(self._backend).restore(folder)
+
 
 class ReferenceWorker(Worker):
     """The frozen policy that the divergence is measured from."""
@@ -134,10 +155,14 @@ class ReferenceWorker(Worker):
         return StageResult()
 
 
-class CriticWorker(Worker):
+class CriticWorker(StatefulWorker):
     """The value function under training."""
 
-    handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"values": StageCall, "update_critic": StageCall}
+    handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
+        **StatefulWorker.state_handlers,
+        "values": StageCall,
+        "update_critic": StageCall,
+    }
 
     def __init__(self, plane: DataPlane, graph: StepGraph, backend: CriticBackend) -> None:
         self._plane = plane
@@ -157,3 +182,11 @@ class CriticWorker(Worker):
         if call.mini_batches is None:
             return StageResult(metrics=self._backend.update(data))
         return StageResult(metrics=_ranked(RankedCritic, self._backend).update_share(data, call.mini_batches))
+
+    def copy_state(self, part: str) -> Mapping[str, Write]:
+        """See StatefulWorker.copy_state."""
+        return {part: _resumable(self._backend).snapshot()}
+
+    def take_state(self, folder: Path) -> None:
+        """See StatefulWorker.take_state."""
+        _resumable(self._backend).restore(folder)

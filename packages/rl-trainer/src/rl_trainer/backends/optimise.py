@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -37,11 +37,31 @@ class Optimiser:
     def __init__(self, model: torch.nn.Module, config: OptimConfig, passes: Passes) -> None:
         self._config = config
         self._passes = passes
-        self._weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self._named = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self._weights = list(self._named.values())
         self._adam = torch.optim.AdamW(
             self._weights, lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
         )
-        self._steps = 0
+        self.steps = 0
+        """Optimizer steps made: where the schedule is."""
+
+    def moments(self) -> Mapping[str, torch.Tensor]:
+        """What AdamW remembers, by `<weight>/<what>`; nothing of weights that it has never changed."""
+        state = self._adam.state
+        return {
+            f"{name}/{what}": tensor
+            for name, weight in self._named.items()
+            if weight in state
+            for what, tensor in state[weight].items()
+        }
+
+    def expect(self, moments: Iterable[str]) -> None:
+        """Make room for these, named as above, so that `moments` gives tensors to be filled; names that mean nothing here are left out."""
+        for moment in moments:
+            name, _, what = moment.rpartition("/")
+            weight = self._named.get(name)
+            if weight is not None:
+                self._adam.state[weight][what] = torch.tensor(0.0) if what == "step" else torch.zeros_like(weight)
 
     def run(self, batch: BatchData, mini_batches: Sequence[Sequence[int]], loss: MicroLoss) -> dict[str, float]:
         """Optimise over the mini-batches, this rank's rows of each (none is legal); all ranks call it with equally many.
@@ -79,11 +99,11 @@ class Optimiser:
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def _step(self) -> None:
-        self._steps += 1
+        self.steps += 1
         config = self._config
         factor = lr_factor(
             config.lr_scheduler_type,
-            self._steps,
+            self.steps,
             warmup=config.lr_warmup_steps,
             decay=config.lr_decay_steps,
             least=config.min_lr_ratio,

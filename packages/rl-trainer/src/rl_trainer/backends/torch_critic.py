@@ -15,7 +15,9 @@ from rl_trainer.backends.engine import ModelEngine, PlainEngine
 from rl_trainer.backends.loading import layer_names, load_model
 from rl_trainer.backends.optimise import Optimiser
 from rl_trainer.backends.passes import Passes, per_token
+from rl_trainer.backends.state import restore, snapshot
 from rl_trainer.backends.tokens import TokenBatch, flat, lengths_of, mask_of, token_batch
+from rl_trainer.checkpoints.stateful import Write
 from rl_trainer.config import CriticConfig
 from rl_trainer.metrics import WeightedMeans, explained_variance
 
@@ -89,6 +91,14 @@ class TorchCriticBackend:
         returns = batch.ragged("returns").values.astype(np.float64)[mask]
         metrics = {f"critic/{name}": value for name, value in found.items()}
         return metrics | {"critic/vf_explained_var": explained_variance(old, returns, self._engine.world.total)}
+
+    def snapshot(self) -> Write:
+        """See rl_trainer.checkpoints.stateful.Resumable."""
+        return snapshot(self._model, self._optimiser, self._updates, self._engine.world)
+
+    def restore(self, folder: Path) -> None:
+        """See rl_trainer.checkpoints.stateful.Resumable."""
+        self._updates = restore(self._model, self._optimiser, folder, self._engine.world)
 
     def _tokens(self, batch: BatchData) -> TokenBatch:
         return token_batch(

@@ -19,7 +19,9 @@ from rl_trainer.backends.engine import ModelEngine, PlainEngine, whole
 from rl_trainer.backends.loading import layer_names, load_model
 from rl_trainer.backends.optimise import Optimiser
 from rl_trainer.backends.passes import Passes, per_token
+from rl_trainer.backends.state import restore, snapshot
 from rl_trainer.backends.tokens import TokenBatch, flag, flat, lengths_of, mask_of, token_batch
+from rl_trainer.checkpoints.stateful import Write
 from rl_trainer.config import ActorConfig, RolloutCorrectionConfig
 from rl_trainer.lora import LoraConfig
 from rl_trainer.metrics import WeightedMeans
@@ -112,9 +114,7 @@ class TorchPolicyBackend:
         self, batch: BatchData, mini_batches: Sequence[Sequence[int]], *, temperature: float
     ) -> dict[str, float]:
         """See rl_trainer.workers.RankedPolicy.update_share."""
-        optimiser = self._optimiser
-        if optimiser is None:
-            raise ConfigError("This policy was built frozen, as a reference; it can't be updated.")
+        optimiser = self._trained()
 
         def loss(micro: BatchData, counts: BatchCounts, means: WeightedMeans) -> torch.Tensor:
             tokens = self._tokens(micro)
@@ -147,18 +147,45 @@ class TorchPolicyBackend:
         Raises:
             OutputError: a file can't be written.
         """
-        state = {name: whole(tensor) for name, tensor in self._model.state_dict().items() if self._saves(name)}
-        if self._engine.world.rank:
-            return
-        tokenizer = AutoTokenizer.from_pretrained(str(self._path), local_files_only=True)
-        more: dict[str, Any] = {} if self._lora is None else {"save_embedding_layers": False}
-        try:
-            self._model.save_pretrained(str(path), state_dict=state, **more)
-            tokenizer.save_pretrained(str(path))
-        except (OSError, SafetensorError) as error:
-            raise OutputError(
-                f"The checkpoint can't be written to {path}: {error}. Free some space or choose another folder."
-            ) from error
+        self.export()(path)
+
+    def export(self) -> Write:
+        """See rl_trainer.checkpoints.stateful.Exportable; on several ranks it is a collective, of which the first one writes."""
+        copies: dict[int, torch.Tensor] = {}  # tied weights stay one tensor, as transformers expects
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            return copies.setdefault(tensor.data_ptr(), tensor.clone())
+
+        state = {name: copy(whole(tensor)) for name, tensor in self._model.state_dict().items() if self._saves(name)}
+
+        def write(path: Path) -> Sequence[Path]:
+            if self._engine.world.rank:
+                return []
+            tokenizer = AutoTokenizer.from_pretrained(str(self._path), local_files_only=True)
+            more: dict[str, Any] = {} if self._lora is None else {"save_embedding_layers": False}
+            try:
+                self._model.save_pretrained(str(path), state_dict=state, **more)
+                tokenizer.save_pretrained(str(path))
+            except (OSError, SafetensorError) as error:
+                raise OutputError(
+                    f"The checkpoint can't be written to {path}: {error}. Free some space or choose another folder."
+                ) from error
+            return [file for file in path.rglob("*") if file.is_file()]
+
+        return write
+
+    def snapshot(self) -> Write:
+        """See rl_trainer.checkpoints.stateful.Resumable."""
+        return snapshot(self._model, self._trained(), self._updates, self._engine.world)
+
+    def restore(self, folder: Path) -> None:
+        """See rl_trainer.checkpoints.stateful.Resumable."""
+        self._updates = restore(self._model, self._trained(), folder, self._engine.world)
+
+    def _trained(self) -> Optimiser:
+        if self._optimiser is None:
+            raise ConfigError("This policy was built frozen, as a reference; it can't be updated.")
+        return self._optimiser
 
     def _saves(self, name: str) -> bool:
         return self._lora is None or ".lora_" in name

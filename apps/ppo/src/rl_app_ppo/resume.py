@@ -1,0 +1,115 @@
+"""Where a run starts: from the beginning, or from a checkpoint; and whether that checkpoint is of the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rl_app_ppo.config import flat_settings, to_yaml
+from rl_app_ppo.schema import AppConfig
+from rl_protocol import ConfigError
+from rl_trainer.checkpoints.folder import Checkpoint, inspect, newest_whole
+
+CHECKPOINTS = "checkpoints"
+"""Folder of a run that holds them."""
+
+FREE = (
+    "trainer.total_training_steps",
+    "trainer.test_freq",
+    "trainer.val_before_train",
+    "trainer.save_freq",
+    "trainer.max_ckpt_to_keep",
+    "trainer.resume_mode",
+    "trainer.output_dir",
+    "trainer.run_name",
+    "trainer.min_free_disk_mb",
+    "trainer.stage_timeout_s",
+    "trainer.threads_per_worker",
+    "model_engine",
+    "model.cache_dir",
+    "fsdp.",
+    "ray.",
+    "transfer_queue.",
+    "checkpoint_engine.",
+    "rollout.num_workers",
+    "rollout.max_batch_size",
+    "rollout.val_kwargs.",
+    "data.val_size",
+    "actor.optim.",
+    "critic.optim.",
+    *(
+        f"{role}.{how}"
+        for role in ("actor", "critic")
+        for how in ("ppo_micro_batch_size", "ppo_max_token_len", "use_remove_padding")
+    ),
+)
+"""Keys (exact, or groups that end in a dot) that a resumed run may change: its length and outputs, where and how it is computed, and the
+settings of its optimizers. All others say what is learnt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run starts."""
+
+    checkpoint: Checkpoint | None = None
+    """None: at the beginning."""
+    notes: Sequence[str] = field(default_factory=tuple[str, ...])
+    """What the user is to know: what was passed over, what has changed."""
+
+
+def find_start(config: AppConfig, folder: Path) -> Start:
+    """Look for the checkpoint that trainer.resume_mode asks for; `folder` is the run's.
+
+    Raises:
+        ConfigError: it names no whole checkpoint, or one of a run that differs in a key that may not change; names the key.
+    """
+    mode, notes = config.trainer.resume_mode, list[str]()
+    if mode == "disable":
+        return Start()
+    if mode == "auto":
+        checkpoint, skipped = newest_whole(folder / CHECKPOINTS)
+        notes += [f"checkpoint {name} is passed over: {why}" for name, why in skipped.items()]
+    else:
+        found = inspect(Path(mode).expanduser().resolve())
+        if isinstance(found, str):
+            raise ConfigError(
+                f"trainer.resume_mode={mode!r} is no whole checkpoint: {found}. Give a folder such as outputs/<run>/{CHECKPOINTS}/step-000010, or auto."
+            )
+        checkpoint = found
+    if checkpoint is None:
+        return Start(notes=notes)
+    notes.append(f"resumes after step {checkpoint.manifest.step} ({checkpoint.folder})")
+    notes += [f"changed since then: {change}" for change in changes(checkpoint, config)]
+    return Start(checkpoint=checkpoint, notes=notes)
+
+
+def changes(checkpoint: Checkpoint, config: AppConfig) -> list[str]:
+    """What differs from the configuration of the checkpoint, one `key: before -> now` each; keys that only one of them has are left out.
+
+    Raises:
+        ConfigError: a key that may not change differs.
+    """
+    before, now = flat_settings(checkpoint.config), flat_settings(to_yaml(config))
+    differ = {key: value for key, value in now.items() if before.get(key, value) != value}
+    for key, value in differ.items():
+        if not _free(key):
+            raise ConfigError(
+                f"{key}={value!r} is not what the checkpoint {checkpoint.folder} was trained with, {before[key]!r}. It can't change "
+                "in the middle of a run: set it back, or set trainer.resume_mode=disable and another trainer.run_name for a new run."
+            )
+    _check_length(checkpoint, config)
+    quiet = ("trainer.resume_mode", "trainer.output_dir", "trainer.run_name")
+    return [f"{key}: {before[key]!r} -> {value!r}" for key, value in differ.items() if key not in quiet]
+
+
+def _check_length(checkpoint: Checkpoint, config: AppConfig) -> None:
+    done, total = checkpoint.manifest.step, config.trainer.total_training_steps
+    if done > total:
+        raise ConfigError(
+            f"trainer.total_training_steps must be at least {done}, the steps the checkpoint {checkpoint.folder} has done; got {total}."
+        )
+
+
+def _free(key: str) -> bool:
+    return any(key == free or (free.endswith(".") and key.startswith(free)) for free in FREE)

@@ -1,0 +1,234 @@
+"""A checkpoint on disk. It is written to a hidden folder, its manifest last, then renamed: a folder with the name of a step is whole.
+
+checkpoints/step-000010/
+    manifest.json           every other file with its size and SHA-256
+    config.yaml             the configuration of the run
+    trainer.json            RunState
+    actor/  critic/         per rank: tensors (safetensors), counters and random state (JSON)
+    reward/worker.json
+    hf/                     the policy for users, as transformers or peft writes it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from rl_protocol import OutputError
+from rl_protocol.errors import UNREADABLE
+
+FORMAT = 1
+MANIFEST, CONFIG, RUN_STATE = "manifest.json", "config.yaml", "trainer.json"
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+class FileFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file must be."""
+
+    num_bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint holds; keys that are not known are left alone, so that a later version may add some."""
+
+    format: int = FORMAT
+    step: int
+    score: float | None = None
+    """Validation score at this step, the higher the better; None where the step was not validated."""
+    written: str
+    """UTC, ISO 8601."""
+    software: dict[str, str] = {}
+    """Package -> version."""
+    config_sha256: str
+    files: dict[str, FileFacts]
+    """Path below the folder -> what it must be; all but the manifest."""
+
+
+class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the driver is. A step ends with an empty data plane and nothing in flight, so this is all there is."""
+
+    step: int = 0
+    """Steps done."""
+    version: int = 0
+    """Of the weights: updates of the actor."""
+    critic_updates: int = 0
+    prompts_taken: int = 0
+    """Place in the endless sequence of prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One that is whole."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def config(self) -> str:
+        """The configuration it was written under, YAML."""
+        return (self.folder / CONFIG).read_text(encoding="utf-8")
+
+    @property
+    def run_state(self) -> RunState:
+        """Where the driver was."""
+        return msgspec.json.decode((self.folder / RUN_STATE).read_bytes(), type=RunState)
+
+
+def step_name(step: int) -> str:
+    """Name of the folder; names sort as steps do."""
+    return f"step-{step:06d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step a folder of that name is of; None for any other folder."""
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+@contextmanager
+def writing(path: Path) -> Generator[None]:
+    """Turn a failing write into an OutputError that names the path and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"The checkpoint can't be written to {path}: {error.strerror or error}. Free some space, lower trainer.max_ckpt_to_keep, "
+            "or set trainer.output_dir to another place."
+        ) from error
+
+
+def fsync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk before anything that comes after."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def facts(path: Path) -> FileFacts:
+    """Size and digest of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileFacts(path.stat().st_size, digest)
+
+
+def durable(root: Path, files: Iterable[Path]) -> dict[str, FileFacts]:
+    """Bring finished files to the disk; returns their facts by path below `root`."""
+    found: dict[str, FileFacts] = {}
+    for path in files:
+        fsync(path)
+        found[path.relative_to(root).as_posix()] = facts(path)
+    return found
+
+
+def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
+    """Make a folder whose files are on the disk a checkpoint: its names, then its manifest, then its own name.
+
+    Raises:
+        OutputError: it can't be written.
+    """
+    with writing(final):
+        for folder in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):
+            fsync(folder)
+        path = temporary / MANIFEST
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+        fsync(path)
+        fsync(temporary)
+        if final.exists():  # a broken one of that step, passed over when the run was resumed before it
+            remove(final)
+        os.replace(temporary, final)  # noqa: PTH105 - Path.replace would hide that this is the atomic step
+        fsync(final.parent)
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint, under another name first, so that no half of one is ever seen."""
+    doomed = folder.with_name(f".deleting-{folder.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.replace(folder, doomed)  # noqa: PTH105 - see publish
+    shutil.rmtree(doomed)
+
+
+def sweep(checkpoints: Path) -> None:
+    """Delete what a killed process left behind."""
+    for folder in checkpoints.glob(".*-step-*"):
+        shutil.rmtree(folder)
+
+
+def read_manifest(folder: Path) -> Manifest | str:
+    """The manifest, or why there is none that can be used."""
+    try:
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+    except (*UNREADABLE, OSError) as error:
+        return f"{MANIFEST} can't be read: {error}"
+    if manifest.format != FORMAT:
+        return f"its format is {manifest.format}, and this version reads {FORMAT}"
+    return manifest
+
+
+def inspect(folder: Path) -> Checkpoint | str:
+    """The checkpoint in that folder after a look at every byte of it, or what is wrong with it."""
+    manifest = read_manifest(folder)
+    if isinstance(manifest, str):
+        return manifest
+    if not {CONFIG, RUN_STATE} <= manifest.files.keys():
+        return f"{MANIFEST} does not name {CONFIG} and {RUN_STATE}"
+    with ThreadPoolExecutor() as pool:
+        for wrong in pool.map(partial(_difference, folder), manifest.files.items()):
+            if wrong:
+                return wrong
+    return Checkpoint(folder, manifest)
+
+
+def _difference(folder: Path, entry: tuple[str, FileFacts]) -> str:
+    name, wanted = entry
+    path = folder / name
+    try:
+        size = path.stat().st_size
+        if size != wanted.num_bytes:
+            return f"{name} has {size} bytes, and the manifest says {wanted.num_bytes}"
+        return "" if facts(path) == wanted else f"{name} is not what was written: its SHA-256 differs"
+    except OSError as error:
+        return f"{name} can't be read: {error.strerror or error}"
+
+
+def newest_whole(checkpoints: Path) -> tuple[Checkpoint | None, dict[str, str]]:
+    """The newest whole checkpoint, if any, and the name of each newer one -> why it was passed over."""
+    skipped: dict[str, str] = {}
+    steps = {step: path for path in checkpoints.glob("step-*") if (step := step_of(path.name)) is not None}
+    for step in sorted(steps, reverse=True):
+        found = inspect(steps[step])
+        if isinstance(found, Checkpoint):
+            return found, skipped
+        skipped[steps[step].name] = found
+    return None, skipped
+
+
+def superseded(scores: Mapping[int, float | None], keep: int) -> Sequence[int]:
+    """Steps whose checkpoints are to go: all but the newest `keep` (0: all stay) and, of those with a score, the best (the later of equals)."""
+    if not keep:
+        return []
+    scored = [(score, step) for step, score in scores.items() if score is not None]
+    best = {max(scored)[1]} if scored else set[int]()
+    return [step for step in sorted(scores) if step not in {*sorted(scores)[-keep:], *best}]
+
+
+def prune(checkpoints: Path, keep: int) -> None:
+    """Delete the checkpoints that are superseded; a folder that is none is left alone."""
+    manifests = {path: read_manifest(path) for path in checkpoints.glob("step-*") if step_of(path.name) is not None}
+    steps = {found.step: path for path, found in manifests.items() if isinstance(found, Manifest)}
+    scores = {found.step: found.score for found in manifests.values() if isinstance(found, Manifest)}
+    with writing(checkpoints):
+        for step in superseded(scores, keep):
+            remove(steps[step])
