@@ -122,7 +122,9 @@ async def scored(algorithm, responses, reward, overlong=None):
     plane, keys = MemoryDataPlane(), list(responses)
     uids = list(dict.fromkeys(RowKey.parse(key).uid for key in keys))
     prompts = {"prompts": ragged([[2]] * len(uids), "int64")}
-    named = {name: ObjectColumn.from_values([name] * len(uids)) for name in ("data_source", "ground_truth")}
+    named = {
+        name: ObjectColumn.from_values([name] * len(uids)) for name in ("data_source", "ground_truth", "extra_info")
+    }
     await plane.put(prompt_partition("train"), uids, BatchData(prompts | named))
     batch = await plane.put("train", keys, BatchData({"responses": ragged(list(responses.values()), "int64")}))
     worker = RewardWorker(

@@ -16,7 +16,6 @@ import msgspec
 
 from rl_app_ppo.config import to_yaml
 from rl_app_ppo.console import Screen, step_line, validation_accuracy
-from rl_app_ppo.demo.arithmetic import make_split
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_app_ppo.demo.store import read_facts
 from rl_app_ppo.memory import available_bytes, check_memory, parameters
@@ -26,7 +25,7 @@ from rl_app_ppo.runtime.cluster import RayWorker, ray_session
 from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.runtime.placement import require_cpus
 from rl_app_ppo.schema import AppConfig
-from rl_app_ppo.wiring.data import datasets, load_tokenizer
+from rl_app_ppo.wiring.data import longest_prompt, open_data
 from rl_app_ppo.wiring.weights import RemoteReceiver, RemoteSender
 from rl_ckpt_engine import CheckpointEngineManager, CheckpointEngineRegistry
 from rl_protocol import ConfigError
@@ -56,16 +55,10 @@ def preflight(config: AppConfig) -> StepGraph:
     load_reward(config.reward.function)
     CheckpointEngineRegistry().get(config.checkpoint_engine.backend)
     path = _given_model(config)
-    if path is None:
-        split = make_split(config.data.seed, train_size=config.data.train_size, validation_size=config.data.val_size)
-        longest = max(len(problem.prompt) for problem in split.train)  # the demo's tokens are characters
-        context = ModelSettings().context
-    else:
-        context = _context(path)
-        splits = datasets(config.data, load_tokenizer(path)).values()
-        longest = max(len(rows[i].prompt_ids) for rows in splits for i in range(len(rows)))
-        if config.ray.address == "local":
-            check_memory(parameters(path), config, available_bytes())
+    context = ModelSettings().context if path is None else _context(path)
+    longest = longest_prompt(open_data(config, path))
+    if path is not None and config.ray.address == "local":
+        check_memory(parameters(path), config, available_bytes())
     if longest + config.rollout.response_length > context:
         raise ConfigError(
             f"rollout.response_length={config.rollout.response_length} and the longest prompt of {longest} tokens do not fit the model's "
@@ -187,7 +180,8 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen) -> Recorder:
         for sink in (JSONLSink(files.metrics), TensorBoardSink(files.tensorboard)):
             sinks.append(sink)
             stack.callback(sink.close)
-        trainer = PPOTrainer(_parts(config, graph, plane, workers, recorder))
+        sizes = {split: len(rows) for split, rows in open_data(config, model_path).items()}
+        trainer = PPOTrainer(_parts(config, sizes, graph, plane, workers, recorder))
         try:
             await trainer.fit()
         finally:
@@ -198,7 +192,14 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen) -> Recorder:
     return recorder
 
 
-def _parts(config: AppConfig, graph: StepGraph, plane: DataPlane, workers: Workers, recorder: Recorder) -> TrainerParts:
+def _parts(
+    config: AppConfig,
+    sizes: Mapping[str, int],
+    graph: StepGraph,
+    plane: DataPlane,
+    workers: Workers,
+    recorder: Recorder,
+) -> TrainerParts:
     sync = None
     if config.checkpoint_engine.enabled:
         receivers = [RemoteReceiver(worker) for worker in workers.rollout]
@@ -208,8 +209,8 @@ def _parts(config: AppConfig, graph: StepGraph, plane: DataPlane, workers: Worke
         plane=plane,
         workers=workers,
         weight_sync=sync,
-        train_order=PromptOrder(config.data.train_size, config.data.train_batch_size, config.trainer.seed),
-        validation_size=config.data.val_size,
+        train_order=PromptOrder(sizes["train"], config.data.train_batch_size, config.trainer.seed),
+        validation_size=sizes["val"],
         rollout=config.rollout,
         actor=config.actor,
         critic=config.critic,

@@ -93,7 +93,21 @@ RULES = (
         "checkpoint_engine.enabled=true",
         but=("checkpoint_engine.enabled",),
     ),
-    Rule(("model.cache_dir",), lambda c: not c.model.path, "model.path empty, for the demo model"),
+    Rule(
+        ("model.cache_dir",),
+        lambda c: not c.model.path or bool(c.data.train_files),
+        "model.path empty, for the demo model, or data.train_files",
+    ),
+    Rule(
+        ("data.prompt_key", "data.max_prompt_length", "data.filter_overlong_prompts", "data.on_bad_row"),
+        lambda c: bool(c.data.train_files),
+        "data.train_files",
+    ),
+    Rule(
+        ("data.train_size", "data.val_size", "data.seed"),
+        lambda c: not c.model.path or not c.data.train_files,
+        "the demo task or the demo model",
+    ),
 )
 
 

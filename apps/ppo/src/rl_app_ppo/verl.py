@@ -99,7 +99,10 @@ RENAMED: Mapping[str, str] = {
     "critic.ppo_micro_batch_size_per_gpu": "critic.ppo_micro_batch_size",
     "critic.ppo_max_token_len_per_gpu": "critic.ppo_max_token_len",
     "critic.model.use_remove_padding": "critic.use_remove_padding",
-    "data.train_batch_size": "data.train_batch_size",
+    **{
+        f"data.{name}": f"data.{name}"
+        for name in ("train_batch_size", "prompt_key", "max_prompt_length", "filter_overlong_prompts")
+    },
     "data.max_response_length": "rollout.response_length",
     "data.seed": "trainer.seed",
     "reward_model.overlong_buffer.len": "reward.overlong.buffer_len",
@@ -135,6 +138,8 @@ SPECIAL: Mapping[str, Callable[[Value], Mapped | str]] = {
     "actor_rollout_ref.model.use_remove_padding": lambda v: {"actor.use_remove_padding": v},
     "actor_rollout_ref.actor.strategy": _engine,
     "actor_rollout_ref.rollout.top_k": lambda v: {"rollout.top_k": max(int(v), 0)},
+    "data.train_files": lambda v: {"data.train_files": plain(v)},
+    "data.val_files": lambda v: {"data.val_files": plain(v)},
     "trainer.test_freq": lambda v: {"trainer.test_freq": max(int(v), 0)},
     "algorithm.adv_estimator": lambda v: {"algorithm.adv_estimator": _ESTIMATORS.get(v, v)},
     "reward_model.overlong_buffer.enable": lambda v: {} if v else {"reward.overlong.buffer_len": 0},
@@ -147,8 +152,8 @@ _LATER = ("reward_model.overlong_buffer.enable", "actor_rollout_ref.actor.use_dy
 _REASONS = {
     "trainer.n_gpus_per_node": "set fsdp.world_size to the number of processes that share each model",
     "trainer.nnodes": "this version trains on one host",
-    "data.train_files": "the only task is the built-in arithmetic",
-    "data.val_files": "the only task is the built-in arithmetic",
+    "custom_reward_function.path": "set reward.function=path.py:name",
+    "custom_reward_function.name": "set reward.function=path.py:name",
     "trainer.logger": "metrics always go to JSONL and TensorBoard",
     "trainer.total_epochs": "set trainer.total_training_steps",
 }

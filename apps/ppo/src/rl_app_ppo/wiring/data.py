@@ -1,16 +1,20 @@
-"""The demo task as a PromptDataset; no torch."""
+"""Prompts from files, or the demo task as a PromptDataset; no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from tokenizers import Tokenizer
 
 from rl_app_ppo.demo.arithmetic import DATA_SOURCE, Problem, make_split
-from rl_app_ppo.schema import DataConfig
+from rl_app_ppo.demo.vocabulary import demo_tokenizer
+from rl_app_ppo.schema import AppConfig, DataConfig
 from rl_protocol import ConfigError
 from rl_trainer import PromptDataset, PromptRow
+from rl_trainer.data.chat import PromptEncoder
+from rl_trainer.data.files import DataFiles, FilePrompts, open_files
 
 
 def load_tokenizer(model_path: Path) -> Tokenizer:
@@ -45,10 +49,43 @@ class ArithmeticDataset:
         return self._rows[row]
 
 
-def datasets(config: DataConfig, tokenizer: Tokenizer) -> dict[str, PromptDataset]:
-    """The `train` and `val` splits."""
-    split = make_split(config.seed, train_size=config.train_size, validation_size=config.val_size)
+def open_data(config: AppConfig, model_path: Path | None) -> Mapping[str, PromptDataset]:
+    """The `train` and `val` splits; `model_path` is None while there is no model yet: the demo's tokenizer is known.
+
+    Raises:
+        ConfigError: tokenizer or files can't be used.
+    """
+    data = config.data
+    if data.train_files:
+        return _from_files(config, model_path)
+    tokenizer = load_tokenizer(model_path) if model_path else demo_tokenizer()
+    split = make_split(data.seed, train_size=data.train_size, validation_size=data.val_size)
     return {"train": ArithmeticDataset(split.train, tokenizer), "val": ArithmeticDataset(split.validation, tokenizer)}
+
+
+def _from_files(config: AppConfig, model_path: Path | None) -> Mapping[str, FilePrompts]:
+    encoder = PromptEncoder.load(model_path) if model_path else PromptEncoder(demo_tokenizer())
+    cache = Path(config.model.cache_dir).expanduser()
+    splits: tuple[Literal["train", "val"], ...] = ("train", "val")
+    return {split: open_files(_files(config.data, split), encoder, cache) for split in splits}
+
+
+def _files(data: DataConfig, split: Literal["train", "val"]) -> DataFiles:
+    return DataFiles(
+        paths=tuple(Path(name).expanduser() for name in data.files(split)),
+        prompt_key=data.prompt_key,
+        max_prompt_length=data.max_prompt_length,
+        filter_overlong_prompts=data.filter_overlong_prompts,
+        on_bad_row="skip" if data.on_bad_row == "skip" else "error",
+    )
+
+
+def longest_prompt(data: Mapping[str, PromptDataset]) -> int:
+    """Tokens of the longest prompt of all splits."""
+    return max(
+        rows.report.longest if isinstance(rows, FilePrompts) else max(len(rows[i].prompt_ids) for i in range(len(rows)))
+        for rows in data.values()
+    )
 
 
 def decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:

@@ -11,7 +11,7 @@ from rl_app_ppo.config import from_yaml
 from rl_app_ppo.rewards import load_reward
 from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.schema import AppConfig
-from rl_app_ppo.wiring.data import datasets, decoder, load_tokenizer
+from rl_app_ppo.wiring.data import decoder, load_tokenizer, open_data
 from rl_app_ppo.wiring.weights import FollowingSender, WeightEnd
 from rl_ckpt_engine import CheckpointEngineRegistry, ReceiverEndpoint, SenderEndpoint
 from rl_protocol.ports import DataPlane
@@ -64,8 +64,7 @@ def _rollout(config: AppConfig, path: Path, plane: DataPlane) -> Built:
 
     engine = HFRolloutEngine(path, max_batch_size=config.rollout.max_batch_size)
     receiver = ReceiverEndpoint(CheckpointEngineRegistry().create(config.checkpoint_engine.backend), engine)
-    data = datasets(config.data, load_tokenizer(path))
-    return RolloutWorker(plane, engine, data, config.rollout.session), receiver
+    return RolloutWorker(plane, engine, open_data(config, path), config.rollout.session), receiver
 
 
 def _trained(role: Role, config: AppConfig, call: BuildCall, plane: DataPlane, graph: StepGraph) -> Built:
