@@ -240,7 +240,7 @@ def test_a_file_loads_only_from_a_folder_that_the_operator_names(tmp_path):
     [
         ("gone.py:score", "is no Python file that is there"),
         ("mine.txt:score", "is no Python file"),
-        ("exact_mach", r"there are exact_match, .*math.*Did you mean 'exact_match'\?"),
+        ("exact_mach", r"there are .*exact_match, math.*Did you mean 'exact_match'\?"),
     ],
 )
 def test_a_function_that_is_not_there(folder, name, message):
@@ -270,6 +270,12 @@ def test_an_installed_package_offers_a_function_by_name(monkeypatch):
     monkeypatch.setattr(loading, "installed", lambda _: (entry, entry))
     with pytest.raises(ConfigError, match="offered by several packages"):
         load_reward("other")
+
+
+def test_the_built_in_function():
+    exact_match = load_reward("exact_match")
+    assert exact_match("s", "280", "280") == {"score": 1.0, "acc": 1.0}
+    assert exact_match("s", "28", "280") == {"score": 0.0, "acc": 0.0}
 
 
 # -- sums

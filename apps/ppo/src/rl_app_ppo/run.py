@@ -20,7 +20,7 @@ from rl_app_ppo.demo.settings import ModelSettings
 from rl_app_ppo.demo.store import read_facts
 from rl_app_ppo.memory import available_bytes, check_memory, parameters
 from rl_app_ppo.outputs import JSONLSink, TensorBoardSink, draw_curve, publish_folder, writing
-from rl_app_ppo.rewards import load_reward
+from rl_app_ppo.rewards import check_rewards
 from rl_app_ppo.runtime.cluster import RayWorker, ray_session
 from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.runtime.placement import require_cpus
@@ -52,7 +52,7 @@ def preflight(config: AppConfig) -> StepGraph:
         ConfigError: names the key.
     """
     graph = build_graph(config.algorithm, config.actor)
-    load_reward(config.reward.function)
+    check_rewards(config.reward)
     CheckpointEngineRegistry().get(config.checkpoint_engine.backend)
     path = _given_model(config)
     context = ModelSettings().context if path is None else _context(path)
@@ -120,6 +120,10 @@ class RunFiles:
         return self.folder / "checkpoint"
 
     @property
+    def samples(self) -> Path:
+        return self.folder / "samples"
+
+    @property
     def logs(self) -> Path:
         return self.folder / "logs"
 
@@ -174,7 +178,7 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen) -> Recorder:
         workers = _workers(processes, config)
         model_path = _given_model(config) or await _demo_model(config, processes["actor"], screen)
         store = Path(stack.enter_context(TemporaryDirectory(prefix="rl-app-ppo-")))
-        await _build(config, workers, model_path, plane_process, store)
+        await _build(config, workers, model_path, plane_process, store, files.samples)
         plane = await connect(plane_process.descriptor)
         stack.push_async_callback(plane.close)
         for sink in (JSONLSink(files.metrics), TensorBoardSink(files.tensorboard)):
@@ -293,7 +297,9 @@ async def _demo_model(config: AppConfig, actor: RayWorker, screen: Screen) -> Pa
     return Path(path)
 
 
-async def _build(config: AppConfig, workers: Workers, model_path: Path, plane: LocalPlane, store: Path) -> None:
+async def _build(
+    config: AppConfig, workers: Workers, model_path: Path, plane: LocalPlane, store: Path, samples: Path
+) -> None:
     """Have all processes load what they need; the ranks of a role meet through a file in `store`."""
     resolved, described = to_yaml(config), msgspec.json.encode(plane.descriptor)
     groups = [workers.actor, workers.critic, [workers.reward], *([w] for w in workers.rollout)]
@@ -307,6 +313,7 @@ async def _build(config: AppConfig, workers: Workers, model_path: Path, plane: L
                 plane=described,
                 rank=rank,
                 store=str(store / ranks[0].name),
+                samples=str(samples),
             )
             calls.append(worker.call("build", msgspec.msgpack.encode(call), timeout_s=config.ray.start_timeout_s))
     await asyncio.gather(*calls)

@@ -18,6 +18,8 @@ from rl_trainer.config import (
 )
 from rl_trainer.engines import ENGINES, FsdpConfig, get_engine
 from rl_trainer.lora import LoraConfig
+from rl_trainer.rewards import parse_terms
+from rl_trainer.rewards.loading import HARMLESS
 from rl_trainer.settings import group, option, require
 from rl_transferqueue import TransferQueueConfig
 
@@ -79,9 +81,24 @@ class RewardConfig:
     """How responses are scored."""
 
     function: str = option(
-        "exact_match", "a built-in reward function, or one installed under the entry points rl_app_ppo.rewards"
+        "exact_match",
+        "exact_match, math, one installed under rl_trainer.rewards, path.py:function, or a sum: 0.8*math,0.2*my.py:brief",
     )
+    timeout_s: float = option(10.0, "longest time of one call, seconds; then its process is killed and replaced")
+    num_workers: int = option(2, "processes of each reward function (exact_match needs none)")
+    memory_mb: int = option(4096, "address space of each of these processes, MiB")
     overlong: OverlongConfig = group(OverlongConfig, "what overlong responses cost")
+
+    def __post_init__(self) -> None:
+        parse_terms(self.function)
+        require(self.timeout_s > 0, "reward.timeout_s", "greater than 0", self.timeout_s)
+        require(self.num_workers >= 1, "reward.num_workers", "at least 1", self.num_workers)
+        require(self.memory_mb >= 256, "reward.memory_mb", "at least 256, which Python itself needs", self.memory_mb)
+
+    @property
+    def isolated(self) -> bool:
+        """Whether any function runs in processes of its own."""
+        return any(term.name not in HARMLESS for term in parse_terms(self.function))
 
 
 @dataclass(frozen=True, kw_only=True)

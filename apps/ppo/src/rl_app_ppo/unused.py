@@ -62,6 +62,11 @@ RULES = (
         "algorithm.filter_groups.enable=true",
     ),
     Rule(
+        ("reward.timeout_s", "reward.num_workers", "reward.memory_mb"),
+        lambda c: c.reward.isolated,
+        "a reward.function other than exact_match",
+    ),
+    Rule(
         ("reward.overlong.penalty_factor",),
         lambda c: c.reward.overlong.buffer_len > 0,
         "reward.overlong.buffer_len greater than 0",

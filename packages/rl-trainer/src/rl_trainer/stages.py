@@ -113,7 +113,7 @@ def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig) -> StepGraph:
         Stage("rollout", (), rollout),
         Stage("reward", ("responses", *task), ("scores", "acc", *components)),
         *([Stage("filter", (FILTER_COLUMNS[filtering.metric],), ())] if filtering.enable else []),
-        *([Stage("baseline", (), ("reward_baselines",))] if needs_baseline(algorithm) else []),
+        *([Stage("baseline", ("scores",), ("reward_baselines",))] if needs_baseline(algorithm) else []),
         *([] if bypass else [Stage("old_log_prob", tokens, old_writes)]),
         *([Stage("ref", tokens, reference)] if ref else []),
         *([Stage("values", tokens, ("values",))] if critic else []),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rl_app_ppo.config import from_yaml
-from rl_app_ppo.rewards import load_reward
+from rl_app_ppo.rewards import open_scorer
 from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.wiring.data import decoder, load_tokenizer, open_data
@@ -26,6 +26,7 @@ from rl_trainer import (
     build_graph,
     needs_sum_pi_squared,
 )
+from rl_trainer.sample_log import SampleLog
 from rl_transferqueue import PlaneDescriptor, connect
 
 if TYPE_CHECKING:
@@ -41,16 +42,17 @@ async def build(role: Role, call: BuildCall) -> Built:
     graph = build_graph(config.algorithm, config.actor)
     if role == "reward":
         decode = decoder(load_tokenizer(path))
-        reward = load_reward(config.reward.function)
+        scorer = await open_scorer(config.reward)
         worker = RewardWorker(
             plane,
             graph,
-            reward,
+            scorer,
             decode,
             config.algorithm,
             config.rollout.response_length,
             policy_loss=config.actor.policy_loss,
             overlong=config.reward.overlong,
+            samples=SampleLog(Path(call.samples)) if call.samples else None,
             seed=config.trainer.seed,
         )
         return worker, None

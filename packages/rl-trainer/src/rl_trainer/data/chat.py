@@ -85,9 +85,9 @@ class PromptEncoder:
 
 def _compile(template: str) -> Template:
     """As transformers compiles it: sandboxed, blocks trimmed."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment: Any = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
-    environment.globals.update({"raise_exception": _refuse, "strftime_now": _now})
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
     try:
         return environment.from_string(template)
     except TemplateError as error:

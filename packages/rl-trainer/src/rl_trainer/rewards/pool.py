@@ -22,6 +22,8 @@ from rl_trainer.rewards.functions import Form, timed_out
 from rl_trainer.rewards.outcomes import Failure, Outcome, Sample
 
 START_TIMEOUT_S = 60.0
+MOST_BYTES = 2**28
+"""No honest answer is longer."""
 _PROGRAM = "from rl_trainer.rewards.child import main; main()"
 _GRACE_S = 1.0
 """An async function is stopped by its own process first."""
@@ -93,6 +95,8 @@ class _Child:
 
     async def _message(self) -> bytes:
         (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        if length > MOST_BYTES:
+            raise EOFError(f"an answer of {length} bytes")
         return await self._reader.readexactly(length)
 
     def _end(self) -> None:
@@ -104,7 +108,7 @@ class _Child:
 def _spawn(name: str, timeout_s: float, memory_mb: int, connection: socket.socket) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-P", "-c", _PROGRAM, name, str(timeout_s), str(memory_mb)],
-        stdin=connection,
+        stdin=connection.fileno(),
         stdout=sys.__stderr__,
         start_new_session=True,  # its forks are killed with it
     )
