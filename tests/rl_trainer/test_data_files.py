@@ -16,7 +16,7 @@ from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rl_protocol import ConfigError, SchemaError
+from rl_protocol import ConfigError, OutputError, SchemaError
 from rl_trainer.data.chat import PromptEncoder
 from rl_trainer.data.files import DataFiles, open_files
 from rl_trainer.data.rows import parse_row
@@ -216,6 +216,12 @@ def test_a_parquet_file_that_is_damaged_inside_gives_the_rows_before_and_says_wh
 def test_files_that_can_not_be_used(tmp_path, encoder, name, message):
     with pytest.raises(ConfigError, match=message):
         open_files(files(tmp_path / name), encoder, tmp_path / "cache")
+
+
+def test_a_cache_that_can_not_be_written_is_named(tmp_path, encoder):
+    path = write_jsonl(tmp_path / "a.jsonl", [row()])
+    with pytest.raises(OutputError, match=r"a\.jsonl/data-.*Not a directory.*set model\.cache_dir"):
+        open_files(files(path), encoder, path)
 
 
 def test_a_file_of_prompts_that_are_all_too_long(tmp_path, encoder):

@@ -169,6 +169,15 @@ EXPECTED = {
 }
 
 
+def test_a_call_that_never_returns_is_ended_in_time(folder):
+    start = time.monotonic()
+    outcomes = asyncio.run(pooled(write(folder, HOSTILE), ["fine", "loop", "fine"], timeout_s=0.5))
+    assert scores(outcomes) == [1.0, "timeout", 1.0]
+    assert time.monotonic() - start < 30
+    _no_process_of(folder, set())
+
+
+@pytest.mark.slow
 def test_each_kind_of_misbehaviour_is_the_failure_of_its_sample_and_of_no_other(folder):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     texts = [text for bad in EXPECTED for text in (bad, "fine")]
@@ -183,7 +192,7 @@ def test_each_kind_of_misbehaviour_is_the_failure_of_its_sample_and_of_no_other(
 
 def _no_process_of(folder, before):
     """Neither children nor what they forked, which no longer is our child."""
-    deadline = time.monotonic() + 10
+    deadline, left = time.monotonic() + 10, []
     while time.monotonic() < deadline:
         left = [p for p in psutil.process_iter(["cmdline"]) if any(str(folder) in w for w in p.info["cmdline"] or ())]
         if not [p for p in left if p.status() != psutil.STATUS_ZOMBIE and p.pid != os.getpid()]:
@@ -192,6 +201,7 @@ def _no_process_of(folder, before):
     raise AssertionError(f"still there: {left}, before there were {before}")
 
 
+@pytest.mark.slow
 def test_processes_end_with_the_one_that_started_them(folder):
     """Killed as hard as can be while a reward function loops for ever."""
     path = write(folder, HOSTILE)

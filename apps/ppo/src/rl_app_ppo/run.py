@@ -25,7 +25,7 @@ from rl_app_ppo.runtime.cluster import RayWorker, ray_session
 from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.runtime.placement import require_cpus
 from rl_app_ppo.schema import AppConfig
-from rl_app_ppo.wiring.data import longest_prompt, open_data
+from rl_app_ppo.wiring.data import open_data
 from rl_app_ppo.wiring.weights import RemoteReceiver, RemoteSender
 from rl_ckpt_engine import CheckpointEngineManager, CheckpointEngineRegistry
 from rl_protocol import ConfigError
@@ -56,7 +56,7 @@ def preflight(config: AppConfig) -> StepGraph:
     CheckpointEngineRegistry().get(config.checkpoint_engine.backend)
     path = _given_model(config)
     context = ModelSettings().context if path is None else _context(path)
-    longest = longest_prompt(open_data(config, path))
+    longest = max(rows.longest for rows in open_data(config, path).values())
     if path is not None and config.ray.address == "local":
         check_memory(parameters(path), config, available_bytes())
     if longest + config.rollout.response_length > context:

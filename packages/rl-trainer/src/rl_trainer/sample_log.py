@@ -52,6 +52,8 @@ class SampleLog:
     def _write(self, step: int, rows: Sequence[SampleRow]) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / f"{step}.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(rows))
+            unfinished = self._folder / f".{step}"
+            unfinished.write_bytes(msgspec.json.Encoder().encode_lines(rows))
+            unfinished.rename(self._folder / f"{step}.jsonl")
         except OSError as error:
             logger.warning("the samples of step %d can't be written: %s", step, error)

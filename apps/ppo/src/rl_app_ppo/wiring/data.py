@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Protocol
 
 from tokenizers import Tokenizer
 
 from rl_app_ppo.demo.arithmetic import DATA_SOURCE, Problem, make_split
 from rl_app_ppo.demo.vocabulary import demo_tokenizer
-from rl_app_ppo.schema import AppConfig, DataConfig
+from rl_app_ppo.schema import AppConfig
 from rl_protocol import ConfigError
 from rl_trainer import PromptDataset, PromptRow
-from rl_trainer.data.chat import PromptEncoder
-from rl_trainer.data.files import DataFiles, FilePrompts, open_files
 
 
 def load_tokenizer(model_path: Path) -> Tokenizer:
@@ -33,6 +31,15 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
         ) from error
 
 
+class Prompts(PromptDataset, Protocol):
+    """A split, and what must fit the model."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        ...
+
+
 class ArithmeticDataset:
     """Problems as token ids."""
 
@@ -48,8 +55,13 @@ class ArithmeticDataset:
     def __getitem__(self, row: int) -> PromptRow:
         return self._rows[row]
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(row.prompt_ids) for row in self._rows)
 
-def open_data(config: AppConfig, model_path: Path | None) -> Mapping[str, PromptDataset]:
+
+def open_data(config: AppConfig, model_path: Path | None) -> Mapping[str, Prompts]:
     """The `train` and `val` splits; `model_path` is None while there is no model yet: the demo's tokenizer is known.
 
     Raises:
@@ -63,29 +75,22 @@ def open_data(config: AppConfig, model_path: Path | None) -> Mapping[str, Prompt
     return {"train": ArithmeticDataset(split.train, tokenizer), "val": ArithmeticDataset(split.validation, tokenizer)}
 
 
-def _from_files(config: AppConfig, model_path: Path | None) -> Mapping[str, FilePrompts]:
+def _from_files(config: AppConfig, model_path: Path | None) -> Mapping[str, Prompts]:
+    from rl_trainer.data.chat import PromptEncoder
+    from rl_trainer.data.files import DataFiles, open_files  # datasets and pyarrow: the demo does without them
+
+    data, splits = config.data, dict[str, Prompts]()
     encoder = PromptEncoder.load(model_path) if model_path else PromptEncoder(demo_tokenizer())
-    cache = Path(config.model.cache_dir).expanduser()
-    splits: tuple[Literal["train", "val"], ...] = ("train", "val")
-    return {split: open_files(_files(config.data, split), encoder, cache) for split in splits}
-
-
-def _files(data: DataConfig, split: Literal["train", "val"]) -> DataFiles:
-    return DataFiles(
-        paths=tuple(Path(name).expanduser() for name in data.files(split)),
-        prompt_key=data.prompt_key,
-        max_prompt_length=data.max_prompt_length,
-        filter_overlong_prompts=data.filter_overlong_prompts,
-        on_bad_row="skip" if data.on_bad_row == "skip" else "error",
-    )
-
-
-def longest_prompt(data: Mapping[str, PromptDataset]) -> int:
-    """Tokens of the longest prompt of all splits."""
-    return max(
-        rows.report.longest if isinstance(rows, FilePrompts) else max(len(rows[i].prompt_ids) for i in range(len(rows)))
-        for rows in data.values()
-    )
+    for split, names in (("train", data.files("train")), ("val", data.files("val"))):
+        files = DataFiles(
+            paths=tuple(Path(name).expanduser() for name in names),
+            prompt_key=data.prompt_key,
+            max_prompt_length=data.max_prompt_length,
+            filter_overlong_prompts=data.filter_overlong_prompts,
+            on_bad_row="skip" if data.on_bad_row == "skip" else "error",
+        )
+        splits[split] = open_files(files, encoder, Path(config.model.cache_dir).expanduser())
+    return splits
 
 
 def decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:

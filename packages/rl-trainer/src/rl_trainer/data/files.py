@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rl_protocol import ConfigError, SchemaError
+from rl_protocol import ConfigError, OutputError, SchemaError
 from rl_protocol.errors import UNREADABLE
 from rl_trainer.data.chat import PromptEncoder
 from rl_trainer.data.prompts import PromptRow
@@ -70,6 +70,11 @@ class FilePrompts:
         self.report = msgspec.json.decode((folder / "report.json").read_bytes(), type=Report)
         self._rows: Any = open_prompts(folder / "rows.arrow")
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return self.report.longest
+
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -88,10 +93,16 @@ def open_files(files: DataFiles, encoder: PromptEncoder, cache_dir: Path) -> Fil
 
     Raises:
         ConfigError: a file that is not there or of no known kind; bad rows, unless they are to be skipped; no row left.
+        OutputError: the cache can't be written.
     """
     folder = cache_dir / f"data-{_fingerprint(files, encoder)[:24]}"
     if not (folder / "report.json").exists():
-        _publish(folder, files, encoder)
+        try:
+            _publish(folder, files, encoder)
+        except OSError as error:
+            raise OutputError(
+                f"Prompts can't be written to {folder}: {error.strerror or error}. Free some space there, or set model.cache_dir to another place."
+            ) from error
     prompts = FilePrompts(folder)
     if prompts.report.bad:
         logger.warning("%s", prompts.report)
@@ -189,10 +200,10 @@ def _usable(files: DataFiles, encoder: PromptEncoder, tally: _Tally) -> Iterator
 
 def _stored(row: VerlRow) -> dict[str, Any]:
     try:
-        extra = msgspec.msgpack.encode(row.extra_info or {})
-    except (TypeError, OverflowError) as error:
-        raise SchemaError(f"extra_info holds what can't be stored: {error}") from error
-    return {"data_source": row.data_source, "ground_truth": row.ground_truth, "extra_info": extra}
+        truth, extra = row.ground_truth, msgspec.msgpack.encode(row.extra_info or {})
+    except (TypeError, OverflowError, RecursionError) as error:
+        raise SchemaError(f"ground_truth or extra_info holds what can't be stored: {error}") from error
+    return {"data_source": row.data_source, "ground_truth": truth, "extra_info": extra}
 
 
 def _raw_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -202,10 +213,17 @@ def _raw_rows(path: Path) -> Iterator[tuple[int, Any]]:
     elif path.suffix == ".parquet":
         yield from enumerate(parquet_rows(path), 1)
     else:
+        yield from _json_lines(path)
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.isspace():
                     yield number, _decode(line)
+    except OSError as error:
+        raise SchemaError(f"it can't be read: {error.strerror}") from error
 
 
 def _decode(line: bytes) -> Any:

@@ -22,6 +22,8 @@ from rl_trainer.rewards.functions import Form, timed_out
 from rl_trainer.rewards.outcomes import Failure, Outcome, Sample
 
 START_TIMEOUT_S = 60.0
+SIDE_BY_SIDE = 64
+"""Most calls of an async function that wait at the same time in one process."""
 MOST_BYTES = 2**28
 """No honest answer is longer."""
 _PROGRAM = "from rl_trainer.rewards.child import main; main()"
@@ -154,7 +156,8 @@ class ScorerPool:
         """See Scorer."""
         if not samples:
             return []
-        size = 1 if self._form == "single" else ceil(len(samples) / self._workers)
+        share = ceil(len(samples) / self._workers)
+        size = {"single": 1, "batch": share, "async": min(share, SIDE_BY_SIDE)}[self._form]
         chunks = [samples[i : i + size] for i in range(0, len(samples), size)]
         return [outcome for chunk in await asyncio.gather(*map(self._chunk, chunks)) for outcome in chunk]
 
