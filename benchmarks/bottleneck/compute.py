@@ -179,6 +179,7 @@ class TinyPolicy:
         return out | {
             "data_source": ObjectColumn.from_values(["tiny"]),
             "ground_truth": ObjectColumn.from_values(["even"]),
+            "extra_info": ObjectColumn.from_values([{}]),
         }
 
     def _reward(self, step: int, keys: Sequence[str], data: BatchData) -> BatchData:  # noqa: ARG002

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 import yaml
 
@@ -142,3 +146,43 @@ def test_dynamic_filtering_refills_and_is_bounded(app):
         assert 1 <= step["training/filter_groups/rounds"] <= 2
         kept, made = (step[f"training/filter_groups/prompts_{word}"] for word in ("kept", "generated"))
         assert kept <= 8 <= made <= 16
+
+
+@pytest.mark.slow
+def test_files_and_a_reward_of_ones_own(app, tmp_path, monkeypatch):
+    """What apps/ppo/README.md shows, with a bad row to be left out and a response on which the reward raises."""
+    data = tmp_path / "data"
+    task = ["-m", "rl_app_ppo.demo.tasks", "arithmetic", str(data), "--train", "100", "--val", "20"]
+    subprocess.run([sys.executable, *task], check=True, capture_output=True, timeout=60)
+    with (data / "train.jsonl").open("a") as file:
+        file.write('{"prompt": []}\n')
+    (tmp_path / "near.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if solution_str.endswith('1'):\n"
+        "        raise ValueError('a one')\n"
+        "    right = sum(a == b for a, b in zip(solution_str, ground_truth))\n"
+        "    return {'score': right / 3, 'acc': float(solution_str == ground_truth), 'pred': solution_str}\n"
+    )
+    monkeypatch.setenv("RL_REWARD_PATH", str(tmp_path))
+    files = [f"data.train_files={data}/train.jsonl", f"data.val_files={data}/val.jsonl", "data.val_size=512"]
+    reward = f"reward.function=0.75*exact_match,0.25*{tmp_path}/near.py:score"
+    validation = ["rollout.val_kwargs.n=4", "rollout.val_kwargs.temperature=1"]
+    refused = app(*files, reward, "trainer.run_name=refused")
+    assert refused.code == 2
+    assert f"1 bad rows: {data}/train.jsonl, row 101: " in refused.err
+    done = app(*files, reward, *validation, "data.on_bad_row=skip")
+    assert done.code == 0, done.err
+    before = done.metrics[0]
+    for name in ("mean@4", "best@4/mean", "maj@4/mean", "pass@4"):
+        assert 0 <= before[f"val-core/two_digit_addition/acc/{name}"] <= 1
+    assert sum(m.get("reward/failures/exception", 0) for m in done.metrics[1:]) > 0
+    assert all(m["critic/score/mean"] > 0 for m in done.metrics[1:])
+    table = [json.loads(line) for line in (done.folder / "samples" / "0.jsonl").read_text().splitlines()]
+    assert len(table) == 20 * 4
+    assert {row["outcome"]["type"] for row in table} == {"scored", "failure"}
+    assert all(
+        row["outcome"]["message"].endswith("raised ValueError: a one")
+        for row in table
+        if row["outcome"]["type"] == "failure"
+    )
+    assert "reward failed (exception) for sample" in (done.folder / "logs" / "reward.log").read_text()

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from rl_app_ppo.outputs import JSONLSink, TensorBoardSink
-from rl_app_ppo.rewards import exact_match
 from rl_protocol.ports import MetricSink, RewardFunction
 from rl_protocol.testing.metrics import MetricSinkSuite
 from rl_protocol.testing.reward import RewardCase, RewardFunctionSuite
+from rl_trainer.rewards.exact import exact_match
 
 
 class TestJSONL(MetricSinkSuite):

@@ -8,7 +8,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from rl_app_ppo.demo.arithmetic import make_split
-from rl_app_ppo.demo.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCABULARY, build_tokenizer
+from rl_app_ppo.demo.tokenizer import build_tokenizer
+from rl_app_ppo.demo.vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCABULARY
 
 
 def test_round_trip_of_every_text() -> None:

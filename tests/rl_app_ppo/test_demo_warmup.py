@@ -10,7 +10,8 @@ import torch
 from rl_app_ppo.demo.arithmetic import make_split
 from rl_app_ppo.demo.model import fresh_model
 from rl_app_ppo.demo.settings import ModelSettings, WarmUpSettings
-from rl_app_ppo.demo.tokenizer import EOS_ID, PAD_ID, build_tokenizer
+from rl_app_ppo.demo.tokenizer import build_tokenizer
+from rl_app_ppo.demo.vocabulary import EOS_ID, PAD_ID
 from rl_app_ppo.demo.warmup import content_hash, right_answers, warm_up
 from rl_protocol import ConfigError
 

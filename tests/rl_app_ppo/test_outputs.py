@@ -10,8 +10,7 @@ import pytest
 
 from rl_app_ppo.console import step_line, validation_accuracy
 from rl_app_ppo.outputs import JSONLSink, TensorBoardSink, create_run_folder, draw_curve, publish_folder, writing
-from rl_app_ppo.rewards import exact_match, load_reward
-from rl_protocol import ConfigError, OutputError
+from rl_protocol import OutputError
 
 
 def test_jsonl_is_there_line_by_line(tmp_path):
@@ -93,11 +92,3 @@ def test_the_step_line_keeps_its_columns():
     assert "lag 2" in step_line(3, 30, {**metrics, "training/policy_lag": 2.0})
     assert validation_accuracy({"val-core/x/acc/mean@1": 0.5, "val-core/y/acc/mean@1": 1.0}) == 0.75
     assert validation_accuracy(metrics) is None
-
-
-def test_rewards_by_name():
-    assert load_reward("exact_match") is exact_match
-    assert exact_match("s", "280", "280") == {"score": 1.0, "acc": 1.0}
-    assert exact_match("s", "28", "280") == {"score": 0.0, "acc": 0.0}
-    with pytest.raises(ConfigError, match=r"reward\.function='nothing' is not known; known are exact_match"):
-        load_reward("nothing")

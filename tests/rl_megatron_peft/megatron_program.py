@@ -121,9 +121,7 @@ def grid(models, out, ranks, keep, cases):
         exported = {weight.name: from_weight(weight).clone() for weight in policy.named_weights()}
         if keep:
             np.savez(out / f"{family}-{kind}.npz", **{name: value.numpy() for name, value in found.items()})
-            np.savez(
-                out / f"{family}-{kind}-weights.npz", **{name: value.numpy() for name, value in exported.items()}
-            )
+            np.savez(out / f"{family}-{kind}-weights.npz", **{name: value.numpy() for name, value in exported.items()})
 
 
 def curve(models, out, ranks, keep):
@@ -188,7 +186,9 @@ def main():
     models, out = Path(sys.argv[1]), Path(sys.argv[2])
     fork = multiprocessing.get_context("fork")
     for world in sys.argv[4:]:
-        processes = [fork.Process(target=rank_main, args=(world, rank, models, out, sys.argv[3])) for rank in range(SIZES[world])]
+        processes = [
+            fork.Process(target=rank_main, args=(world, rank, models, out, sys.argv[3])) for rank in range(SIZES[world])
+        ]
         for process in processes:
             process.start()
         for process in processes:

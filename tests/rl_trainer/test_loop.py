@@ -47,6 +47,7 @@ from rl_trainer.backends.torch_policy import TorchPolicyBackend
 from rl_trainer.combinations import check_combination
 from rl_trainer.config import FilterGroupsConfig, KLControlConfig, PolicyLossConfig, RolloutCorrectionConfig
 from rl_trainer.messages import FilterResult, RolloutCall, RolloutResult, StageCall, StageResult
+from rl_trainer.rewards import Failure, InlineScorer, Scored
 from rl_trainer.rollout.hf import HFRolloutEngine
 from rl_trainer.sessions import SESSIONS
 
@@ -165,7 +166,9 @@ class Setup:
             ],
             reward=LocalWorker(
                 "reward",
-                RewardWorker(self.plane, graph, reward, decode, algorithm, 3, policy_loss=actor.policy_loss),
+                RewardWorker(
+                    self.plane, graph, InlineScorer(reward), decode, algorithm, 3, policy_loss=actor.policy_loss
+                ),
             ),
             actor=[actor_worker],
             ref=[actor_worker] if lora else [reference],
@@ -348,7 +351,9 @@ def test_a_part_of_the_reward_that_is_missing_is_named(model_path):
     setup = Setup(
         model_path, estimator="gdpo", reward=parts_of_reward, algorithm={"gdpo_reward_keys": "score,politeness"}
     )
-    with pytest.raises(RewardError, match="returned None as 'politeness' for sample"):
+    with pytest.raises(
+        RewardError, match=r"all 20 samples.* sample 'v0-0/0/0' of 'digits' it returned None as 'politeness'"
+    ):
         setup.fit()
 
 
@@ -458,10 +463,100 @@ def test_while_the_critic_warms_up_the_actor_stays_and_nothing_is_sent(model_pat
 
 
 @pytest.mark.parametrize("returned", [float("nan"), float("inf"), None, "1"])
-def test_a_reward_that_is_no_number_names_its_sample_and_ends_the_run(model_path, returned):
+def test_a_reward_that_fails_on_every_sample_ends_the_run(model_path, returned):
     setup = Setup(model_path, reward=lambda *_: returned)
-    with pytest.raises(RewardError, match=rf"returned {returned!r} for sample 'v0-0/0/0' of 'digits'"):
+    with pytest.raises(
+        RewardError, match=rf"all 20 samples.* For sample 'v0-0/0/0' of 'digits' it returned {returned!r}"
+    ):
         setup.fit()
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gae", "remax"])
+def test_samples_on_which_the_reward_fails_are_named_and_not_trained_on(model_path, estimator, caplog):
+    """It fails for some prompts' answers; the others are trained on, and no 0 stands for a score that is not there."""
+
+    def reward(source, text, truth, extra=None):
+        if truth in "01" and (estimator == "remax" or len(text) % 2):
+            raise ValueError(f"no answer to {truth}")
+        return 0.5
+
+    setup = Setup(model_path, estimator=estimator, reward=reward, steps=2)
+    seen, tags, kept = [], [], setup.workers.reward.worker.adv
+
+    async def watch(call):
+        rows = await setup.plane.list_rows("train")
+        tags.append({key for key, tag in zip(rows.keys, rows.tags, strict=True) if "reward_failure" in tag})
+        seen.append(set(call.batch.keys))
+        return await kept(call)
+
+    setup.workers.reward.worker.adv = watch
+    setup.fit()
+    metrics = [m for step, m in setup.steps if step]
+    for m, trained, failed in zip(metrics, seen, tags, strict=True):
+        assert m["reward/failures"] == m.get("reward/failures/exception", 0.0) == len(failed)
+        assert not trained & failed
+        assert len(trained) == 8 * 4 - len(failed)
+        assert m["critic/score/mean"] == m["critic/score/min"] == 0.5
+        assert all(np.isfinite(value) for value in m.values())
+    assert sum(map(len, tags)) > 0
+    for key in set.union(*tags):
+        assert (
+            f"reward failed (exception) for sample {key!r} of 'digits': it raised ValueError: no answer to"
+            in caplog.text
+        )
+    validation = setup.steps[0][1]
+    assert 0 < validation["val-aux/digits/reward_failures"] < 20
+    assert validation["val-core/digits/acc/mean@1"] == pytest.approx(
+        0.5 * (20 - validation["val-aux/digits/reward_failures"]) / 20
+    )
+
+
+def test_a_round_in_which_every_reward_fails_teaches_nothing(model_path):
+    """With fewer samples than would say that the function is broken."""
+    filtering = {"filter_groups": FilterGroupsConfig(enable=True, max_num_gen_batches=2)}
+    setup = Setup(model_path, steps=1, algorithm=filtering)
+    worker = setup.workers.reward.worker
+    score = worker._scorer.score
+
+    async def fail(samples):
+        outcomes = await score(samples)
+        return [Failure(kind="died", message="x")] * len(samples) if len(samples) != 20 else outcomes
+
+    worker._scorer.score = fail
+    setup.trainer._p.train_order.batch_size = 2
+    setup.fit()
+    metrics = setup.steps[-1][1]
+    assert metrics["reward/failures"] == 2 * 2 * 4
+    assert metrics["training/filter_groups/prompts_kept"] == 0
+    assert setup.sync.versions == []
+    assert not any(asyncio.run(setup.plane.stats()).rows.values())
+
+
+def test_where_the_greedy_answer_has_no_score_the_mean_of_the_others_is_the_baseline(model_path):
+    setup = Setup(model_path, estimator="remax", steps=1)
+    score, values = setup.workers.reward.worker._scorer.score, iter(range(10_000))
+
+    async def fail_on_some_baselines(samples):
+        outcomes = await score(samples)
+        if len(samples) != 8:  # the greedy answers are scored by themselves, one for each of eight prompts
+            return [Scored(numbers={"score": float(v), "acc": 0.0}) for _, v in zip(samples, values, strict=False)]
+        return [Failure(kind="died", message="x") if i % 2 else one for i, one in enumerate(outcomes)]
+
+    setup.workers.reward.worker._scorer.score = fail_on_some_baselines
+    adv, found = setup.workers.reward.worker.adv, {}
+
+    async def watch(call):
+        data = await setup.plane.get(call.batch, ["scores", "reward_baselines"])
+        rows = (data.dense(name).values.tolist() for name in ("scores", "reward_baselines"))
+        for key, one, baseline in zip(call.batch.keys, *rows, strict=True):
+            found.setdefault(key.partition("/")[0], []).append((one, baseline))
+        return await adv(call)
+
+    setup.workers.reward.worker.adv = watch
+    setup.fit()
+    means = {uid: (np.mean([s for s, _ in rows]), {b for _, b in rows}) for uid, rows in found.items()}
+    assert sum(baseline == {mean} for mean, baseline in means.values()) == 4
+    assert all(len(baseline) == 1 for _, baseline in means.values())
 
 
 def test_a_failure_keeps_the_rows_for_inspection_and_cancels_the_others(model_path):

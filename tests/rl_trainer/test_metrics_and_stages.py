@@ -19,7 +19,7 @@ from rl_trainer import (
     check_graph,
 )
 from rl_trainer.config import PolicyLossConfig, RolloutCorrectionConfig
-from rl_trainer.metrics import explained_variance, length_stats, mean_by_group, stats
+from rl_trainer.metrics import explained_variance, length_stats, stats
 from rl_trainer.scoring import Scoring, estimate_advantages, row_sums
 
 
@@ -37,10 +37,6 @@ def test_explained_variance():
     assert explained_variance(np.array([1.0, 2.0]), np.array([1.0, 2.0])) == 1.0
     assert explained_variance(np.array([0.0, 0.0]), np.array([1.0, 3.0])) == 0.0
     assert explained_variance(np.array([0.0, 1.0]), np.array([2.0, 2.0])) == 0.0
-
-
-def test_mean_by_group():
-    assert mean_by_group([1.0, 0.0, 1.0], ["a", "b", "a"]) == {"a": 1.0, "b": 0.0}
 
 
 def test_row_sums():

@@ -15,6 +15,7 @@ from rl_trainer import ActorConfig, AlgorithmConfig, OverlongConfig, PromptRow, 
 from rl_trainer.config import FilterGroupsConfig
 from rl_trainer.messages import StageCall
 from rl_trainer.reward_worker import final_rows
+from rl_trainer.rewards import InlineScorer
 from rl_trainer.scoring import Scoring, estimate_advantages
 from rl_trainer.sessions import SESSIONS, SessionKind, SessionRef, Trajectory, run_sessions
 
@@ -122,13 +123,16 @@ async def scored(algorithm, responses, reward, overlong=None):
     plane, keys = MemoryDataPlane(), list(responses)
     uids = list(dict.fromkeys(RowKey.parse(key).uid for key in keys))
     prompts = {"prompts": ragged([[2]] * len(uids), "int64")}
-    named = {name: ObjectColumn.from_values([name] * len(uids)) for name in ("data_source", "ground_truth")}
+    named = {
+        name: ObjectColumn.from_values([value] * len(uids))
+        for name, value in (("data_source", "data_source"), ("ground_truth", "ground_truth"), ("extra_info", {}))
+    }
     await plane.put(prompt_partition("train"), uids, BatchData(prompts | named))
     batch = await plane.put("train", keys, BatchData({"responses": ragged(list(responses.values()), "int64")}))
     worker = RewardWorker(
         plane,
         build_graph(algorithm, ActorConfig()),
-        reward,
+        InlineScorer(reward),
         lambda ids: " ".join(map(str, ids)),
         algorithm,
         4,

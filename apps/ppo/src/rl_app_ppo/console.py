@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from rl_app_ppo.schema import AppConfig
+from rl_app_ppo.schema import AppConfig, DataConfig
 
 ACCURACY = "acc/mean@"
 
@@ -80,10 +80,8 @@ class Screen:
                 f"{config.algorithm.name} ({config.algorithm.adv_estimator} advantages), seed {config.trainer.seed}",
             ),
             ("model", model),
-            (
-                "task",
-                f"two-digit addition, {config.data.train_size} training and {config.data.val_size} validation problems",
-            ),
+            ("task", _task(config.data)),
+            ("reward", config.reward.function),
             (
                 "step",
                 f"{config.data.train_batch_size} prompts x {config.rollout.n} responses = {responses}, {config.trainer.total_training_steps} steps",
@@ -138,3 +136,9 @@ class Screen:
         """List what was written."""
         for name, path in entries.items():
             self._console.print(Text(f"  {name:<12} {path}"), soft_wrap=True)
+
+
+def _task(data: DataConfig) -> str:
+    if data.train_files:
+        return f"{data.train_files}, validated with {data.val_files}"
+    return f"two-digit addition, {data.train_size} training and {data.val_size} validation problems"

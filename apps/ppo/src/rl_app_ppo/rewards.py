@@ -1,46 +1,35 @@
-"""Reward functions by name: built-ins, and those that installed packages offer under the entry points `rl_app_ppo.rewards`."""
+"""The reward of a run: what `reward.*` says, checked before processes start and opened where responses are scored."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from importlib.metadata import entry_points
-
-from rl_app_ppo.demo.arithmetic import score
-from rl_protocol import ConfigError
-from rl_protocol.ports import RewardFunction
-
-ENTRY_POINTS = "rl_app_ppo.rewards"
+from rl_app_ppo.schema import RewardConfig
+from rl_trainer.rewards import CombinedScorer, InlineScorer, Scorer, ScorerPool, check_reward, load_reward, parse_terms
+from rl_trainer.rewards.loading import HARMLESS
 
 
-def exact_match(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, object] | None = None
-) -> Mapping[str, float]:
-    """1 when the response is exactly the right answer, else 0; `acc` is the same."""
-    del data_source, extra_info
-    right = score(solution_str, ground_truth)
-    return {"score": right, "acc": right}
-
-
-BUILT_IN: dict[str, RewardFunction] = {"exact_match": exact_match}
-
-
-def load_reward(name: str) -> RewardFunction:
-    """The reward function of that name.
+def check_rewards(config: RewardConfig) -> None:
+    """Check that every function there is may be loaded; imports none.
 
     Raises:
-        ConfigError: there is none, two packages offer it, or it can't be imported.
+        ConfigError: names the function.
     """
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    installed = entry_points(group=ENTRY_POINTS)
-    found = [entry for entry in installed if entry.name == name]
-    if len(found) != 1:
-        known = ", ".join(sorted({*BUILT_IN, *(entry.name for entry in installed)}))
-        what = "is not known" if not found else f"is offered by {len(found)} installed packages"
-        raise ConfigError(
-            f"reward.function={name!r} {what}; known are {known}. Install a package with an entry point in {ENTRY_POINTS!r}."
-        )
-    try:
-        return found[0].load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"reward.function={name!r} of {found[0].value} can't be imported: {error}") from error
+    for term in parse_terms(config.function):
+        check_reward(term.name)
+
+
+async def open_scorer(config: RewardConfig) -> Scorer:
+    """The functions of `reward.function`, each in processes of its own unless it is known to be harmless.
+
+    Raises:
+        ConfigError: one can't be loaded.
+    """
+    terms = parse_terms(config.function)
+    return CombinedScorer(terms, [await _open(term.name, config) for term in terms])
+
+
+async def _open(name: str, config: RewardConfig) -> Scorer:
+    if name in HARMLESS:
+        return InlineScorer(load_reward(name))
+    return await ScorerPool.open(
+        name, workers=config.num_workers, timeout_s=config.timeout_s, memory_mb=config.memory_mb
+    )

@@ -16,18 +16,17 @@ import msgspec
 
 from rl_app_ppo.config import to_yaml
 from rl_app_ppo.console import Screen, step_line, validation_accuracy
-from rl_app_ppo.demo.arithmetic import make_split
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_app_ppo.demo.store import read_facts
 from rl_app_ppo.memory import available_bytes, check_memory, parameters
 from rl_app_ppo.outputs import JSONLSink, TensorBoardSink, draw_curve, kept_metrics, publish_folder, writing
 from rl_app_ppo.resume import CHECKPOINTS, Start
-from rl_app_ppo.rewards import load_reward
+from rl_app_ppo.rewards import check_rewards
 from rl_app_ppo.runtime.cluster import RayWorker, ray_session
 from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.runtime.placement import require_cpus
 from rl_app_ppo.schema import AppConfig
-from rl_app_ppo.wiring.data import datasets, load_tokenizer
+from rl_app_ppo.wiring.data import open_data
 from rl_app_ppo.wiring.weights import RemoteReceiver, RemoteSender
 from rl_ckpt_engine import CheckpointEngineManager, CheckpointEngineRegistry
 from rl_protocol import ConfigError
@@ -55,19 +54,13 @@ def preflight(config: AppConfig) -> StepGraph:
         ConfigError: names the key.
     """
     graph = build_graph(config.algorithm, config.actor)
-    load_reward(config.reward.function)
+    check_rewards(config.reward)
     CheckpointEngineRegistry().get(config.checkpoint_engine.backend)
     path = _given_model(config)
-    if path is None:
-        split = make_split(config.data.seed, train_size=config.data.train_size, validation_size=config.data.val_size)
-        longest = max(len(problem.prompt) for problem in split.train)  # the demo's tokens are characters
-        context = ModelSettings().context
-    else:
-        context = _context(path)
-        splits = datasets(config.data, load_tokenizer(path)).values()
-        longest = max(len(rows[i].prompt_ids) for rows in splits for i in range(len(rows)))
-        if config.ray.address == "local":
-            check_memory(parameters(path), config, available_bytes())
+    context = ModelSettings().context if path is None else _context(path)
+    longest = max(rows.longest for rows in open_data(config, path).values())
+    if path is not None and config.ray.address == "local":
+        check_memory(parameters(path), config, available_bytes())
     if longest + config.rollout.response_length > context:
         raise ConfigError(
             f"rollout.response_length={config.rollout.response_length} and the longest prompt of {longest} tokens do not fit the model's "
@@ -133,6 +126,10 @@ class RunFiles:
         return self.folder / CHECKPOINTS
 
     @property
+    def samples(self) -> Path:
+        return self.folder / "samples"
+
+    @property
     def logs(self) -> Path:
         return self.folder / "logs"
 
@@ -192,7 +189,7 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen, start: Start) 
         workers = _workers(processes, config)
         model_path = _given_model(config) or await _demo_model(config, processes["actor"], screen)
         store = Path(stack.enter_context(TemporaryDirectory(prefix="rl-app-ppo-")))
-        await _build(config, workers, model_path, plane_process, store)
+        await _build(config, workers, model_path, plane_process, store, files.samples)
         plane = await connect(plane_process.descriptor)
         stack.push_async_callback(plane.close)
         after = start.checkpoint.manifest.step if start.checkpoint else None
@@ -201,7 +198,8 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen, start: Start) 
         for sink in (JSONLSink(files.metrics), TensorBoardSink(files.tensorboard, after)):
             sinks.append(sink)
             stack.callback(sink.close)
-        trainer = PPOTrainer(_parts(config, graph, plane, workers, recorder, files))
+        sizes = {split: len(rows) for split, rows in open_data(config, model_path).items()}
+        trainer = PPOTrainer(_parts(config, sizes, graph, plane, workers, recorder, files))
         try:
             if start.checkpoint is not None:
                 await trainer.resume(start.checkpoint)
@@ -215,7 +213,13 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen, start: Start) 
 
 
 def _parts(
-    config: AppConfig, graph: StepGraph, plane: DataPlane, workers: Workers, recorder: Recorder, files: RunFiles
+    config: AppConfig,
+    sizes: Mapping[str, int],
+    graph: StepGraph,
+    plane: DataPlane,
+    workers: Workers,
+    recorder: Recorder,
+    files: RunFiles,
 ) -> TrainerParts:
     sync = None
     if config.checkpoint_engine.enabled:
@@ -226,8 +230,8 @@ def _parts(
         plane=plane,
         workers=workers,
         weight_sync=sync,
-        train_order=PromptOrder(config.data.train_size, config.data.train_batch_size, config.trainer.seed),
-        validation_size=config.data.val_size,
+        train_order=PromptOrder(sizes["train"], config.data.train_batch_size, config.trainer.seed),
+        validation_size=sizes["val"],
         rollout=config.rollout,
         actor=config.actor,
         critic=config.critic,
@@ -317,7 +321,9 @@ async def _demo_model(config: AppConfig, actor: RayWorker, screen: Screen) -> Pa
     return Path(path)
 
 
-async def _build(config: AppConfig, workers: Workers, model_path: Path, plane: LocalPlane, store: Path) -> None:
+async def _build(
+    config: AppConfig, workers: Workers, model_path: Path, plane: LocalPlane, store: Path, samples: Path
+) -> None:
     """Have all processes load what they need; the ranks of a role meet through a file in `store`."""
     resolved, described = to_yaml(config), msgspec.json.encode(plane.descriptor)
     groups = [workers.actor, workers.critic, [workers.reward], *([w] for w in workers.rollout)]
@@ -331,6 +337,7 @@ async def _build(config: AppConfig, workers: Workers, model_path: Path, plane: L
                 plane=described,
                 rank=rank,
                 store=str(store / ranks[0].name),
+                samples=str(samples),
             )
             calls.append(worker.call("build", msgspec.msgpack.encode(call), timeout_s=config.ray.start_timeout_s))
     await asyncio.gather(*calls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from rl_ckpt_engine import CheckpointEngineConfig
 from rl_trainer import needs_critic
@@ -17,24 +18,50 @@ from rl_trainer.config import (
 )
 from rl_trainer.engines import ENGINES, FsdpConfig, get_engine
 from rl_trainer.lora import LoraConfig
+from rl_trainer.rewards import parse_terms
+from rl_trainer.rewards.loading import HARMLESS
 from rl_trainer.settings import group, option, require
 from rl_transferqueue import TransferQueueConfig
+
+ON_BAD_ROW = ("error", "skip")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The demo task and how it is fed."""
+    """The task and how it is fed: files of prompts, or the demo."""
 
     train_batch_size: int = option(64, "prompts per step")
-    train_size: int = option(4000, "problems in the training split")
-    val_size: int = option(512, "problems in the validation split; the splits never overlap")
-    seed: int = option(0, "which problems are drawn, into which split they go, and the warm-up of the demo model")
+    train_files: str = option(
+        "", "files to train on, comma-separated: *.jsonl, *.parquet or folders of save_to_disk; empty: the demo task"
+    )
+    val_files: str = option("", "files to validate with, likewise")
+    prompt_key: str = option("prompt", "field of a row that holds the prompt, a list of messages")
+    max_prompt_length: int = option(512, "most tokens of a prompt from a file")
+    filter_overlong_prompts: bool = option(True, "leave longer prompts out; otherwise they are bad rows")
+    on_bad_row: str = option("error", "rows that do not meet the format: error, or skip them and say how many")
+    train_size: int = option(4000, "demo: problems in the training split")
+    val_size: int = option(512, "demo: problems in the validation split; the splits never overlap")
+    seed: int = option(0, "demo: which problems are drawn, into which split they go, and the warm-up of its model")
 
     def __post_init__(self) -> None:
         require(self.train_batch_size >= 1, "data.train_batch_size", "at least 1", self.train_batch_size)
+        require(
+            bool(self.files("train")) == bool(self.files("val")),
+            "data.val_files",
+            f"set exactly when data.train_files is ({self.train_files!r})",
+            self.val_files,
+        )
+        require(bool(self.prompt_key), "data.prompt_key", "the name of a field", self.prompt_key)
+        require(self.max_prompt_length >= 1, "data.max_prompt_length", "at least 1", self.max_prompt_length)
+        require(self.on_bad_row in ON_BAD_ROW, "data.on_bad_row", f"one of {ON_BAD_ROW}", self.on_bad_row)
         require(self.train_size >= 1, "data.train_size", "at least 1", self.train_size)
         require(self.val_size >= 1, "data.val_size", "at least 1", self.val_size)
         require(self.seed >= 0, "data.seed", "at least 0", self.seed)
+
+    def files(self, split: Literal["train", "val"]) -> tuple[str, ...]:
+        """`train_files` or `val_files`, parsed."""
+        named = self.train_files if split == "train" else self.val_files
+        return tuple(name.strip() for name in named.split(",") if name.strip())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +71,9 @@ class ModelConfig:
     path: str = option(
         "", "Hugging Face checkpoint folder; empty: the demo model, made by a short supervised warm-up and cached"
     )
-    cache_dir: str = option("~/.cache/rl-app-ppo", "where warmed-up demo models are kept, by content hash")
+    cache_dir: str = option(
+        "~/.cache/rl-app-ppo", "where demo models and prepared data files are kept, by content hash"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +81,24 @@ class RewardConfig:
     """How responses are scored."""
 
     function: str = option(
-        "exact_match", "a built-in reward function, or one installed under the entry points rl_app_ppo.rewards"
+        "exact_match",
+        "exact_match, math, one installed under rl_trainer.rewards, path.py:function, or a sum: 0.8*math,0.2*my.py:brief",
     )
+    timeout_s: float = option(10.0, "longest time of one call, seconds; then its process is killed and replaced")
+    num_workers: int = option(2, "processes of each reward function (exact_match needs none)")
+    memory_mb: int = option(4096, "address space of each of these processes, MiB")
     overlong: OverlongConfig = group(OverlongConfig, "what overlong responses cost")
+
+    def __post_init__(self) -> None:
+        parse_terms(self.function)
+        require(self.timeout_s > 0, "reward.timeout_s", "greater than 0", self.timeout_s)
+        require(self.num_workers >= 1, "reward.num_workers", "at least 1", self.num_workers)
+        require(self.memory_mb >= 256, "reward.memory_mb", "at least 256, which Python itself needs", self.memory_mb)
+
+    @property
+    def isolated(self) -> bool:
+        """Whether any function runs in processes of its own."""
+        return any(term.name not in HARMLESS for term in parse_terms(self.function))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +203,7 @@ class AppConfig:
                 mini,
             )
         require(
-            batch <= self.data.train_size,
+            batch <= self.data.train_size or bool(self.data.train_files),
             "data.train_batch_size",
             f"at most data.train_size ({self.data.train_size})",
             batch,

@@ -62,6 +62,11 @@ RULES = (
         "algorithm.filter_groups.enable=true",
     ),
     Rule(
+        ("reward.timeout_s", "reward.num_workers", "reward.memory_mb"),
+        lambda c: c.reward.isolated,
+        "a reward.function other than exact_match",
+    ),
+    Rule(
         ("reward.overlong.penalty_factor",),
         lambda c: c.reward.overlong.buffer_len > 0,
         "reward.overlong.buffer_len greater than 0",
@@ -94,7 +99,21 @@ RULES = (
         but=("checkpoint_engine.enabled",),
     ),
     Rule(("trainer.max_ckpt_to_keep",), lambda c: c.trainer.save_freq > 0, "trainer.save_freq greater than 0"),
-    Rule(("model.cache_dir",), lambda c: not c.model.path, "model.path empty, for the demo model"),
+    Rule(
+        ("model.cache_dir",),
+        lambda c: not c.model.path or bool(c.data.train_files),
+        "model.path empty, for the demo model, or data.train_files",
+    ),
+    Rule(
+        ("data.prompt_key", "data.max_prompt_length", "data.filter_overlong_prompts", "data.on_bad_row"),
+        lambda c: bool(c.data.train_files),
+        "data.train_files",
+    ),
+    Rule(
+        ("data.train_size", "data.val_size", "data.seed"),
+        lambda c: not c.model.path or not c.data.train_files,
+        "the demo task or the demo model",
+    ),
 )
 
 

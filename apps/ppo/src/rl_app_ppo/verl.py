@@ -104,7 +104,10 @@ RENAMED: Mapping[str, str] = {
     "actor_rollout_ref.model.enable_gradient_checkpointing": "fsdp.activation_checkpointing",
     "critic.grad_clip": "critic.optim.grad_clip",
     "critic.model.use_remove_padding": "critic.use_remove_padding",
-    "data.train_batch_size": "data.train_batch_size",
+    **{
+        f"data.{name}": f"data.{name}"
+        for name in ("train_batch_size", "prompt_key", "max_prompt_length", "filter_overlong_prompts")
+    },
     "data.max_response_length": "rollout.response_length",
     "actor_rollout_ref.rollout.response_length": "rollout.response_length",
     "data.seed": "trainer.seed",
@@ -271,6 +274,8 @@ SPECIAL: Mapping[str, Turn] = {
     "actor_rollout_ref.actor.fsdp_config.dtype": _one_of("fsdp.param_dtype", _DTYPES),
     "actor_rollout_ref.actor.fsdp_config.fsdp_size": _set_only_if_positive("fsdp.world_size", ""),
     "actor_rollout_ref.rollout.top_k": lambda v, _: {"rollout.top_k": max(int(v), 0)},
+    "data.train_files": lambda v, _: {"data.train_files": plain(v)},
+    "data.val_files": lambda v, _: {"data.val_files": plain(v)},
     "trainer.save_freq": lambda v, _: {"trainer.save_freq": max(int(v), 0)},
     "trainer.max_actor_ckpt_to_keep": lambda v, _: {"trainer.max_ckpt_to_keep": v},
     "trainer.max_critic_ckpt_to_keep": lambda v, _: {"trainer.max_ckpt_to_keep": v},
@@ -295,8 +300,8 @@ SPECIAL: Mapping[str, Turn] = {
 _REASONS = {
     "trainer.n_gpus_per_node": "set fsdp.world_size to the number of processes that share each model",
     "trainer.nnodes": "this version trains on one host",
-    "data.train_files": "the only task is the built-in arithmetic",
-    "data.val_files": "the only task is the built-in arithmetic",
+    "custom_reward_function.path": "set reward.function=path.py:name",
+    "custom_reward_function.name": "set reward.function=path.py:name",
     "trainer.logger": "metrics always go to JSONL and TensorBoard",
     "trainer.total_epochs": "set trainer.total_training_steps",
     "actor_rollout_ref.actor.ppo_micro_batch_size": "set ppo_micro_batch_size_per_gpu, which counts the same everywhere",
@@ -304,7 +309,6 @@ _REASONS = {
     "critic.optim.lr_warmup_steps_ratio": "set critic.optim.lr_warmup_steps",
     "critic.strategy": "one engine trains all models: model_engine",
     "actor_rollout_ref.ref.strategy": "one engine trains all models: model_engine",
-    "custom_reward_function.path": "reward functions are installed, and named by reward.function",
 }
 
 

@@ -20,6 +20,9 @@ PROMPT_SCHEMA = BatchSchema(
         ColumnSpec(
             name="ground_truth", kind="object", writer="rollout", meaning="what the reward function compares with, str"
         ),
+        ColumnSpec(
+            name="extra_info", kind="object", writer="rollout", meaning="further facts for the reward function, by name"
+        ),
     )
 )
 """Columns of prompt rows."""

@@ -43,6 +43,14 @@ class StageResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     metrics: dict[str, float] = {}
 
 
+class RewardResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What scoring reports."""
+
+    metrics: dict[str, float] = {}
+    failed: tuple[str, ...] = ()
+    """Keys of the trajectories that have no score, because the reward function failed on their session."""
+
+
 class RolloutResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a rollout put into the plane."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -73,11 +73,3 @@ def explained_variance(
     mean, bias = (total / max(size, 1.0) for total in means)
     spread, missed = sum_over_ranks([float(((returns - mean) ** 2).sum()), float(((error - bias) ** 2).sum())])
     return 1.0 - missed / spread if spread > 0 else 0.0
-
-
-def mean_by_group(values: Iterable[float], groups: Iterable[str]) -> dict[str, float]:
-    """Mean of the values of each group, groups in order of first appearance."""
-    sums: dict[str, list[float]] = {}
-    for value, name in zip(values, groups, strict=True):
-        sums.setdefault(name, []).append(value)
-    return {name: float(np.mean(items)) for name, items in sums.items()}

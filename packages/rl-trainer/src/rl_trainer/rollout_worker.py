@@ -48,6 +48,7 @@ class RolloutWorker(Worker):
                 "prompts": ragged([row.prompt_ids for row in rows], "int64"),
                 "data_source": ObjectColumn.from_values(row.data_source for row in rows),
                 "ground_truth": ObjectColumn.from_values(row.ground_truth for row in rows),
+                "extra_info": ObjectColumn.from_values(dict(row.extra_info) for row in rows),
             }
         )
         PROMPT_SCHEMA.check(prompts)

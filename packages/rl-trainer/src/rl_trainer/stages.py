@@ -102,7 +102,8 @@ def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig) -> StepGraph:
     known_as = {"rollout_log_probs": "old_log_probs"} if bypass else {}
     weights = ("rollout_is_weights",) if not bypass and correction.rollout_is else ()
     chosen = ("chosen_tokens",) if loss.chooses else ()
-    rollout = ("prompts", "data_source", "ground_truth", "responses", "response_mask", "rollout_log_probs")
+    task = ("data_source", "ground_truth", "extra_info")
+    rollout = ("prompts", *task, "responses", "response_mask", "rollout_log_probs")
     components = ("reward_components",) if algorithm.component_keys() else ()
     old_writes = ("old_log_probs", "entropy", *(("sum_pi_squared",) if needs_sum_pi_squared(algorithm) else ()))
     reference = ("ref_log_prob",) if ref else ()
@@ -110,9 +111,9 @@ def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig) -> StepGraph:
     scored = (*tokens, "response_mask", "scores", "acc", *old, *(() if bypass else ("entropy", "rollout_log_probs")))
     stages = [
         Stage("rollout", (), rollout),
-        Stage("reward", ("responses", "data_source", "ground_truth"), ("scores", "acc", *components)),
+        Stage("reward", ("responses", *task), ("scores", "acc", *components)),
         *([Stage("filter", (FILTER_COLUMNS[filtering.metric],), ())] if filtering.enable else []),
-        *([Stage("baseline", (), ("reward_baselines",))] if needs_baseline(algorithm) else []),
+        *([Stage("baseline", ("scores",), ("reward_baselines",))] if needs_baseline(algorithm) else []),
         *([] if bypass else [Stage("old_log_prob", tokens, old_writes)]),
         *([Stage("ref", tokens, reference)] if ref else []),
         *([Stage("values", tokens, ("values",))] if critic else []),

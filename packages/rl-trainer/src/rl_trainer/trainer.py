@@ -27,7 +27,16 @@ from rl_trainer.columns import BASELINE_PARTITION
 from rl_trainer.config import ActorConfig, CriticConfig, FilterGroupsConfig, LoopConfig, RolloutConfig
 from rl_trainer.data import PromptOrder
 from rl_trainer.dispatch import StepRows, WorkerHandle, Workers, call, forward, together, update
-from rl_trainer.messages import FilterResult, PromptRef, RolloutCall, RolloutResult, SaveCall, StageCall, StageResult
+from rl_trainer.messages import (
+    FilterResult,
+    PromptRef,
+    RewardResult,
+    RolloutCall,
+    RolloutResult,
+    SaveCall,
+    StageCall,
+    StageResult,
+)
 from rl_trainer.stages import StepGraph
 
 logger = logging.getLogger(__name__)
@@ -197,7 +206,7 @@ class PPOTrainer:
         prompts = self._prompts = list[PromptRef]()
         decision: Generate | Train | GiveUp = Generate(num_prompts=wanted)
         tagged = KVBatchMeta(partition=TRAIN_PARTITION, keys=())
-        rounds = 0
+        rounds, failed = 0, set[str]()
         while isinstance(decision, Generate):
             fresh = self._next_prompts(step, len(prompts), decision.num_prompts)
             prompts += fresh
@@ -206,10 +215,13 @@ class PPOTrainer:
                 "gen", self._rollout(TRAIN_PARTITION, "train", step, fresh, p.rollout.n, self._sampling(), tagged)
             )
             tagged = KVBatchMeta.concat([tagged, new]) if tagged else new
-            metrics |= await clock.time("reward", self._reward("reward", step, new.without_tags()))
+            scored = await clock.time("reward", self._score(step, new.without_tags()))
+            failed |= set(scored.failed)
+            metrics |= scored.metrics | {"reward/failures": float(len(failed))}
             if "filter" not in p.graph:
-                return tagged
-            kept += await clock.time("filter", self._teaching(step, new.without_tags()))
+                return _without(tagged, failed)
+            if usable := _without(new, failed):
+                kept += await clock.time("filter", self._teaching(step, usable.without_tags()))
             decision = next_round(
                 kept,
                 wanted=wanted,
@@ -224,7 +236,7 @@ class PPOTrainer:
         }
         chosen = set(decision.uids)
         keep = [i for i, key in enumerate(tagged.keys) if RowKey.parse(key).uid in chosen]
-        return tagged.select_rows(keep)
+        return _without(tagged.select_rows(keep), failed)
 
     async def _train(self, clock: _Clock, step: int, rows: StepRows) -> dict[str, float]:
         """Everything between scores and new weights."""
@@ -296,7 +308,7 @@ class PPOTrainer:
         prompts = [ref for ref in self._prompts if ref.uid in uids]
         async with self._rows(BASELINE_PARTITION):
             rows = await self._rollout(BASELINE_PARTITION, "train", step, prompts, 1, greedy)
-            await self._reward("reward", step, rows.without_tags())
+            await self._score(step, rows.without_tags())
             return await self._reward("baseline", step, batch)
 
     async def _update(self, clock: _Clock, step: int, rows: StepRows) -> dict[str, float]:
@@ -340,6 +352,10 @@ class PPOTrainer:
             return await update(ranks, name, step, rows, schedule, self._critic_updates, timeout_s)
         return await forward(ranks, name, step, rows, timeout_s)
 
+    async def _score(self, step: int, batch: KVBatchMeta) -> RewardResult:
+        message = StageCall(step=step, batch=batch)
+        return await call(self._p.workers.reward, "reward", message, RewardResult, self._p.loop.stage_timeout_s)
+
     async def _reward(self, name: str, step: int, batch: KVBatchMeta) -> dict[str, float]:
         message = StageCall(step=step, batch=batch)
         return (await call(self._p.workers.reward, name, message, StageResult, self._p.loop.stage_timeout_s)).metrics
@@ -371,3 +387,8 @@ def score_of(validation: Mapping[str, float]) -> float | None:
     """What checkpoints are compared by: the mean over data sources of val-core/*/mean@n; None where nothing was validated."""
     found = [value for name, value in validation.items() if name.startswith("val-core/") and "/mean@" in name]
     return sum(found) / len(found) if found else None
+
+
+def _without(batch: KVBatchMeta, failed: set[str]) -> KVBatchMeta:
+    """The trajectories that have scores."""
+    return batch.select_keys([key for key in batch.keys if key not in failed]) if failed else batch

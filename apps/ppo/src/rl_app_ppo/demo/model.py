@@ -6,7 +6,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rl_app_ppo.demo.settings import ModelSettings
-from rl_app_ppo.demo.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCABULARY
+from rl_app_ppo.demo.vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCABULARY
 
 
 def model_config(settings: ModelSettings) -> Qwen2Config:

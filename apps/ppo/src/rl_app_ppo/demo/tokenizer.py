@@ -1,25 +1,16 @@
-"""The demo's tokenizer: one token per character."""
+"""The demo's tokenizer as transformers saves it."""
 
 from __future__ import annotations
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rl_app_ppo.demo.arithmetic import ALPHABET
-
-PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
-VOCABULARY: tuple[str, ...] = (*ALPHABET, PAD, BOS, EOS, UNK)
-"""Tokens by id."""
-PAD_ID, BOS_ID, EOS_ID = (VOCABULARY.index(token) for token in (PAD, BOS, EOS))
+from rl_app_ppo.demo.vocabulary import BOS, EOS, PAD, UNK, demo_tokenizer
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A new tokenizer. It adds no special tokens, pads on the left, and decodes characters without spaces between them."""
-    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=UNK))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    core.decoder = decoders.Fuse()
+    """`demo_tokenizer` with its special tokens; it pads on the left."""
     return PreTrainedTokenizerFast(
-        tokenizer_object=core,
+        tokenizer_object=demo_tokenizer(),
         pad_token=PAD,
         bos_token=BOS,
         eos_token=EOS,

@@ -20,7 +20,8 @@ from rl_app_ppo.demo.arithmetic import Problem, careless_answer, make_split
 from rl_app_ppo.demo.model import fresh_model
 from rl_app_ppo.demo.settings import WarmUpSettings, content_hash
 from rl_app_ppo.demo.store import is_whole, publish
-from rl_app_ppo.demo.tokenizer import EOS_ID, build_tokenizer
+from rl_app_ppo.demo.tokenizer import build_tokenizer
+from rl_app_ppo.demo.vocabulary import EOS_ID
 
 __all__ = [
     "OnStep",

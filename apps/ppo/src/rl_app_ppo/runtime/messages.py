@@ -21,6 +21,8 @@ class BuildCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Among the processes that share the model."""
     store: str = ""
     """File through which these find each other."""
+    samples: str = ""
+    """Folder for what was written in validation and how it was judged."""
 
 
 class WeightCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

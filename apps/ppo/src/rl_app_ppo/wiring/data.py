@@ -1,14 +1,16 @@
-"""The demo task as a PromptDataset; no torch."""
+"""Prompts from files, or the demo task as a PromptDataset; no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from tokenizers import Tokenizer
 
 from rl_app_ppo.demo.arithmetic import DATA_SOURCE, Problem, make_split
-from rl_app_ppo.schema import DataConfig
+from rl_app_ppo.demo.vocabulary import demo_tokenizer
+from rl_app_ppo.schema import AppConfig
 from rl_protocol import ConfigError
 from rl_trainer import PromptDataset, PromptRow
 
@@ -29,6 +31,15 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
         ) from error
 
 
+class Prompts(PromptDataset, Protocol):
+    """A split, and what must fit the model."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        ...
+
+
 class ArithmeticDataset:
     """Problems as token ids."""
 
@@ -44,11 +55,42 @@ class ArithmeticDataset:
     def __getitem__(self, row: int) -> PromptRow:
         return self._rows[row]
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(row.prompt_ids) for row in self._rows)
 
-def datasets(config: DataConfig, tokenizer: Tokenizer) -> dict[str, PromptDataset]:
-    """The `train` and `val` splits."""
-    split = make_split(config.seed, train_size=config.train_size, validation_size=config.val_size)
+
+def open_data(config: AppConfig, model_path: Path | None) -> Mapping[str, Prompts]:
+    """The `train` and `val` splits; `model_path` is None while there is no model yet: the demo's tokenizer is known.
+
+    Raises:
+        ConfigError: tokenizer or files can't be used.
+    """
+    data = config.data
+    if data.train_files:
+        return _from_files(config, model_path)
+    tokenizer = load_tokenizer(model_path) if model_path else demo_tokenizer()
+    split = make_split(data.seed, train_size=data.train_size, validation_size=data.val_size)
     return {"train": ArithmeticDataset(split.train, tokenizer), "val": ArithmeticDataset(split.validation, tokenizer)}
+
+
+def _from_files(config: AppConfig, model_path: Path | None) -> Mapping[str, Prompts]:
+    from rl_trainer.data.chat import PromptEncoder
+    from rl_trainer.data.files import DataFiles, open_files  # datasets and pyarrow: the demo does without them
+
+    data, splits = config.data, dict[str, Prompts]()
+    encoder = PromptEncoder.load(model_path) if model_path else PromptEncoder(demo_tokenizer())
+    for split, names in (("train", data.files("train")), ("val", data.files("val"))):
+        files = DataFiles(
+            paths=tuple(Path(name).expanduser() for name in names),
+            prompt_key=data.prompt_key,
+            max_prompt_length=data.max_prompt_length,
+            filter_overlong_prompts=data.filter_overlong_prompts,
+            on_bad_row="skip" if data.on_bad_row == "skip" else "error",
+        )
+        splits[split] = open_files(files, encoder, Path(config.model.cache_dir).expanduser())
+    return splits
 
 
 def decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:

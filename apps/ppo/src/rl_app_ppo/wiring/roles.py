@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rl_app_ppo.config import from_yaml
-from rl_app_ppo.rewards import load_reward
+from rl_app_ppo.rewards import open_scorer
 from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.schema import AppConfig
-from rl_app_ppo.wiring.data import datasets, decoder, load_tokenizer
+from rl_app_ppo.wiring.data import decoder, load_tokenizer, open_data
 from rl_app_ppo.wiring.weights import FollowingSender, WeightEnd
 from rl_ckpt_engine import CheckpointEngineRegistry, ReceiverEndpoint, SenderEndpoint
 from rl_protocol.ports import DataPlane
@@ -26,6 +26,7 @@ from rl_trainer import (
     build_graph,
     needs_sum_pi_squared,
 )
+from rl_trainer.sample_log import SampleLog
 from rl_transferqueue import PlaneDescriptor, connect
 
 if TYPE_CHECKING:
@@ -41,16 +42,17 @@ async def build(role: Role, call: BuildCall) -> Built:
     graph = build_graph(config.algorithm, config.actor)
     if role == "reward":
         decode = decoder(load_tokenizer(path))
-        reward = load_reward(config.reward.function)
+        scorer = await open_scorer(config.reward)
         worker = RewardWorker(
             plane,
             graph,
-            reward,
+            scorer,
             decode,
             config.algorithm,
             config.rollout.response_length,
             policy_loss=config.actor.policy_loss,
             overlong=config.reward.overlong,
+            samples=SampleLog(Path(call.samples)) if call.samples else None,
             seed=config.trainer.seed,
         )
         return worker, None
@@ -64,8 +66,7 @@ def _rollout(config: AppConfig, path: Path, plane: DataPlane) -> Built:
 
     engine = HFRolloutEngine(path, max_batch_size=config.rollout.max_batch_size)
     receiver = ReceiverEndpoint(CheckpointEngineRegistry().create(config.checkpoint_engine.backend), engine)
-    data = datasets(config.data, load_tokenizer(path))
-    return RolloutWorker(plane, engine, data, config.rollout.session), receiver
+    return RolloutWorker(plane, engine, open_data(config, path), config.rollout.session), receiver
 
 
 def _trained(role: Role, config: AppConfig, call: BuildCall, plane: DataPlane, graph: StepGraph) -> Built:

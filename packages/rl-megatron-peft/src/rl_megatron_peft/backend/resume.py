@@ -44,7 +44,9 @@ def save_checkpoint(policy: MegatronPolicyBackend, path: Path) -> None:
 
     def prepare() -> None:
         if path.exists():
-            raise OutputError(f"{path} exists; a checkpoint is written to a new folder. Remove it or choose another.", path=str(path))
+            raise OutputError(
+                f"{path} exists; a checkpoint is written to a new folder. Remove it or choose another.", path=str(path)
+            )
         if scratch.exists():
             shutil.rmtree(scratch)  # of a run that was killed while it wrote
         (scratch / TENSORS).mkdir(parents=True)
@@ -131,12 +133,16 @@ def _verify(policy: MegatronPolicyBackend, path: Path) -> None:
     manifest = _manifest(file)
     for field, want in _facts(policy).items():
         if manifest.get(field) != want:
-            raise AdapterError(f"{file}: {field} is {manifest.get(field)!r}, the policy's is {want!r}.", file=str(file), field=field)
+            raise AdapterError(
+                f"{file}: {field} is {manifest.get(field)!r}, the policy's is {want!r}.", file=str(file), field=field
+            )
     for name, want in manifest["files"].items():
         part = path / name
         got = _sum(part) if part.is_file() else None
         if got != want:
-            raise AdapterError(f"{part}: file is not what {MANIFEST} says: expected {want}, got {got}.", file=str(part), field="file")
+            raise AdapterError(
+                f"{part}: file is not what {MANIFEST} says: expected {want}, got {got}.", file=str(part), field="file"
+            )
 
 
 def _manifest(file: Path) -> dict[str, Any]:

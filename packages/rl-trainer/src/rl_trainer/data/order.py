@@ -1,31 +1,10 @@
-"""Prompts and their order."""
+"""The order of prompts."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from rl_protocol import ConfigError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptRow:
-    """One row of a data set."""
-
-    prompt_ids: tuple[int, ...]
-    """[P] token ids, P >= 1."""
-    data_source: str
-    ground_truth: str
-
-
-class PromptDataset(Protocol):
-    """Rows by number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int) -> PromptRow: ...
 
 
 class PromptOrder:
@@ -39,7 +18,7 @@ class PromptOrder:
 
     def __init__(self, size: int, batch_size: int, seed: int) -> None:
         if size < 1:
-            raise ConfigError("The training data set is empty; set data.train_size to at least 1.")
+            raise ConfigError("The training data set is empty; set data.train_size to at least 1, or data.train_files.")
         self._size = size
         self.batch_size = batch_size
         self._seed = seed

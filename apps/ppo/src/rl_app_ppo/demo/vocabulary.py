@@ -1,0 +1,20 @@
+"""The demo's tokens: one per character. Needs no transformers."""
+
+from __future__ import annotations
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from rl_app_ppo.demo.arithmetic import ALPHABET
+
+PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
+VOCABULARY: tuple[str, ...] = (*ALPHABET, PAD, BOS, EOS, UNK)
+"""Tokens by id."""
+PAD_ID, BOS_ID, EOS_ID = (VOCABULARY.index(token) for token in (PAD, BOS, EOS))
+
+
+def demo_tokenizer() -> Tokenizer:
+    """A new tokenizer. It adds no special tokens and decodes characters without spaces between them."""
+    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=UNK))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    core.decoder = decoders.Fuse()
+    return core

@@ -1,0 +1,256 @@
+"""Prompts from files in verl's row format: checked row by row, made into token ids once, and memory-mapped by every process that wants them.
+
+What was made is kept in a folder per (files, tokenizer, settings): `rows.arrow` and `report.json`. The folder appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from rl_protocol import ConfigError, OutputError, SchemaError
+from rl_protocol.errors import UNREADABLE
+from rl_trainer.data.chat import PromptEncoder
+from rl_trainer.data.prompts import PromptRow
+from rl_trainer.data.rows import VerlRow, parse_row
+from rl_trainer.data.tables import BATCH_ROWS, open_prompts, parquet_rows, prompt_writer, saved_rows
+
+logger = logging.getLogger(__name__)
+FORMAT = 1
+"""Raised whenever the code makes something else of equal files and settings."""
+_NAMED = 20
+"""How many bad rows are named; all are counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFiles:
+    """What to read, and what to do with rows that can't be used."""
+
+    paths: tuple[Path, ...]
+    """*.jsonl, *.parquet, or folders written by `datasets.Dataset.save_to_disk`."""
+    prompt_key: str = "prompt"
+    max_prompt_length: int
+    """Tokens."""
+    filter_overlong_prompts: bool = True
+    """Leave longer prompts out; otherwise they are bad rows."""
+    on_bad_row: Literal["error", "skip"] = "error"
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the rows."""
+
+    rows: int
+    overlong: int
+    """Prompts that were left out for their length."""
+    bad: int
+    """Rows that do not meet the format, and files that end too soon."""
+    bad_rows: tuple[str, ...]
+    """The first of them: file, row and reason."""
+    longest: int
+    """Tokens of the longest prompt."""
+
+    def __str__(self) -> str:
+        more = f"; and {self.bad - len(self.bad_rows)} more" if self.bad > len(self.bad_rows) else ""
+        return f"{self.bad} bad rows: {'; '.join(self.bad_rows)}{more}"
+
+
+class FilePrompts:
+    """A PromptDataset over a prepared folder; holds a memory map, no rows."""
+
+    def __init__(self, folder: Path) -> None:
+        self.report = msgspec.json.decode((folder / "report.json").read_bytes(), type=Report)
+        self._rows: Any = open_prompts(folder / "rows.arrow")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return self.report.longest
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> PromptRow:
+        fields = self._rows[row]
+        return PromptRow(
+            prompt_ids=tuple(fields["prompt_ids"]),
+            data_source=fields["data_source"],
+            ground_truth=fields["ground_truth"],
+            extra_info=msgspec.msgpack.decode(fields["extra_info"]),
+        )
+
+
+def open_files(files: DataFiles, encoder: PromptEncoder, cache_dir: Path) -> FilePrompts:
+    """The prompts of these files, from the cache or made now.
+
+    Raises:
+        ConfigError: a file that is not there or of no known kind; bad rows, unless they are to be skipped; no row left.
+        OutputError: the cache can't be written.
+    """
+    folder = cache_dir / f"data-{_fingerprint(files, encoder)[:24]}"
+    if not (folder / "report.json").exists():
+        try:
+            _publish(folder, files, encoder)
+        except OSError as error:
+            raise OutputError(
+                f"Prompts can't be written to {folder}: {error.strerror or error}. Free some space there, or set model.cache_dir to another place."
+            ) from error
+    prompts = FilePrompts(folder)
+    if prompts.report.bad:
+        logger.warning("%s", prompts.report)
+    return prompts
+
+
+def _publish(folder: Path, files: DataFiles, encoder: PromptEncoder) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as workshop:
+        fresh = Path(workshop, "new")
+        fresh.mkdir()
+        report = prepare(files, encoder, fresh / "rows.arrow")
+        (fresh / "report.json").write_bytes(msgspec.json.encode(report))
+        try:
+            fresh.rename(folder)
+        except OSError:
+            if not (folder / "report.json").exists():  # otherwise another process was first
+                raise
+            shutil.rmtree(fresh)
+
+
+def prepare(files: DataFiles, encoder: PromptEncoder, target: Path) -> Report:
+    """Check all rows and write the usable ones to the Arrow file `target`.
+
+    Raises:
+        ConfigError: as `open_files`.
+    """
+    tally = _Tally()
+    with prompt_writer(target) as writer:
+        usable = _usable(files, encoder, tally)
+        while batch := list(islice(usable, BATCH_ROWS)):
+            lengths = encoder.ids([text for *_, text in batch])
+            kept: list[dict[str, Any]] = []
+            for (place, fields, _), ids in zip(batch, lengths, strict=True):
+                if not ids:
+                    tally.add(place, "the prompt has no tokens")
+                elif len(ids) <= files.max_prompt_length:
+                    kept.append({"prompt_ids": ids, **fields})
+                    tally.longest = max(tally.longest, len(ids))
+                elif files.filter_overlong_prompts:
+                    tally.overlong += 1
+                else:
+                    tally.add(place, f"the prompt has {len(ids)} tokens, more than {files.max_prompt_length}")
+            writer.append(kept)
+            tally.rows += len(kept)
+    report = tally.report()
+    if report.bad and files.on_bad_row == "error":
+        raise ConfigError(f"{report}. Repair the files, or set data.on_bad_row=skip to train without these rows.")
+    if not report.rows:
+        raise ConfigError(
+            f"No usable row in {', '.join(map(str, files.paths))}: {report.overlong} prompts have more than "
+            f"{files.max_prompt_length} tokens (data.max_prompt_length). {report}."
+        )
+    return report
+
+
+@dataclass
+class _Tally:
+    rows: int = 0
+    overlong: int = 0
+    bad: int = 0
+    longest: int = 0
+    named: list[str] = field(default_factory=list[str])
+
+    def add(self, place: str, reason: object) -> None:
+        self.bad += 1
+        if len(self.named) < _NAMED:
+            self.named.append(f"{place}: {reason}")
+
+    def report(self) -> Report:
+        return Report(
+            rows=self.rows, overlong=self.overlong, bad=self.bad, bad_rows=tuple(self.named), longest=self.longest
+        )
+
+
+def _usable(files: DataFiles, encoder: PromptEncoder, tally: _Tally) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """(place, fields to store, prompt as text) of every row that meets the format."""
+    for path in files.paths:
+        place = str(path)
+        try:
+            for number, raw in _raw_rows(path):
+                place = f"{path}, row {number}"
+                try:
+                    if isinstance(raw, SchemaError):
+                        raise raw
+                    row = parse_row(raw, files.prompt_key)
+                    fields, text = _stored(row), encoder.text(row.prompt)
+                except SchemaError as error:
+                    tally.add(place, error)
+                else:
+                    yield place, fields, text
+        except SchemaError as error:  # of the file: what comes after is lost
+            tally.add(f"{path}, after row {place.rpartition(' ')[2]}" if place != str(path) else place, error)
+
+
+def _stored(row: VerlRow) -> dict[str, Any]:
+    try:
+        truth, extra = row.ground_truth, msgspec.msgpack.encode(row.extra_info or {})
+    except (TypeError, OverflowError, RecursionError) as error:
+        raise SchemaError(f"ground_truth or extra_info holds what can't be stored: {error}") from error
+    return {"data_source": row.data_source, "ground_truth": truth, "extra_info": extra}
+
+
+def _raw_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """(number from 1, row or SchemaError) of one file; in JSONL the number is that of the line."""
+    if path.is_dir():
+        yield from enumerate(saved_rows(path), 1)
+    elif path.suffix == ".parquet":
+        yield from enumerate(parquet_rows(path), 1)
+    else:
+        yield from _json_lines(path)
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.isspace():
+                    yield number, _decode(line)
+    except OSError as error:
+        raise SchemaError(f"it can't be read: {error.strerror}") from error
+
+
+def _decode(line: bytes) -> Any:
+    try:
+        return msgspec.json.decode(line)
+    except UNREADABLE as error:
+        return SchemaError(f"not JSON in UTF-8: {error}")
+
+
+def _fingerprint(files: DataFiles, encoder: PromptEncoder) -> str:
+    """Of all that the prepared rows depend on; files count by path, size and time of change."""
+    seen: list[object] = [FORMAT, encoder.fingerprint, files.prompt_key, files.max_prompt_length]
+    seen += [files.filter_overlong_prompts, files.on_bad_row]
+    for path in files.paths:
+        seen += [str(path.resolve()), *_state(path)]
+    return hashlib.sha256(msgspec.json.encode(seen)).hexdigest()
+
+
+def _state(path: Path) -> list[int]:
+    if not path.is_dir() and path.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(
+            f"{path} is no data file: data.train_files and data.val_files take *.jsonl, *.parquet and folders of save_to_disk."
+        )
+    try:
+        found = [one.stat() for one in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    except OSError as error:
+        raise ConfigError(
+            f"The data file {path} can't be read: {error.strerror}. Set data.train_files and data.val_files to files that exist."
+        ) from error
+    return [number for one in found for number in (one.st_size, one.st_mtime_ns)]

@@ -1,0 +1,73 @@
+"""One row of a data file in verl's format:
+
+    {"prompt": [{"role": "user", "content": "What is 2+3?"}], "data_source": "sums", "reward_model": {"ground_truth": "5"},
+     "extra_info": {"index": 0}}
+
+Other columns are ignored, except `images` and `videos`, which must be empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import msgspec
+
+from rl_protocol import SchemaError
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One turn of the conversation that is the prompt."""
+
+    role: str
+    content: str
+
+
+class RewardModel(msgspec.Struct, frozen=True):
+    """What a response is compared with."""
+
+    ground_truth: Any
+
+
+class VerlRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A row that meets the format."""
+
+    prompt: tuple[Message, ...]
+    data_source: str
+    reward_model: RewardModel
+    extra_info: dict[str, Any] | None = None
+    images: Any = None
+    videos: Any = None
+
+    @property
+    def ground_truth(self) -> str:
+        """As text; what is no string is JSON."""
+        truth: object = self.reward_model.ground_truth
+        return truth if isinstance(truth, str) else msgspec.json.encode(truth).decode()
+
+
+def parse_row(raw: object, prompt_key: str = "prompt") -> VerlRow:
+    """Check one row; `prompt_key` is the column that holds the prompt.
+
+    Raises:
+        SchemaError: what does not meet the format, without the place of the row.
+    """
+    if not isinstance(raw, Mapping):
+        raise SchemaError(f"a row must be an object with named fields; got {type(raw).__name__}")
+    fields = cast(Mapping[str, Any], raw)
+    if prompt_key not in fields:
+        raise SchemaError(f"it has no field {prompt_key!r}, the prompt (data.prompt_key)")
+    try:
+        row = msgspec.convert({**fields, "prompt": fields[prompt_key]}, VerlRow)
+    except msgspec.ValidationError as error:
+        raise SchemaError(str(error)) from error
+    if not any(message.content.strip() for message in row.prompt):
+        raise SchemaError("the prompt is empty")
+    if not row.data_source:
+        raise SchemaError("data_source is empty")
+    if row.reward_model.ground_truth is None:
+        raise SchemaError("reward_model.ground_truth is null")
+    for name in ("images", "videos"):
+        if getattr(row, name):
+            raise SchemaError(f"it has {name}, which are not supported yet; leave such rows out")
+    return row

@@ -1,0 +1,95 @@
+"""Columns on disk: the only module that imports pyarrow and datasets (extra `data`)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import Dataset, load_from_disk
+
+from rl_protocol import SchemaError
+
+BATCH_ROWS = 256
+_BUFFER_BYTES = 1 << 20
+_PROMPTS = pa.schema(
+    [
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("data_source", pa.string()),
+        ("ground_truth", pa.string()),
+        ("extra_info", pa.binary()),
+    ]
+)
+
+Raw = dict[str, Any] | SchemaError
+"""A row, or why it can't be read."""
+
+
+def parquet_rows(path: Path) -> Iterator[Raw]:
+    """Rows of a parquet file, a piece at a time: memory does not grow with the file.
+
+    Raises:
+        SchemaError: the rest of the file can't be read.
+    """
+    try:
+        with pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
+            for batch in file.iter_batches(BATCH_ROWS, use_threads=False):
+                yield from _rows(batch)
+    except (pa.ArrowException, OSError) as error:
+        raise SchemaError(f"not a whole parquet file: {error}") from error
+
+
+def saved_rows(folder: Path) -> Iterator[Raw]:
+    """Rows of a folder written by `Dataset.save_to_disk`, memory-mapped.
+
+    Raises:
+        SchemaError: it holds no such data set.
+    """
+    try:
+        data: Any = load_from_disk(str(folder))
+        for batch in data.with_format("arrow").iter(BATCH_ROWS):
+            for piece in batch.to_batches():
+                yield from _rows(piece)
+    except (pa.ArrowException, OSError, AttributeError) as error:
+        raise SchemaError(f"not a data set written by save_to_disk: {error}") from error
+
+
+def _rows(batch: Any) -> Iterator[Raw]:
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        for i in range(batch.num_rows):
+            yield _row(batch.slice(i, 1))
+
+
+def _row(single: Any) -> Raw:
+    try:
+        return single.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return SchemaError(f"its text is not UTF-8: {error}")
+
+
+class PromptWriter:
+    """Appends prompts to an Arrow file."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write rows with the fields prompt_ids, data_source, ground_truth and extra_info (encoded)."""
+        self._writer.write_table(pa.Table.from_pylist(list(rows), schema=_PROMPTS))
+
+
+@contextmanager
+def prompt_writer(path: Path) -> Generator[PromptWriter]:
+    """A new Arrow file of prompts."""
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, _PROMPTS) as writer:
+        yield PromptWriter(writer)
+
+
+def open_prompts(path: Path) -> Dataset:
+    """The prompts that `prompt_writer` wrote, memory-mapped: processes share the pages, and only what is looked at is read."""
+    return Dataset.from_file(str(path))

@@ -1,0 +1,97 @@
+"""Where a reward function comes from: this package, an installed package, or a file that the operator allows.
+
+An installed package offers functions as entry points in the group `rl_trainer.rewards`. A file, `path.py:function`, is loaded only from the folders
+that the environment variable RL_REWARD_PATH names (separated as in PATH): a configuration that somebody sends can't run a file that lies anywhere.
+Code that is not of this package runs in processes of its own, under limits; it is not sandboxed beyond that.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+from rl_protocol import ConfigError
+from rl_trainer.algorithms.registry import installed, nearest
+
+ENTRY_POINTS = "rl_trainer.rewards"
+ALLOWED_FOLDERS = "RL_REWARD_PATH"
+BUILT_IN: Mapping[str, str] = {
+    "exact_match": "rl_trainer.rewards.exact:exact_match",
+    "math": "rl_trainer.rewards.math:score",
+}
+HARMLESS = frozenset({"exact_match"})
+"""Built-ins that return at once whatever the response is, and so need no process of their own."""
+
+
+def check_reward(name: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Check, without importing anything, that there is one function of that name and that it may be loaded.
+
+    Raises:
+        ConfigError: says what is missing and what to do.
+    """
+    _find(name, environment)
+
+
+def load_reward(name: str, environment: Mapping[str, str] = os.environ) -> Callable[..., Any]:
+    """Import the function.
+
+    Raises:
+        ConfigError: as `check_reward`, or it can't be imported.
+    """
+    found = _find(name, environment)
+    try:
+        if isinstance(found, EntryPoint):
+            return found.load()
+        return getattr(_module(found), name.rpartition(":")[2])
+    except Exception as error:  # the boundary to code of others: importing it may raise anything
+        raise ConfigError(f"reward.function={name!r} can't be loaded: {type(error).__name__}: {error}.") from error
+
+
+def _find(name: str, environment: Mapping[str, str]) -> EntryPoint | Path:
+    if ":" in name:
+        return _allowed_file(name, environment)
+    if name in BUILT_IN:
+        return EntryPoint(name, BUILT_IN[name], ENTRY_POINTS)
+    offered = installed(ENTRY_POINTS)
+    found = [entry for entry in offered if entry.name == name]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        where = ", ".join(entry.value for entry in found)
+        raise ConfigError(f"reward.function={name!r} is offered by several packages: {where}. Uninstall all but one.")
+    known = sorted({*BUILT_IN, *(entry.name for entry in offered)})
+    raise ConfigError(
+        f"reward.function={name!r} is not known; there are {', '.join(known)}.{nearest(name, known)} Write path.py:function for one of your own, "
+        f"or install a package with an entry point in {ENTRY_POINTS!r}."
+    )
+
+
+def _allowed_file(name: str, environment: Mapping[str, str]) -> Path:
+    file, _, function = name.rpartition(":")
+    path = Path(file).expanduser().resolve()
+    if path.suffix != ".py" or not path.is_file() or not function.isidentifier():
+        raise ConfigError(f"reward.function={name!r} must be path.py:function; {path} is no Python file that is there.")
+    folders = [
+        Path(one).expanduser().resolve() for one in environment.get(ALLOWED_FOLDERS, "").split(os.pathsep) if one
+    ]
+    if not any(path.is_relative_to(folder) for folder in folders):
+        raise ConfigError(
+            f"reward.function={name!r}: files of code load only from folders that the environment variable {ALLOWED_FOLDERS} names. "
+            f"If you trust this one, set {ALLOWED_FOLDERS}={path.parent}."
+        )
+    if path.stat().st_mode & 0o002:
+        raise ConfigError(f"reward.function={name!r}: everybody may write {path}; run chmod o-w {path}.")
+    return path
+
+
+def _module(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
+    assert spec is not None, "the name ends in .py"
+    assert spec.loader is not None, "so it has a loader"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,48 @@
+"""GSM8K and MATH: is the last answer of the response equal to the right one, as mathematics? By math-verify (extra `math`).
+
+It runs without a time limit of its own, which would turn what takes too long into a wrong answer: the process it runs in has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+GSM8K_MARK = "####"
+
+
+def score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, object] | None = None
+) -> Mapping[str, float | str]:
+    """1 when the answers are equal, else 0; `acc` is the same, `pred` is the answer that was found.
+
+    The answer is what stands in the last \\boxed{}, behind the last ####, or else the last expression of the response.
+
+    Args:
+        data_source: not looked at.
+        solution_str: the response.
+        ground_truth: a number or LaTeX, with or without \\boxed{}, or the whole GSM8K solution that ends in #### and the number.
+        extra_info: not looked at.
+
+    Raises:
+        ValueError: the ground truth is no mathematics.
+    """
+    del data_source, extra_info
+    truth = _last(ground_truth)
+    gold = _parse(truth if "\\boxed" in truth else f"\\boxed{{{truth}}}")
+    if not gold:
+        raise ValueError(f"the ground truth {ground_truth!r} can't be read as mathematics")
+    found = _parse(_last(solution_str))
+    right = float(bool(found) and verify(gold, found, timeout_seconds=None))
+    return {"score": right, "acc": right, "pred": str(found[0]) if found else ""}
+
+
+def _last(text: str) -> str:
+    return text.rpartition(GSM8K_MARK)[2].strip() if GSM8K_MARK in text else text
+
+
+def _parse(text: str) -> list[Any]:
+    configs = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    return parse(text, extraction_config=configs, parsing_timeout=cast(int, None))  # None is its way to say: no limit
