@@ -93,6 +93,7 @@ RULES = (
         "checkpoint_engine.enabled=true",
         but=("checkpoint_engine.enabled",),
     ),
+    Rule(("rollout.kv_cache_mb",), lambda c: c.rollout.name == "vllm", "rollout.name=vllm"),
     Rule(("model.cache_dir",), lambda c: not c.model.path, "model.path empty, for the demo model"),
 )
 
