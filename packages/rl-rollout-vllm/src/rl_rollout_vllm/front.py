@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
 from rl_protocol.errors import ConfigError, RLError, RolloutError
-from rl_rollout_vllm.availability import require_vllm
+from rl_rollout_vllm.availability import VLLMCapabilities, require_vllm
 from rl_rollout_vllm.checkpoint import Checkpoint
 from rl_rollout_vllm.config import VLLMConfig, environment
 from rl_rollout_vllm.errors import EngineDiedError
@@ -18,6 +18,9 @@ from rl_rollout_vllm.sampling import SamplingArguments
 Finish = Literal["stop", "length", "abort"]
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on CPU can do; it starts with others, too, and dies of the first request."""
+
+_BATCHED_TOKENS = 4096
+"""Tokens of one step where prompts can't be computed in parts; more when one prompt may be longer."""
 
 WORKER_EXTENSION = "rl_rollout_vllm.worker.WeightUpdates"
 
@@ -94,23 +97,25 @@ async def start_vllm(config: VLLMConfig, model: Checkpoint) -> Front:
         )
     for name, value in environment(config, capabilities.device).items():
         os.environ.setdefault(name, value)
-    front = _start(config, model)  # blocks its loop, which is nobody else's
+    front = _start(config, model, capabilities)  # blocks its loop, which is nobody else's
     await front.call("rollout_end_with_parent")
     return front
 
 
-def _start(config: VLLMConfig, model: Checkpoint) -> Front:
+def _start(config: VLLMConfig, model: Checkpoint, capabilities: VLLMCapabilities) -> Front:
     from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
     adapter = config.adapter
     lora = {} if adapter is None else {"enable_lora": True, "max_lora_rank": adapter.rank, "max_loras": 1}
+    context = config.max_model_len or model.context
+    whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(context, _BATCHED_TOKENS)}
     arguments = AsyncEngineArgs(
         model=str(model.path),
         skip_tokenizer_init=True,
         generation_config="vllm",
         dtype=config.dtype,
-        max_model_len=config.max_model_len or model.context,
+        max_model_len=context,
         max_num_seqs=config.max_num_seqs,
         kv_cache_memory_bytes=config.kv_cache_bytes,
         logprobs_mode=config.logprobs_mode,
@@ -118,6 +123,7 @@ def _start(config: VLLMConfig, model: Checkpoint) -> Front:
         enable_prefix_caching=config.prefix_caching,
         worker_extension_cls=WORKER_EXTENSION,
         disable_log_stats=True,
+        **({} if capabilities.chunked_prefill_with_seeds else whole_prompts),
         **lora,
     )
     try:
