@@ -6,7 +6,7 @@ import hashlib
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_protocol import ConfigError, RolloutError
@@ -24,8 +24,9 @@ def test_the_whole_translation():
         "temperature": 0.7,
         "top_p": 0.9,
         "top_k": 50,
-        "seed": request_seed(11, "p7", 3),
+        "seed": request_seed(11, "p7", 3, 2),
         "ignore_eos": True,
+        "stop_token_ids": [],
         "logprobs": 0,
         "detokenize": False,
     }
@@ -36,17 +37,25 @@ def test_defaults_mean_the_same_on_both_sides():
     assert (got["temperature"], got["top_p"], got["top_k"], got["ignore_eos"]) == (1.0, 1.0, 0, False)
 
 
+def test_stop_tokens_end_a_response_unless_they_are_to_be_ignored():
+    params = SamplingParams(max_new_tokens=1)
+    assert sampling_arguments(REQUEST, params, (1, 7))["stop_token_ids"] == [1, 7]
+    ignoring = SamplingParams(max_new_tokens=1, ignore_eos=True)
+    assert sampling_arguments(REQUEST, ignoring, (1, 7))["stop_token_ids"] == []
+
+
 def test_request_seed_by_hand():
-    digest = hashlib.blake2b(b"11/3/p7", digest_size=8).digest()
-    assert request_seed(11, "p7", 3) == int.from_bytes(digest, "little") % 2**63
-    assert request_seed(0, "a", 0) == 8816142829491793548
+    digest = hashlib.blake2b(b"11/3/2/p7", digest_size=8).digest()
+    assert request_seed(11, "p7", 3, 2) == int.from_bytes(digest, "little") % 2**63
+    assert request_seed(0, "a", 0, 1) == 53002490556032763
 
 
-SEEDS = st.tuples(st.integers(-(2**63), 2**64), st.text(max_size=5), st.integers(0, 2**40))
+SEEDS = st.tuples(st.integers(-(2**63), 2**64), st.text(max_size=5), st.integers(0, 2**40), st.integers(1, 2**20))
 
 
-@given(st.lists(SEEDS, unique=True, max_size=20))
-def test_request_seeds_are_in_range_and_apart(parts: list[tuple[int, str, int]]):
+@settings(max_examples=20)
+@given(st.lists(SEEDS, unique=True, max_size=5))
+def test_request_seeds_are_in_range_and_apart(parts: list[tuple[int, str, int, int]]):
     seeds = [request_seed(*p) for p in parts]
     assert all(0 <= s < 2**63 for s in seeds)
     assert len(set(seeds)) == len(parts)
@@ -83,14 +92,14 @@ def test_an_empty_prompt_is_named():
 @pytest.mark.parametrize(
     ("params", "mode"),
     [
-        ({}, "raw_logprobs"),
-        ({"temperature": 0.0, "top_p": 0.5}, "raw_logprobs"),
+        ({}, None),
+        ({"temperature": 0.0, "top_p": 0.5}, None),
         ({"top_p": 0.5, "top_k": 3}, "raw_logprobs"),
         ({"temperature": 0.7}, "processed_logprobs"),
         ({"temperature": 1.3}, "processed_logprobs"),
     ],
 )
-def test_which_log_probs_are_needed(params: dict[str, float], mode: str):
+def test_which_log_probs_are_needed(params: dict[str, float], mode: str | None):
     assert required_logprobs_mode(SamplingParams(max_new_tokens=4, **params)) == mode
 
 

@@ -31,6 +31,7 @@ from rl_app_ppo.wiring.weights import RemoteReceiver, RemoteSender
 from rl_ckpt_engine import CheckpointEngineManager, CheckpointEngineRegistry
 from rl_protocol import ConfigError
 from rl_protocol.ports import DataPlane, MetricSink
+from rl_rollout_vllm import require_vllm
 from rl_trainer import (
     PPOTrainer,
     PromptOrder,
@@ -52,9 +53,12 @@ def preflight(config: AppConfig) -> StepGraph:
 
     Raises:
         ConfigError: names the key.
+        VLLMUnavailableError: rollout.name=vllm without vLLM.
     """
     graph = build_graph(config.algorithm, config.actor)
     check_rewards(config.reward)
+    if config.rollout.name == "vllm":
+        require_vllm()
     CheckpointEngineRegistry().get(config.checkpoint_engine.backend)
     path = _given_model(config)
     context = ModelSettings().context if path is None else _context(path)

@@ -102,6 +102,19 @@ class RewardConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GenerationConfig(RolloutConfig):
+    """How responses are generated, and by what."""
+
+    name: str = option("hf", "what generates: hf (transformers), or vllm (its extra is installed apart)")
+    kv_cache_mb: int = option(256, "memory of each vLLM replica for keys and values, MiB")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.name in ("hf", "vllm"), "rollout.name", "hf or vllm", self.name)
+        require(self.kv_cache_mb >= 1, "rollout.kv_cache_mb", "at least 1", self.kv_cache_mb)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerConfig(LoopConfig):
     """The run and what it writes."""
 
@@ -160,7 +173,7 @@ class AppConfig:
     reward: RewardConfig = group(RewardConfig, "scoring")
     actor: ActorConfig = group(ActorConfig, "policy training")
     critic: CriticConfig = group(CriticConfig, "value training")
-    rollout: RolloutConfig = group(RolloutConfig, "generation")
+    rollout: GenerationConfig = group(GenerationConfig, "generation")
     transfer_queue: TransferQueueConfig = group(TransferQueueConfig, "data plane")
     checkpoint_engine: CheckpointEngineConfig = group(CheckpointEngineConfig, "weight synchronisation")
     trainer: TrainerConfig = group(TrainerConfig, "loop and outputs")

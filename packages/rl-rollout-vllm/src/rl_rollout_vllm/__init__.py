@@ -1,7 +1,9 @@
-"""vLLM as a rollout engine: what can be said without importing vLLM. The engine itself is not part of this version."""
+"""vLLM as a rollout engine. Importing it loads neither vLLM nor torch: an engine does, when it starts."""
 
 from rl_rollout_vllm.availability import SUPPORTED, VLLMCapabilities, require_vllm
-from rl_rollout_vllm.errors import VLLMUnavailableError
+from rl_rollout_vllm.config import AdapterConfig, VLLMConfig
+from rl_rollout_vllm.engine import TokenRange, VLLMRolloutEngine, continued
+from rl_rollout_vllm.errors import EngineDiedError, TornWeightsError, VLLMUnavailableError
 from rl_rollout_vllm.sampling import (
     LogprobsMode,
     SamplingArguments,
@@ -14,10 +16,17 @@ __version__ = "0.1.0"
 
 __all__ = [
     "SUPPORTED",
+    "AdapterConfig",
+    "EngineDiedError",
     "LogprobsMode",
     "SamplingArguments",
+    "TokenRange",
+    "TornWeightsError",
     "VLLMCapabilities",
+    "VLLMConfig",
+    "VLLMRolloutEngine",
     "VLLMUnavailableError",
+    "continued",
     "request_seed",
     "require_vllm",
     "required_logprobs_mode",

@@ -33,6 +33,8 @@ class VLLMCapabilities:
             prepacked head keeps the old values, silently.
         reload_keeps_prefix_cache: cached prefixes of the old weights outlive an update: reset the prefix cache after each.
         reload_drops_adapters: LoRA adapters are gone after a reload of the base weights: send them again.
+        chunked_prefill_with_seeds: prompts may be computed in parts. vLLM then takes back what it drew for the unfinished part, which a
+            generator on CPU can't: the engine's process dies of a seeded request.
     """
 
     distribution: str
@@ -43,6 +45,7 @@ class VLLMCapabilities:
     reload_needs_tied_head: bool
     reload_keeps_prefix_cache: bool
     reload_drops_adapters: bool
+    chunked_prefill_with_seeds: bool
 
 
 _TABLE: dict[tuple[int, int], dict[Device, dict[str, bool]]] = {
@@ -54,6 +57,7 @@ _TABLE: dict[tuple[int, int], dict[Device, dict[str, bool]]] = {
             "reload_needs_tied_head": True,
             "reload_keeps_prefix_cache": True,
             "reload_drops_adapters": True,
+            "chunked_prefill_with_seeds": False,
         },
         "cuda": {
             "sleep_frees_memory": True,
@@ -61,6 +65,7 @@ _TABLE: dict[tuple[int, int], dict[Device, dict[str, bool]]] = {
             "reload_needs_tied_head": True,
             "reload_keeps_prefix_cache": True,
             "reload_drops_adapters": True,
+            "chunked_prefill_with_seeds": True,
         },
     },
 }

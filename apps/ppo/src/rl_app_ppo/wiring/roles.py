@@ -14,7 +14,8 @@ from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.wiring.data import decoder, load_tokenizer, open_data
 from rl_app_ppo.wiring.weights import FollowingSender, WeightEnd
 from rl_ckpt_engine import CheckpointEngineRegistry, ReceiverEndpoint, SenderEndpoint
-from rl_protocol.ports import DataPlane
+from rl_protocol.ports import DataPlane, RolloutEngine, SamplingParams
+from rl_rollout_vllm import VLLMConfig, VLLMRolloutEngine, required_logprobs_mode
 from rl_trainer import (
     ActorWorker,
     CriticWorker,
@@ -62,11 +63,34 @@ async def build(role: Role, call: BuildCall) -> Built:
 
 
 def _rollout(config: AppConfig, path: Path, plane: DataPlane) -> Built:
-    from rl_trainer.rollout.hf import HFRolloutEngine  # torch: the reward process does without it
-
-    engine = HFRolloutEngine(path, max_batch_size=config.rollout.max_batch_size)
+    engine = _generator(config, path)
     receiver = ReceiverEndpoint(CheckpointEngineRegistry().create(config.checkpoint_engine.backend), engine)
     return RolloutWorker(plane, engine, open_data(config, path), config.rollout.session), receiver
+
+
+def _generator(config: AppConfig, path: Path) -> RolloutEngine:
+    rollout = config.rollout
+    if rollout.name == "hf":
+        from rl_trainer.rollout.hf import HFRolloutEngine  # torch: the reward process does without it
+
+        return HFRolloutEngine(path, max_batch_size=rollout.max_batch_size)
+    sampling = SamplingParams(
+        max_new_tokens=rollout.response_length,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+    )
+    return VLLMRolloutEngine(
+        VLLMConfig(
+            model_path=str(path),
+            max_num_seqs=rollout.max_batch_size,
+            kv_cache_bytes=rollout.kv_cache_mb << 20,
+            logprobs_mode=required_logprobs_mode(sampling) or "processed_logprobs",
+            threads=config.trainer.threads_per_worker,
+            start_timeout_s=config.ray.start_timeout_s,
+            call_timeout_s=config.trainer.stage_timeout_s,
+        )
+    )
 
 
 def _trained(role: Role, config: AppConfig, call: BuildCall, plane: DataPlane, graph: StepGraph) -> Built:

@@ -1,0 +1,107 @@
+"""Runs inside the engine's process, mixed into vLLM's worker by name: new weights and adapters, bucket by bucket."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import signal
+import zlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from rl_rollout_vllm.buckets import Entry
+
+_PR_SET_PDEATHSIG = 1
+
+
+class WeightUpdates:
+    """Methods that the front calls in every worker. Names start with `rollout_`: vLLM refuses an extension that hides a method of its own.
+
+    An update is `rollout_begin_update`, any number of `rollout_load_bucket`, `rollout_finish_update`. In between the model is in pieces.
+    """
+
+    if TYPE_CHECKING:
+        model_runner: Any
+        model_config: Any
+
+    def rollout_end_with_parent(self) -> None:
+        """Have the kernel end this process when the thread that started it ends, even by SIGKILL: vLLM would live on, holding its memory."""
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+    def rollout_begin_update(self) -> None:
+        """Take the model apart: layers wait for all of their weights, then process them (prepacked on CPU) into the memory they had."""
+        from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+
+        model = self.model_runner.get_model()
+        if getattr(
+            model, "rollout_updating", False
+        ):  # the one before broke off: what it left behind must not count for this one
+            finalize_layerwise_reload(model, self.model_config)
+        model.rollout_updating = True
+        initialize_layerwise_reload(model)
+
+    def rollout_load_bucket(self, path: str, entries: Iterable[Entry]) -> int:
+        """Load the tensors of a bucket; returns the CRC-32 of what was read."""
+        tensors, checksum = _mapped(path, entries)
+        self.model_runner.get_model().load_weights(iter(tensors.items()))
+        return checksum
+
+    def rollout_finish_update(self) -> None:
+        """Put the model together again. Caches of the worker and all adapters are dropped with the weights they belonged to."""
+        from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
+            finalize_layerwise_reload,
+        )
+
+        model = self.model_runner.get_model()
+        finalize_layerwise_reload(model, self.model_config)
+        model.rollout_updating = False
+        self.model_runner.reset_lora_state()
+        self.model_runner.reset_encoder_cache()
+        self.model_runner.reset_mm_cache()
+
+    def rollout_load_adapter(self, path: str, entries: Iterable[Entry], number: int, peft: str) -> int:
+        """Hold the LoRA adapter of a bucket as `number`, in place of all others; `peft` is its configuration, JSON. Returns the CRC-32."""
+        from vllm.lora.lora_model import LoRAModel  # pyright: ignore[reportMissingImports]
+        from vllm.lora.peft_helper import PEFTHelper  # pyright: ignore[reportMissingImports]
+
+        tensors, checksum = _mapped(path, entries)
+        manager: Any = self.model_runner.lora_manager
+        helper = PEFTHelper.from_dict(json.loads(peft))
+        helper.validate_legal(manager.lora_config)
+        mapper = getattr(self.model_runner.get_model(), "hf_to_vllm_mapper", None)
+        adapter = LoRAModel.from_lora_tensors(
+            lora_model_id=number,
+            tensors={name: tensor.clone() for name, tensor in tensors.items()},  # the bucket goes, the adapter stays
+            peft_helper=helper,
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+        )
+        manager.remove_all_adapters()
+        manager._adapter_manager.add_adapter(adapter)
+        manager._adapter_manager.activate_adapter(number)
+        return checksum
+
+
+def _mapped(path: str, entries: Iterable[Entry]) -> tuple[dict[str, torch.Tensor], int]:
+    """The tensors of a bucket, in its memory, which lives as long as they do; and its CRC-32."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        memory = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(fd)
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    tensors = {
+        name: flat[offset : offset + nbytes].view(getattr(torch, dtype)).reshape(tuple(shape))
+        for name, dtype, shape, offset, nbytes in entries
+    }
+    return tensors, zlib.crc32(memory)

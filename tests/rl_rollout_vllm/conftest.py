@@ -1,0 +1,174 @@
+"""A stand-in for vLLM's engine: a table of logits behind the same calls, generating token by token beside other requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rl_protocol import RolloutError, WeightTensor
+from rl_protocol.testing.bigram import CONTEXT, EOS, VOCABULARY, initial_table, log_softmax
+from rl_rollout_vllm import EngineDiedError, VLLMConfig, VLLMRolloutEngine
+from rl_rollout_vllm.front import Piece
+
+HALVES = ("table.low", "table.high")
+ROWS = VOCABULARY // 2
+
+
+def halves(table):
+    """The table as two weights, so that an update can break off between them."""
+    return [
+        WeightTensor(name, "float32", (ROWS, VOCABULARY), part.copy().reshape(-1).view(np.uint8))
+        for name, part in zip(HALVES, np.split(table, 2), strict=True)
+    ]
+
+
+def write_checkpoint(folder: Path, table, **config):
+    """A folder as transformers would write it."""
+    header, data = {}, b""
+    for weight in halves(table):
+        header[weight.name] = {
+            "dtype": "F32",
+            "shape": weight.shape,
+            "data_offsets": [len(data), len(data) + weight.nbytes],
+        }
+        data += weight.data.tobytes()
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    sizes = {"max_position_embeddings": CONTEXT, "vocab_size": VOCABULARY, "eos_token_id": EOS, "head_dim": 64}
+    (folder / "config.json").write_text(json.dumps(sizes | config))
+    return folder
+
+
+class FakeFront:
+    """Front over a table. The call that would be entry `fail_at` of `log` fails; requests stand still after `stop_after` tokens."""
+
+    def __init__(self, table):
+        self.table = table
+        self.updating = self.paused = self.dead = self.closed = False
+        self.aborted: set[str] = set()
+        self.log: list[str] = []
+        self.adapters: dict[int, list[str]] = {}
+        self.half_tokens = self.fresh_caches = 0
+        self.fail_at: int | None = None
+        self.stop_after: int | None = None
+        self.lie = 0
+        self.seen: list[tuple[str, dict, object]] = []
+
+    async def generate(self, request_id, prompt_ids, arguments, adapter, *, stream):
+        self.seen.append((request_id, arguments, adapter))
+        if adapter is not None and adapter.number not in self.adapters:
+            self.dead = True  # as vLLM does: the path of an adapter that was loaded from memory can't be read
+        rng = np.random.default_rng(arguments["seed"])
+        tokens, log_probs, sent, reason = [], [], 0, None
+        while reason is None:
+            await asyncio.sleep(0)
+            while (self.paused or len(tokens) == self.stop_after) and request_id not in self.aborted and not self.dead:  # noqa: ASYNC110 - a stand-in may poll
+                await asyncio.sleep(0.001)
+            if self.dead:
+                raise EngineDiedError("the process is gone")
+            if request_id in self.aborted:
+                reason = "abort"
+            else:
+                self.half_tokens += self.updating
+                row = log_softmax(self.table, arguments["temperature"])[[*prompt_ids, *tokens][-1]]
+                share = np.cumsum(np.exp(row.astype(np.float64)))
+                greedy = arguments["temperature"] == 0
+                token = int(row.argmax() if greedy else np.searchsorted(share, rng.random() * share[-1], side="right"))
+                tokens.append(min(token, VOCABULARY - 1))
+                log_probs.append(float(row[tokens[-1]]))
+                stopped = tokens[-1] in arguments["stop_token_ids"]
+                reason = "stop" if stopped else "length" if len(tokens) == arguments["max_tokens"] else None
+            if stream or reason:
+                yield Piece(tuple(tokens[sent:]), tuple(log_probs[sent:]), reason)
+                sent = len(tokens)
+
+    async def abort(self, request_ids):
+        self.aborted |= set(request_ids)
+
+    async def pause(self, mode):
+        self.log.append(f"pause {mode}")
+        if self.dead:
+            raise EngineDiedError("the process is gone")
+        self.paused = True
+
+    async def resume(self):
+        self.log.append("resume")
+        self.paused = False
+
+    async def reset_caches(self):
+        self.log.append("reset")
+
+    async def close(self):
+        self.closed = True
+
+    async def call(self, method, *arguments):
+        await asyncio.sleep(0)
+        self.log.append(method)
+        if self.fail_at == len(self.log):
+            raise RolloutError("a worker failed")
+        if method == "rollout_begin_update":
+            self.updating, self.parts = True, {}
+            return [None]
+        if method == "rollout_finish_update":
+            self.table = np.concatenate([self.parts[name] for name in HALVES])
+            self.updating, self.adapters = False, {}
+            return [None]
+        path, entries, *rest = arguments
+        fd = os.open(path, os.O_RDONLY)
+        with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
+            os.close(fd)
+            data = bytes(memory)
+        read = {
+            name: np.frombuffer(data[offset : offset + size], np.float32).reshape(shape)
+            for name, _, shape, offset, size in entries
+        }
+        if method == "rollout_load_bucket":
+            self.parts |= read
+        else:
+            self.adapters = {rest[0]: sorted(read)}
+        return [zlib.crc32(data) + self.lie]
+
+
+class Opened:
+    """An engine over a fake front."""
+
+    def __init__(self, folder, **settings):
+        self.front = FakeFront(initial_table())
+        config = VLLMConfig(model_path=str(folder), **{"bucket_bytes": 64, "call_timeout_s": 20.0, **settings})
+        self.engine = VLLMRolloutEngine(config, start=self.start)
+
+    async def start(self, config, model):
+        return self.front
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("bigram"), initial_table())
+
+
+@pytest.fixture
+def opened(checkpoint):
+    """(settings) -> engine and its front; closed at the end."""
+    made = []
+
+    def make(**settings):
+        made.append(Opened(checkpoint, **settings))
+        return made[-1].engine, made[-1].front
+
+    yield make
+    for one in made:
+        one.engine.close()
+        assert one.front.closed
+
+
+@pytest.fixture
+def other_weights():
+    """Weights that fit and differ from the engine's own."""
+    return halves(initial_table(1))

@@ -1,0 +1,96 @@
+"""What an engine reads of a checkpoint folder, and how weights are checked, split and laid into shared memory."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_protocol import ConfigError, WeightSyncError, WeightTensor
+from rl_rollout_vllm.buckets import checked, shared, split
+from rl_rollout_vllm.checkpoint import Checkpoint, read_checkpoint, read_tensors
+from rl_rollout_vllm.config import VLLMConfig, environment
+
+
+def weight(name, count=4, dtype="float32"):
+    size = {"float32": 4, "bfloat16": 2, "int32": 4}[dtype]
+    return WeightTensor(name, dtype, (count,), np.arange(count * size, dtype=np.uint8))
+
+
+def model(tied=False, **shapes):
+    return Checkpoint(path=Path("m"), context=8, vocabulary=8, eos_ids=(1,), head_size=64, tied=tied, shapes=shapes)
+
+
+def test_what_a_folder_says(checkpoint):
+    found = read_checkpoint(checkpoint)
+    assert (found.context, found.vocabulary, found.eos_ids, found.tied) == (64, 8, (1,), False)
+    assert found.shapes == {"table.low": (4, 8), "table.high": (4, 8)}
+    assert [w.name for w in read_tensors(checkpoint / "model.safetensors")] == ["table.low", "table.high"]
+
+
+def test_generation_settings_come_before_the_models_and_several_stop_tokens_count(checkpoint, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
+    assert read_checkpoint(tmp_path).eos_ids == (3, 5)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 20, (5).to_bytes(8, "little") + b"hello"])
+def test_a_damaged_file_is_named(checkpoint, tmp_path, content):
+    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.safetensors can't be read as a safetensors file"):
+        read_checkpoint(tmp_path)
+
+
+def test_a_tied_head_that_is_left_out_is_added():
+    """Pitfall: vLLM on CPU keeps a prepacked head, which stays old, silently, unless lm_head.weight is sent."""
+    tied = model(tied=True, **{"model.embed_tokens.weight": (4,)})
+    embedding = weight("model.embed_tokens.weight")
+    sent = checked([embedding], tied, 1)
+    assert [w.name for w in sent] == ["model.embed_tokens.weight", "lm_head.weight"]
+    assert sent[1].data.tobytes() == embedding.data.tobytes()
+    assert len(checked(sent, tied, 1)) == 2
+    with pytest.raises(WeightSyncError, match="unknown"):
+        checked(sent, model(**{"model.embed_tokens.weight": (4,)}), 1)
+
+
+def test_integers_are_no_weights():
+    with pytest.raises(WeightSyncError, match=r"'a' of version 2 is int32 \(4,\).*float32"):
+        checked([weight("a", dtype="int32")], model(a=(4,)), 2)
+    assert checked([weight("a", dtype="bfloat16")], model(a=(4,)), 2)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(0, 300), max_size=12), st.integers(1, 2000))
+def test_splitting_keeps_order_and_bound(counts, bucket_bytes):
+    weights = [weight(str(i), count) for i, count in enumerate(counts)]
+    parts = list(split(weights, bucket_bytes))
+    assert [w for part in parts for w in part] == weights
+    assert all(parts)
+    assert all(len(part) == 1 or sum(w.nbytes for w in part) <= bucket_bytes for part in parts)
+
+
+def test_a_bucket_can_be_read_by_its_path_and_is_gone_afterwards():
+    weights = [weight("a", 3), weight("empty", 0), weight("b", 20, "bfloat16")]
+    with shared(weights) as bucket:
+        data = Path(bucket.path).read_bytes()
+    assert zlib.crc32(data) == bucket.checksum
+    for want, (name, dtype, shape, offset, nbytes) in zip(weights, bucket.entries, strict=True):
+        assert (name, dtype, shape) == (want.name, want.dtype, want.shape)
+        assert data[offset : offset + nbytes] == want.data.tobytes()
+        assert offset % 64 == 0
+    assert not Path(bucket.path).exists()
+
+
+def test_the_environment_is_said_and_not_set():
+    cpu = environment(VLLMConfig(model_path="m", threads=3), "cpu")
+    assert cpu["OMP_NUM_THREADS"] == "3"
+    assert cpu["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in environment(VLLMConfig(model_path="m", enforce_eager=False), "cpu")
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in environment(VLLMConfig(model_path="m"), "cuda")

@@ -1,0 +1,378 @@
+"""The engine over a stand-in for vLLM: the port's conformance suite, admission, aborts, updates that break off, adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing, contextmanager
+
+import numpy as np
+import pytest
+
+from rl_protocol import ConfigError, RolloutError, WeightSyncError, WeightTensor
+from rl_protocol.ports import GenerationRequest, RolloutEngine, SamplingParams
+from rl_protocol.testing.bigram import initial_table
+from rl_protocol.testing.rollout import RolloutEngineSuite
+from rl_rollout_vllm import AdapterConfig, EngineDiedError, TornWeightsError, VLLMConfig, VLLMRolloutEngine, continued
+
+LONG = SamplingParams(max_new_tokens=50, ignore_eos=True)
+
+
+def request(uid="p", session=0, prompt=(2, 3)):
+    return GenerationRequest(uid=uid, session=session, prompt_ids=tuple(prompt))
+
+
+def generate(engine, requests, **params):
+    return asyncio.run(engine.generate(requests, SamplingParams(**{"max_new_tokens": 6, **params})))
+
+
+class TestVLLMEngineOverATable(RolloutEngineSuite):
+    @pytest.fixture(autouse=True)
+    def _engine(self, opened, other_weights):
+        self.opened, self.weights = opened, other_weights
+
+    @contextmanager
+    def open_engine(self):
+        yield self.opened()[0], self.weights
+
+
+def test_it_is_a_rollout_engine(opened):
+    assert isinstance(opened()[0], RolloutEngine)
+
+
+# -- admission and aborts
+async def started(front, count):
+    """Wait until that many requests run."""
+    async with asyncio.timeout(10):
+        while len(front.seen) < count:  # noqa: ASYNC110 - the stand-in tells nobody
+            await asyncio.sleep(0.001)
+
+
+def test_an_update_aborts_what_runs_and_what_comes_later_has_the_new_version(opened, other_weights):
+    engine, front = opened()
+    front.stop_after = 5
+
+    async def scenario():
+        running = asyncio.create_task(engine.generate([request(str(i)) for i in range(8)], LONG))
+        await started(front, 8)
+        await asyncio.to_thread(engine.load_weights, other_weights, 1)
+        front.stop_after = None
+        return await running, await engine.generate([request("later")], LONG)
+
+    aborted, (later,) = asyncio.run(scenario())
+    assert {g.weight_version for g in aborted} == {0}
+    assert {g.finish_reason for g in aborted} == {"abort"}
+    assert all(len(g.response_ids) <= 5 for g in aborted)
+    assert (later.weight_version, later.finish_reason, len(later.response_ids)) == (1, "length", 50)
+
+
+def test_nothing_is_admitted_while_paused(opened):
+    engine, front = opened()
+
+    async def scenario():
+        await engine.pause()
+        waiting = asyncio.create_task(engine.generate([request()], LONG))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        assert not front.seen  # it waits outside: vLLM does not know of it
+        await engine.resume()
+        return await waiting
+
+    (made,) = asyncio.run(scenario())
+    assert made.finish_reason == "length"
+
+
+def test_a_pause_that_keeps_requests_lets_them_finish(opened):
+    engine, front = opened()
+    front.stop_after = 5
+
+    async def scenario():
+        running = asyncio.create_task(engine.generate([request()], LONG))
+        await started(front, 1)
+        await engine.pause("keep")
+        front.stop_after = None
+        await asyncio.sleep(0.05)
+        assert not running.done()
+        await engine.resume()
+        return await running
+
+    (made,) = asyncio.run(scenario())
+    assert (made.finish_reason, len(made.response_ids)) == ("length", 50)
+
+
+def test_a_request_that_is_never_admitted_says_why(opened):
+    engine, _ = opened(call_timeout_s=0.2)
+
+    async def scenario():
+        await engine.pause()
+        await engine.generate([request()], LONG)
+
+    with pytest.raises(RolloutError, match=r"No request was admitted for 0\.2 s: the engine is paused, call resume"):
+        asyncio.run(scenario())
+    asyncio.run(engine.resume())
+
+
+def test_an_update_while_paused_does_not_open_the_gate(opened, other_weights):
+    engine, front = opened()
+    asyncio.run(engine.pause())
+    engine.load_weights(other_weights, 3)
+    assert front.paused
+    asyncio.run(engine.resume())
+    assert not front.paused
+    assert generate(engine, [request()])[0].weight_version == 3
+
+
+def test_abort_returns_what_there_is_and_the_rest_can_be_asked_for_within_the_budget(opened):
+    engine, front = opened()
+    front.stop_after = 5
+
+    async def scenario():
+        running = asyncio.create_task(engine.generate([request()], LONG))
+        await started(front, 1)
+        await engine.abort()
+        front.stop_after = None
+        return await running
+
+    (part,) = asyncio.run(scenario())
+    assert part.finish_reason == "abort"
+    rest = continued(request(), LONG, part.response_ids)
+    assert rest is not None
+    assert rest[0].prompt_ids == (2, 3, *part.response_ids)
+    assert len(part.response_ids) + rest[1].max_new_tokens == 50
+    (end,) = asyncio.run(engine.generate([rest[0]], rest[1]))
+    assert len(part.response_ids) + len(end.response_ids) == 50
+    assert front.seen[1][1]["seed"] != front.seen[0][1]["seed"]  # the rest has a stream of its own
+    assert continued(request(), SamplingParams(max_new_tokens=3), (4, 5, 6)) is None
+
+
+def test_a_stream_yields_every_token_once_with_its_version(opened):
+    engine, _ = opened()
+
+    async def scenario():
+        return [made async for made in engine.stream(request(), LONG)]
+
+    ranges = asyncio.run(scenario())
+    (whole,) = asyncio.run(engine.generate([request()], LONG))
+    assert len(ranges) == 50
+    assert tuple(t for r in ranges for t in r.token_ids) == whole.response_ids
+    assert tuple(p for r in ranges for p in r.log_probs) == whole.log_probs
+    assert {r.weight_version for r in ranges} == {0}
+    assert [r.finish_reason for r in ranges] == [None] * 49 + ["length"]
+
+
+def test_a_stream_that_is_given_up_ends_its_request(opened):
+    engine, front = opened()
+    front.stop_after = 5
+
+    async def scenario():
+        async with aclosing(engine.stream(request(), LONG)) as stream:
+            assert (await anext(stream)).weight_version == 0
+            assert len(engine._running) == 1
+
+    asyncio.run(scenario())
+    assert not engine._running
+
+
+def test_a_storm_of_updates_loses_no_request(opened):
+    """64 requests that start over after each abort, 10 updates among them: all come back whole, each range of one version."""
+    engine, front = opened()
+    tables = [initial_table(i) for i in range(11)]
+
+    async def whole(number):
+        asked, params, parts = request(str(number)), LONG, []
+        while True:
+            (part,) = await engine.generate([asked], params)
+            parts.append((asked.prompt_ids[-1], part))
+            rest = continued(asked, params, part.response_ids)
+            if part.finish_reason != "abort" or rest is None:
+                return parts
+            asked, params = rest
+
+    async def scenario():
+        running = [asyncio.create_task(whole(i)) for i in range(64)]
+        await started(front, 64)
+        for version in range(1, 11):
+            await asyncio.to_thread(engine.load_weights, halves_of(tables[version]), version)
+            await started(front, 64 + version)
+        return await asyncio.gather(*running)
+
+    everything = asyncio.run(scenario())
+    assert front.half_tokens == 0
+    for parts in everything:
+        assert sum(len(part.response_ids) for _, part in parts) == 50
+        for last, part in parts:
+            before = [last, *part.response_ids[:-1]]
+            made_by = tables[part.weight_version]
+            rows = made_by - np.log(np.exp(made_by).sum(-1, keepdims=True))
+            want = rows[before[: len(part.response_ids)], list(part.response_ids)] if part.response_ids else []
+            assert part.log_probs == pytest.approx(list(want), abs=1e-5)
+    assert {part.weight_version for parts in everything for _, part in parts} > {0, 10}
+
+
+def halves_of(table):
+    return [
+        WeightTensor(name, "float32", (4, 8), part.copy().reshape(-1).view(np.uint8))
+        for name, part in zip(("table.low", "table.high"), np.split(table, 2), strict=True)
+    ]
+
+
+# -- updates
+def test_an_update_goes_bucket_by_bucket_and_empties_the_caches_before_anyone_is_admitted(opened, other_weights):
+    engine, front = opened()
+    engine.load_weights(other_weights, 1)
+    assert front.log == [
+        "pause abort",
+        "rollout_begin_update",
+        "rollout_load_bucket",
+        "rollout_load_bucket",
+        "rollout_finish_update",
+        "reset",
+        "resume",
+    ]
+
+
+@pytest.mark.parametrize("fail_at", [3, 4, 5, 6])
+def test_a_fault_between_buckets_lets_no_token_through(opened, other_weights, fail_at):
+    engine, front = opened()
+    front.fail_at, front.stop_after = fail_at, 5
+
+    async def scenario():
+        running = asyncio.create_task(engine.generate([request("early")], LONG))
+        await started(front, 1)
+        await engine.pause("keep")
+        waiting = asyncio.create_task(engine.generate([request("late")], LONG))
+        with pytest.raises(TornWeightsError, match="a worker failed"):
+            await asyncio.to_thread(engine.load_weights, other_weights, 1)
+        with pytest.raises(TornWeightsError, match="version 1 broke off"):
+            await waiting
+        return await running
+
+    (early,) = asyncio.run(scenario())
+    assert (early.finish_reason, early.weight_version) == ("abort", 0)
+    assert engine.weight_version == 0
+    asyncio.run(engine.resume())
+    with pytest.raises(TornWeightsError, match="version 1 broke off"):
+        generate(engine, [request()])
+    assert (front.half_tokens, len(front.seen)) == (0, 1)
+    front.fail_at = front.stop_after = None
+    engine.load_weights(other_weights, 2)
+    assert generate(engine, [request()])[0].weight_version == 2
+
+
+def test_other_bytes_than_were_sent_are_found(opened, other_weights):
+    engine, front = opened()
+    front.lie = 1
+    with pytest.raises(TornWeightsError, match="Worker 0 of the vLLM engine read other bytes than were sent"):
+        engine.load_weights(other_weights, 1)
+
+
+def test_weights_that_do_not_fit_touch_nothing(opened, other_weights):
+    engine, front = opened()
+    with pytest.raises(WeightSyncError, match="name a tensor twice"):
+        engine.load_weights([*other_weights, other_weights[0]], 1)
+    with pytest.raises(WeightSyncError, match=r"missing \['table.high'\]"):
+        engine.load_weights(other_weights[:1], 1)
+    assert front.log == []
+
+
+# -- failures
+def test_a_dead_engine_is_said_to_be_dead(opened, other_weights):
+    engine, front = opened()
+    front.stop_after = 5
+
+    async def scenario():
+        running = asyncio.create_task(engine.generate([request()], LONG))
+        await started(front, 1)
+        front.dead = True
+        await running
+
+    with pytest.raises(EngineDiedError):
+        asyncio.run(scenario())
+    with pytest.raises(EngineDiedError):
+        engine.load_weights(other_weights, 1)
+    start = time.monotonic()
+    with pytest.raises(EngineDiedError):
+        generate(engine, [request()])
+    assert time.monotonic() - start < 10  # at once, not after a deadline
+
+
+def test_requests_that_cannot_be_served_are_named(opened):
+    engine, front = opened(max_model_len=16)
+    for prompt, message in (
+        ((), r"'p', session 0: the prompt has no tokens"),
+        ((2,) * 11, r"'p', session 0.*11 tokens.*rollout\.response_length=6.*17.*16 \(max_model_len\)"),
+        ((2, 8), r"'p', session 0: token ids must lie in 0\.\.7; got 2 to 8"),
+    ):
+        with pytest.raises(RolloutError, match=message):
+            generate(engine, [request("fine"), request(prompt=prompt)])
+    assert front.seen == []
+
+
+def test_log_probs_the_engine_does_not_report_are_refused(opened):
+    raw, _ = opened(logprobs_mode="raw_logprobs")
+    processed, _ = opened()
+    with pytest.raises(ConfigError, match="need an engine with logprobs_mode='processed_logprobs'"):
+        generate(raw, [request()], temperature=0.5)
+    with pytest.raises(ConfigError, match="need an engine with logprobs_mode='raw_logprobs'"):
+        generate(processed, [request()], top_k=3)
+    for engine in (raw, processed):
+        assert generate(engine, [request()]) == generate(engine, [request()])
+
+
+def test_folders_and_settings_that_do_not_fit(checkpoint, tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json can't be read.*Hugging Face folder"):
+        VLLMRolloutEngine(VLLMConfig(model_path=str(tmp_path)))
+    with pytest.raises(ConfigError, match="max_model_len=65 is more than the context of 64"):
+        VLLMRolloutEngine(VLLMConfig(model_path=str(checkpoint), max_model_len=65))
+    with pytest.raises(ConfigError, match="kv_cache_bytes must be at least 1; got 0"):
+        VLLMConfig(model_path="x", kv_cache_bytes=0)
+
+
+# -- adapters
+ROOM = AdapterConfig(rank=8, alpha=16, target_modules=("q_proj",))
+
+
+def adapter(rank=2, module="model.layers.0.self_attn.q_proj"):
+    return [
+        WeightTensor(
+            f"base_model.model.{module}.lora_{side}.weight", "float32", shape, np.zeros(4 * 4 * rank, np.uint8)
+        )
+        for side, shape in (("A", (rank, 4)), ("B", (4, rank)))
+    ]
+
+
+def test_an_adapter_has_a_name_of_its_own_and_outlives_an_update_of_the_base(opened, other_weights):
+    engine, front = opened(adapter=ROOM)
+    engine.load_adapter(adapter(), 1)
+    assert generate(engine, [request()])[0].weight_version == 1
+    engine.load_adapter(adapter(), 2)
+    generate(engine, [request()])
+    engine.load_weights(other_weights, 3)  # vLLM drops adapters here, and dies of the next request that names one
+    assert generate(engine, [request()])[0].weight_version == 3
+    first, second, third = (seen[2] for seen in front.seen)
+    assert (first.name, second.name) == ("policy-v1", "policy-v2")
+    assert first.number != second.number
+    assert second == third
+    assert front.log[-3:] == ["rollout_load_adapter", "reset", "resume"]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (adapter(rank=9), "has rank 9, the engine has room for 8"),
+        (adapter()[:1], r"needs A \[rank, in\] and B"),
+        (adapter(module="model.layers.0.mlp.up_proj"), "up_proj.*target_modules"),
+        (halves_of(initial_table()), "'table.low' .* is no part of a LoRA adapter"),
+        ([], "holds no tensors"),
+    ],
+)
+def test_adapters_that_do_not_fit_touch_nothing(opened, tensors, message):
+    engine, front = opened(adapter=ROOM)
+    with pytest.raises(WeightSyncError, match=message):
+        engine.load_adapter(tensors, 1)
+    assert (front.log, engine.weight_version) == ([], 0)
+
+
+def test_an_engine_without_room_says_so(opened):
+    with pytest.raises(WeightSyncError, match=r"without room for adapters; set VLLMConfig\.adapter"):
+        opened()[0].load_adapter(adapter(), 1)

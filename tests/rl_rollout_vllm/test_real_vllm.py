@@ -1,0 +1,371 @@
+"""vLLM itself, on CPU, with tiny models made on the spot: run with `-m vllm` where the extra is installed (CONTRIBUTING says how).
+
+One engine at a time, and few: a start takes a quarter of a minute and more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from rl_protocol import ConfigError
+from rl_protocol.ports import GenerationRequest, SamplingParams
+from rl_protocol.testing.rollout import RolloutEngineSuite
+from rl_rollout_vllm import AdapterConfig, EngineDiedError, VLLMConfig, VLLMRolloutEngine, continued, require_vllm
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+]
+
+TOLERANCE = 1e-3
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+REQUESTS = [
+    GenerationRequest(uid=f"p{i}", session=0, prompt_ids=tuple(2 + (7 * i + k) % 11 for k in range(1 + i % 9)))
+    for i in range(16)
+]
+
+
+def model(seed, tied=False):
+    """A Qwen2 of some 60 thousand parameters over 14 tokens whose weights depend on the seed."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=14,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        tie_word_embeddings=tied,
+    )
+    return Qwen2ForCausalLM(config).float().eval()
+
+
+def weights_of(model, *, without=()):
+    from rl_protocol.torch import to_weight
+
+    return [to_weight(name, tensor) for name, tensor in model.state_dict().items() if name not in without]
+
+
+def difference(model, requests, generations, temperature=1.0):
+    """Largest distance between the engine's log-probs and those of a forward pass of transformers."""
+    import torch
+
+    worst = 0.0
+    for request, made in zip(requests, generations, strict=True):
+        ids = torch.tensor([[*request.prompt_ids, *made.response_ids]])
+        with torch.no_grad():
+            log_probs = torch.log_softmax(model(ids).logits[0].float() / temperature, dim=-1)
+        start = len(request.prompt_ids) - 1
+        for step, (token, log_prob) in enumerate(zip(made.response_ids, made.log_probs, strict=True)):
+            worst = max(worst, abs(log_probs[start + step, token].item() - log_prob))
+    return worst
+
+
+def tell(text):
+    """Figures, for whoever runs with -s."""
+    sys.stderr.write(f"{text}\n")
+
+
+def generate(engine, requests=REQUESTS, **params):
+    return asyncio.run(engine.generate(requests, SamplingParams(**{"max_new_tokens": 24, **params})))
+
+
+@contextmanager
+def running(path, **settings):
+    small = {"max_num_seqs": 32, "kv_cache_bytes": 64 << 20, "bucket_bytes": 16 << 10, "call_timeout_s": 120.0}
+    engine = VLLMRolloutEngine(VLLMConfig(model_path=str(path), **{**small, **settings}))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("untied")
+    model(0).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(path):
+    """The engine of most tests. Each leaves it working, with weights of its own."""
+    with running(path, adapter=AdapterConfig(rank=8, alpha=16, target_modules=LINEAR)) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def _fresh(request):
+    if "engine" in request.fixturenames:
+        request.getfixturevalue("engine").load_weights(weights_of(model(0)), 0)
+
+
+def test_what_is_installed_is_what_the_table_knows():
+    capabilities = require_vllm()
+    assert (capabilities.device, capabilities.sleep_frees_memory) == ("cpu", False)
+
+
+class TestVLLM(RolloutEngineSuite):
+    """The suite that the transformers engine passes, over one engine that gets its first weights back."""
+
+    @pytest.fixture(autouse=True)
+    def _engine(self, engine):
+        self.engine = engine
+
+    @contextmanager
+    def open_engine(self):
+        self.engine.load_weights(weights_of(model(0)), 0)
+        yield self.engine, weights_of(model(1))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5, 0.0])
+def test_log_probs_are_the_trainers_at_the_same_temperature(engine, temperature):
+    """Pitfall: vLLM's default reports them at temperature 1, whatever was sampled with."""
+    worst = difference(model(0), REQUESTS, generate(engine, temperature=temperature), temperature or 1.0)
+    tell(f"temperature {temperature}: max |difference| {worst:.1e}")
+    assert worst < TOLERANCE
+
+
+def test_twenty_updates_leave_no_drift_and_no_old_prefix(engine):
+    """Pitfalls: prepacked weights on CPU; cached prefixes of old weights (prompts span blocks of 128 tokens); reused buckets."""
+    prompts = [
+        GenerationRequest(uid=f"long{i}", session=0, prompt_ids=tuple(2 + (5 * k + i) % 11 for k in range(300)))
+        for i in range(2)
+    ]
+    worst = 0.0
+    for version in range(1, 21):
+        newest = model(version)
+        engine.load_weights(weights_of(newest), version)
+        made = generate(engine, prompts, max_new_tokens=4, ignore_eos=True)
+        assert {g.weight_version for g in made} == {version}
+        worst = max(worst, difference(newest, prompts, made))
+    made = generate(engine)
+    worst = max(worst, difference(newest, REQUESTS, made))
+    tell(f"after 20 updates: max |difference| {worst:.1e}")
+    assert worst < TOLERANCE
+    assert difference(model(19), REQUESTS, made) > 0.1  # the tolerance would see old weights
+
+
+def test_an_update_that_broke_off_between_buckets_is_mended_by_the_next(engine, monkeypatch):
+    from rl_protocol import RolloutError
+    from rl_rollout_vllm import TornWeightsError
+
+    front, calls = engine._front, []
+    whole = type(front).call
+
+    async def breaking(self, method, *arguments):
+        calls.append(method)
+        if calls.count("rollout_load_bucket") == 3:
+            raise RolloutError("the third bucket was lost")
+        return await whole(self, method, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(front), "call", breaking)
+        with pytest.raises(TornWeightsError, match="third bucket"):
+            engine.load_weights(weights_of(model(5)), 5)
+    assert len(calls) > 3
+    with pytest.raises(TornWeightsError):
+        generate(engine)
+    engine.load_weights(weights_of(model(6)), 6)
+    assert difference(model(6), REQUESTS, generate(engine)) < TOLERANCE
+
+
+def test_an_update_aborts_what_runs_and_every_token_is_of_the_version_it_names(engine):
+    """64 requests, 10 updates: all responses are whole in the end, and each part equals a forward pass of its own version.
+
+    Pitfall: what is left after an abort makes prompts too many for one step; computed in parts they kill an engine on CPU.
+    """
+    params = SamplingParams(max_new_tokens=200, ignore_eos=True)
+    requests = [GenerationRequest(uid=f"s{i}", session=0, prompt_ids=(2 + i % 11,)) for i in range(64)]
+
+    async def whole(asked):
+        parts, limit = [], params
+        while True:
+            (part,) = await engine.generate([asked], limit)
+            parts.append((asked, part))
+            rest = continued(asked, limit, part.response_ids)
+            if part.finish_reason != "abort" or rest is None:
+                return parts
+            asked, limit = rest
+
+    async def scenario():
+        tasks = [asyncio.create_task(whole(request)) for request in requests]
+        for version in range(1, 11):
+            await asyncio.sleep(0.2)
+            await asyncio.to_thread(engine.load_weights, weights_of(model(version)), version)
+        return await asyncio.gather(*tasks)
+
+    memory = psutil.Process(engine_process(engine)).memory_info().rss
+    everything = asyncio.run(scenario())
+    grown = psutil.Process(engine_process(engine)).memory_info().rss - memory
+    assert all(sum(len(part.response_ids) for _, part in parts) == 200 for parts in everything)
+    versions = {part.weight_version for parts in everything for _, part in parts if part.response_ids}
+    assert len(versions) > 1
+    by_version: dict[int, list] = {}
+    for parts in everything[::8]:
+        for asked, part in parts:
+            by_version.setdefault(part.weight_version, []).append((asked, part))
+    worst = max(difference(model(v), *zip(*pairs, strict=True)) for v, pairs in by_version.items())
+    tell(f"storm: versions {sorted(versions)}, max |difference| {worst:.1e}, engine grew by {grown >> 20} MiB")
+    assert worst < TOLERANCE
+    assert grown < 256 << 20
+
+
+def test_a_kept_request_goes_on_after_a_pause(engine):
+    request = GenerationRequest(uid="kept", session=0, prompt_ids=(3,))
+    params = SamplingParams(max_new_tokens=300, ignore_eos=True)
+
+    async def scenario():
+        ranges = []
+        async for made in engine.stream(request, params):
+            ranges.append(made)
+            if len(ranges) == 5:
+                await engine.pause("keep")
+                await asyncio.sleep(0.1)
+                await engine.resume()
+        return ranges
+
+    ranges = asyncio.run(scenario())
+    assert sum(len(r.token_ids) for r in ranges) == 300
+    assert ranges[-1].finish_reason == "length"
+
+
+# -- adapters
+def adapted(seed):
+    """A PEFT model with a random adapter of rank 8 that matters."""
+    import peft
+    import torch
+
+    base = model(0)
+    torch.manual_seed(1000 + seed)
+    wrapped = peft.get_peft_model(
+        base, peft.LoraConfig(r=8, lora_alpha=16, target_modules=list(LINEAR), task_type="CAUSAL_LM")
+    )
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return wrapped.eval()
+
+
+def adapter_of(wrapped):
+    import peft
+
+    from rl_protocol.torch import to_weight
+
+    return [to_weight(name, tensor) for name, tensor in peft.get_peft_model_state_dict(wrapped).items()]
+
+
+@pytest.fixture
+def without_adapter(engine):
+    yield
+    engine._adapter = None  # there is no way back to the base model in an engine's life; the other tests are about it
+
+
+def test_adapters_from_memory_and_folder_change_by_step_and_outlive_an_update_of_the_base(
+    engine, tmp_path, without_adapter
+):
+    """Pitfalls: a reload drops every adapter, and the next request with one ends the engine; the base must stay as it was."""
+    worst = 0.0
+    for version in (1, 2, 3):
+        wrapped = adapted(version)
+        engine.load_adapter(adapter_of(wrapped), version)
+        made = generate(engine)
+        assert {g.weight_version for g in made} == {version}
+        worst = max(worst, difference(wrapped, REQUESTS, made))
+    assert difference(adapted(2), REQUESTS, made) > 0.01
+    engine.load_weights(weights_of(model(0)), 4)
+    worst = max(worst, difference(wrapped, REQUESTS, generate(engine)))
+    folder = adapted(5)
+    folder.save_pretrained(tmp_path)
+    engine.load_adapter_folder(tmp_path, 5)
+    worst = max(worst, difference(folder, REQUESTS, generate(engine)))
+    tell(f"adapters: max |difference| {worst:.1e}")
+    assert worst < TOLERANCE
+    engine._adapter = None
+    assert difference(model(0), REQUESTS, generate(engine)) < TOLERANCE
+
+
+# -- other engines, one after the other; the last one is killed
+def engine_process(engine):
+    """Process id of the engine core."""
+    (process,) = engine._front._engine.engine_core.resources.engine_manager.processes
+    return process.pid
+
+
+def test_a_tied_head_follows_its_embedding(tmp_path):
+    """Pitfall: without `lm_head.weight` the prepacked head keeps its old values, silently. Killed at the end: the error is typed."""
+    model(0, tied=True).save_pretrained(tmp_path)
+    with running(tmp_path) as engine:
+        newest = model(1, tied=True)
+        engine.load_weights(weights_of(newest, without=["lm_head.weight"]), 1)
+        assert difference(newest, REQUESTS, generate(engine)) < TOLERANCE
+
+        async def scenario():
+            request = GenerationRequest(uid="doomed", session=0, prompt_ids=(3,))
+            running = asyncio.create_task(
+                engine.generate([request], SamplingParams(max_new_tokens=500, ignore_eos=True))
+            )
+            await asyncio.sleep(0.1)
+            os.kill(engine_process(engine), signal.SIGKILL)
+            await running
+
+        with pytest.raises(EngineDiedError):
+            asyncio.run(scenario())
+        with pytest.raises(EngineDiedError):
+            generate(engine)
+        with pytest.raises(EngineDiedError):
+            engine.load_weights(weights_of(newest), 2)
+
+
+OWNER = """
+import sys, time
+from rl_rollout_vllm import VLLMConfig, VLLMRolloutEngine
+
+if __name__ == "__main__":
+    engine = VLLMRolloutEngine(VLLMConfig(model_path=sys.argv[1], kv_cache_bytes=64 << 20))
+    print("up", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_the_engines_process_does_not_outlive_one_that_was_killed(path, tmp_path):
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    with subprocess.Popen([sys.executable, str(script), str(path)], stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            assert any(line == "up\n" for line in owner.stdout)  # vLLM's own log comes the same way
+            family = psutil.Process(owner.pid).children(recursive=True)
+        finally:
+            owner.kill()
+    tell(f"children of the one that was killed: {[process.name() for process in family]}")
+    assert family
+    assert not psutil.wait_procs(family, timeout=15)[1]
+
+
+def test_models_that_vllm_does_not_serve_are_refused_before_a_process_starts(tmp_path):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=14, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
+    )
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="attention heads of size 8"):
+        VLLMRolloutEngine(VLLMConfig(model_path=str(tmp_path)))
