@@ -460,7 +460,7 @@ def test_while_the_critic_warms_up_the_actor_stays_and_nothing_is_sent(model_pat
 @pytest.mark.parametrize("returned", [float("nan"), float("inf"), None, "1"])
 def test_a_reward_that_is_no_number_names_its_sample_and_ends_the_run(model_path, returned):
     setup = Setup(model_path, reward=lambda *_: returned)
-    with pytest.raises(RewardError, match=rf"returned {returned!r} for sample 'v0-0/0/0' of 'digits'"):
+    with pytest.raises(RewardError, match=rf"returned {returned!r} for sample 's1-0/0/0' of 'digits'"):
         setup.fit()
 
 
