@@ -352,7 +352,7 @@ def test_a_part_of_the_reward_that_is_missing_is_named(model_path):
         model_path, estimator="gdpo", reward=parts_of_reward, algorithm={"gdpo_reward_keys": "score,politeness"}
     )
     with pytest.raises(
-        RewardError, match=r"all 20 samples.* sample 'v0-0/0/0' of 'digits' it returned None as 'politeness'"
+        RewardError, match=r"all 32 samples.* sample 's1-0/0/0' of 'digits' it returned None as 'politeness'"
     ):
         setup.fit()
 
@@ -466,7 +466,7 @@ def test_while_the_critic_warms_up_the_actor_stays_and_nothing_is_sent(model_pat
 def test_a_reward_that_fails_on_every_sample_ends_the_run(model_path, returned):
     setup = Setup(model_path, reward=lambda *_: returned)
     with pytest.raises(
-        RewardError, match=rf"all 20 samples.* For sample 'v0-0/0/0' of 'digits' it returned {returned!r}"
+        RewardError, match=rf"all \d+ samples.* For sample 's1-0/0/0' of 'digits' it returned {returned!r}"
     ):
         setup.fit()
 
@@ -480,7 +480,7 @@ def test_samples_on_which_the_reward_fails_are_named_and_not_trained_on(model_pa
             raise ValueError(f"no answer to {truth}")
         return 0.5
 
-    setup = Setup(model_path, estimator=estimator, reward=reward, steps=2)
+    setup = Setup(model_path, estimator=estimator, reward=reward, steps=2, validate=True)
     seen, tags, kept = [], [], setup.workers.reward.worker.adv
 
     async def watch(call):
@@ -575,7 +575,11 @@ def test_a_worker_refuses_what_it_does_not_know(model_path):
     worker = Setup(model_path).workers.actor[0].worker
     call = msgspec.msgpack.encode(StageCall(step=1, batch=KVBatchMeta(partition="p", keys=())))
     for method, payload, message in (
-        ("launch", call, "ActorWorker has no handler 'launch'; it has old_log_prob, ref, update_actor, save"),
+        (
+            "launch",
+            call,
+            "ActorWorker has no handler 'launch'; it has save_state, finish_save, load_state, old_log_prob, ref, update_actor, save",
+        ),
         ("old_log_prob", b"\xff", "not a StageCall"),
         ("old_log_prob", b"\x81\xa4\xff\xff\xff\xff\x01", "not a StageCall"),
         ("old_log_prob", msgspec.msgpack.encode({"step": 1, "surprise": 2}), "not a StageCall"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ def functions(path: Path) -> set[str]:
     return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
 
 
+@functools.cache
 def suite_classes() -> dict[str, list[str]]:
     """Test classes and the names of their bases, wherever they are."""
     out: dict[str, list[str]] = {}
