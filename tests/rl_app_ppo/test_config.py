@@ -164,3 +164,21 @@ def test_errors_are_one_paragraph_on_stderr_with_exit_code_2(capsys):
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert captured.err.startswith("error: Unknown key 'rolout.n'.")
+
+
+def test_data_files_and_their_shares():
+    config = load_config(["data.train_files=0.7*a.jsonl, 0.3*b/c.parquet", "data.val_files=v.jsonl"]).data
+    assert (config.files("train"), config.shares(), config.files("val")) == (
+        ("a.jsonl", "b/c.parquet"),
+        (0.7, 0.3),
+        ("v.jsonl",),
+    )
+    assert load_config(["data.train_files=a.jsonl,b*.jsonl", "data.val_files=v.jsonl"]).data.shares() is None
+    for train, val, message in (
+        ("0.7*a.jsonl,b.jsonl", "v.jsonl", "all have a share, or none"),
+        ("a.jsonl", "1*v.jsonl", r"data\.val_files must be files without shares"),
+        ("a.jsonl,a.jsonl", "v.jsonl", "different files"),
+        ("a.jsonl", "", r"data\.val_files must be set exactly when"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config([f"data.train_files={train}", f"data.val_files={val}"])

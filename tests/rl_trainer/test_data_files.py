@@ -9,6 +9,7 @@ import sys
 import time
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,6 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rl_protocol import ConfigError, OutputError, SchemaError
+from rl_trainer import Mixture, PromptOrder
 from rl_trainer.data.chat import PromptEncoder
 from rl_trainer.data.files import DataFiles, open_files
 from rl_trainer.data.rows import parse_row
@@ -108,6 +110,53 @@ def test_prepared_once_and_again_when_something_changed(tmp_path, encoder):
     other = PromptEncoder(characters(), "{{ messages[0]['content'] }}=")
     assert text_of(open_files(files(path), other, cache)[1]) == "2="
     assert len(list(cache.iterdir())) == 3
+
+
+def test_the_rows_of_each_file_are_counted(tmp_path, encoder):
+    a, b = write_jsonl(tmp_path / "a.jsonl", [row("1"), {}]), write_jsonl(tmp_path / "b.jsonl", [row("2")] * 3)
+    empty = write_jsonl(tmp_path / "c.jsonl", [{}])
+    assert open_files(files(b, empty, a, on_bad_row="skip"), encoder, tmp_path / "cache").rows_of_files == (3, 0, 1)
+
+
+# -- the order of prompts
+def test_without_a_curriculum_every_row_comes_once_an_epoch():
+    order = PromptOrder(10, 4, seed=3)
+    rows = order.take(0, 30)
+    assert [sorted(rows[i : i + 10]) for i in (0, 10, 20)] == [list(range(10))] * 3
+    assert rows[:10] != rows[10:20]
+    assert order.rows(3) == rows[12:16]  # asked for alone, as a resumed run does
+
+
+def test_a_mixture_gives_each_file_its_share_of_every_epoch():
+    """Rows 0..9 are of a file with share 0.7, rows 10..89 of one with 0.2, rows 90..99 of one with 0.1."""
+    order = PromptOrder(100, 8, seed=0, curriculum=Mixture([10, 80, 10], [7, 2, 1]))
+    first, second = order.take(0, 100), order.take(100, 100)
+    for rows in (first, second):
+        assert sum(row < 10 for row in rows) == 70
+        assert sum(10 <= row < 90 for row in rows) == 20
+        assert sorted(row for row in rows if row >= 90) == list(range(90, 100))
+        assert [rows.count(row) for row in range(10)] == [7] * 10
+        assert max(rows.count(row) for row in range(10, 90)) == 1
+    assert {row for row in first if 10 <= row < 90} != {row for row in second if 10 <= row < 90}
+    assert order.take(96, 8) == first[96:] + second[:4]
+
+
+def test_shares_that_do_not_divide_add_up_and_none_may_be_impossible():
+    assert sorted(PromptOrder(7, 7, 0, Mixture([3, 4], [1, 0])).take(0, 7))[-1] == 2
+    assert len(PromptOrder(10, 10, 0, Mixture([3, 3, 4], [1, 1, 1])).take(0, 10)) == 10
+    for counts, weights in (([1, 2], [0, 0]), ([1, 2], [1, -1]), ([0, 2], [1, 1])):
+        with pytest.raises(ConfigError, match="Weights of data files"):
+            Mixture(counts, weights)
+
+
+def test_a_curriculum_decides_by_epoch():
+    class EasyFirst:
+        def epoch(self, number, rng):
+            return np.arange(6) if number == 0 else rng.permutation(6)
+
+    order = PromptOrder(6, 3, seed=1, curriculum=EasyFirst())
+    assert order.rows(0) + order.rows(1) == list(range(6))
+    assert sorted(order.take(6, 6)) == list(range(6)) != order.take(6, 6)
 
 
 # -- what is refused
@@ -220,7 +269,7 @@ def test_files_that_can_not_be_used(tmp_path, encoder, name, message):
 
 def test_a_cache_that_can_not_be_written_is_named(tmp_path, encoder):
     path = write_jsonl(tmp_path / "a.jsonl", [row()])
-    with pytest.raises(OutputError, match=r"a\.jsonl/data-.*Not a directory.*set model\.cache_dir"):
+    with pytest.raises(OutputError, match=r"can't be written to .*a\.jsonl/data-.*set model\.cache_dir"):
         open_files(files(path), encoder, path)
 
 
@@ -296,6 +345,7 @@ PEAK = """
 import sys
 from pathlib import Path
 from tokenizers import Tokenizer
+from rl_trainer import Mixture, PromptOrder
 from rl_trainer.data.chat import PromptEncoder
 from rl_trainer.data.files import DataFiles, open_files
 

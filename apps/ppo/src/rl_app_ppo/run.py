@@ -26,7 +26,7 @@ from rl_app_ppo.runtime.cluster import RayWorker, ray_session
 from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.runtime.placement import require_cpus
 from rl_app_ppo.schema import AppConfig
-from rl_app_ppo.wiring.data import open_data
+from rl_app_ppo.wiring.data import Prompts, open_data, train_order
 from rl_app_ppo.wiring.weights import RemoteReceiver, RemoteSender
 from rl_ckpt_engine import CheckpointEngineManager, CheckpointEngineRegistry
 from rl_protocol import ConfigError
@@ -34,7 +34,6 @@ from rl_protocol.ports import DataPlane, MetricSink
 from rl_rollout_vllm import require_vllm
 from rl_trainer import (
     PPOTrainer,
-    PromptOrder,
     StepGraph,
     TrainerParts,
     Workers,
@@ -202,8 +201,8 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen, start: Start) 
         for sink in (JSONLSink(files.metrics), TensorBoardSink(files.tensorboard, after)):
             sinks.append(sink)
             stack.callback(sink.close)
-        sizes = {split: len(rows) for split, rows in open_data(config, model_path).items()}
-        trainer = PPOTrainer(_parts(config, sizes, graph, plane, workers, recorder, files))
+        data = open_data(config, model_path)
+        trainer = PPOTrainer(_parts(config, data, graph, plane, workers, recorder, files))
         try:
             if start.checkpoint is not None:
                 await trainer.resume(start.checkpoint)
@@ -218,7 +217,7 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen, start: Start) 
 
 def _parts(
     config: AppConfig,
-    sizes: Mapping[str, int],
+    data: Mapping[str, Prompts],
     graph: StepGraph,
     plane: DataPlane,
     workers: Workers,
@@ -234,8 +233,8 @@ def _parts(
         plane=plane,
         workers=workers,
         weight_sync=sync,
-        train_order=PromptOrder(sizes["train"], config.data.train_batch_size, config.trainer.seed),
-        validation_size=sizes["val"],
+        train_order=train_order(config, data["train"]),
+        validation_size=len(data["val"]),
         rollout=config.rollout,
         actor=config.actor,
         critic=config.critic,

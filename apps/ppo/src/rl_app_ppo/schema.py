@@ -32,9 +32,10 @@ class DataConfig:
 
     train_batch_size: int = option(64, "prompts per step")
     train_files: str = option(
-        "", "files to train on, comma-separated: *.jsonl, *.parquet or folders of save_to_disk; empty: the demo task"
+        "",
+        "files to train on, comma-separated, with shares as in 0.7*a.jsonl,0.3*b.parquet, or folders of save_to_disk; empty: the demo",
     )
-    val_files: str = option("", "files to validate with, likewise")
+    val_files: str = option("", "files to validate with, likewise, without shares")
     prompt_key: str = option("prompt", "field of a row that holds the prompt, a list of messages")
     max_prompt_length: int = option(512, "most tokens of a prompt from a file")
     filter_overlong_prompts: bool = option(True, "leave longer prompts out; otherwise they are bad rows")
@@ -51,6 +52,20 @@ class DataConfig:
             f"set exactly when data.train_files is ({self.train_files!r})",
             self.val_files,
         )
+        given = {weight is None for _, weight in _weighted(self.train_files)}
+        require(len(given) < 2, "data.train_files", "files that all have a share, or none of them", self.train_files)
+        require(
+            all(weight is None for _, weight in _weighted(self.val_files)),
+            "data.val_files",
+            "files without shares",
+            self.val_files,
+        )
+        require(
+            len(set(self.files("train"))) == len(self.files("train")),
+            "data.train_files",
+            "different files",
+            self.train_files,
+        )
         require(bool(self.prompt_key), "data.prompt_key", "the name of a field", self.prompt_key)
         require(self.max_prompt_length >= 1, "data.max_prompt_length", "at least 1", self.max_prompt_length)
         require(self.on_bad_row in ON_BAD_ROW, "data.on_bad_row", f"one of {ON_BAD_ROW}", self.on_bad_row)
@@ -59,9 +74,25 @@ class DataConfig:
         require(self.seed >= 0, "data.seed", "at least 0", self.seed)
 
     def files(self, split: Literal["train", "val"]) -> tuple[str, ...]:
-        """`train_files` or `val_files`, parsed."""
-        named = self.train_files if split == "train" else self.val_files
-        return tuple(name.strip() for name in named.split(",") if name.strip())
+        """Paths of `train_files` or `val_files`."""
+        return tuple(name for name, _ in _weighted(self.train_files if split == "train" else self.val_files))
+
+    def shares(self) -> tuple[float, ...] | None:
+        """Of each training file in every epoch; None: each is gone through once."""
+        found = [weight for _, weight in _weighted(self.train_files)]
+        return None if None in found else tuple(weight or 0.0 for weight in found)
+
+
+def _weighted(text: str) -> list[tuple[str, float | None]]:
+    """Comma-separated names, each with the number before its star."""
+    found: list[tuple[str, float | None]] = []
+    for name in (part.strip() for part in text.split(",") if part.strip()):
+        number, _, rest = name.partition("*")
+        try:
+            found.append((rest.strip(), float(number)) if rest else (name, None))
+        except ValueError:
+            found.append((name, None))  # a star of the name's own
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

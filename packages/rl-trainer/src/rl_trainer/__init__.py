@@ -15,7 +15,7 @@ from rl_trainer.config import (
     RolloutCorrectionConfig,
     ValidationSampling,
 )
-from rl_trainer.data import PromptDataset, PromptOrder, PromptRow
+from rl_trainer.data import Curriculum, Mixture, PromptDataset, PromptOrder, PromptRow
 from rl_trainer.dispatch import WorkerHandle, Workers
 from rl_trainer.engines import ENGINES, Engine, FsdpConfig, get_engine
 from rl_trainer.lora import LoraConfig
@@ -44,6 +44,7 @@ __all__ = [
     "AlgorithmConfig",
     "CriticConfig",
     "CriticWorker",
+    "Curriculum",
     "Engine",
     "FilterGroupsConfig",
     "FsdpConfig",
@@ -51,6 +52,7 @@ __all__ = [
     "KLControlConfig",
     "LoopConfig",
     "LoraConfig",
+    "Mixture",
     "OptimConfig",
     "OverlongConfig",
     "PPOTrainer",

@@ -12,7 +12,7 @@ from rl_app_ppo.demo.arithmetic import DATA_SOURCE, Problem, make_split
 from rl_app_ppo.demo.vocabulary import demo_tokenizer
 from rl_app_ppo.schema import AppConfig
 from rl_protocol import ConfigError
-from rl_trainer import PromptDataset, PromptRow
+from rl_trainer import Mixture, PromptDataset, PromptOrder, PromptRow
 
 
 def load_tokenizer(model_path: Path) -> Tokenizer:
@@ -32,7 +32,12 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
 
 
 class Prompts(PromptDataset, Protocol):
-    """A split, and what must fit the model."""
+    """A split, and what must be known of it as a whole."""
+
+    @property
+    def rows_of_files(self) -> tuple[int, ...]:
+        """Rows of each file it is from, in order."""
+        ...
 
     @property
     def longest(self) -> int:
@@ -54,6 +59,11 @@ class ArithmeticDataset:
 
     def __getitem__(self, row: int) -> PromptRow:
         return self._rows[row]
+
+    @property
+    def rows_of_files(self) -> tuple[int, ...]:
+        """It is from none."""
+        return ()
 
     @property
     def longest(self) -> int:
@@ -91,6 +101,13 @@ def _from_files(config: AppConfig, model_path: Path | None) -> Mapping[str, Prom
         )
         splits[split] = open_files(files, encoder, Path(config.model.cache_dir).expanduser())
     return splits
+
+
+def train_order(config: AppConfig, rows: Prompts) -> PromptOrder:
+    """The order of training prompts, with the shares of data.train_files."""
+    shares = config.data.shares()
+    mixture = Mixture(rows.rows_of_files, shares) if shares else None
+    return PromptOrder(len(rows), config.data.train_batch_size, config.trainer.seed, mixture)
 
 
 def decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:

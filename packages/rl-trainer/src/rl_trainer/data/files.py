@@ -9,7 +9,8 @@ import hashlib
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -25,7 +26,7 @@ from rl_trainer.data.rows import VerlRow, parse_row
 from rl_trainer.data.tables import BATCH_ROWS, open_prompts, parquet_rows, prompt_writer, saved_rows
 
 logger = logging.getLogger(__name__)
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the code makes something else of equal files and settings."""
 _NAMED = 20
 """How many bad rows are named; all are counted."""
@@ -57,6 +58,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The first of them: file, row and reason."""
     longest: int
     """Tokens of the longest prompt."""
+    rows_of_files: tuple[int, ...]
+    """Usable rows of each file, in order."""
 
     def __str__(self) -> str:
         more = f"; and {self.bad - len(self.bad_rows)} more" if self.bad > len(self.bad_rows) else ""
@@ -69,6 +72,11 @@ class FilePrompts:
     def __init__(self, folder: Path) -> None:
         self.report = msgspec.json.decode((folder / "report.json").read_bytes(), type=Report)
         self._rows: Any = open_prompts(folder / "rows.arrow")
+
+    @property
+    def rows_of_files(self) -> tuple[int, ...]:
+        """Usable rows of each file, in order."""
+        return self.report.rows_of_files
 
     @property
     def longest(self) -> int:
@@ -136,19 +144,19 @@ def prepare(files: DataFiles, encoder: PromptEncoder, target: Path) -> Report:
         while batch := list(islice(usable, BATCH_ROWS)):
             lengths = encoder.ids([text for *_, text in batch])
             kept: list[dict[str, Any]] = []
-            for (place, fields, _), ids in zip(batch, lengths, strict=True):
+            for (path, place, fields, _), ids in zip(batch, lengths, strict=True):
                 if not ids:
                     tally.add(place, "the prompt has no tokens")
                 elif len(ids) <= files.max_prompt_length:
                     kept.append({"prompt_ids": ids, **fields})
                     tally.longest = max(tally.longest, len(ids))
+                    tally.rows_of_files[path] += 1
                 elif files.filter_overlong_prompts:
                     tally.overlong += 1
                 else:
                     tally.add(place, f"the prompt has {len(ids)} tokens, more than {files.max_prompt_length}")
             writer.append(kept)
-            tally.rows += len(kept)
-    report = tally.report()
+    report = tally.report(files.paths)
     if report.bad and files.on_bad_row == "error":
         raise ConfigError(f"{report}. Repair the files, or set data.on_bad_row=skip to train without these rows.")
     if not report.rows:
@@ -161,10 +169,10 @@ def prepare(files: DataFiles, encoder: PromptEncoder, target: Path) -> Report:
 
 @dataclass
 class _Tally:
-    rows: int = 0
     overlong: int = 0
     bad: int = 0
     longest: int = 0
+    rows_of_files: Counter[Path] = field(default_factory=Counter[Path])
     named: list[str] = field(default_factory=list[str])
 
     def add(self, place: str, reason: object) -> None:
@@ -172,14 +180,19 @@ class _Tally:
         if len(self.named) < _NAMED:
             self.named.append(f"{place}: {reason}")
 
-    def report(self) -> Report:
+    def report(self, paths: Sequence[Path]) -> Report:
         return Report(
-            rows=self.rows, overlong=self.overlong, bad=self.bad, bad_rows=tuple(self.named), longest=self.longest
+            rows=self.rows_of_files.total(),
+            overlong=self.overlong,
+            bad=self.bad,
+            bad_rows=tuple(self.named),
+            longest=self.longest,
+            rows_of_files=tuple(self.rows_of_files[path] for path in paths),
         )
 
 
-def _usable(files: DataFiles, encoder: PromptEncoder, tally: _Tally) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """(place, fields to store, prompt as text) of every row that meets the format."""
+def _usable(files: DataFiles, encoder: PromptEncoder, tally: _Tally) -> Iterator[tuple[Path, str, dict[str, Any], str]]:
+    """(file, place, fields to store, prompt as text) of every row that meets the format."""
     for path in files.paths:
         place = str(path)
         try:
@@ -193,7 +206,7 @@ def _usable(files: DataFiles, encoder: PromptEncoder, tally: _Tally) -> Iterator
                 except SchemaError as error:
                     tally.add(place, error)
                 else:
-                    yield place, fields, text
+                    yield path, place, fields, text
         except SchemaError as error:  # of the file: what comes after is lost
             tally.add(f"{path}, after row {place.rpartition(' ')[2]}" if place != str(path) else place, error)
 
