@@ -27,8 +27,8 @@ from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.runtime.placement import require_cpus
 from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.wiring.data import datasets, load_tokenizer
-from rl_app_ppo.wiring.weights import RemoteReceiver, RemoteSender
-from rl_ckpt_engine import CheckpointEngineManager, CheckpointEngineRegistry
+from rl_app_ppo.wiring.weights import RemoteSender, check_sync, make_sync, measured
+from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
 from rl_protocol.ports import DataPlane, MetricSink
 from rl_trainer import (
@@ -46,15 +46,19 @@ from rl_transferqueue import LocalPlane, connect, start_local_plane
 logger = logging.getLogger(__name__)
 
 
-def preflight(config: AppConfig) -> StepGraph:
+def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
     """Everything that can be known to be wrong before a process starts.
+
+    Args:
+        config: of the run.
+        plugins: which plug-ins of the weight synchronisation the operator allows.
 
     Raises:
         ConfigError: names the key.
     """
     graph = build_graph(config.algorithm, config.actor)
     load_reward(config.reward.function)
-    CheckpointEngineRegistry().get(config.checkpoint_engine.backend)
+    check_sync(config.checkpoint_engine, plugins)
     path = _given_model(config)
     if path is None:
         split = make_split(config.data.seed, train_size=config.data.train_size, validation_size=config.data.val_size)
@@ -161,13 +165,13 @@ class Recorder:
         return {"validation accuracy": self.validation, "training accuracy": self.reward}
 
 
-async def run(config: AppConfig, files: RunFiles, screen: Screen) -> Recorder:
-    """Train as configured.
+async def run(config: AppConfig, files: RunFiles, screen: Screen, plugins: PluginPolicy) -> Recorder:
+    """Train as configured; see `preflight` for `plugins`.
 
     Raises:
         RLError: whatever went wrong; processes are down and files closed by then.
     """
-    graph = preflight(config)
+    graph = preflight(config, plugins)
     async with AsyncExitStack() as stack:
         stack.enter_context(screen)
         sinks: list[MetricSink] = []
@@ -181,13 +185,13 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen) -> Recorder:
         workers = _workers(processes, config)
         model_path = _given_model(config) or await _demo_model(config, processes["actor"], screen)
         store = Path(stack.enter_context(TemporaryDirectory(prefix="rl-app-ppo-")))
-        await _build(config, workers, model_path, plane_process, store)
+        await _build(config, workers, model_path, plane_process, store, plugins)
         plane = await connect(plane_process.descriptor)
         stack.push_async_callback(plane.close)
         for sink in (JSONLSink(files.metrics), TensorBoardSink(files.tensorboard)):
             sinks.append(sink)
             stack.callback(sink.close)
-        trainer = PPOTrainer(_parts(config, graph, plane, workers, recorder))
+        trainer = PPOTrainer(_parts(config, graph, plane, workers, recorder, plugins))
         try:
             await trainer.fit()
         finally:
@@ -198,11 +202,14 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen) -> Recorder:
     return recorder
 
 
-def _parts(config: AppConfig, graph: StepGraph, plane: DataPlane, workers: Workers, recorder: Recorder) -> TrainerParts:
-    sync = None
+def _parts(
+    config: AppConfig, graph: StepGraph, plane: DataPlane, workers: Workers, recorder: Recorder, plugins: PluginPolicy
+) -> TrainerParts:
+    sync, on_step = None, recorder.on_step
     if config.checkpoint_engine.enabled:
-        receivers = [RemoteReceiver(worker) for worker in workers.rollout]
-        sync = CheckpointEngineManager(RemoteSender(workers.actor), receivers, config.checkpoint_engine)
+        sender = RemoteSender(workers.actor)
+        sync = make_sync(config.checkpoint_engine, plugins, sender, workers.rollout)
+        on_step = measured(sync, sender, recorder.on_step)
     return TrainerParts(
         graph=graph,
         plane=plane,
@@ -215,7 +222,7 @@ def _parts(config: AppConfig, graph: StepGraph, plane: DataPlane, workers: Worke
         critic=config.critic,
         filter_groups=config.algorithm.filter_groups,
         loop=config.trainer,
-        on_step=recorder.on_step,
+        on_step=on_step,
     )
 
 
@@ -292,7 +299,9 @@ async def _demo_model(config: AppConfig, actor: RayWorker, screen: Screen) -> Pa
     return Path(path)
 
 
-async def _build(config: AppConfig, workers: Workers, model_path: Path, plane: LocalPlane, store: Path) -> None:
+async def _build(
+    config: AppConfig, workers: Workers, model_path: Path, plane: LocalPlane, store: Path, plugins: PluginPolicy
+) -> None:
     """Have all processes load what they need; the ranks of a role meet through a file in `store`."""
     resolved, described = to_yaml(config), msgspec.json.encode(plane.descriptor)
     groups = [workers.actor, workers.critic, [workers.reward], *([w] for w in workers.rollout)]
@@ -306,6 +315,7 @@ async def _build(config: AppConfig, workers: Workers, model_path: Path, plane: L
                 plane=described,
                 rank=rank,
                 store=str(store / ranks[0].name),
+                plugins=plugins,
             )
             calls.append(worker.call("build", msgspec.msgpack.encode(call), timeout_s=config.ray.start_timeout_s))
     await asyncio.gather(*calls)

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from rl_ckpt_engine import PluginPolicy
+
 Role = Literal["rollout", "reward", "actor", "ref", "critic"]
 
 
@@ -21,6 +23,8 @@ class BuildCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Among the processes that share the model."""
     store: str = ""
     """File through which these find each other."""
+    plugins: PluginPolicy = PluginPolicy()
+    """Which plug-ins of the weight synchronisation may load, as the driver read it."""
 
 
 class WeightCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,7 +32,17 @@ class WeightCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     version: int = 0
     manifest: bytes = b""
+    member: bytes = b""
+    """Part of the topology of a group, for its member."""
     timeout_s: float = 60.0
+
+
+class WeightsSent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Answer to `weights.send`."""
+
+    manifest: bytes
+    metrics: dict[str, float]
+    """What the sender measured, by name."""
 
 
 class WarmupProgress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

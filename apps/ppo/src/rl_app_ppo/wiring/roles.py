@@ -11,9 +11,10 @@ from rl_app_ppo.config import from_yaml
 from rl_app_ppo.rewards import load_reward
 from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.schema import AppConfig
+from rl_app_ppo.wiring.changes import MeasuredSender
 from rl_app_ppo.wiring.data import datasets, decoder, load_tokenizer
-from rl_app_ppo.wiring.weights import FollowingSender, WeightEnd
-from rl_ckpt_engine import CheckpointEngineRegistry, ReceiverEndpoint, SenderEndpoint
+from rl_app_ppo.wiring.weights import FollowingSender, WeightEnd, make_engine
+from rl_ckpt_engine import ReceiverEndpoint
 from rl_protocol.ports import DataPlane
 from rl_trainer import (
     ActorWorker,
@@ -55,15 +56,16 @@ async def build(role: Role, call: BuildCall) -> Built:
         )
         return worker, None
     if role == "rollout":
-        return _rollout(config, path, plane)
+        return _rollout(config, call, plane)
     return _trained(role, config, call, plane, graph)
 
 
-def _rollout(config: AppConfig, path: Path, plane: DataPlane) -> Built:
+def _rollout(config: AppConfig, call: BuildCall, plane: DataPlane) -> Built:
     from rl_trainer.rollout.hf import HFRolloutEngine  # torch: the reward process does without it
 
+    path = Path(call.model_path)
     engine = HFRolloutEngine(path, max_batch_size=config.rollout.max_batch_size)
-    receiver = ReceiverEndpoint(CheckpointEngineRegistry().create(config.checkpoint_engine.backend), engine)
+    receiver = ReceiverEndpoint(make_engine(config.checkpoint_engine, call.plugins), engine)
     data = datasets(config.data, load_tokenizer(path))
     return RolloutWorker(plane, engine, data, config.rollout.session), receiver
 
@@ -92,7 +94,7 @@ def _trained(role: Role, config: AppConfig, call: BuildCall, plane: DataPlane, g
     )
     if call.rank:
         return ActorWorker(plane, graph, policy, temperature), FollowingSender(policy)
-    sender = SenderEndpoint(CheckpointEngineRegistry().create(config.checkpoint_engine.backend), policy)
+    sender = MeasuredSender(make_engine(config.checkpoint_engine, call.plugins), policy)
     return ActorWorker(plane, graph, policy, temperature), sender
 
 
