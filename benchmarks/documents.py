@@ -69,6 +69,12 @@ KINDS = (
         better={"final_accuracy": "higher", "seconds_per_step": "lower", "driver_bytes_per_step_max": "lower"},
         needed=("final_accuracy", "steps", "seconds_per_step", "driver_bytes_per_step_max"),
     ),
+    Kind(
+        name="changes",
+        identity=("learning_rate", "delta_syncs", "full_bytes"),
+        better={"delta_bytes_median": "lower", "of_ideal_max": "lower"},
+        needed=("delta_syncs", "full_bytes", "changed_share_median", "delta_bytes_median"),
+    ),
     Kind(name="parity", identity=("pair",), better={"largest_difference": "lower"}),
 )
 """The first whose identity a row has is its kind."""

@@ -114,12 +114,23 @@ PREDICTION = {
     "gain % predicted": "gain_percent",
     "gain % published": "published_gain_percent",
 }
+CHANGES = {
+    "learning rate": "learning_rate",
+    "syncs": "delta_syncs",
+    "bytes in full": "full_bytes",
+    "changed, median": "changed_share_median",
+    "changed, most": "changed_share_max",
+    "bytes sent, median": "delta_bytes_median",
+    "most of ideal": "of_ideal_max",
+    "most of full": "of_full_max",
+}
 PLAIN = {
     "step": STEPS,
     "backend": BACKENDS,
     "training": TRAINING,
     "validation": VALIDATION,
     "prediction": PREDICTION,
+    "changes": CHANGES,
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from rl_app_ppo.runtime.messages import BuildCall, Role, WarmupProgress, WeightCall
-from rl_app_ppo.wiring.weights import WeightEnd, answer
+from rl_app_ppo.wiring.weights import WeightEnd, answer, require_admission
 from rl_protocol import WorkerError
 from rl_trainer import Worker
 
@@ -51,6 +51,7 @@ class Host:
             return await answer(self._weights, method.removeprefix("weights."), message)
         if self._worker is None:
             raise WorkerError(f"{method!r} was called before build.")
+        require_admission(self._weights, method)
         return await self._worker.handle(method, payload)
 
     async def warm_up(self, config: str) -> AsyncIterator[WarmupProgress]:

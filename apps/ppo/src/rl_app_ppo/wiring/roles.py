@@ -64,13 +64,14 @@ def _rollout(config: AppConfig, call: BuildCall, plane: DataPlane) -> Built:
     from rl_trainer.rollout.hf import HFRolloutEngine  # torch: the reward process does without it
 
     path = Path(call.model_path)
-    engine = HFRolloutEngine(path, max_batch_size=config.rollout.max_batch_size)
+    engine = HFRolloutEngine(path, max_batch_size=config.rollout.max_batch_size, dtype=config.rollout.dtype)
     receiver = ReceiverEndpoint(make_engine(config.checkpoint_engine, call.plugins), engine)
     data = datasets(config.data, load_tokenizer(path))
     return RolloutWorker(plane, engine, data, config.rollout.session), receiver
 
 
 def _trained(role: Role, config: AppConfig, call: BuildCall, plane: DataPlane, graph: StepGraph) -> Built:
+    from rl_app_ppo.wiring.rounded import Rounded  # torch, as the rest
     from rl_trainer.backends.torch_critic import TorchCriticBackend  # torch: the reward process does without it
     from rl_trainer.backends.torch_policy import TorchPolicyBackend
 
@@ -94,7 +95,8 @@ def _trained(role: Role, config: AppConfig, call: BuildCall, plane: DataPlane, g
     )
     if call.rank:
         return ActorWorker(plane, graph, policy, temperature), FollowingSender(policy)
-    sender = MeasuredSender(make_engine(config.checkpoint_engine, call.plugins), policy)
+    source = policy if config.rollout.dtype == "float32" else Rounded(policy, config.rollout.dtype)
+    sender = MeasuredSender(make_engine(config.checkpoint_engine, call.plugins), source)
     return ActorWorker(plane, graph, policy, temperature), sender
 
 

@@ -116,6 +116,19 @@ async def answer(end: WeightEnd | None, method: str, call: WeightCall) -> bytes:
     return done
 
 
+def require_admission(end: WeightEnd | None, method: str) -> None:
+    """In the worker process: nothing is generated with weights of no known version, nor of one that the others have left behind.
+
+    Raises:
+        WorkerError: the end is paused: the last synchronisation failed here.
+    """
+    if isinstance(end, ReceiverEndpoint) and not end.admitting:
+        raise WorkerError(
+            f"{method!r} was called on a replica whose last weight synchronisation failed, which may hold old or torn weights. driver.log has "
+            "the reason; restart the run, with a higher checkpoint_engine.timeout_s if it was late."
+        )
+
+
 async def _answer_sender(end: MeasuredSender, method: str, call: WeightCall) -> bytes | None:
     match method:
         case "send":
