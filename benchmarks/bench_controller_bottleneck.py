@@ -23,13 +23,13 @@ import itertools
 import statistics
 from typing import Any
 
-from bottleneck.cluster import PLANES, Cluster, cluster
-from bottleneck.compute import Workload
-from bottleneck.graph import step_graph, written
-from bottleneck.payloads import FAMILIES, Layout, rows_for
-from bottleneck.plots import plot_gains
-from bottleneck.steps import compare, ratio, summarise
 from pairs import publish, verdict
+from planes.cluster import PLANES, Cluster, cluster
+from planes.compute import Workload
+from planes.graph import step_graph, written
+from planes.payloads import FAMILIES, Layout, rows_for
+from planes.plots import plot_gains
+from planes.steps import compare, ratio, summarise
 
 SMOKE = ["--mib", "0.1", "--workers", "2", "--families", "tiny", "--pairs", "1"]
 

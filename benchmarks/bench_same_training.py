@@ -14,10 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bottleneck.cluster import PLANES, cluster
-from bottleneck.compute import Workload
-from bottleneck.steps import train
 from pairs import publish
+from planes.cluster import PLANES, cluster
+from planes.compute import Workload
+from planes.steps import train
 
 WORKERS = 2
 

@@ -26,12 +26,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from bottleneck.cluster import ray_pids, ray_session
-from bottleneck.compute import touch
 from choice import BACKENDS, INSTALL, Measured, make_batch, read_payload, recommend, table
 from common import ROOT
 from pairs import Subject, Timing, publish, take_turns
 from peer_transferqueue import PeerPlane, connect_peer, use_peer
+from planes.cluster import ray_pids, ray_session
+from planes.compute import touch
 
 from rl_protocol import BatchData, KVBatchMeta
 from rl_protocol.torch import from_tensordict, to_tensordict

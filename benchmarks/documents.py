@@ -75,6 +75,12 @@ KINDS = (
         better={"median_ms": "lower"},
         needed=("median_ms", "rounds"),
     ),
+    Kind(
+        name="changes",
+        identity=("learning_rate", "delta_syncs", "full_bytes"),
+        better={"delta_bytes_median": "lower", "of_ideal_max": "lower"},
+        needed=("delta_syncs", "full_bytes", "changed_share_median", "delta_bytes_median"),
+    ),
     Kind(name="parity", identity=("pair",), better={"largest_difference": "lower"}),
 )
 """The first whose identity a row has is its kind."""

@@ -122,6 +122,16 @@ OPERATIONS = {
     "interquartile range ms": "iqr_ms",
     "rounds": "rounds",
 }
+CHANGES = {
+    "learning rate": "learning_rate",
+    "syncs": "delta_syncs",
+    "bytes in full": "full_bytes",
+    "changed, median": "changed_share_median",
+    "changed, most": "changed_share_max",
+    "bytes sent, median": "delta_bytes_median",
+    "most of ideal": "of_ideal_max",
+    "most of full": "of_full_max",
+}
 PLAIN = {
     "operation": OPERATIONS,
     "step": STEPS,
@@ -129,6 +139,7 @@ PLAIN = {
     "training": TRAINING,
     "validation": VALIDATION,
     "prediction": PREDICTION,
+    "changes": CHANGES,
 }
 
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bottleneck.graph import MODEL_STAGES, SCORING_STAGES, step_graph
-from bottleneck.payloads import FAMILIES, SESSIONS, Family
 from documents import load
 from pairs import publish
+from planes.graph import MODEL_STAGES, SCORING_STAGES, step_graph
+from planes.payloads import FAMILIES, SESSIONS, Family
 from scaling import GIB, Costs, Gpu, Sample, compute_s, fit, gain_percent, network_s
 
 PLANES = {"driver": True, "simple": False}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from bottleneck.compute import Workload, make_compute
-from bottleneck.graph import step_graph, written
-from bottleneck.payloads import FAMILIES, Layout, rollout_batch, row_keys, row_lengths, rows_for
-from bottleneck.planes import Plan
-from bottleneck.stores import DataProto, as_declared
+from planes.compute import Workload, make_compute
+from planes.graph import step_graph, written
+from planes.payloads import FAMILIES, Layout, rollout_batch, row_keys, row_lengths, rows_for
+from planes.planes import Plan
+from planes.stores import DataProto, as_declared
 
 from rl_protocol import BatchData, DenseColumn, RaggedColumn, RowKey
 

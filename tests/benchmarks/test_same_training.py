@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from bottleneck.compute import TinyPolicy, Workload
-from bottleneck.graph import step_graph
-from bottleneck.payloads import FAMILIES, row_keys
+from planes.compute import TinyPolicy, Workload
+from planes.graph import step_graph
+from planes.payloads import FAMILIES, row_keys
 
 from rl_protocol import BatchData, RaggedColumn
 

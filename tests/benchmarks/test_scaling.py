@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from bottleneck.payloads import FAMILIES
+from planes.payloads import FAMILIES
 from scale_model import PUBLISHED, calls, predicted, validated, volume
 from scaling import GIB, Costs, Gpu, Sample, compute_s, fit, gain_percent, network_s
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from bench_controller_bottleneck import Point
-from bottleneck.compute import Workload
-from bottleneck.plots import plot_gains
-from bottleneck.steps import Cost, ratio, summarise
 from documents import kind_of
+from planes.compute import Workload
+from planes.plots import plot_gains
+from planes.steps import Cost, ratio, summarise
 
 MIB = 2**20
 LOAD = Workload(family="tiny", layout="padded", rows=16, workers=2, compute_s=1.0)

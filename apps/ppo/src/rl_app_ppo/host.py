@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 
 from rl_app_ppo.runtime.messages import BuildCall, Role, WarmupProgress, WeightCall
-from rl_app_ppo.wiring.weights import FollowingSender, WeightEnd
-from rl_ckpt_engine import ReceiverEndpoint, SenderEndpoint
+from rl_app_ppo.wiring.weights import WeightEnd, answer, require_admission
 from rl_protocol import WorkerError
 from rl_trainer import Worker
 
@@ -48,11 +47,11 @@ class Host:
         if method == "build":
             return await self._build(msgspec.msgpack.decode(payload, type=BuildCall))
         if method.startswith("weights."):
-            return await self._weights_call(
-                method.removeprefix("weights."), msgspec.msgpack.decode(payload, type=WeightCall)
-            )
+            message = msgspec.msgpack.decode(payload, type=WeightCall)
+            return await answer(self._weights, method.removeprefix("weights."), message)
         if self._worker is None:
             raise WorkerError(f"{method!r} was called before build.")
+        require_admission(self._weights, method)
         return await self._worker.handle(method, payload)
 
     async def warm_up(self, config: str) -> AsyncIterator[WarmupProgress]:
@@ -79,29 +78,4 @@ class Host:
         from rl_app_ppo.wiring import roles
 
         self._worker, self._weights = await roles.build(self._role, call)
-        return b""
-
-    async def _weights_call(self, method: str, call: WeightCall) -> bytes:
-        end = self._weights
-        match end, method:
-            case SenderEndpoint(), "send":
-                return await end.send(call.version, call.timeout_s)
-            case SenderEndpoint(), "finalize":
-                await end.finalize(call.version)
-            case SenderEndpoint(), "abort":
-                await end.abort()
-            case FollowingSender(), "follow":
-                end.follow()
-            case ReceiverEndpoint(), "pause":
-                await end.pause(call.timeout_s)
-            case ReceiverEndpoint(), "receive":
-                return msgspec.msgpack.encode(await end.receive(call.manifest, call.timeout_s))
-            case ReceiverEndpoint(), "activate":
-                return msgspec.msgpack.encode(await end.activate(call.version, call.timeout_s))
-            case ReceiverEndpoint(), "resume":
-                await end.resume(call.timeout_s)
-            case _:
-                raise WorkerError(
-                    f"weights.{method} was called on a {self._role} worker, which has no such end of the sync."
-                )
         return b""

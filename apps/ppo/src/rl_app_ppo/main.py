@@ -23,6 +23,7 @@ from rl_app_ppo.config import from_verl, load_config, options, presets, resolve,
 from rl_app_ppo.explain import difference, explain, read_side
 from rl_app_ppo.outputs import create_run_folder
 from rl_app_ppo.schema import AppConfig
+from rl_ckpt_engine import PluginPolicy, load_policy
 from rl_protocol import ConfigError, OutputError, RLError
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ RAY_SETTINGS = {
 """What Ray is told unless the environment says otherwise."""
 
 USAGE = """\
-usage: uv run apps/ppo [--help] [--cfg] [--explain KEY] [--diff A B] [--from-verl FILE] [--config FILE] [key=value ...]
+usage: uv run apps/ppo [--help] [--cfg] [--explain KEY] [--diff A B] [--from-verl FILE] [--config FILE] [--allow-unsafe-plugins] [key=value ...]
 
 Trains a language model with PPO or GRPO. Without arguments: the demo, on this machine, without a GPU.
 
@@ -49,13 +50,25 @@ Trains a language model with PPO or GRPO. Without arguments: the demo, on this m
   --explain KEY    say what a key, or each key of a group, means, its value and what set it, and exit
   --diff A B       print where two configurations differ and exit; each is a YAML file, or overrides such as "algorithm=ppo rollout.n=4"
   --from-verl FILE turn a verl 0.9 configuration (YAML, or its overrides one a line) into ours, print it and exit
+  --allow-unsafe-plugins
+                   let checkpoint_engine.custom_backend_module and checkpoint_manager_class name any code, as module:Class
   --help           print this and exit
 
 keys:
 """
 
 
-FLAGS = {"--help": 0, "-h": 0, "--cfg": 0, "--explain": 1, "--diff": 2, "--from-verl": 1, "--config": 1}
+UNSAFE_PLUGINS = "--allow-unsafe-plugins"
+FLAGS = {
+    "--help": 0,
+    "-h": 0,
+    "--cfg": 0,
+    "--explain": 1,
+    "--diff": 2,
+    "--from-verl": 1,
+    "--config": 1,
+    UNSAFE_PLUGINS: 0,
+}
 """Flag -> how many words follow it."""
 
 
@@ -116,7 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if answer is not None:
             out.print(Text(answer), end="", soft_wrap=True)
             return 0
-        return _train(load_config(arguments.overrides, arguments.config_file), out)
+        plugins = load_policy(allow_unsafe_plugins=UNSAFE_PLUGINS in arguments.flags)
+        return _train(load_config(arguments.overrides, arguments.config_file), plugins, out)
     except RLError as error:
         wrong_input = isinstance(error, ConfigError | OutputError)
         err.print(Text(f"{'error' if wrong_input else 'the run failed'}: {error}"), soft_wrap=True)
@@ -141,7 +155,7 @@ def _answer(arguments: Arguments) -> str | None:
     return to_yaml(load_config(arguments.overrides, arguments.config_file)) if "--cfg" in flags else None
 
 
-def _train(config: AppConfig, out: Console) -> int:
+def _train(config: AppConfig, plugins: PluginPolicy, out: Console) -> int:
     for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
     from rl_app_ppo.console import (
@@ -150,7 +164,7 @@ def _train(config: AppConfig, out: Console) -> int:
     from rl_app_ppo.resume import find_start
     from rl_app_ppo.run import RunFiles, preflight, run, write_config
 
-    preflight(config)
+    preflight(config, plugins)
     name = config.trainer.run_name or time.strftime(
         f"%Y-%m-%d_%H-%M-%S_{config.algorithm.name}_seed{config.trainer.seed}"
     )
@@ -170,7 +184,7 @@ def _train(config: AppConfig, out: Console) -> int:
     for note in start.notes:
         screen.note(note)
     began = time.perf_counter()
-    recorder = asyncio.run(_interruptible(run(config, files, screen, start)))
+    recorder = asyncio.run(_interruptible(run(config, files, screen, start, plugins)))
     screen.curve(recorder.curves)
     first, last = (recorder.validation[i][1] if recorder.validation else float("nan") for i in (0, -1))
     out.print(Text(f"validation accuracy {first:.3f} -> {last:.3f} in {time.perf_counter() - began:.0f} s"))

@@ -27,8 +27,8 @@ from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.runtime.placement import require_cpus
 from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.wiring.data import Prompts, open_data, train_order
-from rl_app_ppo.wiring.weights import RemoteReceiver, RemoteSender
-from rl_ckpt_engine import CheckpointEngineManager, CheckpointEngineRegistry
+from rl_app_ppo.wiring.weights import RemoteSender, check_sync, make_sync, measured
+from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
 from rl_protocol.ports import DataPlane, MetricSink
 from rl_rollout_vllm import require_vllm
@@ -47,8 +47,12 @@ from rl_transferqueue import LocalPlane, connect, start_local_plane
 logger = logging.getLogger(__name__)
 
 
-def preflight(config: AppConfig) -> StepGraph:
+def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
     """Everything that can be known to be wrong before a process starts.
+
+    Args:
+        config: of the run.
+        plugins: which plug-ins of the weight synchronisation the operator allows.
 
     Raises:
         ConfigError: names the key.
@@ -58,7 +62,7 @@ def preflight(config: AppConfig) -> StepGraph:
     check_rewards(config.reward)
     if config.rollout.name == "vllm":
         require_vllm()
-    CheckpointEngineRegistry().get(config.checkpoint_engine.backend)
+    check_sync(config.checkpoint_engine, plugins)
     path = _given_model(config)
     context = ModelSettings().context if path is None else _context(path)
     longest = max(rows.longest for rows in open_data(config, path).values())
@@ -172,13 +176,13 @@ class Recorder:
         return {"validation accuracy": self.validation, "training accuracy": self.reward}
 
 
-async def run(config: AppConfig, files: RunFiles, screen: Screen, start: Start) -> Recorder:
-    """Train as configured, from the beginning or from a checkpoint.
+async def run(config: AppConfig, files: RunFiles, screen: Screen, start: Start, plugins: PluginPolicy) -> Recorder:
+    """Train as configured, from the beginning or from a checkpoint; see `preflight` for `plugins`.
 
     Raises:
         RLError: whatever went wrong; processes are down and files closed by then.
     """
-    graph = preflight(config)
+    graph = preflight(config, plugins)
     async with AsyncExitStack() as stack:
         stack.enter_context(screen)
         sinks: list[MetricSink] = []
@@ -192,7 +196,7 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen, start: Start) 
         workers = _workers(processes, config)
         model_path = _given_model(config) or await _demo_model(config, processes["actor"], screen)
         store = Path(stack.enter_context(TemporaryDirectory(prefix="rl-app-ppo-")))
-        await _build(config, workers, model_path, plane_process, store, files.samples)
+        await _build(config, workers, model_path, plane_process, store, files.samples, plugins)
         plane = await connect(plane_process.descriptor)
         stack.push_async_callback(plane.close)
         after = start.checkpoint.manifest.step if start.checkpoint else None
@@ -202,7 +206,7 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen, start: Start) 
             sinks.append(sink)
             stack.callback(sink.close)
         data = open_data(config, model_path)
-        trainer = PPOTrainer(_parts(config, data, graph, plane, workers, recorder, files))
+        trainer = PPOTrainer(_parts(config, data, graph, plane, workers, recorder, files, plugins))
         try:
             if start.checkpoint is not None:
                 await trainer.resume(start.checkpoint)
@@ -223,11 +227,13 @@ def _parts(
     workers: Workers,
     recorder: Recorder,
     files: RunFiles,
+    plugins: PluginPolicy,
 ) -> TrainerParts:
-    sync = None
+    sync, on_step = None, recorder.on_step
     if config.checkpoint_engine.enabled:
-        receivers = [RemoteReceiver(worker) for worker in workers.rollout]
-        sync = CheckpointEngineManager(RemoteSender(workers.actor), receivers, config.checkpoint_engine)
+        sender = RemoteSender(workers.actor)
+        sync = make_sync(config.checkpoint_engine, plugins, sender, workers.rollout)
+        on_step = measured(sync, sender, recorder.on_step)
     return TrainerParts(
         graph=graph,
         plane=plane,
@@ -240,7 +246,7 @@ def _parts(
         critic=config.critic,
         filter_groups=config.algorithm.filter_groups,
         loop=config.trainer,
-        on_step=recorder.on_step,
+        on_step=on_step,
         checkpoints=CheckpointWriter(
             files.checkpoints,
             config=to_yaml(config),
@@ -325,7 +331,13 @@ async def _demo_model(config: AppConfig, actor: RayWorker, screen: Screen) -> Pa
 
 
 async def _build(
-    config: AppConfig, workers: Workers, model_path: Path, plane: LocalPlane, store: Path, samples: Path
+    config: AppConfig,
+    workers: Workers,
+    model_path: Path,
+    plane: LocalPlane,
+    store: Path,
+    samples: Path,
+    plugins: PluginPolicy,
 ) -> None:
     """Have all processes load what they need; the ranks of a role meet through a file in `store`."""
     resolved, described = to_yaml(config), msgspec.json.encode(plane.descriptor)
@@ -341,6 +353,7 @@ async def _build(
                 rank=rank,
                 store=str(store / ranks[0].name),
                 samples=str(samples),
+                plugins=plugins,
             )
             calls.append(worker.call("build", msgspec.msgpack.encode(call), timeout_s=config.ray.start_timeout_s))
     await asyncio.gather(*calls)

@@ -82,7 +82,7 @@ _ALGORITHM = [
     "rollout_correction.rollout_rs_threshold",
     "rollout_correction.bypass_mode",
 ]
-_ROLLOUT = ["name", "n", "temperature", "top_p", "ignore_eos", "val_kwargs.n", "val_kwargs.temperature"]
+_ROLLOUT = ["name", "n", "temperature", "top_p", "dtype", "ignore_eos", "val_kwargs.n", "val_kwargs.temperature"]
 
 RENAMED: Mapping[str, str] = {
     **SPELLINGS,

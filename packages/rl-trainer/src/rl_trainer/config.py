@@ -381,6 +381,9 @@ class RolloutConfig:
     session: str = option("single_turn", "how a session runs: single_turn, or one installed under rl_trainer.sessions")
     ignore_eos: bool = option(False, "do not stop at the end-of-sequence token")
     max_batch_size: int = option(512, "responses generated side by side in one replica")
+    dtype: str = option(
+        "float32", "what replicas compute in, float32 or bfloat16; weights are rounded to it before they are sent"
+    )
     val_kwargs: ValidationSampling = group(ValidationSampling, "sampling for validation")
 
     def __post_init__(self) -> None:
@@ -396,6 +399,7 @@ class RolloutConfig:
         require(self.top_k >= 0, "rollout.top_k", "at least 0", self.top_k)
         require(self.response_length >= 1, "rollout.response_length", "at least 1", self.response_length)
         require(self.max_batch_size >= 1, "rollout.max_batch_size", "at least 1", self.max_batch_size)
+        require(self.dtype in ("float32", "bfloat16"), "rollout.dtype", "float32 or bfloat16", self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

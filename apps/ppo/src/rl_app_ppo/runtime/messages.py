@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from rl_ckpt_engine import PluginPolicy
+
 Role = Literal["rollout", "reward", "actor", "ref", "critic"]
 
 
@@ -23,6 +25,8 @@ class BuildCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """File through which these find each other."""
     samples: str = ""
     """Folder for what was written in validation and how it was judged."""
+    plugins: PluginPolicy = PluginPolicy()
+    """Which plug-ins of the weight synchronisation may load, as the driver read it."""
 
 
 class WeightCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,7 +34,17 @@ class WeightCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     version: int = 0
     manifest: bytes = b""
+    member: bytes = b""
+    """Part of the topology of a group, for its member."""
     timeout_s: float = 60.0
+
+
+class WeightsSent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Answer to `weights.send`."""
+
+    manifest: bytes
+    metrics: dict[str, float]
+    """What the sender measured, by name."""
 
 
 class WarmupProgress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

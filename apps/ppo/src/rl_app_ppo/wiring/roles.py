@@ -11,9 +11,10 @@ from rl_app_ppo.config import from_yaml
 from rl_app_ppo.rewards import open_scorer
 from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.schema import AppConfig
+from rl_app_ppo.wiring.changes import MeasuredSender
 from rl_app_ppo.wiring.data import decoder, load_tokenizer, open_data
-from rl_app_ppo.wiring.weights import FollowingSender, WeightEnd
-from rl_ckpt_engine import CheckpointEngineRegistry, ReceiverEndpoint, SenderEndpoint
+from rl_app_ppo.wiring.weights import FollowingSender, WeightEnd, make_engine
+from rl_ckpt_engine import ReceiverEndpoint
 from rl_protocol.ports import DataPlane, RolloutEngine, SamplingParams
 from rl_rollout_vllm import VLLMConfig, VLLMRolloutEngine, required_logprobs_mode
 from rl_trainer import (
@@ -58,13 +59,14 @@ async def build(role: Role, call: BuildCall) -> Built:
         )
         return worker, None
     if role == "rollout":
-        return _rollout(config, path, plane)
+        return _rollout(config, call, plane)
     return _trained(role, config, call, plane, graph)
 
 
-def _rollout(config: AppConfig, path: Path, plane: DataPlane) -> Built:
+def _rollout(config: AppConfig, call: BuildCall, plane: DataPlane) -> Built:
+    path = Path(call.model_path)
     engine = _generator(config, path)
-    receiver = ReceiverEndpoint(CheckpointEngineRegistry().create(config.checkpoint_engine.backend), engine)
+    receiver = ReceiverEndpoint(make_engine(config.checkpoint_engine, call.plugins), engine)
     return RolloutWorker(plane, engine, open_data(config, path), config.rollout.session), receiver
 
 
@@ -73,7 +75,7 @@ def _generator(config: AppConfig, path: Path) -> RolloutEngine:
     if rollout.name == "hf":
         from rl_trainer.rollout.hf import HFRolloutEngine  # torch: the reward process does without it
 
-        return HFRolloutEngine(path, max_batch_size=rollout.max_batch_size)
+        return HFRolloutEngine(path, max_batch_size=rollout.max_batch_size, dtype=rollout.dtype)
     sampling = SamplingParams(
         max_new_tokens=rollout.response_length,
         temperature=rollout.temperature,
@@ -83,6 +85,7 @@ def _generator(config: AppConfig, path: Path) -> RolloutEngine:
     return VLLMRolloutEngine(
         VLLMConfig(
             model_path=str(path),
+            dtype="bfloat16" if rollout.dtype == "bfloat16" else "float32",
             max_num_seqs=rollout.max_batch_size,
             kv_cache_bytes=rollout.kv_cache_mb << 20,
             logprobs_mode=required_logprobs_mode(sampling) or "processed_logprobs",
@@ -94,6 +97,7 @@ def _generator(config: AppConfig, path: Path) -> RolloutEngine:
 
 
 def _trained(role: Role, config: AppConfig, call: BuildCall, plane: DataPlane, graph: StepGraph) -> Built:
+    from rl_app_ppo.wiring.rounded import Rounded  # torch, as the rest
     from rl_trainer.backends.torch_critic import TorchCriticBackend  # torch: the reward process does without it
     from rl_trainer.backends.torch_policy import TorchPolicyBackend
 
@@ -117,7 +121,8 @@ def _trained(role: Role, config: AppConfig, call: BuildCall, plane: DataPlane, g
     )
     if call.rank:
         return ActorWorker(plane, graph, policy, temperature), FollowingSender(policy)
-    sender = SenderEndpoint(CheckpointEngineRegistry().create(config.checkpoint_engine.backend), policy)
+    source = policy if config.rollout.dtype == "float32" else Rounded(policy, config.rollout.dtype)
+    sender = MeasuredSender(make_engine(config.checkpoint_engine, call.plugins), source)
     return ActorWorker(plane, graph, policy, temperature), sender
 
 

@@ -12,8 +12,8 @@ from rl_protocol import ConfigError
 from rl_trainer.backends.packing import PACKED_ATTENTION, register_packed_attention
 
 
-def load_model(path: str | Path, *, packed: bool = False) -> Any:
-    """A transformers causal language model in float32, in evaluation mode (no dropout, also while training: PPO ratios must be exact).
+def load_model(path: str | Path, *, packed: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+    """A transformers causal language model of that element type, in evaluation mode (no dropout, also while training: PPO ratios must be exact).
 
     With `packed` it takes sequences joined end to end (see `rl_trainer.backends.packing`), and those alone.
 
@@ -25,7 +25,7 @@ def load_model(path: str | Path, *, packed: bool = False) -> Any:
         register_packed_attention()
         attention = {"attn_implementation": PACKED_ATTENTION}
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True, **attention)
+        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, local_files_only=True, **attention)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.path={str(path)!r} can't be loaded as a transformers causal language model: {error}"

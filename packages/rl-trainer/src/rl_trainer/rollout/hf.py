@@ -13,7 +13,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper,
 
 from rl_protocol import RolloutError, WeightSyncError, WeightTensor
 from rl_protocol.ports import Generation, GenerationRequest, SamplingParams
-from rl_protocol.torch import from_weight, torch_dtype_name
+from rl_protocol.torch import TORCH_DTYPES, from_weight, torch_dtype_name
 from rl_trainer.backends.loading import load_model
 
 
@@ -65,10 +65,11 @@ class HFRolloutEngine:
     Args:
         path: Hugging Face checkpoint folder; its weights are version 0.
         max_batch_size: responses generated side by side.
+        dtype: name of the element type of its weights, in which it computes.
     """
 
-    def __init__(self, path: str | Path, *, max_batch_size: int = 512) -> None:
-        self._model = load_model(path)
+    def __init__(self, path: str | Path, *, max_batch_size: int = 512, dtype: str = "float32") -> None:
+        self._model = load_model(path, dtype=TORCH_DTYPES[dtype])
         self._max_batch_size = max_batch_size
         self._version = 0
         config = self._model.generation_config

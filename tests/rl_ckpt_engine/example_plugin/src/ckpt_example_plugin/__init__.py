@@ -1,7 +1,8 @@
-"""An engine that counts what it sends, and a manager that remembers its versions."""
+"""An engine that counts and logs what it moves, and a manager that remembers its versions."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -10,6 +11,8 @@ from rl_ckpt_engine.engines.shm import ShmEngine
 from rl_ckpt_engine.manifest import WeightKind
 from rl_protocol.ports import WeightSyncReport
 from rl_protocol.weights import WeightTensor
+
+_log = logging.getLogger(__name__)
 
 
 class ExampleEngine(ShmEngine):
@@ -24,7 +27,13 @@ class ExampleEngine(ShmEngine):
     ) -> Manifest:
         """See CheckpointEngine.send_weights."""
         type(self).sent += 1
+        _log.info("example engine sends version %d", version)
         return await super().send_weights(weights, version, timeout_s=timeout_s, kind=kind)
+
+    async def receive_weights(self, manifest: Manifest, *, timeout_s: float) -> list[WeightTensor]:
+        """See CheckpointEngine.receive_weights."""
+        _log.info("example engine receives version %d", manifest.version)
+        return await super().receive_weights(manifest, timeout_s=timeout_s)
 
 
 class ExampleManager(CheckpointEngineManager):
@@ -36,6 +45,11 @@ class ExampleManager(CheckpointEngineManager):
     def versions(self) -> tuple[int, ...]:
         """Oldest first."""
         return tuple(self.__dict__.get("_versions", ()))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """See CheckpointEngineManager.metrics; and how many versions became active."""
+        return {**super().metrics, "weight_sync/example_versions": float(len(self.versions))}
 
     async def update_weights(self, version: int) -> WeightSyncReport:
         """See CheckpointEngineManager.update_weights."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from bottleneck.payloads import Family
+from planes.payloads import Family
 from rl_protocol.rl_columns import PROMPT_SCHEMA
 from rl_trainer.columns import TRAINER_SCHEMA
 from rl_trainer.config import ActorConfig, AlgorithmConfig

@@ -15,10 +15,10 @@ import psutil
 import ray
 from peer_transferqueue import PeerPlane
 
-from bottleneck.compute import Workload
-from bottleneck.planes import WAIT_S, Central, Direct, Plan, Plane
-from bottleneck.stores import CARRIERS
-from bottleneck.workers import WorkerProcess
+from planes.compute import Workload
+from planes.planes import WAIT_S, Central, Direct, Plan, Plane
+from planes.stores import CARRIERS
+from planes.workers import WorkerProcess
 from rl_transferqueue import TransferQueueConfig, start_local_plane
 
 PLANES = (*CARRIERS, "transferqueue", "simple", "ray")

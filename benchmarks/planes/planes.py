@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 import ray
 
-from bottleneck.compute import Workload, make_compute
-from bottleneck.graph import SCORING_STAGES, step_graph
-from bottleneck.payloads import FAMILIES, row_keys, row_lengths
-from bottleneck.stores import CARRIERS, PARTITION
+from planes.compute import Workload, make_compute
+from planes.graph import SCORING_STAGES, step_graph
+from planes.payloads import FAMILIES, row_keys, row_lengths
+from planes.stores import CARRIERS, PARTITION
 from rl_protocol import BatchData, KVBatchMeta, balanced_parts
 from rl_trainer.messages import StageCall
 from rl_trainer.stages import Stage

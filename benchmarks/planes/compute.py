@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import torch
 
-from bottleneck.graph import ACTOR, ALGORITHM, step_graph
-from bottleneck.payloads import (
+from planes.graph import ACTOR, ALGORITHM, step_graph
+from planes.payloads import (
     FAMILIES,
     SESSIONS,
     VOCABULARY,

@@ -27,15 +27,15 @@ class WorkerProcess:
 
     def connect(self, plane: str, kind: str, info: Any) -> None:
         """Become a client of a plane: kind `ours` or `peer`."""
-        from bottleneck.stores import OurStore, PeerStore
+        from planes.stores import OurStore, PeerStore
 
         self._stores[plane] = OurStore(info) if kind == "ours" else PeerStore(info)
 
     def load(self, workload: bytes) -> None:
         """Prepare for a point of the comparison; a real policy starts anew."""
-        from bottleneck.compute import Workload, make_compute
-        from bottleneck.graph import step_graph
-        from bottleneck.payloads import FAMILIES
+        from planes.compute import Workload, make_compute
+        from planes.graph import step_graph
+        from planes.payloads import FAMILIES
 
         point = msgspec.msgpack.decode(workload, type=Workload)
         self._family, self._layout = FAMILIES[point.family], point.layout
@@ -51,7 +51,7 @@ class WorkerProcess:
 
     def run(self, plane: str, name: str, call: bytes) -> bytes:
         """Run a stage over rows of a data plane."""
-        from bottleneck.stores import as_declared
+        from planes.stores import as_declared
         from rl_protocol import BatchData
         from rl_trainer.messages import StageCall, StageResult
 
@@ -68,7 +68,7 @@ class WorkerProcess:
 
     def run_with(self, name: str, call: bytes, carrier: str, carried: Any) -> Any:
         """Run a stage over rows that the call brings (None: there are none yet); the answer brings the columns back."""
-        from bottleneck.stores import CARRIERS
+        from planes.stores import CARRIERS
         from rl_protocol import BatchData
         from rl_trainer.messages import StageCall
 
@@ -86,7 +86,7 @@ class WorkerProcess:
 
     def digest(self) -> str:
         """What tells this worker's parameters from others'."""
-        from bottleneck.compute import TinyPolicy
+        from planes.compute import TinyPolicy
 
         assert isinstance(self._compute, TinyPolicy)
         return hashlib.sha256(self._compute.parameters()).hexdigest()

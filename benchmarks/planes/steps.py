@@ -15,9 +15,9 @@ import numpy as np
 import ray
 from pairs import cpu_seconds
 
-from bottleneck.cluster import Cluster, ray_pids
-from bottleneck.compute import Workload
-from bottleneck.planes import WAIT_S, Plan, Plane
+from planes.cluster import Cluster, ray_pids
+from planes.compute import Workload
+from planes.planes import WAIT_S, Plan, Plane
 
 
 @dataclass(frozen=True, kw_only=True)

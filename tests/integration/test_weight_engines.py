@@ -1,0 +1,55 @@
+"""Every engine that runs here, in the real app: versions go up, all replicas have them, and what they generate with is what was trained."""
+
+from __future__ import annotations
+
+import pytest
+
+PARAMETERS = 333_184
+FULL = 4 * PARAMETERS
+"""Bytes of the demo model in float32, all of its tensors."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("engine", ["tcp", "disk", "gloo"])
+def test_an_engine_carries_the_weights_of_a_run(app, tmp_path, engine):
+    shared = tmp_path / "shared"
+    more = [f"checkpoint_engine.directory={shared}"] if engine == "disk" else []
+    done = app(f"checkpoint_engine.backend={engine}", "trainer.total_training_steps=3", "actor.optim.lr=1e-3", *more)
+    assert done.code == 0, done.err
+    trained = done.metrics[1:]
+    assert [m["weight_sync/version"] for m in trained] == [1, 2, 3]
+    assert [(m["weight_sync/receivers"], m["weight_sync/quarantined"]) for m in trained] == [(2, 0)] * 3
+    assert [m["training/policy_lag"] for m in trained] == [0, 0, 0]
+    assert all(m["weight_sync/bytes"] == FULL for m in trained)
+    assert all(m["weight_sync/receive_seconds"] > 0 for m in trained)
+    # the rollout's log-probs in steps 2 and 3 are those of the weights that were sent; training has changed them meanwhile
+    assert max(m["training/rollout_log_probs_diff_max"] for m in trained) < 1e-4
+    assert all(m["actor/grad_norm"] > 0 for m in trained)
+    assert max(m["perf/driver_bytes"] for m in trained) < 256 * 1024
+    assert engine in done.out
+    if engine == "disk":
+        assert (shared / "LATEST").read_text().startswith("v000000000003-")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_changes_alone_carry_a_run_in_bfloat16(app):
+    """The trainer keeps float32; a small step moves few weights over to the next number of bfloat16."""
+    done = app(
+        "checkpoint_engine.backend=delta-shm",
+        "rollout.dtype=bfloat16",
+        "actor.optim.lr=1e-6",
+        "trainer.total_training_steps=3",
+    )
+    assert done.code == 0, done.err
+    first, *later = done.metrics[1:]
+    assert [m["weight_sync/version"] for m in (first, *later)] == [1, 2, 3]
+    assert first["weight_sync/changed_share"] == 1
+    assert first["weight_sync/delta_bytes"] == first["weight_sync/bytes"] == 2 * PARAMETERS
+    for step in later:
+        assert 0 < step["weight_sync/changed_share"] < 0.2
+        gaps_and_values = step["weight_sync/changed_share"] * PARAMETERS * 4
+        assert step["weight_sync/delta_bytes"] <= 1.2 * gaps_and_values
+        # what computing in bfloat16 does to a log-prob, at worst: more than in float32, less than another policy would
+        assert 1e-4 < step["training/rollout_log_probs_diff_max"] < 0.5

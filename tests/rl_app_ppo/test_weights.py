@@ -1,0 +1,251 @@
+"""The ends of the weight synchronisation and the handles that reach them, over calls in bytes, without processes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from rl_app_ppo.main import main
+from rl_app_ppo.runtime.messages import BuildCall, WeightCall
+from rl_app_ppo.wiring.changes import MeasuredSender
+from rl_app_ppo.wiring.weights import (
+    FollowingSender,
+    RemoteReceiver,
+    RemoteSender,
+    WeightEnd,
+    answer,
+    check_sync,
+    make_engine,
+    make_sync,
+    measured,
+    require_admission,
+)
+from rl_ckpt_engine import (
+    CachingHandle,
+    CheckpointEngineConfig,
+    CheckpointEngineManager,
+    GroupHandle,
+    GroupSenderHandle,
+    PluginPolicy,
+    ReceiverEndpoint,
+)
+from rl_ckpt_engine.plugins import ALLOW_FILE
+from rl_protocol import ConfigError, WeightSyncError, WeightTensor, WorkerError
+from rl_protocol.torch import from_weight, to_weight
+
+NONE = PluginPolicy()
+
+
+class Policy:
+    """1000 bfloat16 elements, as their bits; each step changes the first ten."""
+
+    def __init__(self) -> None:
+        self.bits = np.arange(1000, dtype=np.uint16)
+
+    def step(self) -> None:
+        self.bits = self.bits.copy()
+        self.bits[:10] += 1
+
+    def named_weights(self) -> Iterator[WeightTensor]:
+        yield WeightTensor("w", "bfloat16", (1000,), self.bits.view(np.uint8))
+
+
+class Rollout:
+    weight_version = 0
+    bits: np.ndarray
+
+    def load_weights(self, weights, version: int) -> None:
+        (weight,) = weights
+        self.bits, self.weight_version = weight.data.view(np.uint16).copy(), version
+
+
+class Worker:
+    """WorkerHandle that answers in this process, in bytes."""
+
+    def __init__(self, name: str, end: WeightEnd) -> None:
+        self.name = name
+        self.bytes_moved = 0
+        self.end = end
+        self.dead = False
+
+    async def call(self, method: str, payload: bytes, *, timeout_s: float) -> bytes:
+        if self.dead:
+            raise WorkerError(f"Worker {self.name} died during {method}.")
+        self.bytes_moved += len(payload)
+        return await answer(self.end, method.removeprefix("weights."), msgspec.msgpack.decode(payload, type=WeightCall))
+
+
+class Parts:
+    """A policy, its sender, three rollout workers of which two take part at first, and the manager."""
+
+    def __init__(self, backend: str) -> None:
+        self.config = CheckpointEngineConfig(backend=backend, timeout_s=20.0)
+        self.policy, self.rollouts = Policy(), [Rollout() for _ in range(3)]
+        self.ends: list = [MeasuredSender(make_engine(self.config, NONE), self.policy)]
+        self.ends += [ReceiverEndpoint(make_engine(self.config, NONE), sink) for sink in self.rollouts]
+        self.actor = Worker("actor", self.ends[0])
+        self.workers = [Worker(f"rollout-{i}", end) for i, end in enumerate(self.ends[1:])]
+        self.sender = RemoteSender([self.actor])
+        self.manager = make_sync(self.config, NONE, self.sender, self.workers[:2])
+
+    def equal(self, *workers: int) -> bool:
+        return all(np.array_equal(self.rollouts[i].bits, self.policy.bits) for i in workers)
+
+    def close(self) -> None:
+        for end in self.ends:
+            end.close()
+
+
+@pytest.fixture
+def parts(request):
+    made = Parts(request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("parts", ["shm", "tcp", "gloo", "delta-shm", "delta-gloo"], indirect=True)
+def test_the_handles_carry_every_engine_and_late_joiners(parts):
+    async def syncs() -> None:
+        for version in (1, 2):
+            parts.policy.step()
+            report = await parts.manager.update_weights(version)
+            assert (report.version, report.num_bytes) == (version, 2000)
+            assert report.receivers == ("rollout-0", "rollout-1")
+            assert parts.equal(0, 1)
+        await parts.manager.add_receiver(RemoteReceiver(parts.workers[2]))
+
+    asyncio.run(syncs())
+    assert parts.equal(2)
+    assert parts.rollouts[2].weight_version == 2
+
+
+def test_the_handles_are_all_that_the_manager_asks_for():
+    sender, receiver = RemoteSender([Worker("actor", None)]), RemoteReceiver(Worker("rollout-0", None))
+    assert isinstance(sender, GroupSenderHandle)
+    assert isinstance(sender, CachingHandle)
+    assert isinstance(receiver, GroupHandle)
+    assert isinstance(receiver, CachingHandle)
+
+
+@pytest.mark.parametrize("parts", ["delta-shm"], indirect=True)
+def test_the_metrics_of_a_step_say_how_much_changed_and_what_it_weighs(parts):
+    seen: list[tuple[int, dict[str, float]]] = []
+    record = measured(parts.manager, parts.sender, lambda step, metrics: seen.append((step, dict(metrics))))
+    record(0, {"val": 0.5})
+    for version in (1, 2):
+        parts.policy.step()
+        asyncio.run(parts.manager.update_weights(version))
+        record(version, {"weight_sync/version": float(version)})
+    assert seen[0] == (0, {"val": 0.5})
+    (_, first), (_, second) = seen[1:]
+    assert first["weight_sync/changed_share"] == 1.0
+    assert first["weight_sync/delta_bytes"] == first["weight_sync/bytes"] == 2000
+    assert second["weight_sync/changed_share"] == 0.01
+    assert 0 < second["weight_sync/delta_bytes"] < 60  # ten gaps of a byte, ten values of two, the heads
+    assert {"weight_sync/receive_seconds", "weight_sync/gib_per_second", "weight_sync/quarantined"} <= second.keys()
+
+
+@pytest.mark.parametrize("parts", ["shm"], indirect=True)
+def test_other_engines_measure_no_changes(parts):
+    parts.policy.step()
+    asyncio.run(parts.manager.update_weights(1))
+    assert parts.sender.metrics == {}
+
+
+@pytest.mark.parametrize("parts", ["tcp", "gloo"], indirect=True)
+def test_a_dead_worker_is_named_and_the_others_go_on(parts):
+    parts.policy.step()
+    asyncio.run(parts.manager.update_weights(1))
+    parts.workers[0].dead = True
+    parts.policy.step()
+    assert asyncio.run(parts.manager.update_weights(2)).receivers == ("rollout-1",)
+    assert parts.equal(1)
+    assert "Worker rollout-0 died" in parts.manager.quarantined["rollout-0"]
+
+
+@pytest.mark.parametrize("parts", ["shm"], indirect=True)
+def test_a_replica_that_missed_a_version_generates_nothing(parts):
+    parts.policy.step()
+    asyncio.run(parts.manager.update_weights(1))
+    failing = parts.ends[1]
+    require_admission(failing, "rollout")
+    parts.rollouts[0].load_weights = lambda weights, version: (_ for _ in ()).throw(WeightSyncError("out of memory"))
+    parts.policy.step()
+    assert asyncio.run(parts.manager.update_weights(2)).receivers == ("rollout-1",)
+    with pytest.raises(WorkerError, match="'rollout' was called on a replica whose last weight synchronisation failed"):
+        require_admission(failing, "rollout")
+    require_admission(parts.ends[2], "rollout")
+
+
+def test_weights_are_rounded_to_what_the_rollout_computes_in():
+    import torch
+
+    from rl_app_ppo.wiring.rounded import Rounded
+
+    class Trained:
+        def named_weights(self):
+            yield to_weight("w", torch.tensor([1.0, 1.00390625, -3.0e-3]))
+            yield to_weight("position", torch.arange(3))
+
+    w, position = Rounded(Trained(), "bfloat16").named_weights()
+    assert (w.dtype, position.dtype) == ("bfloat16", "int64")
+    # 1 + 2**-8 is half way between 1 and 1 + 2**-7, and goes to the even one; -3e-3 is 0xbb449ba6 in float32
+    assert w.data.view(np.uint16).tolist() == [0x3F80, 0x3F80, 0xBB45]
+    assert from_weight(position).tolist() == [0, 1, 2]
+
+
+def test_a_rank_that_follows_can_do_nothing_else():
+    end = FollowingSender(Policy())
+    assert asyncio.run(answer(end, "follow", WeightCall())) == b""
+    for other, method in ((end, "send"), (None, "send"), (None, "follow")):
+        with pytest.raises(WorkerError, match=f"weights.{method} was called on a worker"):
+            asyncio.run(answer(other, method, WeightCall()))
+
+
+def test_workers_are_told_what_the_driver_may_load():
+    policy = PluginPolicy(allow_unsafe_plugins=True)
+    call = BuildCall(config="", model_path="", plane=b"", plugins=policy)
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=BuildCall).plugins
+    assert told == policy
+    config = CheckpointEngineConfig(
+        backend="shm", checkpoint_manager_class=f"{CheckpointEngineManager.__module__}:Other"
+    )
+    with pytest.raises(ConfigError, match="no attribute 'Other'"):
+        check_sync(config, told)
+    with pytest.raises(ConfigError, match="given on the command line"):
+        check_sync(config, NONE)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["checkpoint_engine.backend=carrier_pigeon"], "no checkpoint engine 'carrier_pigeon'; there are disk, gloo"),
+        (["checkpoint_engine.backend=delta-pigeon"], "no checkpoint engine 'pigeon'"),
+        (["checkpoint_engine.backend=naive"], "works within one process"),
+        (["checkpoint_engine.backend=delta-naive"], "works within one process"),
+        (["checkpoint_engine.backend=disk"], "set checkpoint_engine.directory"),
+        (["checkpoint_engine.backend=tcp", "checkpoint_engine.listen=10.0.0.1"], "needs a key"),
+        (["checkpoint_engine.checkpoint_manager_class=missing"], "No installed package offers 'missing'"),
+        (["checkpoint_engine.checkpoint_manager_class=os:path"], "given on the command line"),
+        (["--allow-unsafe-plugins", "checkpoint_engine.checkpoint_manager_class=os:path"], "no subclass of"),
+    ],
+)
+def test_what_can_not_synchronise_is_refused_before_a_process_starts(overrides, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv(ALLOW_FILE, raising=False)
+    assert main([*overrides, f"trainer.output_dir={tmp_path}"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert re.search(re.escape(message), err), err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_allow_list_that_cannot_be_read_is_refused(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv(ALLOW_FILE, str(tmp_path / "missing.toml"))
+    assert main([f"trainer.output_dir={tmp_path}"]) == 2
+    assert "missing.toml can't be read" in capsys.readouterr().err
