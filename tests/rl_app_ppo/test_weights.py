@@ -109,7 +109,7 @@ def parts(request):
 
 
 @pytest.mark.parametrize("parts", ["shm", "tcp", "gloo", "delta-shm", "delta-gloo"], indirect=True)
-def test_the_handles_carry_every_engine_and_late_joiners(parts):
+def test_the_handles_carry_every_engine(parts):
     async def syncs() -> None:
         for version in (1, 2):
             parts.policy.step()
@@ -117,10 +117,20 @@ def test_the_handles_carry_every_engine_and_late_joiners(parts):
             assert (report.version, report.num_bytes) == (version, 2000)
             assert report.receivers == ("rollout-0", "rollout-1")
             assert parts.equal(0, 1)
+
+    asyncio.run(syncs())
+
+
+@pytest.mark.parametrize("parts", ["shm", "tcp", "gloo", "delta-shm"], indirect=True)
+def test_the_handles_bring_a_late_joiner_in(parts):
+    async def syncs() -> None:
+        for version in (1, 2):  # the second is a change, which means nothing to a newcomer
+            parts.policy.step()
+            await parts.manager.update_weights(version)
         await parts.manager.add_receiver(RemoteReceiver(parts.workers[2]))
 
     asyncio.run(syncs())
-    assert parts.equal(2)
+    assert parts.equal(0, 1, 2)
     assert parts.rollouts[2].weight_version == 2
 
 
