@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 SOME = {("llama", "fused"), ("qwen2", "canonical"), ("qwen3", "fused")}
 LAYOUTS = ("one", "tp2", "pp2", "tp2pp2")
 GRID = [
-    pytest.param((layout, family, kind), marks=[] if layout != "tp2pp2" and (family, kind) in SOME else pytest.mark.slow)
+    pytest.param(
+        (layout, family, kind), marks=[] if layout != "tp2pp2" and (family, kind) in SOME else pytest.mark.slow
+    )
     for layout, family, kind in itertools.product(LAYOUTS, ("llama", "qwen2", "qwen3"), ("fused", "canonical"))
 ]
 TOLERANCE = 1e-4

@@ -33,7 +33,11 @@ def folder_kind(path: Path) -> FolderKind:
         return FolderKind.PEFT
     if (path / LEGACY).is_dir() or any(path.glob("mp_rank_*_adapter.pt")):
         return FolderKind.LEGACY
-    return FolderKind.UNFINISHED if (path / "dist_ckpt").is_dir() or (path / "metadata.json").is_file() else FolderKind.UNKNOWN
+    return (
+        FolderKind.UNFINISHED
+        if (path / "dist_ckpt").is_dir() or (path / "metadata.json").is_file()
+        else FolderKind.UNKNOWN
+    )
 
 
 def refuse_unless_resumable(path: Path) -> None:
@@ -55,7 +59,9 @@ def refuse_unless_resumable(path: Path) -> None:
 
 def whole_checkpoints(root: Path) -> Iterator[Path]:
     """Checkpoints below a folder that were written to the end, oldest first: those named `<anything>-<steps>`, by steps."""
-    found = [path for path in root.glob("*-*") if path.name.rpartition("-")[2].isdigit() and not path.name.startswith(".")]
+    found = [
+        path for path in root.glob("*-*") if path.name.rpartition("-")[2].isdigit() and not path.name.startswith(".")
+    ]
     for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2])):
         if folder_kind(path) is FolderKind.RESUME:
             yield path

@@ -14,13 +14,14 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
+from rl_megatron_peft.adapter import sync_folder
 from rl_megatron_peft.backend.compat import runnable
 from rl_megatron_peft.backend.parallel import gather_json
 from rl_megatron_peft.backend.policy import MegatronPolicyBackend
@@ -44,7 +45,9 @@ def save_checkpoint(policy: MegatronPolicyBackend, path: Path) -> None:
 
     def prepare() -> None:
         if path.exists():
-            raise OutputError(f"{path} exists; a checkpoint is written to a new folder. Remove it or choose another.", path=str(path))
+            raise OutputError(
+                f"{path} exists; a checkpoint is written to a new folder. Remove it or choose another.", path=str(path)
+            )
         if scratch.exists():
             shutil.rmtree(scratch)  # of a run that was killed while it wrote
         (scratch / TENSORS).mkdir(parents=True)
@@ -57,6 +60,7 @@ def save_checkpoint(policy: MegatronPolicyBackend, path: Path) -> None:
             out.flush()
             os.fsync(out.fileno())
         scratch.rename(path)
+        sync_folder(path.parent)
 
     _on_first_rank(policy, path, prepare)
     with runnable():
@@ -75,7 +79,7 @@ def load_checkpoint(policy: MegatronPolicyBackend, path: Path) -> None:
     found = _manifest(path / MANIFEST)
     state = {key: torch.empty_like(tensor) for key, tensor in _state(policy).items()}
     with runnable():
-        loaded = dist_checkpointing.load(_sharded(policy, state), str(path / TENSORS))
+        loaded = cast(dict[str, torch.Tensor], dist_checkpointing.load(_sharded(policy, state), str(path / TENSORS)))
     optimiser = policy.optimiser
     with torch.no_grad():
         for factor in optimiser.factors:
@@ -131,12 +135,16 @@ def _verify(policy: MegatronPolicyBackend, path: Path) -> None:
     manifest = _manifest(file)
     for field, want in _facts(policy).items():
         if manifest.get(field) != want:
-            raise AdapterError(f"{file}: {field} is {manifest.get(field)!r}, the policy's is {want!r}.", file=str(file), field=field)
+            raise AdapterError(
+                f"{file}: {field} is {manifest.get(field)!r}, the policy's is {want!r}.", file=str(file), field=field
+            )
     for name, want in manifest["files"].items():
         part = path / name
         got = _sum(part) if part.is_file() else None
         if got != want:
-            raise AdapterError(f"{part}: file is not what {MANIFEST} says: expected {want}, got {got}.", file=str(part), field="file")
+            raise AdapterError(
+                f"{part}: file is not what {MANIFEST} says: expected {want}, got {got}.", file=str(part), field="file"
+            )
 
 
 def _manifest(file: Path) -> dict[str, Any]:
