@@ -19,7 +19,11 @@ WORLDS = {
 CASES = {"some": (("llama", "fused"), ("qwen2", "canonical"), ("qwen3", "fused"))}
 CASES["rest"] = (("llama", "canonical"), ("qwen2", "fused"), ("qwen3", "canonical"))
 CASES["all"] = CASES["some"] + CASES["rest"]
-BEFORE = {"one": "one", "tp2": "one", "pp2": "tp2", "dp2": "pp2", "tp2pp2": "tp2pp2"}
+CURVES = {"some": (("qwen2", "fused", True), ("qwen3", "canonical", False)), "rest": (("qwen3", "canonical", True),)}
+CURVES["all"] = CURVES[
+    "rest"
+]  # family, kind, whether it is resumed half way: Megatron's writer takes longer than all else
+BEFORE = {"one": "one", "tp2": "one", "pp2": "tp2", "dp2": "pp2", "tp2pp2": "dp2"}
 SIZES = {"one": 1, "two": 2, "four": 4}
 TARGETS = {"fused": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")}
 TARGETS["canonical"] = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
@@ -131,28 +135,29 @@ def steps_of(policy, first, last):
     return {name: [report[name] for report in reports] for name in reports[0]}
 
 
-def curve(models, out, ranks, keep):
-    """Ten steps on the same mini-batches whatever the layout, with a checkpoint half way; then the last five again from that of another."""
+def curve(models, out, ranks, keep, curves):
+    """Ten steps on the same mini-batches whatever the layout; resumed ones again from step five of the layout before."""
     import numpy as np
 
     from rl_megatron_peft.backend.resume import load_checkpoint, save_checkpoint
 
-    for family, kind in (("qwen2", "fused"), ("qwen3", "canonical")):
+    for family, kind, resumed in curves:
         policy = policy_of(models / family, ranks, kind)
         begin = steps_of(policy, 0, 5)
-        save_checkpoint(policy, out / f"{family}-5")
+        if resumed:
+            save_checkpoint(policy, out / f"{family}-5")
         end = steps_of(policy, 5, 10)
-        again = policy_of(models / family, ranks, kind, seed=77)
-        load_checkpoint(again, out.parent / BEFORE[out.name] / f"{family}-5")
-        resumed = steps_of(again, 5, 10)
-        if keep:
-            np.savez(out / f"curve-{family}.npz", **{name: begin[name] + end[name] for name in begin})
-            np.savez(out / f"resumed-{family}.npz", **resumed)
+        found = {f"curve-{family}": {name: begin[name] + end[name] for name in begin}}
+        if resumed:
+            again = policy_of(models / family, ranks, kind, seed=77)
+            load_checkpoint(again, out.parent / BEFORE[out.name] / f"{family}-5")
+            found[f"resumed-{family}"] = steps_of(again, 5, 10)
+        for name, table in found.items() if keep else ():
+            np.savez(out / f"{name}.npz", **table)
 
 
 def rank_main(world, rank, models, out, cases):
     import datetime
-    import time
 
     import torch
     import torch.distributed as dist
@@ -173,15 +178,11 @@ def rank_main(world, rank, models, out, cases):
     for name, (tensor, pipeline) in WORLDS[world].items():
         folder = out / name
         folder.mkdir(exist_ok=True)
-        begun = time.monotonic()
         ranks = open_ranks(Layout(tensor=tensor, pipeline=pipeline))
         if name != "dp2":
             grid(models, folder, ranks, keep=rank == 0, cases=CASES[cases])
-        if cases != "rest":
-            print(name, rank, "grid", time.monotonic() - begun, time.process_time(), flush=True)
-            curve(models, folder, ranks, keep=rank == 0)
+        curve(models, folder, ranks, keep=rank == 0, curves=CURVES[cases])
         close_ranks()
-        print(name, rank, time.monotonic() - begun, time.process_time(), flush=True)
     dist.destroy_process_group()
 
 
