@@ -19,7 +19,11 @@ WORLDS = {
 CASES = {"some": (("llama", "fused"), ("qwen2", "canonical"), ("qwen3", "fused"))}
 CASES["rest"] = (("llama", "canonical"), ("qwen2", "fused"), ("qwen3", "canonical"))
 CASES["all"] = CASES["some"] + CASES["rest"]
-BEFORE = {"one": "one", "tp2": "one", "pp2": "tp2", "dp2": "pp2", "tp2pp2": "tp2pp2"}
+CURVES = {"some": (("qwen2", "fused", True), ("qwen3", "canonical", False)), "rest": (("qwen3", "canonical", True),)}
+CURVES["all"] = CURVES[
+    "rest"
+]  # family, kind, whether it is resumed half way: Megatron's writer takes longer than all else
+BEFORE = {"one": "one", "tp2": "one", "pp2": "tp2", "dp2": "pp2", "tp2pp2": "dp2"}
 SIZES = {"one": 1, "two": 2, "four": 4}
 TARGETS = {"fused": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")}
 TARGETS["canonical"] = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
@@ -124,29 +128,32 @@ def grid(models, out, ranks, keep, cases):
             np.savez(out / f"{family}-{kind}-weights.npz", **{name: value.numpy() for name, value in exported.items()})
 
 
-def curve(models, out, ranks, keep):
-    """Ten steps on the same mini-batches whatever the layout, with a checkpoint half way; then the last five again from that of another."""
+def steps_of(policy, first, last):
+    """What steps first..last-1 reported: the same mini-batches in every layout, a replica's share of them."""
+    share = (policy.ranks.data, policy.ranks.replicas)
+    reports = [policy.update(batch_of(7, step % 3, share), temperature=0.9) for step in range(first, last)]
+    return {name: [report[name] for report in reports] for name in reports[0]}
+
+
+def curve(models, out, ranks, keep, curves):
+    """Ten steps on the same mini-batches whatever the layout; resumed ones again from step five of the layout before."""
     import numpy as np
 
     from rl_megatron_peft.backend.resume import load_checkpoint, save_checkpoint
 
-    for family, kind in (("qwen2", "fused"), ("qwen3", "canonical")):
+    for family, kind, resumed in curves:
         policy = policy_of(models / family, ranks, kind)
-        share = (ranks.data, ranks.replicas)
-
-        def steps(policy, first, last):
-            reports = [policy.update(batch_of(7, step % 3, share), temperature=0.9) for step in range(first, last)]
-            return {name: [report[name] for report in reports] for name in reports[0]}
-
-        begin = steps(policy, 0, 5)
-        save_checkpoint(policy, out / f"{family}-5")
-        end = steps(policy, 5, 10)
-        again = policy_of(models / family, ranks, kind, seed=77)
-        load_checkpoint(again, out.parent / BEFORE[out.name] / f"{family}-5")
-        resumed = steps(again, 5, 10)
-        if keep:
-            np.savez(out / f"curve-{family}.npz", **{name: begin[name] + end[name] for name in begin})
-            np.savez(out / f"resumed-{family}.npz", **resumed)
+        begin = steps_of(policy, 0, 5)
+        if resumed:
+            save_checkpoint(policy, out / f"{family}-5")
+        end = steps_of(policy, 5, 10)
+        found = {f"curve-{family}": {name: begin[name] + end[name] for name in begin}}
+        if resumed:
+            again = policy_of(models / family, ranks, kind, seed=77)
+            load_checkpoint(again, out.parent / BEFORE[out.name] / f"{family}-5")
+            found[f"resumed-{family}"] = steps_of(again, 5, 10)
+        for name, table in found.items() if keep else ():
+            np.savez(out / f"{name}.npz", **table)
 
 
 def rank_main(world, rank, models, out, cases):
@@ -174,10 +181,55 @@ def rank_main(world, rank, models, out, cases):
         ranks = open_ranks(Layout(tensor=tensor, pipeline=pipeline))
         if name != "dp2":
             grid(models, folder, ranks, keep=rank == 0, cases=CASES[cases])
-        if cases != "rest":
-            curve(models, folder, ranks, keep=rank == 0)
+        curve(models, folder, ranks, keep=rank == 0, curves=CURVES[cases])
         close_ranks()
     dist.destroy_process_group()
+
+
+def killed_main(models, out):
+    """Go on from the last whole checkpoint, if any, and write one after every step, until killed."""
+    import torch
+    import torch.distributed as dist
+
+    from rl_megatron_peft import whole_checkpoints
+    from rl_megatron_peft.backend.parallel import open_ranks
+    from rl_megatron_peft.backend.resume import load_checkpoint, save_checkpoint
+    from rl_megatron_peft.layout import Layout
+
+    os.setsid()  # Megatron's writer has helpers, which are to die as well
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    policy = policy_of(models / "llama", open_ranks(Layout()), "fused")
+    root = out / "checkpoints"
+    for last in list(whole_checkpoints(root))[-1:]:
+        load_checkpoint(policy, last)
+    with (out / "killed").open("a") as report:
+        print(policy.updates, file=report)
+    while policy.updates < 200:
+        policy.update(batch_of(2, policy.updates), temperature=1.0)
+        save_checkpoint(policy, root / f"step-{policy.updates}")
+
+
+def kill_at_ten_moments(fork, models, out):
+    """Each process is killed while it writes, or has just begun to, at a moment of its own."""
+    import random
+    import signal
+    import time
+
+    draw = random.Random(1)
+    (out / "checkpoints").mkdir()
+    for life in range(11):
+        process = fork.Process(target=killed_main, args=(models, out))
+        process.start()
+        deadline = time.monotonic() + 60
+        while len((out / "killed").read_text().split() if (out / "killed").exists() else ()) <= life:
+            if time.monotonic() > deadline or process.exitcode is not None:
+                process.kill()
+                sys.exit(1)
+            time.sleep(0.02)
+        time.sleep(draw.uniform(0.0, 4.0))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
 
 
 def main():
@@ -185,6 +237,9 @@ def main():
 
     models, out = Path(sys.argv[1]), Path(sys.argv[2])
     fork = multiprocessing.get_context("fork")
+    if sys.argv[4] == "killed":
+        kill_at_ten_moments(fork, models, out)
+        return
     for world in sys.argv[4:]:
         processes = [
             fork.Process(target=rank_main, args=(world, rank, models, out, sys.argv[3])) for rank in range(SIZES[world])

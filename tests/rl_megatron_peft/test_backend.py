@@ -83,10 +83,19 @@ def test_ten_steps_are_the_same_however_ranks_share_the_work(runs, layout, famil
         assert np.abs(many[name] - one[name]).max() < TOLERANCE, name
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_five_steps_and_five_of_a_resumed_run_equal_ten(runs, layout, family):
-    """Each resumes from the checkpoint of the layout before it in this list."""
-    ten, resumed = (np.load(runs / layout / f"{name}-{family}.npz") for name in ("curve", "resumed"))
+def check_resumed(folder, family):
+    ten, resumed = (np.load(folder / f"{name}-{family}.npz") for name in ("curve", "resumed"))
     for name in ten.files:
         assert np.abs(ten[name][5:] - resumed[name]).max() < TOLERANCE, name
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2"])
+def test_five_steps_and_five_of_a_resumed_run_equal_ten(runs, layout):
+    """Each resumes from the checkpoint of the layout before it in this list."""
+    check_resumed(runs / layout, "qwen2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2", "tp2pp2"])
+def test_canonical_adapters_resume_as_well(more_runs, layout):
+    check_resumed(more_runs / layout, "qwen3")

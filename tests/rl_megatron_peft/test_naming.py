@@ -131,7 +131,7 @@ def test_qkv_rows_refuses_what_does_not_divide(numbers: tuple[int, int, int]):
         qkv_rows(*numbers)
 
 
-@pytest.mark.parametrize("module", ["naming", "config"])
+@pytest.mark.parametrize("module", ["naming", "config", "layout"])
 def test_doctests(module: str):
     result = doctest.testmod(importlib.import_module(f"rl_megatron_peft.{module}"))
     assert result.attempted > 0

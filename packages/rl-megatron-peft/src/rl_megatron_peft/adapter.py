@@ -2,7 +2,7 @@
 
     adapter_config.json            rank, alpha, targets: PEFT's LoraConfig as JSON
     adapter_model.safetensors      base_model.model.<module>.lora_A.weight [rank, in], .lora_B.weight [out, rank]
-    adapter_manifest.json          size and sha256 of both; ours, PEFT does not look at it; written last
+    adapter_manifest.json          size and sha256 of both, fingerprint of the base; ours, PEFT does not look at it; written last
 
 A folder appears whole or not at all: it is written beside its place and renamed. A folder with a manifest is checked against it; one
 without (made by PEFT) is checked for itself: rank, targets, names, shapes and element types must agree.
@@ -70,7 +70,7 @@ class Adapter:
         base_model: name or path of the model it was made for; empty: not known.
         config: rank, alpha and targets.
         pairs: full Hugging Face module name -> its factors.
-        fingerprint: of the base model's weights (see `rl_megatron_peft.fingerprint`), kept in the manifest; empty: not known.
+        fingerprint: of the base model's weights (see `rl_megatron_peft.base_model`), kept in the manifest; empty: not known.
     """
 
     base_model: str
@@ -152,7 +152,7 @@ def write_adapter(path: Path, adapter: Adapter) -> None:
                 folder / MANIFEST_FILE, _json_bytes({"version": 1, "files": sums, "base_model": adapter.fingerprint})
             )
             folder.rename(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise OutputError(f"The adapter can't be written to {path}: {error}.", path=str(path)) from error
 
@@ -327,7 +327,8 @@ def _write(file: Path, parts: list[bytes | memoryview]) -> dict[str, object]:
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -13,3 +13,6 @@ from rl_protocol.errors import RLError
 
 class AdapterError(RLError, ValueError):
     """An adapter is incomplete, damaged or not what its configuration says; carries `file` and `field`."""
+
+    file: str
+    field: str

@@ -74,6 +74,10 @@ class _CudaToCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _wait_for_nothing(device: object = None) -> None:
+    del device
+
+
 @contextmanager
 def cpu_compat() -> Generator[None]:
     """Within it Megatron-Core 0.16 computes on the CPU; afterwards torch is as it was.
@@ -89,7 +93,7 @@ def cpu_compat() -> Generator[None]:
         raise ConfigError("cpu_compat is for machines without a GPU; this one has one, so leave it out.")
     current_device, synchronize = torch.cuda.current_device, torch.cuda.synchronize
     torch.cuda.current_device = lambda: torch.device("cpu")  # pyright: ignore[reportAttributeAccessIssue]: what Megatron passes as `device`
-    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.synchronize = _wait_for_nothing
     try:
         with _CudaToCpu():
             yield

@@ -81,9 +81,8 @@ class Lora(torch.nn.Module):
         targets = [part.logical for part in module.parts if config.covers(part.name)]
         out_cut = 1 if self._row_parallel else ranks.layout.tensor
         self._rows = {name: shape.linear(name)[0] // out_cut for name in self._names}
-        if module.fused == "linear_qkv":
-            order = torch.tensor(fused_order(shape, ranks.layout.tensor), device=like.device)
-            self.register_buffer("order", order, persistent=False)
+        order = fused_order(shape, ranks.layout.tensor) if module.fused == "linear_qkv" else None
+        self._order = None if order is None else torch.tensor(order, device=like.device)
         a = {}
         for key in [module.fused] if self._fused else targets:
             whole = _first_a(f"{module.name}.{key}", config.rank, shape.linear(targets[0])[1], seed)
@@ -136,7 +135,7 @@ class Lora(torch.nn.Module):
         return self.module.fused if self._fused else logical
 
     def _ordered(self, rows: torch.Tensor, dim: int) -> torch.Tensor:
-        return rows.index_select(dim, self.order) if self.module.fused == "linear_qkv" else rows
+        return rows if self._order is None else rows.index_select(dim, self._order)
 
 
 def _first_a(name: str, rank: int, columns: int, seed: int) -> torch.Tensor:

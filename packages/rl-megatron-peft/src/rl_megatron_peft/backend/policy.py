@@ -20,9 +20,9 @@ from rl_megatron_peft.backend.model import base_weights, build_model, load_base
 from rl_megatron_peft.backend.optimise import AdamConfig, AdapterOptimiser, constant
 from rl_megatron_peft.backend.parallel import Ranks, from_stage, gather_json
 from rl_megatron_peft.backend.passes import log_probs, run_passes
+from rl_megatron_peft.base_model import fingerprint
 from rl_megatron_peft.config import LoraConfig
 from rl_megatron_peft.family import ModelShape
-from rl_megatron_peft.fingerprint import fingerprint
 from rl_protocol import BatchData, OutputError, RaggedColumn, WeightTensor
 from rl_protocol.torch import to_weight
 
@@ -110,7 +110,6 @@ class MegatronPolicyBackend:
     def compute_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
         """See rl_protocol.ports.PolicyBackend.compute_log_probs."""
         parts = list(self._parts(batch, range(len(batch))))
-        found: list[torch.Tensor] = []
 
         def read(number: int, logits: torch.Tensor) -> torch.Tensor:
             return torch.stack(log_probs(logits, self._targets(parts[number]), temperature))
@@ -118,8 +117,8 @@ class MegatronPolicyBackend:
         with torch.no_grad(), runnable():
             found = run_passes(self.model, parts, self.shape.vocab, self.ranks.device, read, train=False)
         responses = batch.ragged("responses")
-        total = int(sum(part.ragged("responses").values.shape[0] for part in parts))
-        values = torch.cat(found, dim=1) if found else torch.empty(2, total, device=self.ranks.device)
+        tokens = responses.values.shape[0]
+        values = torch.cat(found, dim=1) if found else torch.empty(2, tokens, device=self.ranks.device)
         values = from_stage(values.contiguous(), self.ranks.layout.pipeline - 1).cpu().numpy()
         return BatchData(
             {

@@ -14,13 +14,14 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
+from rl_megatron_peft.adapter import sync_folder
 from rl_megatron_peft.backend.compat import runnable
 from rl_megatron_peft.backend.parallel import gather_json
 from rl_megatron_peft.backend.policy import MegatronPolicyBackend
@@ -59,6 +60,7 @@ def save_checkpoint(policy: MegatronPolicyBackend, path: Path) -> None:
             out.flush()
             os.fsync(out.fileno())
         scratch.rename(path)
+        sync_folder(path.parent)
 
     _on_first_rank(policy, path, prepare)
     with runnable():
@@ -77,7 +79,7 @@ def load_checkpoint(policy: MegatronPolicyBackend, path: Path) -> None:
     found = _manifest(path / MANIFEST)
     state = {key: torch.empty_like(tensor) for key, tensor in _state(policy).items()}
     with runnable():
-        loaded = dist_checkpointing.load(_sharded(policy, state), str(path / TENSORS))
+        loaded = cast(dict[str, torch.Tensor], dist_checkpointing.load(_sharded(policy, state), str(path / TENSORS)))
     optimiser = policy.optimiser
     with torch.no_grad():
         for factor in optimiser.factors:

@@ -1,0 +1,301 @@
+"""The Megatron policy in one process: the conformance suite of its port, and everything that must be refused by file and field."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from contextlib import contextmanager
+
+import pytest
+
+from rl_megatron_peft import (
+    Adapter,
+    AdapterError,
+    Layout,
+    LoraConfig,
+    LoraPair,
+    ModelShape,
+    fingerprint,
+    read_adapter,
+    write_adapter,
+)
+from rl_protocol import ConfigError, OutputError, WeightTensor
+from rl_protocol.ports import PolicyBackend
+from rl_protocol.testing.training import PolicyBackendSuite
+
+pytestmark = [  # Megatron-Core 0.16 says once what it does without Transformer Engine and Apex, and calls what torch renamed
+    pytest.mark.filterwarnings("ignore:.*not installed"),
+    pytest.mark.filterwarnings("ignore:.*deprecated"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """A lone rank."""
+    import torch
+    import torch.distributed as dist
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what Megatron-Core and what it imports say at import
+        import rl_megatron_peft.backend.resume  # noqa: F401
+        from rl_megatron_peft.backend.parallel import close_ranks, open_ranks
+
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        yield open_ranks(Layout())
+        close_ranks()
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def policy(ranks, models, program):
+    return program.policy_of(models / "llama", ranks, "fused")
+
+
+class TestMegatronPolicy(PolicyBackendSuite):
+    @pytest.fixture(autouse=True)
+    def _made_here(self, ranks, models, program):
+        self.make = lambda: program.policy_of(models / "qwen2", ranks, "fused")
+
+    @contextmanager
+    def open_policy(self):
+        policy = self.make()
+        assert isinstance(policy, PolicyBackend)
+        yield policy
+
+
+def state(policy):
+    return {f.key: f.parameter.detach().numpy().tobytes() for lora in policy.adapters for f in lora.factors()}
+
+
+def refused(policy, path, field, message):
+    """The adapter is refused by file and field, and the policy stays as it was."""
+    before = state(policy)
+    with pytest.raises(AdapterError, match=message) as caught:
+        policy.load_adapter(path)
+    assert caught.value.file.startswith(str(path))
+    assert caught.value.field == field
+    assert state(policy) == before
+
+
+def changed(adapter, **config):
+    """The adapter with another configuration, and factors that fit it."""
+    import dataclasses
+
+    new = dataclasses.replace(adapter.config, **config)
+
+    def cut(weight: WeightTensor, axis: int) -> WeightTensor:
+        array = weight.data.view("float32").reshape(weight.shape)
+        array = array[: new.rank] if axis == 0 else array[:, : new.rank]
+        return WeightTensor(weight.name, "float32", array.shape, array.copy().reshape(-1).view("uint8"))
+
+    pairs = {name: LoraPair(a=cut(p.a, 0), b=cut(p.b, 1)) for name, p in adapter.pairs.items() if new.covers(name)}
+    return Adapter(base_model="x", config=new, pairs=pairs, fingerprint=adapter.fingerprint)
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "message"),
+    [
+        ({"rank": 2}, "rank", "rank is 2, the model's is 3"),
+        ({"alpha": 3.0}, "alpha", "alpha is 3.0, the model's is 6"),
+        ({"target_modules": ATTENTION}, "model.layers.0.mlp.down_proj", "it lacks .*model.layers.1.mlp.up_proj"),
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused(policy, tmp_path, config, field, message):
+    write_adapter(tmp_path / "a", changed(policy.adapter(), **config))
+    refused(policy, tmp_path / "a", field, message)
+
+
+def test_an_adapter_of_another_base_model_is_refused(policy, ranks, models, program, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(models / "llama", other)
+    raw = bytearray((other / "model.safetensors").read_bytes())
+    raw[-2] ^= 64
+    (other / "model.safetensors").write_bytes(raw)
+    program.policy_of(other, ranks, "fused").save_pretrained(tmp_path / "a")
+    refused(policy, tmp_path / "a", "base_model_fingerprint", "they must be the same")
+
+
+def test_a_truncated_adapter_is_refused(policy, tmp_path):
+    policy.save_pretrained(tmp_path / "a")
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    refused(policy, tmp_path / "a", "file", "adapter_model.safetensors: file is not what adapter_manifest.json says")
+    (tmp_path / "a" / "adapter_manifest.json").unlink()
+    refused(policy, tmp_path / "a", "header", "adapter_model.safetensors: header is not a safetensors header")
+
+
+def test_fused_adapters_do_not_take_an_a_of_each_part_own(policy, ranks, models, program, tmp_path):
+    own = program.policy_of(models / "llama", ranks, "fused", fused=False)
+    own.save_pretrained(tmp_path / "a")
+    refused(policy, tmp_path / "a", "model.layers.0.mlp.up_proj.lora_A", "attach with fused=False")
+    policy.save_pretrained(tmp_path / "b")  # the other way is fine: an A that is shared is an A of one's own
+    own.load_adapter(tmp_path / "b")
+    assert {name: pair.a.data.tobytes() for name, pair in own.adapter().pairs.items()} == {
+        name: pair.a.data.tobytes() for name, pair in policy.adapter().pairs.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"dropout": 0.1}, "dropout must be 0 in the Megatron backend"),
+        (
+            {"target_modules": ("q_proj", "v_proj")},
+            r"layers.0.self_attn.k_proj is no target. Target it, or set fused=False",
+        ),
+        ({"exclude": ("layers.1.mlp.up_proj",)}, "model.layers.1.mlp.up_proj is no target"),
+    ],
+)
+def test_adapters_that_can_not_be_attached_are_refused(ranks, models, program, config, message):
+    with pytest.raises(ConfigError, match=message):
+        program.policy_of(models / "llama", ranks, "fused", lora=LoraConfig(rank=2, **config))
+
+
+def test_excluded_modules_have_no_adapter(ranks, models, program):
+    lora = LoraConfig(rank=2, exclude=("layers.0.mlp.up_proj", "layers.1.self_attn.o_proj"))
+    policy = program.policy_of(models / "llama", ranks, "fused", lora=lora, fused=False)
+    policy.update(program.batch_of(4, 0), temperature=1.0)
+    assert len(policy.adapter().pairs) == 12
+    assert "model.layers.0.mlp.up_proj" not in policy.adapter().pairs
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b"\x08" + bytes(9)),
+            "model.safetensors: file can't be read",
+        ),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no safetensors file"),
+        (
+            lambda folder: edit(folder, intermediate_size=96),
+            r"mlp.gate_proj.weight has shape \(48, 32\); config.json makes it \(96, 32\)",
+        ),
+        (lambda folder: edit(folder, num_hidden_layers=3), r"model.layers.2.input_layernorm.weight is in none of its"),
+        (lambda folder: edit(folder, model_type="gemma"), "model_type must be one of llama, qwen2, qwen3; got 'gemma'"),
+        (lambda folder: edit(folder, mlp_bias=True), "mlp_bias must be False; got True"),
+        (lambda folder: edit(folder, hidden_size="32"), "hidden_size must be an integer >= 1; got '32'"),
+        (
+            lambda folder: edit(folder, rope_parameters={"rope_type": "yarn"}),
+            "rope_parameters must be of type 'default'",
+        ),
+        (lambda folder: (folder / "config.json").write_text("{"), "can't be read as a model configuration"),
+    ],
+)
+def test_a_base_model_that_can_not_be_loaded_is_named(ranks, models, program, tmp_path, damage, message):
+    shutil.copytree(models / "llama", tmp_path / "m")
+    damage(tmp_path / "m")
+    with pytest.raises(ConfigError, match=message):
+        program.policy_of(tmp_path / "m", ranks, "fused")
+
+
+def edit(folder, **fields):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def test_a_model_in_several_files_is_the_same_model(ranks, models, program, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(models / "llama").save_pretrained(tmp_path / "m", max_shard_size="20KB")
+    assert len(list((tmp_path / "m").glob("*.safetensors"))) > 1
+    assert fingerprint(tmp_path / "m") == fingerprint(models / "llama")
+    whole, parts = (program.policy_of(path, ranks, "fused") for path in (models / "llama", tmp_path / "m"))
+    pairs = zip(whole.named_weights(), parts.named_weights(), strict=True)
+    assert all((a.name, a.data.tobytes()) == (b.name, b.data.tobytes()) for a, b in pairs)
+    assert [w.name for w in whole.named_weights()] == list(ModelShape.read(models / "llama").tensors())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(ranks, models, program, tmp_path_factory):
+    """A checkpoint after one step."""
+    from rl_megatron_peft.backend.resume import save_checkpoint
+
+    policy = program.policy_of(models / "llama", ranks, "fused")
+    policy.update(program.batch_of(4, 0), temperature=1.0)
+    path = tmp_path_factory.mktemp("resume") / "step-1"
+    save_checkpoint(policy, path)
+    with pytest.raises(OutputError, match="exists; a checkpoint is written to a new folder"):
+        save_checkpoint(policy, path)
+    assert [p.name for p in path.parent.iterdir()] == ["step-1"]
+    return path
+
+
+def edit_manifest(path, **fields):
+    file = path / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def flip(path):
+    file = max((path / "dist_ckpt").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+
+
+@pytest.mark.parametrize(
+    ("damage", "field", "message"),
+    [
+        (lambda path: edit_manifest(path, rank=8), "rank", r"manifest.json: rank is 8, the policy's is 3"),
+        (lambda path: edit_manifest(path, base_model="f00"), "base_model", "base_model is 'f00'"),
+        (lambda path: edit_manifest(path, fused=False), "fused", "fused is False"),
+        (lambda path: edit_manifest(path, steps=None), "steps", "steps is missing or no int"),
+        (lambda path: edit_manifest(path, format="other"), "layout", "expected manifest.json of format"),
+        (flip, "file", r"\.distcp: file is not what manifest.json says"),
+        (lambda path: (path / "dist_ckpt" / "common.pt").unlink(), "file", "common.pt: file is not what"),
+        (lambda path: (path / "manifest.json").unlink(), "layout", "writing it did not end"),
+        (lambda path: (path / "manifest.json").write_text("{"), "layout", "expected manifest.json of format"),
+    ],
+)
+def test_a_checkpoint_that_can_not_be_resumed_is_refused(policy, checkpoint, tmp_path, damage, field, message):
+    from rl_megatron_peft.backend.resume import load_checkpoint
+
+    shutil.copytree(checkpoint, tmp_path / "c")
+    damage(tmp_path / "c")
+    before = state(policy)
+    with pytest.raises(AdapterError, match=message) as caught:
+        load_checkpoint(policy, tmp_path / "c")
+    assert caught.value.file.startswith(str(tmp_path / "c"))
+    assert caught.value.field == field
+    assert state(policy) == before
+    load_checkpoint(policy, checkpoint)
+    assert state(policy) != before
+
+
+def test_an_exported_adapter_is_no_checkpoint(policy, tmp_path):
+    from rl_megatron_peft.backend.resume import load_checkpoint
+
+    policy.save_pretrained(tmp_path / "a")
+    assert read_adapter(tmp_path / "a").config == policy.lora
+    with pytest.raises(AdapterError, match="it holds no optimizer; load it as an adapter"):
+        load_checkpoint(policy, tmp_path / "a")
+
+
+def test_torch_is_as_it_was_after_computing_on_the_cpu():
+    import torch
+
+    from rl_megatron_peft.backend.compat import capabilities, cpu_compat
+
+    if torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="leave it out"), cpu_compat():
+            pass
+        return
+    before = torch.cuda.current_device, torch.cuda.synchronize
+    with cpu_compat():
+        assert torch.zeros(2, device="cuda").device.type == "cpu"
+    with pytest.raises(KeyError), cpu_compat():
+        raise KeyError
+    assert (torch.cuda.current_device, torch.cuda.synchronize) == before
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(2, device="cuda")
+    found = capabilities()
+    assert (found.device, found.distributed_optimizer, found.dropout) == ("cpu", False, False)
