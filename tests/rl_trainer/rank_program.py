@@ -89,7 +89,7 @@ def run(
     schedule = Schedule(epochs=config.ppo_epochs, mini_batch_rows=config.ppo_mini_batch_size, seed=0)
     out, data = {}, None
     for update in range(UPDATES):
-        data = batch_of(base, how.get("rows", 11), update)
+        data = batch_of(base, how.get("rows", 7), update)
         share = share_out(lengths_of(data), schedule, update, world.size)[world.rank]
         own = data.select_rows(list(share.rows))
         more = {} if is_critic else {"temperature": 1.0}

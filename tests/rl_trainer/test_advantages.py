@@ -403,6 +403,7 @@ def test_a_session_that_failed_is_no_session_that_scored_zero(name):
     assert alone == three_sessions(name, [2], sessions=(5, 5, 0))
     if name in COMPARING:
         assert alone == [0.0]
+        assert three_sessions(name, [0, 2]) != three_sessions(name, [0, 1, 2])[::2]  # session 1 scored zero
 
 
 @pytest.mark.parametrize("name", COMPARING)
