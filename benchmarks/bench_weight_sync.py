@@ -4,8 +4,12 @@
 
 One version of a model (300 bfloat16 tensors of realistic shapes) goes from this process to one or two others, which verify it and copy it into
 tensors of their own; consecutive versions differ in 1 % of the elements of every tensor, so nothing is skipped, and `delta-*` has something to
-do. Each engine takes turns (see pairs.py) with memcpy of the same tensors in this process, with one xxh3-128 over them, and, for one receiver,
-with verl's algorithm: two buckets, filled by copying, broadcast over gloo, copied out by the receiver, no digests. Buckets hold 64 MiB everywhere.
+do. Each engine takes turns (see pairs.py) with memcpy of the same tensors in this process, with itself without digests (every digest is a constant:
+what is left out is their cost), and, for one receiver, with verl's algorithm: two buckets, filled by copying, broadcast over gloo, copied out by
+the receiver, no digests. Buckets hold 64 MiB everywhere.
+
+`shm-direct` is `shm` whose tensors were written into the engine's room before the clock runs, as by a trainer that exports straight into it.
+The ranking, a table and a plot beside the JSON, has all engines that were run.
 """
 
 from __future__ import annotations
@@ -22,15 +26,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 import xxhash
 from pairs import Subject, paired, publish, summary, take_turns, verdict
 
-from rl_ckpt_engine import CheckpointEngine, CheckpointEngineConfig, CheckpointEngineRegistry, GroupEngine, Manifest
+from rl_ckpt_engine import (
+    CheckpointEngine,
+    CheckpointEngineConfig,
+    CheckpointEngineRegistry,
+    DirectEngine,
+    GroupEngine,
+    Manifest,
+    TensorSpec,
+    staging,
+    stream,
+)
+from rl_ckpt_engine.engines import delta
 from rl_protocol.weights import WeightTensor
 
-ENGINES = ("shm", "tcp", "gloo", "disk", "delta-shm")
+ENGINES = ("shm-direct", "shm", "tcp", "gloo", "ray", "disk", "delta-shm")
+DIRECT = "-direct"
 BUCKET = 64 << 20
 T = 120.0
 _spawn = multiprocessing.get_context("spawn")
@@ -62,8 +76,51 @@ def versions(gib: float) -> list[list[WeightTensor]]:
     return [first, second]
 
 
-def receive_forever(pipe: Connection, engine_name: str, directory: str) -> None:
+class NoDigest:
+    """Stands in for the digests of both ends: a constant, other for each version, so that nothing is taken for received already."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    def update(self, piece: memoryview) -> None:
+        """Nothing is read."""
+
+    def digest(self) -> bytes:
+        """The same for every tensor."""
+        return self.version.to_bytes(16, "little")
+
+    @contextlib.contextmanager
+    def instead(self) -> Iterator[None]:
+        """Digests cost nothing within."""
+        real = (stream.digest_of, stream.combined, staging.TensorDigest, staging.tensor_digest, delta.tensor_digest)
+        stream.digest_of, stream.combined = lambda _: b"", lambda _: self.digest()
+        staging.TensorDigest = lambda: self
+        staging.tensor_digest = delta.tensor_digest = lambda _: self.digest()
+        try:
+            yield
+        finally:
+            stream.digest_of, stream.combined, staging.TensorDigest, staging.tensor_digest, delta.tensor_digest = real
+
+
+def receive_forever(pipe: Connection, engine_name: str, directory: str, digested: bool) -> None:
     """A rollout process: receives with an engine into tensors of its own."""
+    connect_to_ray(engine_name)
+    bare = NoDigest()
+    with contextlib.nullcontext() if digested else bare.instead():
+        serve(pipe, engine_name, directory, bare)
+
+
+def connect_to_ray(engine_name: str) -> None:
+    """Engine `ray` moves objects of the cluster that the process is part of; the benchmark's is started by its first process."""
+    if engine_name == "ray":
+        import ray
+
+        if not ray.is_initialized():
+            ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR")
+
+
+def serve(pipe: Connection, engine_name: str, directory: str, bare: NoDigest) -> None:
+    """Until the pipe says that it is over."""
     engine = CheckpointEngineRegistry().create(engine_name, config(directory))
     mine: dict[str, np.ndarray] = {}
     pipe.send(engine.prepare())
@@ -71,12 +128,14 @@ def receive_forever(pipe: Connection, engine_name: str, directory: str) -> None:
     engine.init_process_group(member)
 
     async def one(data: bytes) -> None:
-        for weight in await engine.receive_weights(Manifest.decode(data), timeout_s=T):
+        manifest = Manifest.decode(data)
+        bare.version = manifest.version
+        for weight in await engine.receive_weights(manifest, timeout_s=T):
             if weight.name not in mine:
                 mine[weight.name] = np.empty_like(weight.data)
             np.copyto(mine[weight.name], weight.data)
 
-    async def serve() -> None:
+    async def all_versions() -> None:
         if isinstance(engine, GroupEngine):
             await engine.join(timeout_s=T)
         loop = asyncio.get_running_loop()
@@ -84,7 +143,7 @@ def receive_forever(pipe: Connection, engine_name: str, directory: str) -> None:
             await one(data)
             pipe.send(xxhash.xxh3_128_hexdigest(b"".join(mine[name][:8].tobytes() for name in mine)))
 
-    asyncio.run(serve())
+    asyncio.run(all_versions())
     engine.close()
 
 
@@ -94,9 +153,14 @@ def config(directory: str) -> CheckpointEngineConfig:
 
 
 class Ours:
-    """An engine and its receivers."""
+    """An engine and its receivers, with digests or without."""
 
-    def __init__(self, name: str, receivers: int, models: list[list[WeightTensor]], directory: str) -> None:
+    def __init__(
+        self, name: str, receivers: int, models: list[list[WeightTensor]], directory: str, *, digested: bool = True
+    ) -> None:
+        self.direct, name = name.endswith(DIRECT), name.removesuffix(DIRECT)
+        connect_to_ray(name)
+        self.bare = None if digested else NoDigest()
         self.engine: CheckpointEngine = CheckpointEngineRegistry().create(name, config(directory))
         self.models = models
         self.version = 0
@@ -105,7 +169,7 @@ class Ours:
         self.processes: list[Any] = []
         for _ in range(receivers):
             ours, theirs = _spawn.Pipe()
-            process = _spawn.Process(target=receive_forever, args=(theirs, name, directory), daemon=True)
+            process = _spawn.Process(target=receive_forever, args=(theirs, name, directory, digested), daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -116,11 +180,28 @@ class Ours:
         if isinstance(self.engine, GroupEngine):
             self.loop.run_until_complete(self.engine.join(timeout_s=T))
         self.pids = [os.getpid(), *(process.pid for process in self.processes)]
+        self.next: list[WeightTensor] = []
+        self.write()
+
+    def write(self) -> None:
+        """What a trainer does before a sync: it has the tensors of the next version, in its own memory or in the engine's."""
+        self.next = self.models[(self.version + 1) % 2]
+        if self.direct:
+            assert isinstance(self.engine, DirectEngine)
+            room = self.engine.room([TensorSpec(w.name, w.dtype, w.shape) for w in self.next])
+            for weight, data in zip(self.next, room, strict=True):
+                np.copyto(data, weight.data)
+            self.next = [WeightTensor(w.name, w.dtype, w.shape, data) for w, data in zip(self.next, room, strict=True)]
 
     def step(self) -> None:
         """One whole sync."""
         self.version += 1
-        self.loop.run_until_complete(self._sync(self.models[self.version % 2]))
+        if self.bare is None:
+            self.loop.run_until_complete(self._sync(self.next))
+        else:
+            self.bare.version = self.version
+            with self.bare.instead():
+                self.loop.run_until_complete(self._sync(self.next))
 
     async def _sync(self, model: list[WeightTensor]) -> None:
         manifest = await self.engine.send_weights(iter(model), self.version, timeout_s=T)
@@ -142,82 +223,6 @@ class Ours:
         self.loop.close()
 
 
-def verl_receiver(pipe: Connection, store: str, tensors: list[tuple[str, int]]) -> None:
-    """Rank 1 of verl's algorithm: receive a bucket while the last one is copied out."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=1, world_size=2)
-    mine = {name: torch.empty(size, dtype=torch.uint8) for name, size in tensors}
-    buckets = [torch.zeros(BUCKET, dtype=torch.uint8) for _ in range(2)]
-    pipe.send(None)
-    while (metas := pipe.recv()) is not None:
-        turn = 0
-        work = dist.broadcast(buckets[0], 0, async_op=True)
-        while metas:
-            work.wait()
-            ahead = pipe.recv()
-            if ahead:
-                work = dist.broadcast(buckets[1 - turn], 0, async_op=True)
-            for name, at, start, size in metas:
-                mine[name][at : at + size].copy_(buckets[turn][start : start + size])
-            metas, turn = ahead, 1 - turn
-        pipe.send(None)
-    dist.destroy_process_group()
-
-
-class Verl:
-    """Rank 0: pack bucket k + 1 while bucket k is broadcast; what a bucket holds goes ahead of it, pickled."""
-
-    def __init__(self, models: list[list[WeightTensor]], store: str) -> None:
-        self.models = [
-            [(w.name, torch.frombuffer(w.data.copy(), dtype=torch.uint8)) for w in model] for model in models
-        ]
-        self.pipe, theirs = _spawn.Pipe()
-        sizes = [(name, data.numel()) for name, data in self.models[0]]
-        self.process = _spawn.Process(target=verl_receiver, args=(theirs, store, sizes), daemon=True)
-        self.process.start()
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=2)
-        self.buckets = [torch.zeros(BUCKET, dtype=torch.uint8) for _ in range(2)]
-        self.pipe.recv()
-        self.pids = [os.getpid(), self.process.pid or 0]
-        self.version = 0
-
-    def step(self) -> None:
-        """One whole sync."""
-        self.version += 1
-        metas: list[tuple[str, int, int, int]] = []
-        filled, turn = 0, 0
-        work = None
-
-        def flush() -> None:
-            nonlocal metas, filled, turn, work
-            self.pipe.send(metas)
-            if work is not None:
-                work.wait()
-            work = dist.broadcast(self.buckets[turn], 0, async_op=True)
-            metas, filled, turn = [], 0, 1 - turn
-
-        for name, data in self.models[self.version % 2]:
-            at = 0
-            while at < data.numel():
-                size = min(BUCKET - filled, data.numel() - at)
-                self.buckets[turn][filled : filled + size].copy_(data[at : at + size])
-                metas.append((name, at, filled, size))
-                at, filled = at + size, filled + size
-                if filled == BUCKET:
-                    flush()
-        if metas:
-            flush()
-        assert work is not None
-        work.wait()
-        self.pipe.send([])
-        self.pipe.recv()
-
-    def close(self) -> None:
-        self.pipe.send(None)
-        dist.destroy_process_group()
-        self.process.join(20)
-
-
 def memcpy(model: list[WeightTensor]) -> Callable[[], None]:
     """Copy every tensor into warm memory."""
     targets = [np.zeros_like(weight.data) for weight in model]
@@ -229,12 +234,6 @@ def memcpy(model: list[WeightTensor]) -> Callable[[], None]:
     return copy
 
 
-def digest(model: list[WeightTensor]) -> None:
-    """One xxh3-128 of every tensor."""
-    for weight in model:
-        xxhash.xxh3_128_digest(weight.data.data)
-
-
 @contextlib.contextmanager
 def opened(side: Any) -> Iterator[Any]:
     """Closed afterwards."""
@@ -244,16 +243,18 @@ def opened(side: Any) -> Iterator[Any]:
         side.close()
 
 
-def measure(
-    name: str, receivers: int, models: list[list[WeightTensor]], pairs: int, verl: Verl | None
-) -> list[dict[str, Any]]:
+def measure(name: str, receivers: int, models: list[list[WeightTensor]], pairs: int, verl: Any) -> list[dict[str, Any]]:
     """Rows of one engine."""
     nbytes, me = sum(weight.nbytes for weight in models[0]), os.getpid()
-    with tempfile.TemporaryDirectory() as folder, opened(Ours(name, receivers, models, folder)) as ours:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        opened(Ours(name, receivers, models, f"{folder}/ours")) as ours,
+        opened(Ours(name, receivers, models, f"{folder}/bare", digested=False)) as bare,
+    ):
         subjects = [
-            Subject("ours", ours.step, ours.pids),
+            Subject("ours", ours.step, ours.pids, ours.write),
+            Subject("without digests", bare.step, bare.pids, bare.write),
             Subject("memcpy", memcpy(models[0]), [me]),
-            Subject("xxh3-128", lambda: digest(models[0]), [me]),
         ]
         if verl is not None:
             subjects.append(Subject("verl over gloo", verl.step, verl.pids))
@@ -262,24 +263,28 @@ def measure(
     figures = summary(timings, nbytes)
     wall = paired(timings, "memcpy", "ours")
     copies = paired(timings, "ours", "memcpy", "cpu")
-    hashing = 2 * paired(timings, "xxh3-128", "ours")["median"]
-    bars = {"shm": (0.45, 0.6), "delta-shm": (0.2, 0.45)}.get(name, (0.1, 0.3))
+    bare_wall, bare_cpu = (
+        paired(timings, "without digests", "ours"),
+        paired(timings, "without digests", "memcpy", "cpu"),
+    )
+    bars = {"shm": (0.45, 0.6), "shm-direct": (0.45, 0.6), "delta-shm": (0.2, 0.45)}.get(name, (0.1, 0.3))
     rows = [
         verdict(f"{what}: speed against memcpy", wall["median"], *bars, at_least=True, ratio=wall, figures=figures),
         verdict(
             f"{what}: CPU in copies, per receiver",
             copies["median"] / receivers,
-            2.4 if name == "shm" else 12,
-            2,
+            *{"shm": (2.4, 2), "shm-direct": (1.2, 1)}.get(name, (12, 2)),
             at_least=False,
             ratio=copies,
+            without_digests=bare_cpu["median"] / receivers,
         ),
         verdict(
             f"{what}: digests of both ends, share of the time",
-            hashing,
-            0.2 if name == "shm" else 0.4,
+            1 - bare_wall["median"],
+            0.2 if name.startswith("shm") else 0.4,
             0.1,
             at_least=False,
+            ratio=bare_wall,
         ),
     ]
     if verl is not None:
@@ -292,30 +297,76 @@ def measure(
     return rows
 
 
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Engines by speed, one bar for each number of receivers."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # not at the top: every receiver imports this module
+    from matplotlib.figure import Figure
+
+    speeds = {
+        row["question"].partition(":")[0]: row["figures"]["ours"]["gib_per_s"] for row in rows if "figures" in row
+    }
+    ranked = sorted(speeds, key=lambda what: speeds[what])
+    figure = Figure(figsize=(7.2, 0.4 * len(ranked) + 1.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    ax = figure.subplots()
+    colours = ["tab:blue" if what.endswith("1 receiver") else "tab:grey" for what in ranked]
+    bars = ax.barh(ranked, [speeds[what] for what in ranked], color=colours)
+    ax.bar_label(bars, fmt=" %.2g", fontsize=9)
+    memcpy = max(row["figures"]["memcpy"]["gib_per_s"] for row in rows if "figures" in row)
+    ax.axvline(memcpy, color="black", linewidth=1, linestyle="--")
+    ax.annotate("memcpy ", (memcpy, 0), ha="right", fontsize=9)
+    ax.set(xlabel="GiB of weights per second, from the first byte read to the last one loaded everywhere")
+    ax.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+@contextlib.contextmanager
+def ray_cluster(wanted: bool) -> Iterator[None]:
+    """A cluster of this host's, when an engine needs one."""
+    if not wanted:
+        yield
+        return
+    import ray
+
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # the processes of the cluster have this environment already
+    context = ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=6 << 30)
+    os.environ["RAY_ADDRESS"] = context.address_info["address"]
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(ENGINES), help="engines, separated by commas")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--gib", type=float, default=1.0)
-    parser.add_argument("--smoke", action="store_true", help="16 MiB, 2 pairs, nothing written")
+    parser.add_argument(
+        "--smoke", action="store_true", help="16 MiB, 2 pairs, 2 receivers for one engine alone, nothing written"
+    )
     arguments = parser.parse_args()
     pairs, gib = (2, 1 / 64) if arguments.smoke else (arguments.pairs, arguments.gib)
-    torch.set_num_threads(1)
     models = versions(gib)
     assert len(models[0]) == 300
     names = arguments.only.split(",")
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        with opened(Verl(models, str(Path(folder) / "store"))) as verl:
+    with tempfile.TemporaryDirectory() as folder, ray_cluster("ray" in names):
+        from verl_broadcast import Verl  # torch is of no use to most receivers
+
+        with opened(Verl(models, BUCKET, str(Path(folder) / "store"))) as verl:
             for name in names:
                 rows += measure(name, 1, models, pairs, verl)
-        for name in names:
+        del verl
+        for name in names[:1] if arguments.smoke else names:
             rows += measure(name, 2, models, pairs, None)
-    if not arguments.smoke:
-        publish(
-            "weight_sync" if arguments.only == ",".join(ENGINES) else f"weight_sync_{'_'.join(sorted(names))}", rows
-        )
+    if arguments.smoke:
+        return
+    whole = arguments.only == ",".join(ENGINES)
+    path = publish("weight_sync" if whole else f"weight_sync_{'_'.join(sorted(names))}", rows)
+    if path is not None:
+        plot(rows, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

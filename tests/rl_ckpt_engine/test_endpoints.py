@@ -221,3 +221,13 @@ def test_engine_naive_refuses_another_process() -> None:
     theirs = msgspec.msgpack.encode({**msgspec.msgpack.decode(mine), "pid": 1})
     with pytest.raises(WeightSyncError, match="within one process"):
         NaiveEngine.build_topology(mine, [theirs])
+
+
+def test_resuming_what_was_never_paused_changes_nothing() -> None:
+    *_, receiver = pair(NaiveEngine)
+    asyncio.run(receiver.resume(T))
+    assert receiver.admitting
+    asyncio.run(receiver.pause(T))
+    asyncio.run(receiver.resume(T))
+    asyncio.run(receiver.resume(T))
+    assert receiver.admitting

@@ -47,6 +47,10 @@ def test_a_sync_brings_every_receiver_to_the_version() -> None:
     spent = [metrics[f"weight_sync/{phase}_seconds"] for phase in ("pause", "send", "receive", "activate", "resume")]
     assert sum(spent) <= metrics["weight_sync/seconds"]
     assert metrics["weight_sync/gib_per_second"] > 0
+    parts = metrics["weight_sync/move_seconds"], metrics["weight_sync/verify_seconds"]
+    assert min(parts) > 0
+    assert max(parts) <= metrics["weight_sync/receive_seconds"]
+    assert metrics["weight_sync/lag"] == 1
 
 
 @pytest.mark.parametrize("phase", PHASES)

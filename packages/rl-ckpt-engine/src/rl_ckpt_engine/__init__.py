@@ -23,6 +23,7 @@ from rl_ckpt_engine.handles import (
 from rl_ckpt_engine.manager import CheckpointEngineManager
 from rl_ckpt_engine.manifest import Manifest, TensorEntry, plan
 from rl_ckpt_engine.plugins import PluginPolicy, load_policy
+from rl_ckpt_engine.progress import ProgressBar, SyncProgress
 from rl_ckpt_engine.registry import ENTRY_POINT_GROUP, CheckpointEngineRegistry
 
 __version__ = "0.1.0"
@@ -45,11 +46,13 @@ __all__ = [
     "GroupSenderHandle",
     "Manifest",
     "PluginPolicy",
+    "ProgressBar",
     "ReceiveAck",
     "ReceiverEndpoint",
     "ReceiverHandle",
     "SenderEndpoint",
     "SenderHandle",
+    "SyncProgress",
     "TensorEntry",
     "TensorSpec",
     "Topology",

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from rl_ckpt_engine.cast import cast_all, check_cast
 from rl_ckpt_engine.engine import CheckpointEngine, CheckpointEngineWithCache, DirectEngine, GroupEngine, TensorSpec
 from rl_ckpt_engine.handles import ReceiveAck
 from rl_ckpt_engine.manifest import Manifest, WeightKind
@@ -76,17 +77,22 @@ class SenderEndpoint(_Endpoint):
 
     Args:
         engine: one of this endpoint's own; closed with it.
-        source: asked for its weights once per send; a DirectSender writes them itself when the engine is a DirectEngine.
-            Its iterator is closed before `send` returns, so a context that it holds open (adapters
+        source: asked for its weights once per send; a DirectSender writes them itself when the engine is a DirectEngine
+            and nothing is cast. Its iterator is closed before `send` returns, so a context that it holds open (adapters
             merged into the weights, say) covers exactly the reading.
         kind: `lora`: the source yields an adapter, which must differ from the one sent before.
+        dtype: send floating-point tensors as this type, see rl_ckpt_engine.cast; empty: as they are.
 
     Raises:
-        ConfigError: the engine is neither elastic nor a GroupEngine.
+        ConfigError: the engine is neither elastic nor a GroupEngine, or there is no such type to cast to.
     """
 
-    def __init__(self, engine: CheckpointEngine, source: WeightSender, *, kind: WeightKind = "full") -> None:
+    def __init__(
+        self, engine: CheckpointEngine, source: WeightSender, *, kind: WeightKind = "full", dtype: str = ""
+    ) -> None:
         super().__init__(engine)
+        check_cast(dtype)
+        self._dtype = dtype
         self._source = source
         self._kind: WeightKind = kind
         self._sent: Manifest | None = None
@@ -113,6 +119,8 @@ class SenderEndpoint(_Endpoint):
         return manifest.encode()
 
     def _weights(self) -> Generator[WeightTensor]:
+        if self._dtype:
+            return cast_all(self._source.named_weights(), self._dtype)
         if not (isinstance(self._engine, DirectEngine) and isinstance(self._source, DirectSender)):
             return _iterated(self._source.named_weights())
         layout = self._source.layout()
@@ -209,7 +217,12 @@ class ReceiverEndpoint(_Endpoint):
             self._join(wanted.sender)
         weights = await self._engine.receive_weights(wanted, timeout_s=timeout_s)
         self._staged = (wanted, weights)
-        return ReceiveAck(version=wanted.version, digest=wanted.digest, seconds=time.monotonic() - start)
+        return ReceiveAck(
+            version=wanted.version,
+            digest=wanted.digest,
+            seconds=time.monotonic() - start,
+            verify_seconds=self._engine.verify_seconds,
+        )
 
     async def activate(self, version: int, timeout_s: float) -> int:
         """Load what was received and drop it; returns the version. Loading runs in the calling thread and is not interrupted.

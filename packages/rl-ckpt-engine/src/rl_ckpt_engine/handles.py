@@ -19,6 +19,8 @@ class ReceiveAck(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Digest of the manifest that was received."""
     seconds: float
     """Time the receiver spent."""
+    verify_seconds: float = 0.0
+    """Part of it that went to digests."""
 
 
 class SenderHandle(Protocol):

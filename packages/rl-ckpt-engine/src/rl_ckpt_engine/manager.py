@@ -15,6 +15,7 @@ from rl_ckpt_engine.groups import mover
 from rl_ckpt_engine.handles import CachingHandle, ReceiverHandle, SenderHandle
 from rl_ckpt_engine.manifest import Manifest
 from rl_ckpt_engine.phases import call_one, listed
+from rl_ckpt_engine.progress import Tell, told
 from rl_ckpt_engine.rounds import SyncRound, catch_up
 from rl_protocol.errors import ConfigError, WeightSyncError
 from rl_protocol.ports import WeightSyncReport
@@ -36,6 +37,7 @@ class CheckpointEngineManager:
         receivers: replicas with distinct names; more may be added later.
         config: `timeout_s` is the deadline of each phase.
         engine: class of the engine; needed when its members form a group.
+        progress: told about a sync that takes longer than progress.QUIET_S; ProgressBar() draws it.
 
     Raises:
         ConfigError: two receivers have one name, or the sender's handle does not fit the engine.
@@ -50,7 +52,9 @@ class CheckpointEngineManager:
         receivers: Iterable[ReceiverHandle],
         config: CheckpointEngineConfig | None = None,
         engine: type[CheckpointEngine] | None = None,
+        progress: Tell | None = None,
     ) -> None:
+        self._progress = progress
         self._sender = sender
         self._mover = mover(engine, sender)
         self._config = CheckpointEngineConfig() if config is None else config
@@ -89,7 +93,8 @@ class CheckpointEngineManager:
     @property
     def metrics(self) -> dict[str, float]:
         """Plain numbers of the last successful sync: bytes of one copy of the model, seconds in all and by phase (a phase ends with its
-        slowest receiver), GiB of one copy per second in all, version, number of receivers and of those in quarantine."""
+        slowest receiver), GiB of one copy per second in all, version and by how many versions the replicas were behind it (lag), number of
+        receivers and of those in quarantine."""
         return dict(self._metrics)
 
     async def update_weights(self, version: int) -> WeightSyncReport:
@@ -146,16 +151,17 @@ class CheckpointEngineManager:
         start = time.monotonic()
         sync = SyncRound(self._sender, self._receivers, version, self._config.timeout_s, self._mover)
         try:
-            await sync.run()
+            async with told(self._progress, version, lambda: sync.phase):
+                await sync.run()
         finally:
             self._quarantine(sync.stuck)
         self._quarantine(sync.failed)
-        self._committed = sync.manifest
+        lag, self._committed = version - (self.version or 0), sync.manifest
         if not sync.active:
             raise WeightSyncError(f"Version {version} is active, yet no receiver resumed.{listed(sync.stuck)}")
-        return self._report(sync, time.monotonic() - start)
+        return self._report(sync, time.monotonic() - start, lag)
 
-    def _report(self, sync: SyncRound, seconds: float) -> WeightSyncReport:
+    def _report(self, sync: SyncRound, seconds: float, lag: int) -> WeightSyncReport:
         assert sync.manifest is not None, "a sync that succeeded has sent something"
         version, num_bytes = sync.manifest.version, sync.manifest.tensor_nbytes
         self._last_report = WeightSyncReport(
@@ -163,6 +169,7 @@ class CheckpointEngineManager:
         )
         self._metrics = {
             "weight_sync/version": float(version),
+            "weight_sync/lag": float(lag),
             "weight_sync/bytes": float(num_bytes),
             "weight_sync/seconds": seconds,
             "weight_sync/gib_per_second": num_bytes / _GIB / seconds,

@@ -20,6 +20,7 @@ _BUILT_IN = {
     "disk": (f"{_ENGINES}.disk", "DiskEngine", ""),
     "gloo": (f"{_ENGINES}.torch_group", "GlooEngine", "torch"),
     "nccl": (f"{_ENGINES}.torch_group", "NcclEngine", "torch"),
+    "ray": (f"{_ENGINES}.ray_objects", "RayEngine", "ray"),
 }
 """Name -> module, class, extra of this package that it needs. Imported when asked for."""
 _DELTA = "delta-"

@@ -33,7 +33,8 @@ class SyncRound:
         active: names of the receivers that have the version and admit requests.
         failed: name -> why it does not have the version.
         stuck: name -> why it does not admit requests, although it was asked to.
-        seconds: phase -> seconds until its slowest receiver answered.
+        seconds: phase -> seconds until its slowest receiver answered; `receive` also as its parts `move` and `verify`.
+        phase: that has begun last.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class SyncRound:
         self.failed: dict[str, str] = {}
         self.stuck: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
+        self.phase = "pause"
         self._moved = False
 
     async def run(self) -> None:
@@ -79,6 +81,8 @@ class SyncRound:
         )
         data, manifest = await self._send()
         acks = await self._phase("receive", tuple(paused), lambda handles: self._mover.move(data, handles, limit))
+        self.seconds["verify"] = max(ack.verify_seconds for ack in acks.values())
+        self.seconds["move"] = max(ack.seconds - ack.verify_seconds for ack in acks.values())
         verified = [name for name, ack in acks.items() if self._agrees(name, ack, manifest)]
         self._require(verified)
         echoes = await self._phase(
@@ -95,7 +99,7 @@ class SyncRound:
         self._moved = True
 
     async def _send(self) -> tuple[bytes, Manifest]:
-        start = time.monotonic()
+        self.phase, start = "send", time.monotonic()
         data = await call_one("send", _SENDER, self._timeout_s, self._sender.send(self._version, self._timeout_s))
         self.seconds["send"] = time.monotonic() - start
         manifest = Manifest.decode(data)
@@ -111,7 +115,7 @@ class SyncRound:
         call: Callable[[Mapping[str, ReceiverHandle]], Awaitable[Outcome[T]]],
     ) -> dict[str, T]:
         """Name -> answer of those that answered; raises when none did."""
-        start = time.monotonic()
+        self.phase, start = phase, time.monotonic()
         outcome = await call({name: self._receivers[name] for name in names})
         self.seconds[phase] = time.monotonic() - start
         self.failed.update(outcome.failed)
@@ -135,7 +139,7 @@ class SyncRound:
 
     async def _resume(self) -> None:
         names = self.active or tuple(self._receivers)
-        start = time.monotonic()
+        self.phase, start = "resume", time.monotonic()
         handles = {name: self._receivers[name] for name in names}
         outcome = await call_all("resume", handles, self._timeout_s, lambda handle: handle.resume(self._timeout_s))
         self.seconds["resume"] = time.monotonic() - start

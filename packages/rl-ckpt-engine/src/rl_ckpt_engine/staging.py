@@ -7,6 +7,7 @@ the same.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class Staging:
 
     Attributes:
         pulled_nbytes: bytes that the last `fill` asked for, padding included.
+        verify_seconds: what it spent on digests.
     """
 
     def __init__(self, bucket_bytes: int) -> None:
@@ -48,6 +50,7 @@ class Staging:
         self._memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self._held: dict[str, TensorEntry] = {}
         self.pulled_nbytes = 0
+        self.verify_seconds = 0.0
 
     async def fill(self, manifest: Manifest, pull: Pull, deadline: Deadline) -> list[WeightTensor]:
         """Every tensor of the manifest, verified; what was verified stays when this breaks off.
@@ -55,7 +58,9 @@ class Staging:
         Raises:
             WeightSyncError: a digest does not fit, or the deadline passed; also whatever `pull` raises.
         """
+        began = time.monotonic()
         missing = await self._keep(manifest, deadline)
+        self.verify_seconds = time.monotonic() - began
         buckets = list(cut(missing, self._memory, self._bucket_bytes))
         self.pulled_nbytes = sum(bucket.memory.nbytes for bucket in buckets)
         check = _Check(manifest.version, missing)
@@ -64,10 +69,12 @@ class Staging:
         async with aclosing(pull(buckets)) as pulled:
             async for _ in pulled:
                 bucket, filled = buckets[filled], filled + 1
+                began = time.monotonic()
                 for start, piece in blocks(bucket.memory):
                     for entry in check.advance(bucket.start + start, piece):
                         self._held[entry.name] = entry
                     await pacer.advance(piece.nbytes)
+                self.verify_seconds += time.monotonic() - began
         for entry in check.advance(manifest.payload_nbytes, memoryview(b"")):
             self._held[entry.name] = entry
         assert len(self._held) == len(manifest.tensors), "every tensor was checked"

@@ -136,12 +136,13 @@ def _take(chunk: memoryview, offset: int, target: Target, crew: Crew) -> list[by
     return crew.map(take, len(parts)) if target.unordered else [take(number) for number in range(len(parts))]
 
 
-async def verify(manifest: Manifest, weights: Iterable[WeightTensor], deadline: Deadline) -> None:
-    """Compare the digest of every tensor with the manifest's.
+async def verify(manifest: Manifest, weights: Iterable[WeightTensor], deadline: Deadline) -> float:
+    """Compare the digest of every tensor with the manifest's; returns the seconds it took.
 
     Raises:
         WeightSyncError: names the first tensor that differs; or the deadline passed.
     """
+    start = time.monotonic()
     pacer = Pacer(deadline)
     deadline.check()
     digests: list[list[bytes]] = [[] for _ in manifest.tensors]
@@ -155,6 +156,7 @@ async def verify(manifest: Manifest, weights: Iterable[WeightTensor], deadline: 
         if (digest := combined(found)) != entry.digest:
             raise damaged(entry, manifest.version, digest)
     deadline.check()
+    return time.monotonic() - start
 
 
 def _batches(weights: Iterable[WeightTensor]) -> Iterator[list[tuple[int, memoryview]]]:

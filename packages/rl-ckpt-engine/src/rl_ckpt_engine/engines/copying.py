@@ -40,7 +40,9 @@ class CopyingEngine(PublishingEngine[P]):
         return type(self)(self._config)
 
     async def _fetch(self, manifest: Manifest, deadline: Deadline) -> list[WeightTensor]:
-        return await self._staging.fill(manifest, lambda buckets: self._pull(manifest, buckets, deadline), deadline)
+        weights = await self._staging.fill(manifest, lambda buckets: self._pull(manifest, buckets, deadline), deadline)
+        self.verify_seconds = self._staging.verify_seconds
+        return weights
 
     def close(self) -> None:
         """See CheckpointEngine.close."""

@@ -174,7 +174,7 @@ class DeltaEngine(CheckpointEngineWithCache):
             self._mine = self._undo.apply(manifest, placement, blobs)
             self._carrier.confirm(carried)  # before this, the blobs may have been overwritten while they were applied
             weights = self._mine.tensors()
-            await verify(manifest, weights, deadline)
+            self.verify_seconds = await verify(manifest, weights, deadline)
         except BaseException:
             self._mine, self._undo = self._undo.restore(), None
             raise

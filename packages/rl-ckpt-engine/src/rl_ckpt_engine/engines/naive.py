@@ -105,7 +105,7 @@ class NaiveEngine(PublishingEngine[Shelf]):
         for entry, weight in zip(manifest.tensors, weights, strict=True):
             if (entry.name, entry.dtype, entry.shape) != (weight.name, weight.dtype, weight.shape):
                 raise WeightSyncError(f"Tensor {entry.name!r} of the manifest is not the one the sender holds.")
-        await verify(manifest, weights, deadline)
+        self.verify_seconds = await verify(manifest, weights, deadline)
         return weights
 
     def confirm(self, manifest: Manifest) -> None:

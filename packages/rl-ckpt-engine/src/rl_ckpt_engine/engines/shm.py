@@ -93,7 +93,7 @@ class ShmEngine(PublishingEngine[Slot], DirectEngine):
             WeightTensor(entry.name, entry.dtype, entry.shape, mapping.payload(entry.offset, entry.nbytes))
             for entry in manifest.tensors
         ]
-        await verify(manifest, weights, deadline)
+        self.verify_seconds = await verify(manifest, weights, deadline)
         return weights
 
     def confirm(self, manifest: Manifest) -> None:

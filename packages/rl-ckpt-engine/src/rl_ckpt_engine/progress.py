@@ -1,0 +1,78 @@
+"""What a long sync tells while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import TextIO, TypeAlias
+
+QUIET_S = 2.0
+"""A sync that is over by then says nothing."""
+_EVERY_S = 0.5
+PHASES = ("pause", "send", "receive", "activate", "resume")
+
+
+@dataclass(frozen=True, slots=True)
+class SyncProgress:
+    """How far a sync is."""
+
+    version: int
+    phase: str
+    """One of PHASES, or `done`, which comes last, also after a failure."""
+    seconds: float
+    """Since it began."""
+
+
+Tell: TypeAlias = Callable[[SyncProgress], None]
+
+
+@contextlib.asynccontextmanager
+async def told(tell: Tell | None, version: int, phase: Callable[[], str]) -> AsyncGenerator[None]:
+    """While the context is open and QUIET_S have passed, call `tell` twice a second with the phase at that time, and with `done` at its end."""
+    if tell is None:
+        yield
+        return
+    start = time.monotonic()
+
+    async def tick() -> None:
+        await asyncio.sleep(QUIET_S)
+        while True:
+            tell(SyncProgress(version, phase(), time.monotonic() - start))
+            await asyncio.sleep(_EVERY_S)
+
+    ticking = asyncio.create_task(tick())
+    try:
+        yield
+    finally:
+        ticking.cancel()
+        await asyncio.wait({ticking})
+        if not ticking.cancelled():
+            ticking.result()
+        if time.monotonic() - start >= QUIET_S:
+            tell(SyncProgress(version, "done", time.monotonic() - start))
+
+
+class ProgressBar:
+    """Draws on a terminal, one line for each sync; nothing when the stream is none.
+
+    Args:
+        stream: standard error by default.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+
+    def __call__(self, progress: SyncProgress) -> None:
+        """Draw how far it is."""
+        if not self._stream.isatty():
+            return
+        done = progress.phase not in PHASES
+        passed = len(PHASES) if done else PHASES.index(progress.phase)
+        bar = "#" * (4 * passed) + "." * (4 * (len(PHASES) - passed))
+        self._stream.write(f"\rweights {progress.version} [{bar}] {progress.phase:<8} {progress.seconds:5.1f} s")
+        self._stream.write("\n" if done else "")
+        self._stream.flush()
