@@ -241,9 +241,9 @@ class _Reading:
     async def _get(self, number: int) -> memoryview:
         with _named("Reading the weights from Ray's object store"):
             found = await _result(self._objects[number], self._deadline)
-        if not isinstance(found, np.ndarray) or found.dtype != np.uint8:
+        if not isinstance(found, np.ndarray) or found.dtype != np.uint8 or found.ndim != 1:
             raise WeightSyncError(f"Object {number} of the version holds no weights.")
-        return memoryview(found)
+        return found.data
 
 
 @contextlib.contextmanager
