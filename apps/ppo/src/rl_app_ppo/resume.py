@@ -19,6 +19,8 @@ FREE = (
     "trainer.test_freq",
     "trainer.val_before_train",
     "trainer.save_freq",
+    "trainer.logger",
+    "trainer.hooks",
     "trainer.max_ckpt_to_keep",
     "trainer.resume_mode",
     "trainer.output_dir",
@@ -74,7 +76,8 @@ def find_start(config: AppConfig, folder: Path) -> Start:
         found = inspect(Path(mode).expanduser().resolve())
         if isinstance(found, str):
             raise ConfigError(
-                f"trainer.resume_mode={mode!r} is no whole checkpoint: {found}. Give a folder such as outputs/<run>/{CHECKPOINTS}/step-000010, or auto."
+                f"trainer.resume_mode={mode!r} is no whole checkpoint: {found}. "
+                f"Give a folder such as outputs/<run>/{CHECKPOINTS}/step-000010, or auto."
             )
         checkpoint = found
     if checkpoint is None:

@@ -14,19 +14,20 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from rl_app_ppo.config import to_yaml
+from rl_app_ppo.config import flat_settings, to_yaml
 from rl_app_ppo.console import Screen, step_line, validation_accuracy
 from rl_app_ppo.demo.arithmetic import make_split
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_app_ppo.demo.store import read_facts
 from rl_app_ppo.memory import available_bytes, check_memory, parameters
-from rl_app_ppo.outputs import JSONLSink, TensorBoardSink, draw_curve, kept_metrics, publish_folder, writing
+from rl_app_ppo.outputs import JSONLSink, draw_curve, kept_metrics, publish_folder, writing
 from rl_app_ppo.resume import CHECKPOINTS, Start
 from rl_app_ppo.rewards import load_reward
 from rl_app_ppo.runtime.cluster import RayWorker, ray_session
 from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.runtime.placement import require_cpus
 from rl_app_ppo.schema import AppConfig
+from rl_app_ppo.sinks import CONSOLE, RunFacts, check_installed, logger_names, open_sinks
 from rl_app_ppo.wiring.data import datasets, load_tokenizer
 from rl_app_ppo.wiring.weights import RemoteReceiver, RemoteSender
 from rl_ckpt_engine import CheckpointEngineManager, CheckpointEngineRegistry
@@ -43,6 +44,7 @@ from rl_trainer import (
     needs_reference,
 )
 from rl_trainer.checkpoints.writer import CheckpointWriter
+from rl_trainer.hooks import named_hooks
 from rl_transferqueue import LocalPlane, connect, start_local_plane
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,8 @@ def preflight(config: AppConfig) -> StepGraph:
     graph = build_graph(config.algorithm, config.actor)
     load_reward(config.reward.function)
     CheckpointEngineRegistry().get(config.checkpoint_engine.backend)
+    check_installed(logger_names(config.trainer.logger))
+    named_hooks(config.trainer.hooks)
     path = _given_model(config)
     if path is None:
         split = make_split(config.data.seed, train_size=config.data.train_size, validation_size=config.data.val_size)
@@ -140,8 +144,9 @@ class RunFiles:
 class Recorder:
     """Takes the metrics of each step to the sinks and the screen, and keeps the curves."""
 
-    def __init__(self, screen: Screen, sinks: list[MetricSink], total: int) -> None:
+    def __init__(self, screen: Screen, sinks: list[MetricSink], total: int, *, lines: bool = True) -> None:
         self._screen = screen
+        self._lines = lines
         self._sinks = sinks
         self._total = total
         self.reward: list[tuple[int, float]] = []
@@ -152,9 +157,9 @@ class Recorder:
         accuracy = self.remember(step, metrics)
         for sink in self._sinks:
             sink.log(step, metrics)
-        if step:
+        if step and self._lines:
             self._screen.note(step_line(step, self._total, metrics))
-        elif accuracy is not None:
+        elif accuracy is not None and self._lines:
             self._screen.note(f"before training: validation accuracy {accuracy:.3f}")
         self._screen.bar("training", step, self._total)
 
@@ -182,7 +187,8 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen, start: Start) 
     async with AsyncExitStack() as stack:
         stack.enter_context(screen)
         sinks: list[MetricSink] = []
-        recorder = Recorder(screen, sinks, config.trainer.total_training_steps)
+        loggers = logger_names(config.trainer.logger)
+        recorder = Recorder(screen, sinks, config.trainer.total_training_steps, lines=CONSOLE in loggers)
         plane_process = await stack.enter_async_context(_local_plane(config, files.logs))
         await stack.enter_async_context(ray_session(config.ray, config.trainer))
         roles = _roles(config)
@@ -198,7 +204,8 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen, start: Start) 
         after = start.checkpoint.manifest.step if start.checkpoint else None
         for line in kept_metrics(files.metrics, -1 if after is None else after):
             recorder.remember(int(line["step"]), line)
-        for sink in (JSONLSink(files.metrics), TensorBoardSink(files.tensorboard, after)):
+        facts = RunFacts(folder=files.folder, config=flat_settings(to_yaml(config)), after=after)
+        for sink in (JSONLSink(files.metrics), *open_sinks(loggers, facts)):
             sinks.append(sink)
             stack.callback(sink.close)
         trainer = PPOTrainer(_parts(config, graph, plane, workers, recorder, files))
@@ -241,6 +248,7 @@ def _parts(
             workers=workers,
             timeout_s=config.trainer.stage_timeout_s,
         ),
+        hooks=named_hooks(config.trainer.hooks),
     )
 
 

@@ -128,6 +128,12 @@ def _engine(value: Value) -> Mapped | str:
     return f"there is no engine for {value} here"
 
 
+def _loggers(value: Value) -> Mapped | str:
+    names = [name.strip() for name in plain(value).split(",")]
+    known = [name for name in names if name in ("console", "tensorboard", "wandb")]
+    return {"trainer.logger": ",".join(known)} if known else f"there is no logger {plain(value)} here"
+
+
 SPECIAL: Mapping[str, Callable[[Value], Mapped | str]] = {
     "actor_rollout_ref.actor.clip_ratio": lambda v: {"actor.clip_ratio_low": v, "actor.clip_ratio_high": v},
     "actor_rollout_ref.actor.optim.betas": lambda v: {"actor.optim.beta1": v[0], "actor.optim.beta2": v[1]},
@@ -135,6 +141,7 @@ SPECIAL: Mapping[str, Callable[[Value], Mapped | str]] = {
     "actor_rollout_ref.model.use_remove_padding": lambda v: {"actor.use_remove_padding": v},
     "actor_rollout_ref.actor.strategy": _engine,
     "actor_rollout_ref.rollout.top_k": lambda v: {"rollout.top_k": max(int(v), 0)},
+    "trainer.logger": _loggers,
     "trainer.save_freq": lambda v: {"trainer.save_freq": max(int(v), 0)},
     "trainer.max_actor_ckpt_to_keep": lambda v: {"trainer.max_ckpt_to_keep": v},
     "trainer.max_critic_ckpt_to_keep": lambda v: {"trainer.max_ckpt_to_keep": v},
@@ -154,7 +161,6 @@ _REASONS = {
     "trainer.nnodes": "this version trains on one host",
     "data.train_files": "the only task is the built-in arithmetic",
     "data.val_files": "the only task is the built-in arithmetic",
-    "trainer.logger": "metrics always go to JSONL and TensorBoard",
     "trainer.total_epochs": "set trainer.total_training_steps",
 }
 
