@@ -301,6 +301,7 @@ def test_what_verl_calls_things_exists_here():
         "adv_estimator": "grpo",
         "enable": True,
         "use_dynamic_bsz": True,
+        "logger": ["console", "swanlab"],
     }
     for key, turn in SPECIAL.items():
         mapped = turn(samples.get(key.rpartition(".")[2], 1))

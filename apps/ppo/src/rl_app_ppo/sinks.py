@@ -67,7 +67,7 @@ class WandbSink:
 
     def close(self) -> None:
         """End the run in wandb; safe to call twice."""
-        self._run.finish(quiet=True)
+        self._run.finish()
 
 
 SINKS: Registry[SinkKind] = Registry(

@@ -129,7 +129,7 @@ def _engine(value: Value) -> Mapped | str:
 
 
 def _loggers(value: Value) -> Mapped | str:
-    names = [name.strip() for name in plain(value).split(",")]
+    names = [name.strip() for name in str(plain(value)).split(",")]
     known = [name for name in names if name in ("console", "tensorboard", "wandb")]
     return {"trainer.logger": ",".join(known)} if known else f"there is no logger {plain(value)} here"
 
