@@ -263,7 +263,6 @@ def test_a_verl_command_line_becomes_a_configuration_and_says_what_it_lost(tmp_p
     assert [line.split(": ")[1] for line in comments] == [
         "+actor_rollout_ref.rollout.layer_name_map.qkv_layer_name",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-        "trainer.logger",
         "trainer.n_gpus_per_node",
         "critic.optim.lr",
     ]
@@ -275,7 +274,7 @@ def test_a_verl_command_line_becomes_a_configuration_and_says_what_it_lost(tmp_p
     assert (config.actor.optim.lr, config.actor.kl_loss_type, config.actor.ppo_max_token_len) == (3e-6, "low_var_kl", 0)
     assert (config.lora.rank, config.lora.alpha, config.fsdp.activation_checkpointing) == (32, 32.0, True)
     assert (config.rollout.n, config.rollout.top_k, config.rollout.response_length) == (5, 0, 8)
-    assert config.trainer.test_freq == 0
+    assert (config.trainer.test_freq, config.trainer.logger) == (0, "console")
 
 
 DAPO = """
@@ -449,6 +448,7 @@ def test_what_verl_calls_things_exists_here():
         "dtype": "bf16",
         "metric": "acc",
         "lr_scheduler_type": "constant",
+        "logger": ["console", "swanlab"],
     }
     for key, turn in SPECIAL.items():
         prefix, _, name = key.rpartition(".")

@@ -46,11 +46,10 @@ from rl_trainer.rollout.hf import HFRolloutEngine
 
 OPTIM = OptimConfig(lr=3e-3, lr_warmup_steps=2, lr_scheduler_type="cosine", lr_decay_steps=30, min_lr_ratio=0.1)
 SCENARIOS = {
-    "grpo": {},
-    "gae": {"estimator": "gae"},
+    "gae": {"estimator": "gae", "kl": KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=1e-3, horizon=64)},
     "lora": {"lora": LoraConfig(rank=4, alpha=8, dropout=0.2)},
-    "adaptive": {"kl": KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=1e-3, horizon=64)},
 }
+"""With a critic and an adaptive coefficient; with adapters whose dropout draws from the random state of the process."""
 
 
 class Digits:
@@ -91,7 +90,9 @@ class DirectSync:
 class Run:
     """Everything of one run; `folder` is where checkpoints are, None: none are written."""
 
-    def __init__(self, path, folder, *, steps, save_freq=1, keep=0, estimator="grpo", lora=None, kl=None, validate=0):
+    def __init__(
+        self, path, folder, *, steps, save_freq=1, keep=0, estimator="grpo", lora=None, kl=None, validate=0, hooks=None
+    ):
         more = {"use_kl_in_reward": True, "kl_ctrl": kl} if kl else {}
         algorithm = AlgorithmConfig(adv_estimator=estimator, **more)
         actor = ActorConfig(optim=OPTIM, ppo_mini_batch_size=2, use_kl_loss=True)
@@ -133,6 +134,7 @@ class Run:
                 ),
                 on_step=lambda step, metrics: self.metrics.__setitem__(step, dict(metrics)),
                 checkpoints=writer,
+                hooks=hooks or {},
             )
         )
 
@@ -166,6 +168,7 @@ def decode(ids):
 def main() -> None:
     path, folder, scenario, steps, out = sys.argv[1:]
     torch.set_num_threads(1)
+    torch.manual_seed(3)
     transformers_logging.disable_progress_bar()
     run = Run(Path(path), Path(folder), steps=int(steps), **SCENARIOS[scenario])
     run.fit()

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from resumable_run import SCENARIOS, Run
 
-from rl_trainer.checkpoints.folder import Checkpoint, inspect, step_name
+from rl_trainer.checkpoints.folder import Checkpoint, inspect, newest_whole, step_name
+
+HERE = Path(__file__).parent
+SEED = 3
+"""Of torch, as resumable_run.py sets it."""
+QUICK = {"OMP_NUM_THREADS": "1", **os.environ}
 
 
 def same(a, b):
@@ -17,13 +29,13 @@ def same(a, b):
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_two_and_two_steps_equal_four_bit_by_bit(model_path, tmp_path, scenario):
-    torch.manual_seed(3)
+    torch.manual_seed(SEED)
     straight = Run(model_path, None, steps=4, **SCENARIOS[scenario])
     straight.fit()
-    torch.manual_seed(3)
+    torch.manual_seed(SEED)
     first = Run(model_path, tmp_path, steps=2, **SCENARIOS[scenario])
     first.fit()
-    torch.manual_seed(4)  # adapters draw their dropout from here
+    torch.manual_seed(SEED + 1)  # adapters draw their dropout from here
     second = Run(model_path, tmp_path, steps=4, **SCENARIOS[scenario])
     second.fit()
     assert not same(first.weights(), second.weights())
@@ -52,3 +64,90 @@ def test_a_checkpoint_is_whole_and_its_policy_loads(model_path, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(found.folder / "hf").state_dict()
     weights = run.weights()
     assert all(np.array_equal(weights[name], tensor.numpy()) for name, tensor in loaded.items())
+
+
+def start(program, *arguments, log):
+    return subprocess.Popen(
+        [sys.executable, str(HERE / program), *map(str, arguments)], stdout=log, stderr=log, env=QUICK
+    )
+
+
+@pytest.fixture(scope="module")
+def ranks(model_path, tmp_path_factory):
+    """Folder with what resumable_ranks.py has learnt on one rank and on two, straight and after going on from each."""
+    root = tmp_path_factory.mktemp("ranks")
+    for turn, sources in enumerate(([], [1, 2])):
+        for size in (1, 2):
+            with (root / "log").open("a") as log:
+                common = [size, root / f"store-{turn}-{size}", model_path, root, *sources]
+                processes = [start("resumable_ranks.py", rank, *common, log=log) for rank in range(size)]
+            try:
+                codes = [process.wait(timeout=240) for process in processes]
+            finally:
+                for process in processes:
+                    process.kill()
+            assert codes == [0] * size, (root / "log").read_text()[-3000:]
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("scenario", ["full", "lora", "dropout", "critic"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_fsdp_goes_on_bit_by_bit_and_on_another_number_of_ranks(ranks, size, scenario):
+    folder, other = ranks / str(size) / scenario, 3 - size
+    straight = dict(np.load(folder / "straight.npz"))
+    assert same(straight, dict(np.load(folder / f"from-{size}-on-{size}.npz")))
+    if scenario != "dropout":  # which draws per rank
+        moved = dict(np.load(folder / f"from-{other}-on-{size}.npz"))
+        assert moved.keys() == straight.keys()
+        for name, value in straight.items():
+            assert np.abs(moved[name] - value).max() <= 1e-5 * max(1.0, np.abs(value).max()), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(model_path, tmp_path, scenario):
+    torch.manual_seed(SEED)
+    straight = Run(model_path, None, steps=6, **SCENARIOS[scenario])
+    straight.fit()
+    folder, out = tmp_path / "checkpoints", tmp_path / "out.npz"
+    for kill in (True, False):
+        with (tmp_path / "log").open("w") as log:
+            process = start("resumable_run.py", model_path, folder, scenario, 6, out, log=log)
+        deadline = time.monotonic() + 120
+        while kill and not (folder / step_name(3)).exists():
+            assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        if kill:
+            process.kill()
+        assert process.wait(timeout=120) == (-9 if kill else 0), (tmp_path / "log").read_text()[-3000:]
+        assert out.exists() != kill
+    assert same(straight.weights(), dict(np.load(out)))
+
+
+def test_killed_at_ten_points_of_a_save_there_is_always_the_last_whole_checkpoint(tmp_path):
+    folder, rng, published, halves = tmp_path / "checkpoints", random.Random(5), 0, 0
+    for _ in range(10):
+        command = [sys.executable, str(HERE / "saving_loop.py"), str(folder), "1"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=QUICK) as process:
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(rng.uniform(0, 0.4))
+            process.kill()
+            said = process.stdout.read().splitlines()
+        published = max([published, *map(int, said)])
+        halves += any(folder.glob(".saving-*"))
+        found, skipped = newest_whole(folder)
+        assert not skipped
+        if found is None:
+            assert published == 0
+            continue
+        assert found.manifest.step - published in (0, 1)  # published, but killed before it could say so
+        published = found.manifest.step
+        assert len(found.manifest.files) == 3 * 64 + 2
+        assert (found.folder / "critic" / "63.txt").read_text() == str(published) * 4096
+    assert published >= 3
+    assert halves >= 3  # else the kills did not hit what they were meant to
+    assert {path.name for path in folder.glob("step-*")} <= {step_name(n) for n in (1, published - 1, published)}

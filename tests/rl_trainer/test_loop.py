@@ -578,7 +578,7 @@ def test_a_worker_refuses_what_it_does_not_know(model_path):
         (
             "launch",
             call,
-            "ActorWorker has no handler 'launch'; it has save_state, finish_save, load_state, old_log_prob, ref, update_actor, save",
+            "ActorWorker has no handler 'launch'; it has old_log_prob, ref, update_actor, save, save_state, finish_save, load_state",
         ),
         ("old_log_prob", b"\xff", "not a StageCall"),
         ("old_log_prob", b"\x81\xa4\xff\xff\xff\xff\x01", "not a StageCall"),

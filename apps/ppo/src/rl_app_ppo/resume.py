@@ -19,6 +19,8 @@ FREE = (
     "trainer.test_freq",
     "trainer.val_before_train",
     "trainer.save_freq",
+    "trainer.logger",
+    "trainer.hooks",
     "trainer.max_ckpt_to_keep",
     "trainer.resume_mode",
     "trainer.output_dir",

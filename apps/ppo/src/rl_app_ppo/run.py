@@ -14,18 +14,19 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from rl_app_ppo.config import to_yaml
+from rl_app_ppo.config import flat_settings, to_yaml
 from rl_app_ppo.console import Screen, step_line, validation_accuracy
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_app_ppo.demo.store import read_facts
 from rl_app_ppo.memory import available_bytes, check_memory, parameters
-from rl_app_ppo.outputs import JSONLSink, TensorBoardSink, draw_curve, kept_metrics, publish_folder, writing
+from rl_app_ppo.outputs import JSONLSink, draw_curve, kept_metrics, publish_folder, writing
 from rl_app_ppo.resume import CHECKPOINTS, Start
 from rl_app_ppo.rewards import check_rewards
 from rl_app_ppo.runtime.cluster import RayWorker, ray_session
 from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.runtime.placement import require_cpus
 from rl_app_ppo.schema import AppConfig
+from rl_app_ppo.sinks import CONSOLE, RunFacts, check_installed, logger_names, open_sinks
 from rl_app_ppo.wiring.data import Prompts, open_data, train_order
 from rl_app_ppo.wiring.weights import RemoteSender, check_sync, make_sync, measured
 from rl_ckpt_engine import PluginPolicy
@@ -42,6 +43,7 @@ from rl_trainer import (
     needs_reference,
 )
 from rl_trainer.checkpoints.writer import CheckpointWriter
+from rl_trainer.hooks import named_hooks
 from rl_transferqueue import LocalPlane, connect, start_local_plane
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,8 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
     if config.rollout.name == "vllm":
         require_vllm()
     check_sync(config.checkpoint_engine, plugins)
+    check_installed(logger_names(config.trainer.logger))
+    named_hooks(config.trainer.hooks)
     path = _given_model(config)
     context = ModelSettings().context if path is None else _context(path)
     longest = max(rows.longest for rows in open_data(config, path).values())
@@ -144,8 +148,9 @@ class RunFiles:
 class Recorder:
     """Takes the metrics of each step to the sinks and the screen, and keeps the curves."""
 
-    def __init__(self, screen: Screen, sinks: list[MetricSink], total: int) -> None:
+    def __init__(self, screen: Screen, sinks: list[MetricSink], total: int, *, lines: bool = True) -> None:
         self._screen = screen
+        self._lines = lines
         self._sinks = sinks
         self._total = total
         self.reward: list[tuple[int, float]] = []
@@ -156,9 +161,9 @@ class Recorder:
         accuracy = self.remember(step, metrics)
         for sink in self._sinks:
             sink.log(step, metrics)
-        if step:
+        if step and self._lines:
             self._screen.note(step_line(step, self._total, metrics))
-        elif accuracy is not None:
+        elif accuracy is not None and self._lines:
             self._screen.note(f"before training: validation accuracy {accuracy:.3f}")
         self._screen.bar("training", step, self._total)
 
@@ -186,7 +191,8 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen, start: Start, 
     async with AsyncExitStack() as stack:
         stack.enter_context(screen)
         sinks: list[MetricSink] = []
-        recorder = Recorder(screen, sinks, config.trainer.total_training_steps)
+        loggers = logger_names(config.trainer.logger)
+        recorder = Recorder(screen, sinks, config.trainer.total_training_steps, lines=CONSOLE in loggers)
         plane_process = await stack.enter_async_context(_local_plane(config, files.logs))
         await stack.enter_async_context(ray_session(config.ray, config.trainer))
         roles = _roles(config)
@@ -202,7 +208,8 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen, start: Start, 
         after = start.checkpoint.manifest.step if start.checkpoint else None
         for line in kept_metrics(files.metrics, -1 if after is None else after):
             recorder.remember(int(line["step"]), line)
-        for sink in (JSONLSink(files.metrics), TensorBoardSink(files.tensorboard, after)):
+        facts = RunFacts(folder=files.folder, config=flat_settings(to_yaml(config)), after=after)
+        for sink in (JSONLSink(files.metrics), *open_sinks(loggers, facts)):
             sinks.append(sink)
             stack.callback(sink.close)
         data = open_data(config, model_path)
@@ -254,6 +261,7 @@ def _parts(
             workers=workers,
             timeout_s=config.trainer.stage_timeout_s,
         ),
+        hooks=named_hooks(config.trainer.hooks),
     )
 
 

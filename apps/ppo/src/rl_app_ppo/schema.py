@@ -156,6 +156,11 @@ class TrainerConfig(LoopConfig):
         "disable: a new run; auto: go on in the run folder from its newest whole checkpoint; or a checkpoint to start a new run from",
     )
     max_ckpt_to_keep: int = option(3, "newest checkpoints that are kept, beside the best one; 0: all")
+    logger: str = option(
+        "console,tensorboard",
+        "where metrics go beside metrics.jsonl: comma-separated console, tensorboard, wandb, or installed under rl_app_ppo.sinks",
+    )
+    hooks: str = option("", "comma-separated hooks that are told what happens, installed under rl_trainer.hooks")
     min_free_disk_mb: int = option(100, "refuse to start with less free space than this in output_dir")
     threads_per_worker: int = option(1, "compute threads of each worker process")
 

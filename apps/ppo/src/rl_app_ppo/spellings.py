@@ -23,6 +23,9 @@ SPELLINGS: Mapping[str, str] = {
 }
 """A key of verl -> ours."""
 
+LISTS = ("trainer.logger", "trainer.hooks")
+"""Keys that may be given as lists, as verl's are."""
+
 
 def one_spelling(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
     """The layers, (origin, key -> value) each, with every spelling replaced by ours.
@@ -36,7 +39,7 @@ def one_spelling(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[
         ours: dict[str, Any] = {}
         for key, given in values.items():
             name = SPELLINGS.get(key, key)
-            value = plain(given) if name.startswith("lora.") else given
+            value = plain(given) if name.startswith("lora.") or name in LISTS else given
             if name.startswith("lora."):
                 other, before = seen.get(name, (key, value))
                 if other != key and before != value:

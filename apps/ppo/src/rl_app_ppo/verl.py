@@ -264,6 +264,12 @@ def _clip_ratio(value: Value, verl: Mapping[str, Value]) -> Mapped:
     return {f"actor.{side}": value for side in sides if verl.get(f"actor_rollout_ref.actor.{side}") is None}
 
 
+def _loggers(value: Value, _: Mapping[str, Value]) -> Mapped | str:
+    names = [name.strip() for name in str(plain(value)).split(",")]
+    known = [name for name in names if name in ("console", "tensorboard", "wandb")]
+    return {"trainer.logger": ",".join(known)} if known else f"there is no logger {plain(value)} here"
+
+
 SPECIAL: Mapping[str, Turn] = {
     "actor_rollout_ref.actor.clip_ratio": _clip_ratio,
     "actor_rollout_ref.actor.policy_loss.loss_mode": _one_of(
@@ -276,6 +282,7 @@ SPECIAL: Mapping[str, Turn] = {
     "actor_rollout_ref.rollout.top_k": lambda v, _: {"rollout.top_k": max(int(v), 0)},
     "data.train_files": lambda v, _: {"data.train_files": plain(v)},
     "data.val_files": lambda v, _: {"data.val_files": plain(v)},
+    "trainer.logger": _loggers,
     "trainer.save_freq": lambda v, _: {"trainer.save_freq": max(int(v), 0)},
     "trainer.max_actor_ckpt_to_keep": lambda v, _: {"trainer.max_ckpt_to_keep": v},
     "trainer.max_critic_ckpt_to_keep": lambda v, _: {"trainer.max_ckpt_to_keep": v},
@@ -302,7 +309,6 @@ _REASONS = {
     "trainer.nnodes": "this version trains on one host",
     "custom_reward_function.path": "set reward.function=path.py:name",
     "custom_reward_function.name": "set reward.function=path.py:name",
-    "trainer.logger": "metrics always go to JSONL and TensorBoard",
     "trainer.total_epochs": "set trainer.total_training_steps",
     "actor_rollout_ref.actor.ppo_micro_batch_size": "set ppo_micro_batch_size_per_gpu, which counts the same everywhere",
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "set actor.optim.lr_warmup_steps",

@@ -18,6 +18,7 @@ from rl_trainer.config import (
 from rl_trainer.data import Curriculum, Mixture, PromptDataset, PromptOrder, PromptRow
 from rl_trainer.dispatch import WorkerHandle, Workers
 from rl_trainer.engines import ENGINES, Engine, FsdpConfig, get_engine
+from rl_trainer.hooks import Hook
 from rl_trainer.lora import LoraConfig
 from rl_trainer.reward_worker import RewardWorker
 from rl_trainer.rollout_worker import RolloutWorker
@@ -49,6 +50,7 @@ __all__ = [
     "FilterGroupsConfig",
     "FsdpConfig",
     "Generate",
+    "Hook",
     "KLControlConfig",
     "LoopConfig",
     "LoraConfig",

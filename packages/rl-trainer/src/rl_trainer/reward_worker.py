@@ -45,12 +45,12 @@ class RewardWorker(StatefulWorker):
     """Scores responses and turns scores into advantages, next to the data and without any model."""
 
     handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
-        **StatefulWorker.state_handlers,
         "reward": StageCall,
         "evaluate": StageCall,
         "filter": StageCall,
         "baseline": StageCall,
         "adv": StageCall,
+        **StatefulWorker.state_handlers,
     }
 
     def __init__(

@@ -27,6 +27,7 @@ from rl_trainer.columns import BASELINE_PARTITION
 from rl_trainer.config import ActorConfig, CriticConfig, FilterGroupsConfig, LoopConfig, RolloutConfig
 from rl_trainer.data import PromptOrder
 from rl_trainer.dispatch import StepRows, WorkerHandle, Workers, call, forward, together, update
+from rl_trainer.hooks import Hook, tell
 from rl_trainer.messages import (
     FilterResult,
     PromptRef,
@@ -64,6 +65,8 @@ class TrainerParts:
     """Looked at where the graph has the stage `filter`."""
     checkpoints: CheckpointWriter | None = None
     """Where loop.save_freq has checkpoints go."""
+    hooks: Mapping[str, Hook] = field(default_factory=dict[str, Hook])
+    """Name -> whom to tell what happens."""
 
 
 @dataclass
@@ -114,9 +117,11 @@ class PPOTrainer:
             RLError: whatever a part raised; the loop stops at the first.
         """
         try:
+            self._tell("on_train_begin", self._steps_done)
             last = await self._fit()
             if self._p.checkpoints is not None:
-                await self._p.checkpoints.finish()
+                self._published(await self._p.checkpoints.finish())
+            self._tell("on_train_end", self._steps_done)
         except (RLError, asyncio.CancelledError) as error:
             if self._p.checkpoints is not None:
                 await self._p.checkpoints.abandon(wait=isinstance(error, RLError))
@@ -130,6 +135,7 @@ class PPOTrainer:
             last = await self.validate(0)
             self._p.on_step(0, last)
         for step in range(self._steps_done + 1, loop.total_training_steps + 1):
+            self._tell("on_step_begin", step)
             metrics = await self.step(step)
             final, validated = step == loop.total_training_steps, dict[str, float]()
             if final or (loop.test_freq and step % loop.test_freq == 0):
@@ -139,6 +145,7 @@ class PPOTrainer:
             self._steps_done = step
             metrics |= await self._save(final, score_of(validated))
             self._p.on_step(step, metrics)
+            self._tell("on_step_end", step, metrics)
         return last
 
     async def _save(self, final: bool, score: float | None) -> dict[str, float]:
@@ -148,8 +155,9 @@ class PPOTrainer:
             return {}
         start = time.perf_counter()
         if not (loop.save_freq and (final or self._steps_done % loop.save_freq == 0)):
-            return writer.metrics()
-        metrics = await writer.finish()
+            return self._published(writer.metrics())
+        metrics = self._published(await writer.finish())
+        self._tell("on_checkpoint_begin", self._steps_done)
         state = RunState(
             step=self._steps_done,
             version=self._version,
@@ -158,6 +166,17 @@ class PPOTrainer:
         )
         await writer.begin(state, score)
         return metrics | {"timing_s/save_checkpoint": time.perf_counter() - start}
+
+    def _published(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Tell of a checkpoint that has become whole; `metrics` are those of the writer."""
+        if metrics and self._p.checkpoints is not None:
+            step = int(metrics["checkpoint/step"])
+            folder = self._p.checkpoints.folder_of(step)
+            self._tell("on_checkpoint_end", step, folder)
+        return metrics
+
+    def _tell(self, event: str, *facts: object) -> None:
+        tell(self._p.hooks, event, *facts)
 
     async def step(self, step: int) -> dict[str, float]:
         """One step; returns its metrics."""
@@ -186,13 +205,16 @@ class PPOTrainer:
     async def validate(self, step: int) -> dict[str, float]:
         """Roll out the validation set with rollout.val_kwargs and report accuracy by data source."""
         p, sampling = self._p, self._p.rollout.val_kwargs
+        self._tell("on_validate_begin", step)
         prompts = [PromptRef(f"v{step}-{row}", row) for row in range(p.validation_size)]
         params = msgspec.structs.replace(
             self._sampling(), temperature=sampling.temperature, top_p=1.0, top_k=0, ignore_eos=False
         )
         async with self._rows(VALIDATION_PARTITION):
             batch = await self._rollout(VALIDATION_PARTITION, "val", step, prompts, sampling.n, params)
-            return await self._reward("evaluate", step, batch.without_tags())
+            metrics = await self._reward("evaluate", step, batch.without_tags())
+        self._tell("on_validate_end", step, metrics)
+        return metrics
 
     async def save(self, path: Path) -> None:
         """Have the actor write a Hugging Face checkpoint folder at this absolute path."""
@@ -211,9 +233,11 @@ class PPOTrainer:
             fresh = self._next_prompts(step, len(prompts), decision.num_prompts)
             prompts += fresh
             rounds += 1
+            self._tell("on_sample_begin", step, len(fresh))
             new = await clock.time(
                 "gen", self._rollout(TRAIN_PARTITION, "train", step, fresh, p.rollout.n, self._sampling(), tagged)
             )
+            self._tell("on_sample_end", step, new)
             tagged = KVBatchMeta.concat([tagged, new]) if tagged else new
             scored = await clock.time("reward", self._score(step, new.without_tags()))
             failed |= set(scored.failed)

@@ -78,11 +78,11 @@ class ActorWorker(StatefulWorker):
     """The policy under training; with adapters also the reference."""
 
     handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
-        **StatefulWorker.state_handlers,
         "old_log_prob": StageCall,
         "ref": StageCall,
         "update_actor": StageCall,
         "save": SaveCall,
+        **StatefulWorker.state_handlers,
     }
 
     def __init__(self, plane: DataPlane, graph: StepGraph, backend: PolicyBackend, temperature: float) -> None:
@@ -159,9 +159,9 @@ class CriticWorker(StatefulWorker):
     """The value function under training."""
 
     handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
-        **StatefulWorker.state_handlers,
         "values": StageCall,
         "update_critic": StageCall,
+        **StatefulWorker.state_handlers,
     }
 
     def __init__(self, plane: DataPlane, graph: StepGraph, backend: CriticBackend) -> None:

@@ -89,3 +89,8 @@ def resolve_device(name: str) -> str:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A parameter on the CPU, put together from its shards: all ranks must ask for the same ones in the same order."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where this rank's part of a parameter lies: the same for weights that are tied."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()

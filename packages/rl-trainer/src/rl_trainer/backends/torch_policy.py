@@ -15,7 +15,7 @@ from rl_protocol import BatchData, ConfigError, OutputError, WeightTensor
 from rl_protocol.torch import to_weight
 from rl_trainer.algorithms.batching import schedule_rows
 from rl_trainer.algorithms.losses import BatchCounts, PolicyObjective, TokenColumns, sum_pi_squared, token_log_probs
-from rl_trainer.backends.engine import ModelEngine, PlainEngine, whole
+from rl_trainer.backends.engine import ModelEngine, PlainEngine, address, whole
 from rl_trainer.backends.loading import layer_names, load_model
 from rl_trainer.backends.optimise import Optimiser
 from rl_trainer.backends.passes import Passes, per_token
@@ -151,15 +151,15 @@ class TorchPolicyBackend:
 
     def export(self) -> Write:
         """See rl_trainer.checkpoints.stateful.Exportable; on several ranks it is a collective, of which the first one writes."""
-        copies: dict[int, torch.Tensor] = {}  # tied weights stay one tensor, as transformers expects
-
-        def copy(tensor: torch.Tensor) -> torch.Tensor:
-            return copies.setdefault(tensor.data_ptr(), tensor.clone())
-
-        state = {name: copy(whole(tensor)) for name, tensor in self._model.state_dict().items() if self._saves(name)}
+        writes = not self._engine.world.rank
+        state, copies = dict[str, torch.Tensor](), dict[int, torch.Tensor]()
+        for name, tensor in self._model.state_dict().items():
+            found = whole(tensor) if self._saves(name) else None
+            if found is not None and writes:  # tied weights stay one tensor, as transformers expects
+                state[name] = copies.setdefault(address(tensor), found.clone())
 
         def write(path: Path) -> Sequence[Path]:
-            if self._engine.world.rank:
+            if not writes:
                 return []
             tokenizer = AutoTokenizer.from_pretrained(str(self._path), local_files_only=True)
             more: dict[str, Any] = {} if self._lora is None else {"save_embedding_layers": False}

@@ -55,6 +55,10 @@ class CheckpointWriter:
         self._timeout_s = timeout_s
         self._saving: asyncio.Task[dict[str, float]] | None = None
 
+    def folder_of(self, step: int) -> Path:
+        """Where the checkpoint of that step is, once it is whole."""
+        return self._folder / step_name(step)
+
     async def begin(self, state: RunState, score: float | None) -> None:
         """Copy everything and begin to write it, after the save before it is done.
 
@@ -130,7 +134,7 @@ class CheckpointWriter:
             config_sha256=hashlib.sha256(config).hexdigest(),
             files={**files, **own},
         )
-        publish(temporary, self._folder / step_name(state.step), manifest)
+        publish(temporary, self.folder_of(state.step), manifest)
         prune(self._folder, self._keep)
 
 

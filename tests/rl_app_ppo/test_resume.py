@@ -1,0 +1,121 @@
+"""Where a run starts: which checkpoint, what may have changed since, and that all this is known before a worker starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from rl_app_ppo.config import load_config, options, to_yaml
+from rl_app_ppo.outputs import kept_metrics
+from rl_app_ppo.resume import FREE, Start, find_start
+from rl_protocol import ConfigError
+from rl_trainer import Workers
+from rl_trainer.checkpoints.folder import RunState, step_name
+from rl_trainer.checkpoints.stateful import StatefulWorker
+from rl_trainer.checkpoints.writer import CheckpointWriter
+
+RESUME = ("trainer.run_name=r", "trainer.resume_mode=auto")
+
+
+class Nothing(StatefulWorker):
+    handlers = StatefulWorker.state_handlers
+    name, bytes_moved = "w", 0
+
+    def copy_state(self, part):
+        return {}
+
+    async def call(self, method, payload, *, timeout_s):
+        return await self.handle(method, payload)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run folder with checkpoints of the steps 2 and 4 of a run with the defaults and 10 steps."""
+
+    async def save():
+        config = to_yaml(load_config([*RESUME, "trainer.total_training_steps=10", "actor.optim.lr=1e-3"]))
+        workers = Workers(rollout=[], actor=[Nothing()], reward=Nothing())
+        writer = CheckpointWriter(tmp_path / "checkpoints", config=config, keep=0, workers=workers, timeout_s=30)
+        for step in (2, 4):
+            await writer.begin(RunState(step=step), None)
+        await writer.finish()
+
+    asyncio.run(save())
+    return tmp_path
+
+
+def config(*overrides):
+    return load_config([*RESUME, "trainer.total_training_steps=10", "actor.optim.lr=1e-3", *overrides])
+
+
+def test_auto_takes_the_newest_whole_one_and_says_which_it_passed_over(folder):
+    start = find_start(config(), folder)
+    assert start.checkpoint.manifest.step == 4
+    assert start.notes == [f"resumes after step 4 ({folder / 'checkpoints' / step_name(4)})"]
+    (folder / "checkpoints" / step_name(4) / "trainer.json").write_text("{")
+    start = find_start(config(), folder)
+    assert start.checkpoint.manifest.step == 2
+    assert start.notes[0] == "checkpoint step-000004 is passed over: trainer.json has 1 bytes, and the manifest says 59"
+
+
+def test_without_a_checkpoint_auto_begins_and_disable_never_looks(folder, tmp_path):
+    assert find_start(config(), tmp_path / "other") == Start(notes=[])
+    assert find_start(load_config(["trainer.run_name=r"]), folder) == Start()
+
+
+def test_a_path_names_one_checkpoint(folder):
+    path = folder / "checkpoints" / step_name(2)
+    assert find_start(config(f"trainer.resume_mode={path}"), folder / "new").checkpoint.manifest.step == 2
+    with pytest.raises(ConfigError, match=r"trainer\.resume_mode='.*' is no whole checkpoint: manifest\.json can't be"):
+        find_start(config(f"trainer.resume_mode={folder}"), folder)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("lora.rank=4", r"lora\.rank=4"),
+        ("model.path=/other", r"model\.path='/other'"),
+        ("algorithm.adv_estimator=rloo", r"algorithm\.adv_estimator='rloo'"),
+        ("trainer.seed=1", r"trainer\.seed=1"),
+        ("rollout.n=4", r"rollout\.n=4"),
+        ("actor.clip_ratio_high=0.5", r"actor\.clip_ratio_high=0\.5"),
+        ("data.train_size=999", r"data\.train_size=999"),
+    ],
+)
+def test_what_is_learnt_may_not_change(folder, override, key):
+    with pytest.raises(
+        ConfigError, match=rf"{key} is not what the checkpoint .* was trained with, .*resume_mode=disable"
+    ):
+        find_start(config(override), folder)
+
+
+def test_length_outputs_and_how_it_is_computed_may_change_and_are_told(folder):
+    more = ["trainer.total_training_steps=20", "actor.optim.lr=1e-4", "model_engine=fsdp", "fsdp.world_size=2"]
+    start = find_start(config("trainer.save_freq=3", *more), folder)
+    assert start.checkpoint.manifest.step == 4
+    assert "changed since then: trainer.total_training_steps: 10 -> 20" in start.notes
+    assert "changed since then: actor.optim.lr: 0.001 -> 0.0001" in start.notes
+    assert "changed since then: trainer.save_freq: 0 -> 3" in start.notes
+    with pytest.raises(ConfigError, match=r"trainer\.total_training_steps must be at least 4, .*; got 3"):
+        find_start(config("trainer.total_training_steps=3"), folder)
+
+
+def test_every_key_that_may_change_is_one():
+    keys = [option.key for option in options()]
+    for free in FREE:
+        assert any(key == free or (free.endswith(".") and key.startswith(free)) for key in keys), free
+
+
+def test_auto_needs_a_name():
+    with pytest.raises(ConfigError, match=r"trainer\.run_name must be given with trainer\.resume_mode=auto"):
+        load_config(["trainer.resume_mode=auto"])
+
+
+def test_metrics_go_back_to_the_checkpoint_and_lose_half_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": n, "a": n / 2}) + "\n" for n in range(5)) + '{"step": 5, "a"')
+    assert [line["step"] for line in kept_metrics(path, 3)] == [0, 1, 2, 3]
+    assert [json.loads(line)["a"] for line in path.read_text().splitlines()] == [0, 0.5, 1, 1.5]
+    assert kept_metrics(tmp_path / "none.jsonl", -1) == []

@@ -1,0 +1,155 @@
+"""Loggers by name: whatever they do, the run goes on, and what they did not record is counted and said once."""
+
+from __future__ import annotations
+
+import logging
+import struct
+import sys
+import threading
+import time
+from importlib import metadata
+from types import SimpleNamespace
+
+import pytest
+
+from rl_app_ppo.config import load_config
+from rl_app_ppo.sinks import BackgroundSink, RunFacts, SinkKind, WandbSink, logger_names, open_sinks
+from rl_protocol import ConfigError
+from rl_protocol.testing.bigram import ListSink
+from rl_protocol.testing.metrics import MetricSinkSuite
+from rl_trainer.algorithms import registry
+
+
+class TestBackground(MetricSinkSuite):
+    def open_sink(self, folder):
+        self.inner = ListSink()
+        return BackgroundSink("list", lambda: self.inner)
+
+    def read(self, sink, folder):
+        sink.close()
+        return [(step, name, value) for step, metrics in self.inner.records for name, value in metrics.items()]
+
+
+def test_a_stuck_logger_neither_blocks_nor_ends_the_run_and_its_losses_are_counted(caplog):
+    gate, seen = threading.Event(), []
+
+    class Stuck(ListSink):
+        def log(self, step, metrics):
+            assert gate.wait(30)
+            seen.append(step)
+
+    sink = BackgroundSink("stuck", Stuck, capacity=4, close_s=10)
+    start = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        for step in range(100):
+            sink.log(step, {"a": 1.0})
+        assert time.monotonic() - start < 5
+        lost = sink.lost
+        gate.set()
+        sink.close()
+        sink.close()
+    assert lost in (95, 96)  # four wait, and perhaps one is in its hands
+    assert len(seen) == 100 - lost
+    messages = [r.getMessage() for r in caplog.records]
+    assert messages == [
+        "The logger stuck loses steps: it is too slow: 4 steps are waiting. The run goes on; metrics.jsonl has them all.",
+        f"The logger stuck did not record {lost} steps: it is too slow: 4 steps are waiting.",
+    ]
+
+
+def test_one_that_never_ends_is_left_behind_in_time(caplog):
+    gate = threading.Event()
+
+    class Dead(ListSink):
+        def log(self, step, metrics):
+            gate.wait(30)
+
+    sink = BackgroundSink("dead", Dead, close_s=0.2)
+    sink.log(1, {})
+    start = time.monotonic()
+    sink.close()
+    assert time.monotonic() - start < 5
+    assert "did not end within 0.2 s" in caplog.text
+    gate.set()
+
+
+@pytest.mark.parametrize("where", ["open", "log", "close"])
+def test_one_that_raises_is_said_once(caplog, where):
+    class Broken(ListSink):
+        def __init__(self):
+            super().__init__()
+            if where == "open":
+                raise ConnectionError("no route")
+
+        def log(self, step, metrics):
+            if where == "log":
+                raise ConnectionError("no route")
+
+        def close(self):
+            if where == "close":
+                raise ConnectionError("no route")
+
+    sink = BackgroundSink("broken", Broken)
+    for step in range(5):
+        sink.log(step, {})
+    sink.close()
+    assert sink.lost == (0 if where == "close" else 5)
+    assert len(caplog.records) == (1 if where == "close" else 2)
+    assert "no route" in caplog.text
+
+
+def test_names_lists_and_installed_ones(monkeypatch, tmp_path):
+    made = ListSink()
+    entry = metadata.EntryPoint("mine", "someones_sink:it", "rl_app_ppo.sinks")
+    monkeypatch.setattr(registry, "installed", lambda group: (entry,) if entry.group == group else ())
+    monkeypatch.setitem(sys.modules, "someones_sink", SimpleNamespace(it=SinkKind(lambda facts: made)))
+    config = load_config(["trainer.logger=[console,mine]"])
+    names = logger_names(config.trainer.logger)
+    assert names == ("console", "mine")
+    (sink,) = open_sinks(names, RunFacts(folder=tmp_path, config={}))
+    sink.log(3, {"a": 2.0})
+    sink.close()
+    assert made.records == [(3, {"a": 2.0})]
+    with pytest.raises(ConfigError, match=r"trainer\.logger must be one of .*; got 'wandbb'\. Did you mean 'wandb'\?"):
+        logger_names("console,wandbb")
+    assert logger_names("") == ()
+
+
+def log_records(data: bytes):
+    """Records of a file in LevelDB's log format behind wandb's header of 7 bytes: blocks of 32 KiB; CRC, length, kind, bytes."""
+    place, parts = 7, []
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        parts.append(data[place + 7 : place + 7 + length])
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield b"".join(parts)
+            parts = []
+
+
+def test_wandb_records_offline(tmp_path, monkeypatch, caplog):
+    """Its own reader finds what was logged, and nothing was asked of the network."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    sink = BackgroundSink("wandb", lambda: WandbSink(RunFacts(folder=tmp_path, config={"rollout.n": 4})), close_s=60)
+    for step in (1, 2):
+        sink.log(step, {"actor/pg_loss": step / 4})
+    sink.close()
+    assert sink.lost == 0
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    found = {}
+    for data in log_records(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            found[int(items["_step"])] = float(items["actor/pg_loss"])
+    assert found == {1: 0.25, 2: 0.5}
+    assert wandb.run is None
+    assert not caplog.records

@@ -1,0 +1,68 @@
+"""Saves without end, started by test_checkpoints.py to be killed: FOLDER KEEP. Says the step of each checkpoint once it is published.
+
+Each of its three workers writes 64 files that hold the number of the step and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from rl_trainer import Worker, Workers
+from rl_trainer.checkpoints.folder import RunState, newest_whole
+from rl_trainer.checkpoints.stateful import StatefulWorker
+from rl_trainer.checkpoints.writer import CheckpointWriter
+
+FILES = 64
+
+
+class Numbers(StatefulWorker):
+    handlers = StatefulWorker.state_handlers
+    step = 0
+
+    def copy_state(self, part):
+        content = str(self.step) * 4096
+
+        def write(folder):
+            paths = [folder / f"{i}.txt" for i in range(FILES)]
+            for path in paths:
+                path.write_text(content)
+            return paths
+
+        return {part: write}
+
+
+class LocalWorker:
+    name, bytes_moved = "w", 0
+
+    def __init__(self, worker: Worker):
+        self.worker = worker
+
+    async def call(self, method, payload, *, timeout_s):
+        return await self.worker.handle(method, payload)
+
+
+async def main() -> None:
+    folder, keep = Path(sys.argv[1]), int(sys.argv[2])
+    parts = [Numbers() for _ in range(3)]
+    actor, critic, reward = (LocalWorker(part) for part in parts)
+    workers = Workers(rollout=[], actor=[actor], critic=[critic], reward=reward)
+    found, _ = newest_whole(folder)
+    step = found.manifest.step if found else 0
+    writer = CheckpointWriter(folder, config="", keep=keep, workers=workers, timeout_s=30)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    while True:
+        step += 1
+        for part in parts:
+            part.step = step
+        await writer.begin(RunState(step=step), score=-float(step))
+        for part in parts:
+            part.step = -1  # what is written is what was copied
+        await writer.finish()
+        sys.stdout.write(f"{step}\n")
+        sys.stdout.flush()
+
+
+asyncio.run(main())
