@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import uuid
+
+import psutil
 import pytest
 
+from .conftest import marked, shared_memory
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def mark():
+    """As for other runs, but for the semaphore of vLLM's own, which a process that is killed can't unlink (32 bytes)."""
+    value, memory = uuid.uuid4().hex, shared_memory()
+    yield value
+    alive = psutil.wait_procs(marked(value), timeout=15)[1]
+    assert not alive, [process.cmdline() for process in alive]
+    assert all(name.startswith("sem.mp-") for name in shared_memory() - memory)
 
 
 def test_the_app_trains_with_vllm(app):

@@ -109,7 +109,7 @@ class FakeFront:
         self.closed = True
 
     async def call(self, method, *arguments):
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.005)
         self.log.append(method)
         if self.fail_at == len(self.log):
             raise RolloutError("a worker failed")

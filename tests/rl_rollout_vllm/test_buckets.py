@@ -60,6 +60,11 @@ def test_a_tied_head_that_is_left_out_is_added():
         checked(sent, model(**{"model.embed_tokens.weight": (4,)}), 1)
 
 
+def test_a_tied_head_whose_embedding_is_not_known_is_refused():
+    with pytest.raises(WeightSyncError, match="ties its head to an embedding that is not called"):
+        checked([weight("wte")], model(tied=True, wte=(4,)), 1)
+
+
 def test_integers_are_no_weights():
     with pytest.raises(WeightSyncError, match=r"'a' of version 2 is int32 \(4,\).*float32"):
         checked([weight("a", dtype="int32")], model(a=(4,)), 2)

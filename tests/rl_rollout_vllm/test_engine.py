@@ -231,6 +231,17 @@ def test_an_update_goes_bucket_by_bucket_and_empties_the_caches_before_anyone_is
     ]
 
 
+def test_two_updates_at_once_take_turns(opened, other_weights):
+    engine, front = opened()
+
+    async def scenario():
+        await asyncio.gather(*(asyncio.to_thread(engine.load_weights, other_weights, v) for v in (1, 2)))
+
+    asyncio.run(scenario())
+    assert front.log[:7] == front.log[7:]
+    assert len(front.log) == 14
+
+
 @pytest.mark.parametrize("fail_at", [3, 4, 5, 6])
 def test_a_fault_between_buckets_lets_no_token_through(opened, other_weights, fail_at):
     engine, front = opened()

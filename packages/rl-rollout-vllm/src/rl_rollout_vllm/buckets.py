@@ -54,7 +54,11 @@ def checked(weights: Iterable[WeightTensor], model: Checkpoint, version: int) ->
     if model.tied and HEAD not in given and EMBEDDING in given:
         given[HEAD] = replace(given[EMBEDDING], name=HEAD)
     shapes = dict(model.shapes)
-    if model.tied and EMBEDDING in shapes:
+    if model.tied:
+        if EMBEDDING not in shapes:
+            raise WeightSyncError(
+                f"{model.path} ties its head to an embedding that is not called {EMBEDDING!r}; its updates would leave the head as it was."
+            )
         shapes[HEAD] = shapes[EMBEDDING]
     missing, unknown = sorted(shapes.keys() - given.keys()), sorted(given.keys() - shapes.keys())
     if missing or unknown:

@@ -78,6 +78,7 @@ class VLLMRolloutEngine:
         self._adapter: tuple[Adapter, LoadedAdapter] | None = None
         self._numbers = itertools.count(1)
         self._running: set[str] = set()
+        self._changing = asyncio.Lock()  # one pause, resume or update at a time
         self._loop = LoopThread("rl-rollout-vllm")
         try:
             self._front, self._gate, self._idle = self._loop.run(self._open(start), config.start_timeout_s)
@@ -187,12 +188,8 @@ class VLLMRolloutEngine:
         await self._loop.call(self._pause(mode))
 
     async def resume(self) -> None:
-        """Admit requests, and go on with those that were kept.
-
-        Raises:
-            TornWeightsError: the last update broke off midway.
-        """
-        await self._loop.call(self._resume("pause"))
+        """Admit requests, and go on with those that were kept; not before an update that runs is done, or one that broke off is mended."""
+        await self._loop.call(self._unpause())
 
     def close(self) -> None:
         """End the engine's process; safe to call twice."""
@@ -202,15 +199,21 @@ class VLLMRolloutEngine:
             self._loop.close()
 
     async def _pause(self, mode: Literal["abort", "keep"]) -> None:
-        self._gate.hold("pause", "the engine is paused, call resume")
-        await self._front.pause(mode)
-        if mode == "abort":
-            await self._drain()
+        async with self._changing:
+            self._gate.hold("pause", "the engine is paused, call resume")
+            await self._front.pause(mode)
+            if mode == "abort":
+                await self._drain()
 
-    async def _resume(self, hold: str) -> None:
-        self._gate.release(hold)
-        if self._gate.is_open:
+    async def _unpause(self) -> None:
+        async with self._changing:
+            await self._release("pause")
+
+    async def _release(self, hold: str) -> None:
+        """Give a hold up, once vLLM is ready for those who wait."""
+        if self._gate.opens_without(hold):
             await self._front.resume()
+        self._gate.release(hold)
 
     async def _drain(self) -> None:
         """Wait until nothing runs; a request that was on its way in while the others were aborted is aborted, too."""
@@ -264,15 +267,16 @@ class VLLMRolloutEngine:
 
     async def _update(self, load: Callable[[], Awaitable[None]], version: int) -> None:
         """Change the weights while nothing runs and nothing is admitted."""
-        self._gate.hold("update", f"version {version} of the weights is being loaded")
-        with self._broken_unless_done(version):
-            await self._front.pause("abort")
-            await self._drain()
-            await load()
-            await self._front.reset_caches()
-        self._version = version
-        self._gate.mend()
-        await self._resume("update")
+        async with self._changing:
+            self._gate.hold("update", f"version {version} of the weights is being loaded")
+            with self._broken_unless_done(version):
+                await self._front.pause("abort")
+                await self._drain()
+                await load()
+                await self._front.reset_caches()
+            self._version = version
+            self._gate.mend()
+            await self._release("update")
 
     @contextmanager
     def _broken_unless_done(self, version: int) -> Generator[None]:
@@ -298,9 +302,8 @@ class VLLMRolloutEngine:
         for part in split(weights, self._config.bucket_bytes):
             await self._send("rollout_load_bucket", part)
         await self._front.call("rollout_finish_update")
-        if (
-            self._adapter is not None
-        ):  # dropped with the base weights; a request that names it would end the engine's process
+        # dropped with the base weights; a request that names it would end the engine's process
+        if self._adapter is not None:
             await self._load_adapter(*self._adapter)
 
     async def _load_adapter(self, adapter: Adapter, loaded: LoadedAdapter) -> None:

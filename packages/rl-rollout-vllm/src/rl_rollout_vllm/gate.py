@@ -15,10 +15,9 @@ class Gate:
         self._broken: RolloutError | None = None
         self._change = asyncio.Event()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a request would pass at once."""
-        return not self._holds and self._broken is None
+    def opens_without(self, name: str) -> bool:
+        """Whether a request would pass if this hold were given up."""
+        return self._broken is None and self._holds.keys() <= {name}
 
     def hold(self, name: str, reason: str) -> None:
         """Close it; the same name twice is one hold."""
@@ -47,7 +46,7 @@ class Gate:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                while not self.is_open:
+                while self._holds or self._broken is not None:
                     if self._broken is not None:
                         raise type(self._broken)(str(self._broken))
                     await self._change.wait()
