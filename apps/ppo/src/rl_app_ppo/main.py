@@ -161,8 +161,10 @@ def _train(config: AppConfig, plugins: PluginPolicy, out: Console) -> int:
     from rl_app_ppo.console import (
         Screen,
     )  # these pull in Ray, which --help and --cfg do without, and which reads its settings then
+    from rl_app_ppo.preflight import preflight
+    from rl_app_ppo.recorder import RunFiles, write_config
     from rl_app_ppo.resume import find_start
-    from rl_app_ppo.run import RunFiles, preflight, run, write_config
+    from rl_app_ppo.run import RunPlan, run
 
     preflight(config, plugins)
     name = config.trainer.run_name or time.strftime(
@@ -184,7 +186,9 @@ def _train(config: AppConfig, plugins: PluginPolicy, out: Console) -> int:
     for note in start.notes:
         screen.note(note)
     began = time.perf_counter()
-    recorder = asyncio.run(_interruptible(run(config, files, screen, start, plugins)))
+    recorder = asyncio.run(
+        _interruptible(run(RunPlan(config=config, files=files, start=start, plugins=plugins), screen))
+    )
     screen.curve(recorder.curves)
     first, last = (recorder.validation[i][1] if recorder.validation else float("nan") for i in (0, -1))
     out.print(Text(f"validation accuracy {first:.3f} -> {last:.3f} in {time.perf_counter() - began:.0f} s"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,30 +13,26 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from rl_app_ppo.config import flat_settings, to_yaml
-from rl_app_ppo.console import Screen, step_line, validation_accuracy
-from rl_app_ppo.demo.settings import ModelSettings
+from rl_app_ppo.console import Screen
 from rl_app_ppo.demo.store import read_facts
-from rl_app_ppo.memory import available_bytes, check_memory, parameters
-from rl_app_ppo.outputs import JSONLSink, draw_curve, kept_metrics, publish_folder, writing
-from rl_app_ppo.resume import CHECKPOINTS, Start
-from rl_app_ppo.rewards import check_rewards
+from rl_app_ppo.outputs import JSONLSink, kept_metrics, publish_folder
+from rl_app_ppo.preflight import given_model, preflight
+from rl_app_ppo.recorder import Recorder, RunFiles
+from rl_app_ppo.resume import Start
 from rl_app_ppo.runtime.cluster import RayWorker, ray_session
 from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.runtime.placement import require_cpus
 from rl_app_ppo.schema import AppConfig
-from rl_app_ppo.sinks import CONSOLE, RunFacts, check_installed, logger_names, open_sinks
+from rl_app_ppo.sinks import CONSOLE, RunFacts, logger_names, open_sinks
 from rl_app_ppo.wiring.data import Prompts, open_data, train_order
-from rl_app_ppo.wiring.weights import RemoteSender, check_sync, make_sync, measured
+from rl_app_ppo.wiring.weights import RemoteSender, make_sync, measured
 from rl_ckpt_engine import PluginPolicy
-from rl_protocol import ConfigError
 from rl_protocol.ports import DataPlane, MetricSink
-from rl_rollout_vllm import require_vllm
 from rl_trainer import (
     PPOTrainer,
     StepGraph,
     TrainerParts,
     Workers,
-    build_graph,
     needs_critic,
     needs_reference,
 )
@@ -46,148 +40,32 @@ from rl_trainer.checkpoints.writer import CheckpointWriter
 from rl_trainer.hooks import named_hooks
 from rl_transferqueue import LocalPlane, connect, start_local_plane
 
-logger = logging.getLogger(__name__)
-
-
-def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
-    """Everything that can be known to be wrong before a process starts.
-
-    Args:
-        config: of the run.
-        plugins: which plug-ins of the weight synchronisation the operator allows.
-
-    Raises:
-        ConfigError: names the key.
-        VLLMUnavailableError: rollout.name=vllm without vLLM.
-    """
-    graph = build_graph(config.algorithm, config.actor)
-    check_rewards(config.reward)
-    if config.rollout.name == "vllm":
-        require_vllm()
-    check_sync(config.checkpoint_engine, plugins)
-    check_installed(logger_names(config.trainer.logger))
-    named_hooks(config.trainer.hooks)
-    path = _given_model(config)
-    context = ModelSettings().context if path is None else _context(path)
-    longest = max(rows.longest for rows in open_data(config, path).values())
-    if path is not None and config.ray.address == "local":
-        check_memory(parameters(path), config, available_bytes())
-    if longest + config.rollout.response_length > context:
-        raise ConfigError(
-            f"rollout.response_length={config.rollout.response_length} and the longest prompt of {longest} tokens do not fit the model's "
-            f"context of {context}; set rollout.response_length to at most {context - longest}."
-        )
-    for key, most in (("actor", config.actor.ppo_max_token_len), ("critic", config.critic.ppo_max_token_len)):
-        if most and longest + config.rollout.response_length > most:
-            raise ConfigError(
-                f"{key}.ppo_max_token_len must hold the longest prompt of {longest} tokens and rollout.response_length="
-                f"{config.rollout.response_length}; got {most}."
-            )
-    return graph
-
-
-def _given_model(config: AppConfig) -> Path | None:
-    return Path(config.model.path).expanduser() if config.model.path else None
-
-
-def _context(path: Path) -> int:
-    """Most tokens the model at `path` can see, after a look at whether it can be loaded at all."""
-    advice = "Give a folder written by save_pretrained, or leave model.path empty for the demo model."
-    try:
-        context: object = json.loads((path / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"model.path={str(path)!r} is no readable Hugging Face checkpoint folder: config.json: {error}. {advice}"
-        ) from error
-    if not isinstance(context, int):
-        raise ConfigError(f"model.path={str(path)!r}: config.json names no max_position_embeddings. {advice}")
-    if not list(path.glob("*.safetensors")):
-        raise ConfigError(f"model.path={str(path)!r} holds no *.safetensors file. {advice}")
-    return context
-
 
 @dataclass(frozen=True, kw_only=True)
-class RunFiles:
-    """Paths of one run, all below its folder."""
+class RunPlan:
+    """What a run is started with.
 
-    folder: Path
+    Attributes:
+        config: checked.
+        files: where it writes.
+        start: from the beginning, or from a checkpoint.
+        plugins: which plug-ins of the weight synchronisation the operator allows.
+    """
 
-    @property
-    def config(self) -> Path:
-        return self.folder / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.folder / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.folder / "tensorboard"
-
-    @property
-    def curve(self) -> Path:
-        return self.folder / "curve.png"
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.folder / "checkpoint"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / CHECKPOINTS
-
-    @property
-    def samples(self) -> Path:
-        return self.folder / "samples"
-
-    @property
-    def logs(self) -> Path:
-        return self.folder / "logs"
+    config: AppConfig
+    files: RunFiles
+    start: Start
+    plugins: PluginPolicy
 
 
-class Recorder:
-    """Takes the metrics of each step to the sinks and the screen, and keeps the curves."""
-
-    def __init__(self, screen: Screen, sinks: list[MetricSink], total: int, *, lines: bool = True) -> None:
-        self._screen = screen
-        self._lines = lines
-        self._sinks = sinks
-        self._total = total
-        self.reward: list[tuple[int, float]] = []
-        self.validation: list[tuple[int, float]] = []
-
-    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record one step; step 0 is the validation before training."""
-        accuracy = self.remember(step, metrics)
-        for sink in self._sinks:
-            sink.log(step, metrics)
-        if step and self._lines:
-            self._screen.note(step_line(step, self._total, metrics))
-        elif accuracy is not None and self._lines:
-            self._screen.note(f"before training: validation accuracy {accuracy:.3f}")
-        self._screen.bar("training", step, self._total)
-
-    def remember(self, step: int, metrics: Mapping[str, float]) -> float | None:
-        """Add one step to the curves; returns its validation accuracy, if it has one."""
-        accuracy = validation_accuracy(metrics)
-        if accuracy is not None:
-            self.validation.append((step, accuracy))
-        if "critic/acc/mean" in metrics:
-            self.reward.append((step, metrics["critic/acc/mean"]))
-        return accuracy
-
-    @property
-    def curves(self) -> dict[str, list[tuple[int, float]]]:
-        return {"validation accuracy": self.validation, "training accuracy": self.reward}
-
-
-async def run(config: AppConfig, files: RunFiles, screen: Screen, start: Start, plugins: PluginPolicy) -> Recorder:
-    """Train as configured, from the beginning or from a checkpoint; see `preflight` for `plugins`.
+async def run(plan: RunPlan, screen: Screen) -> Recorder:
+    """Train as planned.
 
     Raises:
         RLError: whatever went wrong; processes are down and files closed by then.
     """
-    graph = preflight(config, plugins)
+    config, files = plan.config, plan.files
+    graph = preflight(config, plan.plugins)
     async with AsyncExitStack() as stack:
         stack.enter_context(screen)
         sinks: list[MetricSink] = []
@@ -200,12 +78,13 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen, start: Start, 
         processes = _start_processes(roles, config, files.logs)
         stack.callback(_kill, processes)
         workers = _workers(processes, config)
-        model_path = _given_model(config) or await _demo_model(config, processes["actor"], screen)
+        model_path = given_model(config) or await _demo_model(config, processes["actor"], screen)
         store = Path(stack.enter_context(TemporaryDirectory(prefix="rl-app-ppo-")))
-        await _build(config, workers, model_path, plane_process, store, files.samples, plugins)
+        await _build(plan, workers, model_path, plane_process, store)
         plane = await connect(plane_process.descriptor)
         stack.push_async_callback(plane.close)
-        after = start.checkpoint.manifest.step if start.checkpoint else None
+        checkpoint = plan.start.checkpoint
+        after = checkpoint.manifest.step if checkpoint else None
         for line in kept_metrics(files.metrics, -1 if after is None else after):
             recorder.remember(int(line["step"]), line)
         facts = RunFacts(folder=files.folder, config=flat_settings(to_yaml(config)), after=after)
@@ -213,13 +92,13 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen, start: Start, 
             sinks.append(sink)
             stack.callback(sink.close)
         data = open_data(config, model_path)
-        trainer = PPOTrainer(_parts(config, data, graph, plane, workers, recorder, files, plugins))
+        trainer = PPOTrainer(_parts(plan, data, graph, plane, workers, recorder))
         try:
-            if start.checkpoint is not None:
-                await trainer.resume(start.checkpoint)
+            if checkpoint is not None:
+                await trainer.resume(checkpoint)
             await trainer.fit()
         finally:
-            _write_curve(files, recorder)
+            recorder.write_curve(files.curve)
         temporary = files.folder / ".checkpoint"
         await trainer.save(temporary)
         publish_folder(temporary, files.checkpoint)
@@ -227,19 +106,18 @@ async def run(config: AppConfig, files: RunFiles, screen: Screen, start: Start, 
 
 
 def _parts(
-    config: AppConfig,
+    plan: RunPlan,
     data: Mapping[str, Prompts],
     graph: StepGraph,
     plane: DataPlane,
     workers: Workers,
     recorder: Recorder,
-    files: RunFiles,
-    plugins: PluginPolicy,
 ) -> TrainerParts:
+    config = plan.config
     sync, on_step = None, recorder.on_step
     if config.checkpoint_engine.enabled:
         sender = RemoteSender(workers.actor)
-        sync = make_sync(config.checkpoint_engine, plugins, sender, workers.rollout)
+        sync = make_sync(config.checkpoint_engine, plan.plugins, sender, workers.rollout)
         on_step = measured(sync, sender, recorder.on_step)
     return TrainerParts(
         graph=graph,
@@ -255,7 +133,7 @@ def _parts(
         loop=config.trainer,
         on_step=on_step,
         checkpoints=CheckpointWriter(
-            files.checkpoints,
+            plan.files.checkpoints,
             config=to_yaml(config),
             keep=config.trainer.max_ckpt_to_keep,
             workers=workers,
@@ -338,16 +216,9 @@ async def _demo_model(config: AppConfig, actor: RayWorker, screen: Screen) -> Pa
     return Path(path)
 
 
-async def _build(
-    config: AppConfig,
-    workers: Workers,
-    model_path: Path,
-    plane: LocalPlane,
-    store: Path,
-    samples: Path,
-    plugins: PluginPolicy,
-) -> None:
+async def _build(plan: RunPlan, workers: Workers, model_path: Path, plane: LocalPlane, store: Path) -> None:
     """Have all processes load what they need; the ranks of a role meet through a file in `store`."""
+    config = plan.config
     resolved, described = to_yaml(config), msgspec.json.encode(plane.descriptor)
     groups = [workers.actor, workers.critic, [workers.reward], *([w] for w in workers.rollout)]
     groups += [workers.ref] if _has_reference(config) else []
@@ -360,20 +231,8 @@ async def _build(
                 plane=described,
                 rank=rank,
                 store=str(store / ranks[0].name),
-                samples=str(samples),
-                plugins=plugins,
+                samples=str(plan.files.samples),
+                plugins=plan.plugins,
             )
             calls.append(worker.call("build", msgspec.msgpack.encode(call), timeout_s=config.ray.start_timeout_s))
     await asyncio.gather(*calls)
-
-
-def _write_curve(files: RunFiles, recorder: Recorder) -> None:
-    if recorder.validation or recorder.reward:
-        draw_curve(files.curve, recorder.curves, "accuracy")
-
-
-def write_config(config: AppConfig, files: RunFiles) -> None:
-    """Write the resolved configuration, first of all files."""
-    with writing(files.config):
-        files.config.write_text(to_yaml(config), encoding="utf-8")
-        files.logs.mkdir(exist_ok=True)

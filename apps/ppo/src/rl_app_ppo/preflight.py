@@ -1,0 +1,77 @@
+"""Everything about a run that can be known to be wrong before a process starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rl_app_ppo.demo.settings import ModelSettings
+from rl_app_ppo.memory import available_bytes, check_memory, parameters
+from rl_app_ppo.rewards import check_rewards
+from rl_app_ppo.schema import AppConfig
+from rl_app_ppo.sinks import check_installed, logger_names
+from rl_app_ppo.wiring.data import open_data
+from rl_app_ppo.wiring.weights import check_sync
+from rl_ckpt_engine import PluginPolicy
+from rl_protocol import ConfigError
+from rl_rollout_vllm import require_vllm
+from rl_trainer import StepGraph, build_graph
+from rl_trainer.hooks import named_hooks
+
+
+def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
+    """Check it; returns the graph of its steps.
+
+    Args:
+        config: of the run.
+        plugins: which plug-ins of the weight synchronisation the operator allows.
+
+    Raises:
+        ConfigError: names the key.
+        VLLMUnavailableError: rollout.name=vllm without vLLM.
+    """
+    graph = build_graph(config.algorithm, config.actor)
+    check_rewards(config.reward)
+    if config.rollout.name == "vllm":
+        require_vllm()
+    check_sync(config.checkpoint_engine, plugins)
+    check_installed(logger_names(config.trainer.logger))
+    named_hooks(config.trainer.hooks)
+    path = given_model(config)
+    context = ModelSettings().context if path is None else _context(path)
+    longest = max(rows.longest for rows in open_data(config, path).values())
+    if path is not None and config.ray.address == "local":
+        check_memory(parameters(path), config, available_bytes())
+    if longest + config.rollout.response_length > context:
+        raise ConfigError(
+            f"rollout.response_length={config.rollout.response_length} and the longest prompt of {longest} tokens do not fit the model's "
+            f"context of {context}; set rollout.response_length to at most {context - longest}."
+        )
+    for key, most in (("actor", config.actor.ppo_max_token_len), ("critic", config.critic.ppo_max_token_len)):
+        if most and longest + config.rollout.response_length > most:
+            raise ConfigError(
+                f"{key}.ppo_max_token_len must hold the longest prompt of {longest} tokens and rollout.response_length="
+                f"{config.rollout.response_length}; got {most}."
+            )
+    return graph
+
+
+def given_model(config: AppConfig) -> Path | None:
+    """Folder of the model to train; None: the demo model."""
+    return Path(config.model.path).expanduser() if config.model.path else None
+
+
+def _context(path: Path) -> int:
+    """Most tokens the model at `path` can see, after a look at whether it can be loaded at all."""
+    advice = "Give a folder written by save_pretrained, or leave model.path empty for the demo model."
+    try:
+        context: object = json.loads((path / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"model.path={str(path)!r} is no readable Hugging Face checkpoint folder: config.json: {error}. {advice}"
+        ) from error
+    if not isinstance(context, int):
+        raise ConfigError(f"model.path={str(path)!r}: config.json names no max_position_embeddings. {advice}")
+    if not list(path.glob("*.safetensors")):
+        raise ConfigError(f"model.path={str(path)!r} holds no *.safetensors file. {advice}")
+    return context

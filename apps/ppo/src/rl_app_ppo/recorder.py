@@ -1,0 +1,101 @@
+"""What a run leaves behind: its files, its metrics and its curves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_app_ppo.config import to_yaml
+from rl_app_ppo.console import Screen, step_line, validation_accuracy
+from rl_app_ppo.outputs import draw_curve, writing
+from rl_app_ppo.resume import CHECKPOINTS
+from rl_app_ppo.schema import AppConfig
+from rl_protocol.ports import MetricSink
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """Paths of one run, all below its folder."""
+
+    folder: Path
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.folder / "tensorboard"
+
+    @property
+    def curve(self) -> Path:
+        return self.folder / "curve.png"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / CHECKPOINTS
+
+    @property
+    def samples(self) -> Path:
+        return self.folder / "samples"
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+
+def write_config(config: AppConfig, files: RunFiles) -> None:
+    """Write the resolved configuration, first of all files."""
+    with writing(files.config):
+        files.config.write_text(to_yaml(config), encoding="utf-8")
+        files.logs.mkdir(exist_ok=True)
+
+
+class Recorder:
+    """Takes the metrics of each step to the sinks and the screen, and keeps the curves."""
+
+    def __init__(self, screen: Screen, sinks: list[MetricSink], total: int, *, lines: bool = True) -> None:
+        self._screen = screen
+        self._lines = lines
+        self._sinks = sinks
+        self._total = total
+        self.reward: list[tuple[int, float]] = []
+        self.validation: list[tuple[int, float]] = []
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step; step 0 is the validation before training."""
+        accuracy = self.remember(step, metrics)
+        for sink in self._sinks:
+            sink.log(step, metrics)
+        if step and self._lines:
+            self._screen.note(step_line(step, self._total, metrics))
+        elif accuracy is not None and self._lines:
+            self._screen.note(f"before training: validation accuracy {accuracy:.3f}")
+        self._screen.bar("training", step, self._total)
+
+    def remember(self, step: int, metrics: Mapping[str, float]) -> float | None:
+        """Add one step to the curves; returns its validation accuracy, if it has one."""
+        accuracy = validation_accuracy(metrics)
+        if accuracy is not None:
+            self.validation.append((step, accuracy))
+        if "critic/acc/mean" in metrics:
+            self.reward.append((step, metrics["critic/acc/mean"]))
+        return accuracy
+
+    @property
+    def curves(self) -> dict[str, list[tuple[int, float]]]:
+        return {"validation accuracy": self.validation, "training accuracy": self.reward}
+
+    def write_curve(self, path: Path) -> None:
+        """Draw what there is of the curves."""
+        if self.validation or self.reward:
+            draw_curve(path, self.curves, "accuracy")
