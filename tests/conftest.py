@@ -14,6 +14,10 @@ settings.register_profile(
 )
 settings.load_profile("shared")
 
+# Ray's workers run in the environment of the tests. Where pytest was started by `uv run`, Ray would have uv make one for each of them, which takes
+# a minute; it looks at this when it is imported.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
 # A shell starts its background jobs with SIGINT ignored, and so would be every process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

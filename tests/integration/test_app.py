@@ -52,6 +52,7 @@ def test_the_checkpoint_is_a_hugging_face_one_and_can_be_trained_on(app, base_mo
     assert again.code == 0, again.err
 
 
+@pytest.mark.slow
 def test_ppo_trains_a_critic(app):
     done = app("algorithm=ppo", "critic.warmup_steps=1")
     assert done.code == 0, done.err
@@ -65,6 +66,7 @@ def test_ppo_trains_a_critic(app):
     assert "timing_s/values" in second
 
 
+@pytest.mark.slow
 def test_with_the_sync_off_the_run_says_so_and_the_lag_grows(app):
     done = app("checkpoint_engine.enabled=false", "trainer.total_training_steps=3")
     assert done.code == 0, done.err
@@ -73,6 +75,7 @@ def test_with_the_sync_off_the_run_says_so_and_the_lag_grows(app):
     assert not any("weight_sync/version" in m for m in done.metrics)
 
 
+@pytest.mark.slow
 def test_driver_bytes_do_not_grow_with_the_responses(app):
     used = []
     for length in (8, 16):
@@ -95,7 +98,8 @@ def test_driver_bytes_do_not_grow_with_the_responses(app):
     assert used[1] == pytest.approx(used[0], rel=0.1)
 
 
-@pytest.mark.parametrize("engine", ["torch", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "fsdp"])
 def test_lora_trains_an_adapter_and_needs_no_reference_process(app, base_model, engine):
     """With FSDP2 two processes share the actor; rows are dealt to them by key, and both give up their shards when weights are sent."""
     from peft import PeftModel

@@ -218,16 +218,27 @@ def kill_at_ten_moments(fork, models, out):
 
     draw = random.Random(1)
     (out / "checkpoints").mkdir()
-    for life in range(11):
-        process = fork.Process(target=killed_main, args=(models, out))
-        process.start()
+
+    def wait_until(done):
         deadline = time.monotonic() + 60
-        while len((out / "killed").read_text().split() if (out / "killed").exists() else ()) <= life:
+        while not done():
             if time.monotonic() > deadline or process.exitcode is not None:
                 process.kill()
                 sys.exit(1)
             time.sleep(0.02)
-        time.sleep(draw.uniform(0.0, 4.0))
+
+    save_s = 0.0
+    for life in range(11):
+        process = fork.Process(target=killed_main, args=(models, out))
+        process.start()
+        wait_until(lambda: (out / "killed").exists() and len((out / "killed").read_text().split()) > life)  # noqa: B023 - called here
+        if (
+            not save_s
+        ):  # how long a step and its checkpoint take on this machine: the moments are drawn from two of them
+            start = time.monotonic()
+            wait_until((out / "checkpoints" / "step-1").exists)
+            save_s = time.monotonic() - start
+        time.sleep(draw.uniform(0.0, 2 * save_s))
         os.killpg(process.pid, signal.SIGKILL)
         process.join()
 

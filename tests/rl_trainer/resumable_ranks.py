@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from rank_program import OPTIM, batch_of
+from rank_program import COSINE, batch_of
 
 from rl_protocol.torch import from_weight
 from rl_trainer import ActorConfig, CriticConfig, FsdpConfig, LoraConfig
@@ -36,9 +36,9 @@ def build(scenario: str, path: Path, world: World):
     engine = FsdpEngine(FsdpConfig(device="cpu"), world)
     if scenario == "critic":
         return TorchCriticBackend(
-            path, CriticConfig(optim=OPTIM, ppo_mini_batch_size=4), rollout_n=1, seed=0, engine=engine
+            path, CriticConfig(optim=COSINE, ppo_mini_batch_size=4), rollout_n=1, seed=0, engine=engine
         )
-    config = ActorConfig(optim=OPTIM, ppo_mini_batch_size=4, use_kl_loss=True)
+    config = ActorConfig(optim=COSINE, ppo_mini_batch_size=4, use_kl_loss=True)
     return TorchPolicyBackend(path, config, lora=SCENARIOS[scenario], seed=0, engine=engine)
 
 

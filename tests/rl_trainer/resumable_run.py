@@ -42,6 +42,7 @@ from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
 from rl_trainer.checkpoints.folder import newest_whole
 from rl_trainer.checkpoints.writer import CheckpointWriter
+from rl_trainer.rewards import InlineScorer
 from rl_trainer.rollout.hf import HFRolloutEngine
 
 OPTIM = OptimConfig(lr=3e-3, lr_warmup_steps=2, lr_scheduler_type="cosine", lr_decay_steps=30, min_lr_ratio=0.1)
@@ -105,7 +106,9 @@ class Run:
         data = {"train": Digits(), "val": Digits()}
         actors = [LocalWorker("actor", ActorWorker(plane, graph, self.policy, 1.0))]
         reference = ReferenceWorker(plane, graph, TorchPolicyBackend(path, None), 1.0)
-        reward = RewardWorker(plane, graph, starts_right, decode, algorithm, 3, policy_loss=actor.policy_loss)
+        reward = RewardWorker(
+            plane, graph, InlineScorer(starts_right), decode, algorithm, 3, policy_loss=actor.policy_loss
+        )
         workers = Workers(
             rollout=[LocalWorker("rollout-0", RolloutWorker(plane, engine, data))],
             reward=LocalWorker("reward", reward),

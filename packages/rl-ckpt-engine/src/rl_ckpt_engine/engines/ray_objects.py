@@ -29,7 +29,7 @@ from rl_protocol.errors import ConfigError, WeightSyncError
 from rl_protocol.weights import WeightTensor
 
 _NAMESPACE = "rl-ckpt-engine"
-_BOARD_S = 30.0
+_BOARD_S = 60.0
 """Longest a call of the sender to its board may take; its first one starts a process."""
 
 
