@@ -143,13 +143,19 @@ def test_wandb_records_offline(tmp_path, monkeypatch, caplog):
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     from wandb.proto import wandb_internal_pb2
 
-    found = {}
-    for data in log_records(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
-            found[int(items["_step"])] = float(items["actor/pg_loss"])
-    assert found == {1: 0.25, 2: 0.5}
+    def recorded():
+        found = {}
+        for data in log_records(path.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "history":
+                items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+                found[int(items["_step"])] = float(items["actor/pg_loss"])
+        return found
+
+    deadline = time.monotonic() + 60  # wandb's own process may still be writing
+    while recorded() != {1: 0.25, 2: 0.5} and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert recorded() == {1: 0.25, 2: 0.5}
     assert wandb.run is None
     assert not caplog.records
