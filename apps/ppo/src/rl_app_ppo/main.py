@@ -166,7 +166,7 @@ def _train(config: AppConfig, plugins: PluginPolicy, out: Console) -> int:
     from rl_app_ppo.resume import find_start
     from rl_app_ppo.run import RunPlan, run
 
-    preflight(config, plugins)
+    graph = preflight(config, plugins)
     name = config.trainer.run_name or time.strftime(
         f"%Y-%m-%d_%H-%M-%S_{config.algorithm.name}_seed{config.trainer.seed}"
     )
@@ -187,7 +187,7 @@ def _train(config: AppConfig, plugins: PluginPolicy, out: Console) -> int:
         screen.note(note)
     began = time.perf_counter()
     recorder = asyncio.run(
-        _interruptible(run(RunPlan(config=config, files=files, start=start, plugins=plugins), screen))
+        _interruptible(run(RunPlan(config=config, graph=graph, files=files, start=start, plugins=plugins), screen))
     )
     screen.curve(recorder.curves)
     first, last = (recorder.validation[i][1] if recorder.validation else float("nan") for i in (0, -1))

@@ -16,7 +16,7 @@ from rl_app_ppo.config import flat_settings, to_yaml
 from rl_app_ppo.console import Screen
 from rl_app_ppo.demo.store import read_facts
 from rl_app_ppo.outputs import JSONLSink, kept_metrics, publish_folder
-from rl_app_ppo.preflight import given_model, preflight
+from rl_app_ppo.preflight import given_model
 from rl_app_ppo.recorder import Recorder, RunFiles
 from rl_app_ppo.resume import Start
 from rl_app_ppo.runtime.cluster import RayWorker, ray_session
@@ -47,12 +47,14 @@ class RunPlan:
 
     Attributes:
         config: checked.
+        graph: of its steps, from `preflight`.
         files: where it writes.
         start: from the beginning, or from a checkpoint.
         plugins: which plug-ins of the weight synchronisation the operator allows.
     """
 
     config: AppConfig
+    graph: StepGraph
     files: RunFiles
     start: Start
     plugins: PluginPolicy
@@ -65,7 +67,6 @@ async def run(plan: RunPlan, screen: Screen) -> Recorder:
         RLError: whatever went wrong; processes are down and files closed by then.
     """
     config, files = plan.config, plan.files
-    graph = preflight(config, plan.plugins)
     async with AsyncExitStack() as stack:
         stack.enter_context(screen)
         sinks: list[MetricSink] = []
@@ -92,7 +93,7 @@ async def run(plan: RunPlan, screen: Screen) -> Recorder:
             sinks.append(sink)
             stack.callback(sink.close)
         data = open_data(config, model_path)
-        trainer = PPOTrainer(_parts(plan, data, graph, plane, workers, recorder))
+        trainer = PPOTrainer(_parts(plan, data, plane, workers, recorder))
         try:
             if checkpoint is not None:
                 await trainer.resume(checkpoint)
@@ -108,7 +109,6 @@ async def run(plan: RunPlan, screen: Screen) -> Recorder:
 def _parts(
     plan: RunPlan,
     data: Mapping[str, Prompts],
-    graph: StepGraph,
     plane: DataPlane,
     workers: Workers,
     recorder: Recorder,
@@ -120,7 +120,7 @@ def _parts(
         sync = make_sync(config.checkpoint_engine, plan.plugins, sender, workers.rollout)
         on_step = measured(sync, sender, recorder.on_step)
     return TrainerParts(
-        graph=graph,
+        graph=plan.graph,
         plane=plane,
         workers=workers,
         weight_sync=sync,

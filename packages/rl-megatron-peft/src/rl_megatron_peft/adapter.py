@@ -26,6 +26,7 @@ import safetensors
 from rl_megatron_peft.config import LoraConfig
 from rl_megatron_peft.errors import AdapterError
 from rl_megatron_peft.naming import HFModule
+from rl_protocol.durable import fsync
 from rl_protocol.errors import ConfigError, OutputError, SchemaError
 from rl_protocol.weights import WeightTensor
 
@@ -152,7 +153,7 @@ def write_adapter(path: Path, adapter: Adapter) -> None:
                 folder / MANIFEST_FILE, _json_bytes({"version": 1, "files": sums, "base_model": adapter.fingerprint})
             )
             folder.rename(path)
-        sync_folder(path.parent)
+        fsync(path.parent)
     except OSError as error:
         raise OutputError(f"The adapter can't be written to {path}: {error}.", path=str(path)) from error
 
@@ -325,15 +326,6 @@ def _write(file: Path, parts: list[bytes | memoryview]) -> dict[str, object]:
         out.flush()
         os.fsync(out.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _check_manifest(path: Path, contents: Mapping[str, bytes]) -> str:

@@ -18,10 +18,11 @@ from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.digests import blocks
 from rl_ckpt_engine.engine import Capabilities
 from rl_ckpt_engine.engines.copying import CopyingEngine
-from rl_ckpt_engine.engines.safetensor_files import MANIFEST, Folder, FolderPlacement, sync_directory, write_durably
+from rl_ckpt_engine.engines.safetensor_files import MANIFEST, Folder, FolderPlacement, write_durably
 from rl_ckpt_engine.manifest import Manifest, TensorEntry, decode_struct
 from rl_ckpt_engine.staging import Bucket
 from rl_ckpt_engine.stream import Deadline, Pacer
+from rl_protocol.durable import fsync
 from rl_protocol.errors import ConfigError, WeightSyncError
 
 LATEST = "LATEST"
@@ -84,7 +85,7 @@ class DiskEngine(CopyingEngine[Folder]):
         assert committed is not None, "finalize commits"
         try:
             write_durably(self._directory / LATEST, committed.held.name.encode())
-            sync_directory(self._directory)
+            fsync(self._directory)
         except OSError as error:
             raise WeightSyncError(f"Version {version} could not be committed in {self._directory}: {error}.") from error
         self._recycle(former)

@@ -21,6 +21,7 @@ from typing import BinaryIO
 import msgspec
 
 from rl_ckpt_engine.manifest import Manifest
+from rl_protocol.durable import fsync
 from rl_protocol.errors import WeightSyncError
 from rl_protocol.weights import WeightTensor
 
@@ -163,7 +164,7 @@ class Folder:
         write_durably(self._hidden / "model.safetensors.index.json", index.encode())
         write_durably(self._hidden / MANIFEST, manifest.encode())
         self._hidden.rename(self._directory / self._name)
-        sync_directory(self._directory)
+        fsync(self._directory)
 
     def withdraw(self) -> None:
         """Remove the folder, hidden or not."""
@@ -189,15 +190,6 @@ def write_durably(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     beside.rename(path)
-
-
-def sync_directory(path: Path) -> None:
-    """Put the names in a directory on disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _file_name(number: int) -> str:

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
-from rl_megatron_peft.adapter import sync_folder
 from rl_megatron_peft.backend.compat import runnable
 from rl_megatron_peft.backend.parallel import gather_json
 from rl_megatron_peft.backend.policy import MegatronPolicyBackend
 from rl_megatron_peft.errors import AdapterError
 from rl_megatron_peft.folders import FORMAT, MANIFEST, refuse_unless_resumable
 from rl_protocol import OutputError
+from rl_protocol.durable import fsync
 
 TENSORS = "dist_ckpt"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -60,7 +60,7 @@ def save_checkpoint(policy: MegatronPolicyBackend, path: Path) -> None:
             out.flush()
             os.fsync(out.fileno())
         scratch.rename(path)
-        sync_folder(path.parent)
+        fsync(path.parent)
 
     _on_first_rank(policy, path, prepare)
     with runnable():

@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from rl_protocol import OutputError
+from rl_protocol.durable import fsync
 from rl_protocol.errors import UNREADABLE
 
 FORMAT = 1
@@ -106,15 +107,6 @@ def writing(path: Path) -> Generator[None]:
             f"The checkpoint can't be written to {path}: {error.strerror or error}. Free some space, lower trainer.max_ckpt_to_keep, "
             "or set trainer.output_dir to another place."
         ) from error
-
-
-def fsync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk before anything that comes after."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def facts(path: Path) -> FileFacts:
