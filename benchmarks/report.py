@@ -70,6 +70,7 @@ STEPS = {
     "layout": "layout",
     "MiB/step": "mib",
     "workers": "workers",
+    "compute": "compute",
     "compute s": "compute_s",
     "plane": "plane",
     "s/step": "step_s",

@@ -58,6 +58,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 class Compute(Protocol):
     """What a stage makes of the columns it reads."""
 
+    seconds: dict[str, float]
+    """How long each stage computed when it last ran; whoever takes them empties it."""
+
     def stage(self, stage: Stage, step: int, keys: Sequence[str], data: BatchData) -> BatchData:
         """The columns the stage writes, for N rows in the order of `keys`."""
         ...
@@ -83,6 +86,7 @@ class Nothing:
     def __init__(self, workload: Workload, rank: int) -> None:
         self._w = workload
         self._family = FAMILIES[workload.family]
+        self.seconds: dict[str, float] = {}
         self._zeros: dict[str, np.ndarray] = {}
         lengths = row_lengths(self._family, workload.rows, workload.seed)
         self._rollout: BatchData | None = None
@@ -92,7 +96,8 @@ class Nothing:
 
     def stage(self, stage: Stage, step: int, keys: Sequence[str], data: BatchData) -> BatchData:  # noqa: ARG002
         """See Compute."""
-        time.sleep(self._w.compute_s * SLEEP_SHARES.get(stage.name, 0.0))
+        self.seconds[stage.name] = self._w.compute_s * SLEEP_SHARES.get(stage.name, 0.0)
+        time.sleep(self.seconds[stage.name])
         if stage.name == "rollout":
             assert self._rollout is not None
             return self._rollout
@@ -126,6 +131,7 @@ class TinyPolicy:
         if workload.layout != "ragged":
             raise ValueError("The tiny policy is trained on ragged columns; got the padded layout.")
         self._w = workload
+        self.seconds: dict[str, float] = {}
         self._family: Family = FAMILIES[workload.family]
         torch.manual_seed(workload.seed)
         self.model = torch.nn.ModuleDict(
@@ -138,7 +144,9 @@ class TinyPolicy:
 
     def stage(self, stage: Stage, step: int, keys: Sequence[str], data: BatchData) -> BatchData:
         """See Compute."""
+        start = time.perf_counter()
         out = getattr(self, f"_{stage.name}")(step, keys, stage.rename(data))
+        self.seconds[stage.name] = time.perf_counter() - start
         return out.select_fields(stage.writes)
 
     # -- stages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -67,6 +67,21 @@ class Plane(Protocol):
         """Forget the rows of a step."""
         ...
 
+    def computed(self) -> dict[str, float]:
+        """Seconds that each stage computed, by whoever needed longest, since this was last asked."""
+        ...
+
+
+def computed_by(workers: Sequence[Any]) -> list[dict[str, float]]:
+    """What every worker says of its stages."""
+    return ray.get([worker.computed.remote() for worker in workers], timeout=WAIT_S)
+
+
+def longest(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of every stage, the longest."""
+    names = dict.fromkeys(name for mine in seconds for name in mine)
+    return {name: max(mine.get(name, 0.0) for mine in seconds) for name in names}
+
 
 class Direct:
     """A data plane: the driver sends names. Scoring is done by the first worker, beside the data."""
@@ -93,6 +108,10 @@ class Direct:
         """See Plane."""
         call = self._plan.call(step, range(self._plan.workload.rows))
         self._count([call], [ray.get(self._workers[0].clear.remote(self.name, call), timeout=WAIT_S)])
+
+    def computed(self) -> dict[str, float]:
+        """See Plane."""
+        return longest(computed_by(self._workers[: self._plan.workload.workers]))
 
     def _count(self, calls: Sequence[bytes], answers: Sequence[bytes]) -> None:
         self.bytes_moved += sum(map(len, calls)) + sum(map(len, answers))
@@ -133,6 +152,12 @@ class Central:
     def finish(self, step: int) -> None:  # noqa: ARG002
         """See Plane."""
         self._batch = None
+
+    def computed(self) -> dict[str, float]:
+        """See Plane."""
+        mine = dict(self._scoring.seconds)
+        self._scoring.seconds.clear()
+        return longest([mine, *computed_by(self._workers[: self._plan.workload.workers])])
 
     def _dispatch(self, batch: BatchData) -> list[Any]:
         """One chunk for each worker, in Ray's store."""

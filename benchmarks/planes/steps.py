@@ -33,6 +33,8 @@ class Cost:
     plane_cpu_s: float
     """CPU of the plane's own processes, and of Ray's."""
     worker_cpu_s: float
+    computed_s: float
+    """Of the wall time, what stages computed or slept; each counts with its slowest worker."""
 
     @property
     def cpu_s(self) -> float:
@@ -66,6 +68,7 @@ def measure(cluster: Cluster, name: str, plan: Plan, step: int) -> Cost:
         stage_s=stages,
         driver_bytes=plane.bytes_moved - moved,
         driver_rss_mib=_status_mib("VmHWM") - resident,
+        computed_s=sum(plane.computed().values()),
         **spent,
     )
 
@@ -124,10 +127,10 @@ def summarise(
         "compute": "real" if workload.real else "slept" if workload.compute_s else "none",
         "compute_s": round(workload.compute_s, 3),
     }
-    return [{**point, "plane": name, **_row(costs, name, workload.compute_s, base)} for name in costs]
+    return [{**point, "plane": name, **_row(costs, name, base)} for name in costs]
 
 
-def _row(costs: Mapping[str, Sequence[Cost]], name: str, compute_s: float, base: str) -> dict[str, Any]:
+def _row(costs: Mapping[str, Sequence[Cost]], name: str, base: str) -> dict[str, Any]:
     mine = costs[name]
 
     def median(what: str) -> float:
@@ -137,7 +140,8 @@ def _row(costs: Mapping[str, Sequence[Cost]], name: str, compute_s: float, base:
     row: dict[str, Any] = {
         "pairs": len(mine),
         "step_s": median("wall_s"),
-        "transfer_share": _short(max(0.0, 1 - compute_s / statistics.median(c.wall_s for c in mine))),
+        "computed_s": median("computed_s"),
+        "transfer_share": _short(statistics.median(1 - c.computed_s / c.wall_s for c in mine)),
         "stage_p50_ms": _short(float(np.quantile(calls, 0.5)) * 1e3),
         "stage_p99_ms": _short(float(np.quantile(calls, 0.99)) * 1e3),
         "driver_mib": _short(statistics.median(c.driver_bytes for c in mine) / 2**20),

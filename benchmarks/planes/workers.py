@@ -84,6 +84,12 @@ class WorkerProcess:
         self._stores[plane].clear(msgspec.msgpack.decode(call, type=StageCall).batch.keys)
         return b""
 
+    def computed(self) -> dict[str, float]:
+        """Seconds that each stage computed since this was last asked."""
+        seconds = dict(self._compute.seconds)
+        self._compute.seconds.clear()
+        return seconds
+
     def digest(self) -> str:
         """What tells this worker's parameters from others'."""
         from planes.compute import TinyPolicy

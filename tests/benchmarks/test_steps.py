@@ -8,6 +8,7 @@ import pytest
 from bench_controller_bottleneck import Point
 from documents import kind_of
 from planes.compute import Workload
+from planes.planes import longest
 from planes.plots import plot_gains
 from planes.steps import Cost, ratio, summarise
 
@@ -24,6 +25,7 @@ def cost(wall: float, cpu: float = 1.0, nbytes: int = MIB) -> Cost:
         driver_cpu_s=cpu,
         plane_cpu_s=cpu,
         worker_cpu_s=cpu,
+        computed_s=1.0,
     )
 
 
@@ -46,6 +48,14 @@ def test_a_row_by_hand():
     assert driver["stage_p50_ms"] == 2500.0  # of 1, 1.5, 2, 3, 4.5, 6 s
     assert (driver["compute"], driver["compute_s"]) == ("slept", 1.0)
     assert kind_of(ours).name == "step"
+
+
+def test_what_each_stage_computed_counts_with_its_slowest_worker():
+    assert longest([{"rollout": 1.0, "ref": 0.5}, {"rollout": 2.0}, {"adv": 0.25}]) == {
+        "rollout": 2.0,
+        "ref": 0.5,
+        "adv": 0.25,
+    }
 
 
 def test_a_plot_for_each_axis_that_varies(tmp_path: Path):

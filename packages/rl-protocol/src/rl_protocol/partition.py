@@ -68,10 +68,11 @@ def balanced_parts(weights: Sequence[int] | npt.NDArray[np.integer], parts: int)
         raise BatchError(f"Weights must be >= 0; row {int(counts.argmin())} has {int(counts.min())}.")
     heap = [(0, 0, part) for part in range(parts)]
     plan: list[list[int]] = [[] for _ in range(parts)]
-    for row in np.argsort(-counts, kind="stable").tolist():
-        total, size, part = heapq.heappop(heap)
+    order = np.argsort(-counts, kind="stable")
+    for row, weight in zip(order.tolist(), counts[order].tolist(), strict=True):
+        total, size, part = heap[0]
         plan[part].append(row)
-        heapq.heappush(heap, (total + int(counts[row]), size + 1, part))
+        heapq.heapreplace(heap, (total + weight, size + 1, part))
     return [sorted(rows) for rows in plan]
 
 
