@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import yaml
 
-from rl_app_ppo.config import from_yaml, load_config, options, presets, to_yaml
+from rl_app_ppo.config import from_yaml, load_config, options, presets, resolve, to_yaml
 from rl_app_ppo.main import help_text, main, parse
 from rl_protocol import ConfigError
 from rl_trainer.algorithms.correction import Bounds
@@ -53,6 +53,9 @@ def test_what_cfg_prints_is_what_a_file_may_hold(preset, tmp_path):
         ("actor.optim.lr=fast", r"actor\.optim\.lr must be of type float; got 'fast'"),
         ("actor.use_kl_loss=maybe", r"actor\.use_kl_loss must be of type bool"),
         ("rollout.n=", r"rollout\.n must be of type int; got ''"),
+        ("rollout.n=${rollout.m}", r"rollout\.n refers to what can't be read: .*'rollout\.m' not found\."),
+        ("rollout.n=${rollout.n}", r"rollout\.n refers to what can't be read: Recursive"),
+        ("rollout.n=${algorithm.name}", r"rollout\.n refers to what can't be read: .*'grpo'"),
         ("rollout.n=null", r"rollout\.n must be of type int"),
         ("data.train_batch_size=-4", r"data\.train_batch_size must be at least 1; got -4"),
         ("data.train_batch_size=60", r"data\.train_batch_size must be divisible by actor\.ppo_mini_batch_size"),
@@ -182,3 +185,8 @@ def test_data_files_and_their_shares():
     ):
         with pytest.raises(ConfigError, match=message):
             load_config([f"data.train_files={train}", f"data.val_files={val}"])
+
+
+def test_a_setting_may_refer_to_another_whatever_sets_that_later():
+    resolved = resolve(["data.seed=${trainer.seed}", "trainer.seed=7"])
+    assert (resolved.config.data.seed, resolved.settings["data.seed"].value, resolved.changed["data.seed"]) == (7, 7, 7)

@@ -145,10 +145,11 @@ def resolve(overrides: Sequence[str] = (), config_file: Path | None = None) -> R
         for key, value in values.items():
             if key != PRESET_KEY:
                 _set(node, key, value)
-                settings[key] = Setting(OmegaConf.select(node, key), origin)
+                settings[key] = Setting(value, origin)
         if origin.startswith("preset"):
-            base = dict(settings)
-    config = _build(AppConfig, cast(dict[str, Any], OmegaConf.to_container(node)))
+            base = {key: Setting(_get(node, key), setting.origin) for key, setting in settings.items()}
+    settings = {key: Setting(_get(node, key), setting.origin) for key, setting in settings.items()}
+    config = _build(AppConfig, cast(dict[str, Any], OmegaConf.to_container(node, resolve=True)))
     changed = {key: setting.value for key, setting in settings.items() if setting.value != base[key].value}
     return Resolved(config, settings, changed)
 
@@ -278,6 +279,17 @@ def _set(node: DictConfig, key: str, value: Any) -> None:
     except OmegaConfBaseException as error:
         kind = next(option.type for option in options() if option.key == key)
         raise ConfigError(f"{key} must be of type {kind}; got {value!r} ({type(value).__name__}).") from error
+
+
+def _get(node: DictConfig, key: str) -> Any:
+    """The value of a setting; one may refer to another, as in `data.seed=${trainer.seed}`."""
+    try:
+        return OmegaConf.select(node, key)
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{key} refers to what can't be read: {reason}. Write ${{another.key}}, whose value must fit {key}."
+        ) from error
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str:
