@@ -103,6 +103,23 @@ def test_closing_a_portal_cancels_its_calls() -> None:
     assert len(seen) == 1
 
 
+def test_a_call_that_heeds_no_cancellation_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_transferqueue.blocking.CLOSE_S", 0.1)
+    own, asked = Portal(), threading.Event()
+
+    async def stubborn() -> None:
+        while True:
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                asked.set()
+
+    own.submit(stubborn())
+    own.close()
+    assert asked.is_set()
+    assert not any(thread is own._thread for thread in threading.enumerate())
+
+
 EXITING = """
 import sys
 from rl_protocol import BatchData, dense

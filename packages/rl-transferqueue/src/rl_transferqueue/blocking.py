@@ -14,6 +14,7 @@ from rl_protocol.ports import DataPlane
 from rl_transferqueue.client import connect
 from rl_transferqueue.descriptor import PlaneDescriptor
 
+CLOSE_S = 30.0
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -58,18 +59,20 @@ class Portal:
         return call
 
     def close(self) -> None:
-        """Stop the thread; calls under way are cancelled."""
+        """Stop the thread; calls under way are cancelled. What does not heed that within CLOSE_S is left behind with its thread."""
         self.run(_cancel_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
 
 
 async def _cancel_all() -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    if tasks:
+        await asyncio.wait(tasks, timeout=CLOSE_S)
     await asyncio.get_running_loop().shutdown_default_executor()
 
 
