@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import uuid
 from dataclasses import dataclass
@@ -44,6 +45,12 @@ def marked(mark: str) -> list[psutil.Process]:
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+def processes_of(folder: Path, worker: str) -> list[int]:
+    """Process ids that a worker of a run has had, in order, as its log says."""
+    log = (folder / "logs" / f"{worker}.log").read_text()
+    return [int(pid) for pid in re.findall(rf"worker {worker} starts as \w+, process (\d+)", log)]
 
 
 def shared_memory() -> set[str]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import re
 from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
+from rich.console import Console
 
+from rl_app_ppo.console import Screen
 from rl_app_ppo.main import main
 from rl_app_ppo.runtime.messages import BuildCall, WeightCall
 from rl_app_ppo.wiring.changes import MeasuredSender
@@ -33,10 +36,10 @@ from rl_ckpt_engine import (
     GroupSenderHandle,
     PluginPolicy,
     ReceiverEndpoint,
+    progress,
 )
 from rl_ckpt_engine.plugins import ALLOW_FILE
 from rl_protocol import ConfigError, WeightSyncError, WeightTensor, WorkerError
-from rl_protocol.torch import from_weight, to_weight
 
 NONE = PluginPolicy()
 
@@ -121,7 +124,7 @@ def test_the_handles_carry_every_engine(parts):
     asyncio.run(syncs())
 
 
-@pytest.mark.parametrize("parts", ["shm", "tcp", "gloo", "delta-shm"], indirect=True)
+@pytest.mark.parametrize("parts", ["shm", "tcp", "gloo", "delta-shm", "delta-gloo"], indirect=True)
 def test_the_handles_bring_a_late_joiner_in(parts):
     async def syncs() -> None:
         for version in (1, 2):  # the second is a change, which means nothing to a newcomer
@@ -167,6 +170,34 @@ def test_other_engines_measure_no_changes(parts):
     assert parts.sender.metrics == {}
 
 
+@pytest.mark.parametrize("parts", ["shm"], indirect=True)
+def test_a_sync_that_takes_long_shows_where_it_is(parts, monkeypatch):
+    monkeypatch.setattr(progress, "QUIET_S", 0.0)
+    monkeypatch.setattr(progress, "_EVERY_S", 0.01)
+    bars: list[tuple[str, int, int]] = []
+    shown = asyncio.Event()
+    screen = Screen(Console(file=io.StringIO()))
+
+    def draw(*bar) -> None:
+        bars.append(bar)
+        if bar == ("weights 1: receive", 2, 5):
+            shown.set()
+
+    monkeypatch.setattr(screen, "bar", draw)
+    manager = make_sync(parts.config, NONE, parts.sender, parts.workers[:1], screen.weights)
+    answering = parts.workers[0].call
+
+    async def slow(method: str, payload: bytes, *, timeout_s: float) -> bytes:
+        if method == "weights.receive":
+            await shown.wait()
+        return await answering(method, payload, timeout_s=timeout_s)
+
+    parts.workers[0].call = slow
+    asyncio.run(manager.update_weights(1))
+    assert shown.is_set()
+    assert {total for *_, total in bars} == {5}
+
+
 @pytest.mark.parametrize("parts", ["tcp", "gloo"], indirect=True)
 def test_a_dead_worker_is_named_and_the_others_go_on(parts):
     parts.policy.step()
@@ -192,21 +223,31 @@ def test_a_replica_that_missed_a_version_generates_nothing(parts):
     require_admission(parts.ends[2], "rollout")
 
 
-def test_weights_are_rounded_to_what_the_rollout_computes_in():
-    import torch
-
-    from rl_app_ppo.wiring.rounded import Rounded
-
+@pytest.mark.parametrize("backend", ["shm", "delta-shm"])
+def test_weights_are_cast_to_what_the_rollout_computes_in(backend):
     class Trained:
         def named_weights(self):
-            yield to_weight("w", torch.tensor([1.0, 1.00390625, -3.0e-3]))
-            yield to_weight("position", torch.arange(3))
+            numbers = np.array([1.0, 1.00390625, -3.0e-3], np.float32)
+            yield WeightTensor("w", "float32", (3,), numbers.view(np.uint8))
+            yield WeightTensor("position", "int64", (3,), np.arange(3).view(np.uint8))
 
-    w, position = Rounded(Trained(), "bfloat16").named_weights()
-    assert (w.dtype, position.dtype) == ("bfloat16", "int64")
+    class Taken:
+        weight_version = 0
+
+        def load_weights(self, weights, version):
+            self.weights, self.weight_version = {w.name: (w.dtype, w.data.copy()) for w in weights}, version
+
+    config, sink = CheckpointEngineConfig(backend=backend), Taken()
+    sender = MeasuredSender(make_engine(config, NONE), Trained(), dtype="bfloat16")
+    receiver = ReceiverEndpoint(make_engine(config, NONE), sink)
+    asyncio.run(CheckpointEngineManager(sender, [receiver], config).update_weights(1))
+    (w_type, w), (position_type, position) = sink.weights["w"], sink.weights["position"]
+    assert (w_type, position_type) == ("bfloat16", "int64")
     # 1 + 2**-8 is half way between 1 and 1 + 2**-7, and goes to the even one; -3e-3 is 0xbb449ba6 in float32
-    assert w.data.view(np.uint16).tolist() == [0x3F80, 0x3F80, 0xBB45]
-    assert from_weight(position).tolist() == [0, 1, 2]
+    assert w.view(np.uint16).tolist() == [0x3F80, 0x3F80, 0xBB45]
+    assert position.view(np.int64).tolist() == [0, 1, 2]
+    sender.close()
+    receiver.close()
 
 
 def test_a_rank_that_follows_can_do_nothing_else():

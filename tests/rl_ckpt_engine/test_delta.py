@@ -22,7 +22,7 @@ from rl_ckpt_engine import (
     SenderEndpoint,
 )
 from rl_ckpt_engine.delta import compare, decode, encode
-from rl_ckpt_engine.engines.delta import DeltaPlacement, over
+from rl_ckpt_engine.engines.delta import DeltaEngine, DeltaPlacement, over
 from rl_ckpt_engine.engines.disk import DiskEngine
 from rl_ckpt_engine.engines.naive import NaiveEngine
 from rl_ckpt_engine.engines.shm import ShmEngine
@@ -62,6 +62,28 @@ class TestDeltaOverDisk(EngineConformance):
 
     def make_engine(self) -> CheckpointEngine:
         return over(DiskEngine)(CheckpointEngineConfig(directory=str(self.directory)))
+
+
+def test_the_share_of_what_changed_counts_elements_however_they_travel() -> None:
+    few, all_, none, new = (np.arange(n, dtype=np.uint32) for n in (100, 50, 40, 10))
+    engine = CheckpointEngineRegistry().create("delta-shm")
+    assert isinstance(engine, DeltaEngine)
+
+    def share(version: int, *tensors: np.ndarray) -> float:
+        weights = [WeightTensor(f"w{i}", "float32", (t.size,), t.view(np.uint8)) for i, t in enumerate(tensors)]
+        asyncio.run(engine.send_weights(weights, version, timeout_s=T))
+        return engine.changed_share
+
+    assert share(1, few, all_, none) == 1.0
+    engine.finalize(1)
+    changed = few.copy()
+    changed[::10] += 1
+    assert share(2, changed, all_ + 1, none) == (10 + 50) / 190
+    engine.abort()
+    assert share(2, few, all_, none) == 0.0
+    engine.finalize(2)
+    assert share(3, changed, all_, none, new) == (10 + 10) / 200
+    engine.close()
 
 
 # ----------------------------------------------------------------------------------------------------------------- codec

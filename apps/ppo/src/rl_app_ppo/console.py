@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_app_ppo.schema import AppConfig, DataConfig
+from rl_ckpt_engine.progress import PHASES, SyncProgress
 
 ACCURACY = "acc/mean@"
 
@@ -113,6 +114,11 @@ class Screen:
                 self._progress.remove_task(self._task)
             self._task = self._progress.add_task(what, total=total)
         self._progress.update(self._task, completed=done, total=total)
+
+    def weights(self, sync: SyncProgress) -> None:
+        """The bar of a synchronisation that takes long; the next step puts its own in this place."""
+        if sync.phase in PHASES:
+            self.bar(f"weights {sync.version}: {sync.phase}", PHASES.index(sync.phase), len(PHASES))
 
     def clear_bar(self) -> None:
         """Take the bar away."""

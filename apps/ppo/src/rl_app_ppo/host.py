@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class Host:
         logging.getLogger().addHandler(handler)
         logging.getLogger().setLevel(logging.INFO)
         logging.captureWarnings(capture=True)
-        logging.getLogger(__name__).info("worker %s starts as %s", name, role)
+        logging.getLogger(__name__).info("worker %s starts as %s, process %d", name, role, os.getpid())
         if role != "reward":
             from rl_app_ppo.wiring import models  # torch and transformers: the reward process does without them
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,6 +25,7 @@ from rl_app_ppo.runtime.placement import require_cpus
 from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.sinks import CONSOLE, RunFacts, logger_names, open_sinks
 from rl_app_ppo.wiring.data import Prompts, open_data, train_order
+from rl_app_ppo.wiring.replicas import Replica, ReplicaSync
 from rl_app_ppo.wiring.weights import RemoteSender, make_sync, measured
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol.ports import DataPlane, MetricSink
@@ -93,7 +94,7 @@ async def run(plan: RunPlan, screen: Screen) -> Recorder:
             sinks.append(sink)
             stack.callback(sink.close)
         data = open_data(config, model_path)
-        trainer = PPOTrainer(_parts(plan, data, plane, workers, recorder))
+        trainer = PPOTrainer(_parts(plan, data, plane, processes, workers, recorder, screen))
         try:
             if checkpoint is not None:
                 await trainer.resume(checkpoint)
@@ -110,20 +111,24 @@ def _parts(
     plan: RunPlan,
     data: Mapping[str, Prompts],
     plane: DataPlane,
+    processes: Mapping[str, RayWorker],
     workers: Workers,
     recorder: Recorder,
+    screen: Screen,
 ) -> TrainerParts:
     config = plan.config
-    sync, on_step = None, recorder.on_step
+    manager, on_step = None, recorder.on_step
     if config.checkpoint_engine.enabled:
         sender = RemoteSender(workers.actor)
-        sync = make_sync(config.checkpoint_engine, plan.plugins, sender, workers.rollout)
-        on_step = measured(sync, sender, recorder.on_step)
+        manager = make_sync(config.checkpoint_engine, plan.plugins, sender, workers.rollout, screen.weights)
+        on_step = measured(manager, sender, recorder.on_step)
+    replicas = [Replica(process, manager) for process in processes.values() if process.role == "rollout"]
+    workers = replace(workers, rollout=replicas)
     return TrainerParts(
         graph=plan.graph,
         plane=plane,
         workers=workers,
-        weight_sync=sync,
+        weight_sync=ReplicaSync(manager, replicas) if manager else None,
         train_order=train_order(config, data["train"]),
         validation_size=len(data["val"]),
         rollout=config.rollout,

@@ -225,3 +225,17 @@ class GroupEngine(CheckpointEngine):
         Raises:
             WeightSyncError: the version is not published, a member failed, or the deadline passed.
         """
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Give the group up, so that the others notice; without one, nothing happens."""
+
+    @abstractmethod
+    async def offer(
+        self, weights: Iterable[WeightTensor], version: int, *, timeout_s: float, kind: WeightKind = "full"
+    ) -> Manifest:
+        """Sender: publish the version committed last once more, in another form; it can be served until a later one is finalized.
+
+        Raises:
+            WeightSyncError: the deadline passed, or the memory could not be had.
+        """

@@ -63,6 +63,7 @@ class CheckpointEngineManager:
             self._check_new(handle.name)
             self._receivers[handle.name] = handle
         self._quarantined: dict[str, str] = {}
+        self._rejoined = 0
         self._lock = asyncio.Lock()
         self._syncing: int | None = None
         self._committed: Manifest | None = None
@@ -94,7 +95,7 @@ class CheckpointEngineManager:
     def metrics(self) -> dict[str, float]:
         """Plain numbers of the last successful sync: bytes of one copy of the model, seconds in all and by phase (a phase ends with its
         slowest receiver), GiB of one copy per second in all, version and by how many versions the replicas were behind it (lag), number of
-        receivers and of those in quarantine."""
+        receivers, of those in quarantine, and of returns from there since the manager was made."""
         return dict(self._metrics)
 
     async def update_weights(self, version: int) -> WeightSyncReport:
@@ -129,8 +130,17 @@ class CheckpointEngineManager:
             self._check_new(handle.name)
             if self._committed is not None and self._config.enabled:
                 await self._catch_up(handle, self._committed)
-            self._quarantined.pop(handle.name, None)
+            self._rejoined += self._quarantined.pop(handle.name, None) is not None
             self._receivers[handle.name] = handle
+
+    def quarantine(self, name: str, reason: str) -> None:
+        """Take a receiver out of use that was found dead between two syncs; one that is in quarantine stays there for its old reason.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        self._check_known(name)
+        self._quarantine({name: reason})
 
     def remove_receiver(self, name: str) -> None:
         """Forget a replica, in good standing or in quarantine; a sync that runs no longer waits for it to be of use.
@@ -138,10 +148,9 @@ class CheckpointEngineManager:
         Raises:
             ConfigError: there is none of that name.
         """
-        if self._receivers.pop(name, None) is None and self._quarantined.pop(name, None) is None:
-            raise ConfigError(
-                f"There is no receiver {name!r}; there are {sorted({*self._receivers, *self._quarantined})}."
-            )
+        self._check_known(name)
+        self._receivers.pop(name, None)
+        self._quarantined.pop(name, None)
 
     # ------------------------------------------------------------------------------------------------------------ one sync
 
@@ -175,6 +184,7 @@ class CheckpointEngineManager:
             "weight_sync/gib_per_second": num_bytes / _GIB / seconds,
             "weight_sync/receivers": float(len(sync.active)),
             "weight_sync/quarantined": float(len(self._quarantined)),
+            "weight_sync/rejoined": float(self._rejoined),
             **{f"weight_sync/{phase}_seconds": spent for phase, spent in sync.seconds.items()},
         }
         return self._last_report
@@ -224,6 +234,11 @@ class CheckpointEngineManager:
     def _check_new(self, name: str) -> None:
         if name in self._receivers:
             raise ConfigError(f"Two receivers are called {name!r}; names must be unique.")
+
+    def _check_known(self, name: str) -> None:
+        known = {*self._receivers, *self._quarantined}
+        if name not in known:
+            raise ConfigError(f"There is no receiver {name!r}; there are {sorted(known)}.")
 
     def _check_version(self, version: int) -> None:
         if version < 0 or (self._committed is not None and version <= self._committed.version):

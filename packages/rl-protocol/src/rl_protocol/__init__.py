@@ -23,6 +23,7 @@ from rl_protocol.errors import (
     UnknownNameError,
     WeightSyncError,
     WireError,
+    WorkerDiedError,
     WorkerError,
 )
 from rl_protocol.keys import RowKey
@@ -70,6 +71,7 @@ __all__ = [
     "WeightSyncError",
     "WeightTensor",
     "WireError",
+    "WorkerDiedError",
     "WorkerError",
     "balanced_parts",
     "dense",

@@ -17,7 +17,8 @@
     ├── WeightSyncError                     weights were not moved, verified or activated
     ├── RolloutError                        an engine could not generate
     ├── RewardError                         a reward function failed on a named sample
-    ├── WorkerError                         a worker process failed or died
+    ├── WorkerError                         a worker process failed or was late
+    │   └── WorkerDiedError                 it is gone; another may take its place
     └── OutputError (OSError)               a file of the run can't be written
 
 Rules: the message says what was wrong, what was got and what to set; an error carries one message (so it pickles) and keeps
@@ -114,7 +115,11 @@ class RewardError(RLError):
 
 
 class WorkerError(RLError):
-    """A worker process failed or died."""
+    """A worker process failed, died, or was late."""
+
+
+class WorkerDiedError(WorkerError):
+    """A worker process is gone, with all that it had not handed on; another process may take its place."""
 
 
 class OutputError(RLError, OSError):

@@ -22,14 +22,21 @@ Answer = TypeVar("Answer", bound=msgspec.Struct)
 class WorkerHandle(Protocol):
     """A worker in another process; `bytes_moved` counts every byte of requests and answers that went through the driver."""
 
-    name: str
-    bytes_moved: int
+    @property
+    def name(self) -> str:
+        """Of the worker, for messages."""
+        ...
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes so far."""
+        ...
 
     async def call(self, method: str, payload: bytes, *, timeout_s: float) -> bytes:
         """Run a handler of the worker.
 
         Raises:
-            WorkerError: the worker failed, died, or did not answer in time.
+            WorkerError: the worker failed or did not answer in time; a WorkerDiedError when its process is gone.
         """
         ...
 

@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rl_app_ppo.runtime.messages import Role, WarmupProgress
 from rl_app_ppo.schema import RayConfig, TrainerConfig
-from rl_protocol import RLError, WorkerError
+from rl_protocol import RLError, WorkerDiedError, WorkerError
 
 logger = logging.getLogger(__name__)
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -52,14 +52,16 @@ class RayWorker:
         self.role: Role = role
         self.bytes_moved = 0
         self._log_path = log_path
-        remote: Any = WorkerProcess
-        self._actor: Any = remote.options(num_cpus=cpus, max_restarts=0, max_concurrency=16).remote(
-            role, name, str(log_path), threads
-        )
+        self._threads = threads
+        self._cpus = cpus
+        self._built: tuple[bytes, float] | None = None
+        self._actor = self._start()
 
     async def call(self, method: str, payload: bytes, *, timeout_s: float) -> bytes:
         """See rl_trainer.WorkerHandle.call."""
         self.bytes_moved += len(payload)
+        if method == "build":
+            self._built = payload, timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 answer: bytes = await self._actor.call.remote(method, payload)
@@ -76,9 +78,26 @@ class RayWorker:
         except (RayTaskError, RayActorError) as error:
             raise self._translate("warm_up", error, 0.0) from None
 
+    async def restart(self) -> None:
+        """End the process, should it still live, and start another, built as it was.
+
+        Raises:
+            WorkerError: as `call`.
+        """
+        self.kill()
+        self._actor = self._start()
+        if self._built is not None:
+            payload, timeout_s = self._built
+            await self.call("build", payload, timeout_s=timeout_s)
+
     def kill(self) -> None:
         """End the process."""
         ray.kill(self._actor)
+
+    def _start(self) -> Any:
+        remote: Any = WorkerProcess
+        options = remote.options(num_cpus=self._cpus, max_restarts=0, max_concurrency=16)
+        return options.remote(self.role, self.name, str(self._log_path), self._threads)
 
     def _translate(self, method: str, error: Exception, timeout_s: float) -> RLError:
         log = f"Its log: {self._log_path}"
@@ -90,7 +109,7 @@ class RayWorker:
         if isinstance(error, RayActorError):
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             reason = f"{lines[0]} {lines[-1]}" if len(lines) > 1 else " ".join(lines)
-            return WorkerError(f"Worker {self.name} died during {method}: {_ANSI.sub('', reason)} {log}")
+            return WorkerDiedError(f"Worker {self.name} died during {method}: {_ANSI.sub('', reason)} {log}")
         return WorkerError(
             f"Worker {self.name} did not answer {method} within {timeout_s:g} s; raise trainer.stage_timeout_s or see its log. {log}"
         )

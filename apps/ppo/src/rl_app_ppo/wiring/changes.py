@@ -2,42 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
-import numpy as np
 
 from rl_ckpt_engine import CheckpointEngine, Manifest, SenderEndpoint
 from rl_ckpt_engine.engines.delta import DeltaEngine, DeltaPlacement
-from rl_protocol import WeightSyncError, WeightTensor
-from rl_protocol.dtypes import storage_dtype
 from rl_protocol.ports import WeightSender
-
-
-class ChangeCounter:
-    """WeightSender over another one that compares, on the way, with what the engine keeps.
-
-    Attributes:
-        share: elements whose bits differ from the version committed last, of all; 1 where there is none or it had no such tensor.
-    """
-
-    def __init__(self, source: WeightSender, engine: DeltaEngine) -> None:
-        self._source = source
-        self._engine = engine
-        self.share = 0.0
-
-    def named_weights(self) -> Iterator[WeightTensor]:
-        """See rl_protocol.ports.WeightSender."""
-        try:
-            before = {weight.name: weight for weight in self._engine.get_weights()[1]}
-        except WeightSyncError:  # nothing was committed yet
-            before = {}
-        changed = total = 0
-        for weight in self._source.named_weights():
-            changed += _changed(before.get(weight.name), weight)
-            total += weight.nbytes // storage_dtype(weight.dtype).itemsize
-            yield weight
-        self.share = changed / max(total, 1)
 
 
 class MeasuredSender(SenderEndpoint):
@@ -47,17 +16,16 @@ class MeasuredSender(SenderEndpoint):
         metrics: of the last send; empty with other engines.
     """
 
-    def __init__(self, engine: CheckpointEngine, source: WeightSender) -> None:
-        self._counter = ChangeCounter(source, engine) if isinstance(engine, DeltaEngine) else None
-        super().__init__(engine, self._counter or source)
+    def __init__(self, engine: CheckpointEngine, source: WeightSender, *, dtype: str = "") -> None:
+        super().__init__(engine, source, dtype=dtype)
         self.metrics: dict[str, float] = {}
 
     async def send(self, version: int, timeout_s: float) -> bytes:
         """See SenderEndpoint.send."""
         manifest = await super().send(version, timeout_s)
-        if self._counter is not None:
+        if isinstance(self._engine, DeltaEngine):
             self.metrics = {
-                "weight_sync/changed_share": self._counter.share,
+                "weight_sync/changed_share": self._engine.changed_share,
                 "weight_sync/delta_bytes": float(delta_bytes(manifest)),
             }
         return manifest
@@ -67,10 +35,3 @@ def delta_bytes(manifest: bytes) -> int:
     """Bytes that the tensors of a delta engine's manifest travel as."""
     placement = msgspec.msgpack.decode(Manifest.decode(manifest).placement, type=DeltaPlacement)
     return Manifest.decode(placement.carrier).tensor_nbytes
-
-
-def _changed(before: WeightTensor | None, after: WeightTensor) -> int:
-    word = np.dtype(f"u{storage_dtype(after.dtype).itemsize}")
-    if before is None or (before.dtype, before.shape) != (after.dtype, after.shape):
-        return after.nbytes // word.itemsize
-    return int(np.count_nonzero(before.data.view(word) != after.data.view(word)))

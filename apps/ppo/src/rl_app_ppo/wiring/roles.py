@@ -97,7 +97,6 @@ def _generator(config: AppConfig, path: Path) -> RolloutEngine:
 
 
 def _trained(role: Role, config: AppConfig, call: BuildCall, plane: DataPlane, graph: StepGraph) -> Built:
-    from rl_app_ppo.wiring.rounded import Rounded  # torch, as the rest
     from rl_trainer.backends.torch_critic import TorchCriticBackend  # torch: the reward process does without it
     from rl_trainer.backends.torch_policy import TorchPolicyBackend
 
@@ -121,8 +120,8 @@ def _trained(role: Role, config: AppConfig, call: BuildCall, plane: DataPlane, g
     )
     if call.rank:
         return ActorWorker(plane, graph, policy, temperature), FollowingSender(policy)
-    source = policy if config.rollout.dtype == "float32" else Rounded(policy, config.rollout.dtype)
-    sender = MeasuredSender(make_engine(config.checkpoint_engine, call.plugins), source)
+    dtype = "" if config.rollout.dtype == "float32" else config.rollout.dtype
+    sender = MeasuredSender(make_engine(config.checkpoint_engine, call.plugins), policy, dtype=dtype)
     return ActorWorker(plane, graph, policy, temperature), sender
 
 

@@ -20,6 +20,7 @@ from rl_ckpt_engine import (
     ReceiveAck,
     ReceiverEndpoint,
 )
+from rl_ckpt_engine.progress import Tell
 from rl_protocol import ConfigError, WorkerError
 from rl_protocol.ports import WeightSender
 from rl_trainer import WorkerHandle
@@ -43,15 +44,16 @@ def make_sync(
     plugins: PluginPolicy,
     sender: RemoteSender,
     rollout: Sequence[WorkerHandle],
+    progress: Tell | None = None,
 ) -> CheckpointEngineManager:
-    """The driver's manager of all rollout workers.
+    """The driver's manager of all rollout workers; `progress` is told about syncs that take long.
 
     Raises:
         ConfigError: see `make_engine`; or the manager may not be loaded.
     """
     registry = CheckpointEngineRegistry(plugins)
     receivers = [RemoteReceiver(worker) for worker in rollout]
-    return registry.manager(config)(sender, receivers, config, registry.resolve(config))
+    return registry.manager(config)(sender, receivers, config, registry.resolve(config), progress)
 
 
 def measured(sync: CheckpointEngineManager, sender: RemoteSender, on_step: OnStep) -> OnStep:

@@ -89,7 +89,12 @@ class _Pending:
 
 
 class DeltaEngine(CheckpointEngineWithCache):
-    """See the module's docstring; `over` makes the class for an engine. Memory: one copy of the weights at each end, and the changes."""
+    """See the module's docstring; `over` makes the class for an engine. Memory: one copy of the weights at each end, and the changes.
+
+    Attributes:
+        changed_share: of what was sent last, the elements whose bits differ from the baseline, of all; those of a tensor that it does not have
+            all count.
+    """
 
     inner: ClassVar[type[CheckpointEngine]]
 
@@ -103,6 +108,7 @@ class DeltaEngine(CheckpointEngineWithCache):
         self._received: Manifest | None = None
         self._undo: _Undo | None = None
         self._outlet: Self | None = None
+        self.changed_share = 0.0
 
     @classmethod
     def create(cls, config: CheckpointEngineConfig) -> Self:
@@ -130,20 +136,9 @@ class DeltaEngine(CheckpointEngineWithCache):
         """See CheckpointEngine.send_weights."""
         packing = _Packing(self._base)
         carried = await self._carrier.send_weights(packing.blobs(weights), version, timeout_s=timeout_s, kind=kind)
-        placement = DeltaPlacement(
-            baseline=b"" if self._base is None else self._base.identity,
-            whole=tuple(packing.whole),
-            carrier=carried.encode(),
-        )
-        manifest = Manifest.new(
-            tuple(packing.entries),
-            version=version,
-            engine=self.name,
-            kind=kind,
-            sender=carried.sender,
-            placement=msgspec.msgpack.encode(placement),
-        )
+        manifest = packing.manifest(self.name, carried)
         self._pending = _Pending(manifest, tuple(packing.news))
+        self.changed_share = packing.changed / max(packing.elements, 1)
         return manifest
 
     def finalize(self, version: int) -> None:
@@ -224,9 +219,7 @@ class DeltaEngine(CheckpointEngineWithCache):
         manifest = await outlet.send_weights(weights, kept.version, timeout_s=timeout_s, kind=kept.kind)
         outlet._carrier.finalize(kept.version)
         outlet._pending = None  # it serves one version and needs no baseline
-        if not manifest.same_weights(kept):
-            raise WeightSyncError(f"The copy of version {kept.version} was damaged; a new sync is needed.")
-        return manifest
+        return _same(manifest, kept)
 
     def close(self) -> None:
         """See CheckpointEngine.close."""
@@ -243,16 +236,46 @@ class DeltaEngine(CheckpointEngineWithCache):
 
 
 class DeltaGroupEngine(DeltaEngine, GroupEngine):
-    """Over an engine whose members form a group."""
+    """Over an engine whose members form a group; late joiners form one with the sender."""
+
+    @property
+    def _group(self) -> GroupEngine:
+        return cast("GroupEngine", self._carrier)
 
     async def join(self, *, timeout_s: float) -> None:
         """See GroupEngine.join."""
-        await cast("GroupEngine", self._carrier).join(timeout_s=timeout_s)
+        await self._group.join(timeout_s=timeout_s)
 
     async def serve(self, manifest: Manifest, *, timeout_s: float) -> None:
         """See GroupEngine.serve."""
-        carried = Manifest.decode(self._placement(manifest).carrier)
-        await cast("GroupEngine", self._carrier).serve(carried, timeout_s=timeout_s)
+        await self._group.serve(Manifest.decode(self._placement(manifest).carrier), timeout_s=timeout_s)
+
+    def leave(self) -> None:
+        """See GroupEngine.leave."""
+        self._group.leave()
+
+    async def receive_weights(self, manifest: Manifest, *, timeout_s: float) -> list[WeightTensor]:
+        """See CheckpointEngine.receive_weights."""
+        try:
+            return await super().receive_weights(manifest, timeout_s=timeout_s)
+        except WeightSyncError:
+            self.leave()  # it may have been refused before a byte moved, and the others wait for this member
+            raise
+
+    async def offer(
+        self, weights: Iterable[WeightTensor], version: int, *, timeout_s: float, kind: WeightKind = "full"
+    ) -> Manifest:
+        """See GroupEngine.offer; every tensor whole."""
+        packing = _Packing(None)
+        carried = await self._group.offer(packing.blobs(weights), version, timeout_s=timeout_s, kind=kind)
+        return packing.manifest(self.name, carried)
+
+    async def republish(self, *, timeout_s: float) -> Manifest:
+        """See CheckpointEngineWithCache.republish; the sender's part alone."""
+        if self._base is None:
+            raise WeightSyncError(f"Engine {self.name!r} serves late joiners from the sender alone.")
+        kept, weights = self.get_weights()
+        return _same(await self.offer(weights, kept.version, timeout_s=timeout_s, kind=kept.kind), kept)
 
 
 def over(engine: type[CheckpointEngine]) -> type[DeltaEngine]:
@@ -281,6 +304,8 @@ class _Packing:
         self.entries: list[TensorEntry] = []
         self.whole: list[bool] = []
         self.news: list[Change | Bytes] = []
+        self.elements = 0
+        self.changed = 0
 
     def blobs(self, weights: Iterable[WeightTensor]) -> Iterator[WeightTensor]:
         """One for each tensor."""
@@ -293,6 +318,22 @@ class _Packing:
             before = old[number] if number < len(old) else None
             yield WeightTensor(weight.name, "uint8", (len(blob := self._blob(weight, entry, before)),), blob)
 
+    def manifest(self, engine: str, carried: Manifest) -> Manifest:
+        """Of the tensors, whose blobs the carrier has published."""
+        placement = DeltaPlacement(
+            baseline=b"" if self._base is None else self._base.identity,
+            whole=tuple(self.whole),
+            carrier=carried.encode(),
+        )
+        return Manifest.new(
+            tuple(self.entries),
+            version=carried.version,
+            engine=engine,
+            kind=carried.kind,
+            sender=carried.sender,
+            placement=msgspec.msgpack.encode(placement),
+        )
+
     def _blob(self, weight: WeightTensor, entry: TensorEntry, before: TensorEntry | None) -> Bytes:
         fits = before is not None and (before.name, before.dtype, before.shape, before.offset) == (
             entry.name,
@@ -300,13 +341,18 @@ class _Packing:
             entry.shape,
             entry.offset,
         )
+        itemsize = storage_dtype(entry.dtype).itemsize
+        self.elements += weight.nbytes // itemsize
         if self._base is not None and before is not None and fits:
-            change = compare(self._base.bytes_of(before), weight.data, storage_dtype(entry.dtype).itemsize)
+            change = compare(self._base.bytes_of(before), weight.data, itemsize)
+            self.changed += change.positions.size
             blob = encode(change) if change.positions.size else b""
             if len(blob) < weight.nbytes or not change.positions.size:
                 self.news.append(change)
                 self.whole.append(False)
                 return np.frombuffer(blob, np.uint8)
+        else:
+            self.changed += weight.nbytes // itemsize
         self.news.append(weight.data)
         self.whole.append(True)
         return weight.data
@@ -370,6 +416,12 @@ def _elsewhere(config: CheckpointEngineConfig) -> CheckpointEngineConfig:
     if not config.directory:
         return config
     return replace(config, directory=str(Path(config.directory) / f"kept-{os.getpid()}-{secrets.token_hex(4)}"))
+
+
+def _same(manifest: Manifest, kept: Manifest) -> Manifest:
+    if not manifest.same_weights(kept):
+        raise WeightSyncError(f"The copy of version {kept.version} was damaged; a new sync is needed.")
+    return manifest
 
 
 def _put(news: Change | Bytes, data: Bytes) -> None:

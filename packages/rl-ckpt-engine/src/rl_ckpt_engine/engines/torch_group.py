@@ -18,7 +18,7 @@ import secrets
 import socket
 import threading
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
@@ -33,10 +33,12 @@ from rl_ckpt_engine.digests import digest_of
 from rl_ckpt_engine.engine import Capabilities, GroupEngine, Topology
 from rl_ckpt_engine.engines.copying import CopyingEngine
 from rl_ckpt_engine.engines.memfd import PAYLOAD_START, Slot
-from rl_ckpt_engine.manifest import DIGEST_BYTES, Manifest, decode_struct
+from rl_ckpt_engine.ledger import Published
+from rl_ckpt_engine.manifest import DIGEST_BYTES, Manifest, WeightKind, decode_struct
 from rl_ckpt_engine.staging import Bucket, cut
 from rl_ckpt_engine.stream import Deadline
 from rl_protocol.errors import ConfigError, WeightSyncError
+from rl_protocol.weights import WeightTensor
 
 LOOPBACK = "127.0.0.1"
 _ABORT_S = 5.0
@@ -117,7 +119,7 @@ class TorchGroupEngine(CopyingEngine[Slot], GroupEngine):
     def init_process_group(self, member: bytes) -> None:
         """See CheckpointEngine.init_process_group; `join` does the work."""
         place = decode_struct(_place_decoder, member, "place in a group")
-        self._leave()
+        self.leave()
         self._place = place
         self._token = secrets.token_bytes(DIGEST_BYTES)
 
@@ -167,9 +169,9 @@ class TorchGroupEngine(CopyingEngine[Slot], GroupEngine):
     async def serve(self, manifest: Manifest, *, timeout_s: float) -> None:
         """See GroupEngine.serve."""
         self._check_joined(manifest)
-        published = self._ledger.find(manifest.sync_id)
+        published = self._published(manifest)
         if published is None:
-            self._leave()
+            self.leave()
             raise WeightSyncError(f"Version {manifest.version} is not there any more; a new sync is needed.")
         deadline = Deadline(timeout_s, f"Serving version {manifest.version}", f"engine {self.name}")
         if manifest.payload_nbytes == 0:
@@ -178,6 +180,27 @@ class TorchGroupEngine(CopyingEngine[Slot], GroupEngine):
         memory = np.frombuffer(mapped, np.uint8, offset=PAYLOAD_START)
         async for _ in self._broadcast(list(cut(manifest.tensors, memory, self._config.bucket_bytes)), deadline):
             pass
+
+    async def offer(
+        self, weights: Iterable[WeightTensor], version: int, *, timeout_s: float, kind: WeightKind = "full"
+    ) -> Manifest:
+        """See GroupEngine.offer; costs one copy of the weights for that time."""
+        self._close_outlet()
+        self._outlet = outlet = self._new_outlet()
+        manifest = await outlet.send_weights(weights, version, timeout_s=timeout_s, kind=kind)
+        outlet.finalize(version)
+        return manifest
+
+    def finalize(self, version: int) -> None:
+        """See CheckpointEngine.finalize."""
+        super().finalize(version)
+        self._close_outlet()
+
+    def _published(self, manifest: Manifest) -> Published[Slot] | None:
+        found = self._ledger.find(manifest.sync_id)
+        if found is None and isinstance(self._outlet, TorchGroupEngine):
+            return self._outlet._ledger.find(manifest.sync_id)
+        return found
 
     def _pull(self, manifest: Manifest, buckets: Sequence[Bucket], deadline: Deadline) -> AsyncGenerator[None]:
         del manifest
@@ -203,10 +226,10 @@ class TorchGroupEngine(CopyingEngine[Slot], GroupEngine):
         finally:
             if not finished:
                 self._staging.clear()  # what is still under way may write into that memory
-                self._leave()
+                self.leave()
 
-    def _leave(self) -> None:
-        """A group in which something failed is not used again."""
+    def leave(self) -> None:
+        """See GroupEngine.leave; a group in which something failed is not used again."""
         group, self._group = self._group, None
         if group is not None:
             ending = threading.Thread(target=_abort, args=(group,), name="rl-ckpt-abort", daemon=True)
@@ -215,7 +238,7 @@ class TorchGroupEngine(CopyingEngine[Slot], GroupEngine):
 
     def close(self) -> None:
         """See CheckpointEngine.close."""
-        self._leave()
+        self.leave()
         super().close()
         self._store = None
         self._place = None
