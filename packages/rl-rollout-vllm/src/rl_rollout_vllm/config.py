@@ -49,7 +49,9 @@ class VLLMConfig:
         enforce_eager: no compilation and no CUDA graphs.
         prefix_caching: keep keys and values of prompts for later requests (until the next update of the weights).
         bucket_bytes: most bytes of weights handed to the engine's process at once; a larger tensor goes alone.
-        threads: compute threads of the engine's process on CPU.
+        threads: compute threads of each process of the engine on CPU.
+        tensor_parallel_size: processes, or GPUs, that share each layer. Each is handed all weights of an update and keeps its shard.
+        sleep_mode: have vLLM allocate GPU memory so that `sleep` can give it back; on CPU `sleep` needs no preparation.
         adapter: adapters to make room for; None: none.
         start_timeout_s: longest start.
         call_timeout_s: longest wait for an update of the weights, or of a request for admission.
@@ -65,6 +67,8 @@ class VLLMConfig:
     prefix_caching: bool = True
     bucket_bytes: int = 64 << 20
     threads: int = 1
+    tensor_parallel_size: int = 1
+    sleep_mode: bool = False
     adapter: AdapterConfig | None = None
     start_timeout_s: float = 600.0
     call_timeout_s: float = 600.0
@@ -72,7 +76,7 @@ class VLLMConfig:
     def __post_init__(self) -> None:
         _require(bool(self.model_path), "model_path", "a folder", self.model_path)
         _require(self.max_model_len >= 0, "max_model_len", "at least 0", self.max_model_len)
-        for name in ("max_num_seqs", "kv_cache_bytes", "bucket_bytes", "threads"):
+        for name in ("max_num_seqs", "kv_cache_bytes", "bucket_bytes", "threads", "tensor_parallel_size"):
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for name in ("start_timeout_s", "call_timeout_s"):
             _require(getattr(self, name) > 0, name, "greater than 0", getattr(self, name))

@@ -19,7 +19,7 @@ from rl_rollout_vllm.buckets import checked, shared, split
 from rl_rollout_vllm.checkpoint import Checkpoint, read_checkpoint
 from rl_rollout_vllm.config import VLLMConfig
 from rl_rollout_vllm.errors import EngineDiedError, TornWeightsError
-from rl_rollout_vllm.front import Finish, Front, LoadedAdapter, Piece, start_vllm
+from rl_rollout_vllm.front import Finish, Front, LoadedAdapter, Part, Piece, start_vllm
 from rl_rollout_vllm.gate import Gate
 from rl_rollout_vllm.loop import LoopThread
 from rl_rollout_vllm.sampling import required_logprobs_mode, sampling_arguments
@@ -78,6 +78,7 @@ class VLLMRolloutEngine:
         self._adapter: tuple[Adapter, LoadedAdapter] | None = None
         self._numbers = itertools.count(1)
         self._running: set[str] = set()
+        self._asleep: list[Part] = []
         self._changing = asyncio.Lock()  # one pause, resume or update at a time
         self._loop = LoopThread("rl-rollout-vllm")
         try:
@@ -191,6 +192,26 @@ class VLLMRolloutEngine:
         """Admit requests, and go on with those that were kept; not before an update that runs is done, or one that broke off is mended."""
         await self._loop.call(self._unpause())
 
+    async def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """Abort what runs, admit nothing, and give memory back until `wake`.
+
+        Level 1 forgets keys and values, and keeps the weights in host memory; level 2 gives the weights up as well: they must be loaded
+        again after `wake("weights")`, and nothing is generated before.
+
+        Raises:
+            ConfigError: a level that this engine can't do; nothing was changed.
+            RolloutError: it sleeps already.
+        """
+        await self._loop.call(self._sleep(level))
+
+    async def wake(self, part: Part | None = None) -> None:
+        """Have one part of the memory again, or all of it: first the weights, so that new ones can be loaded, then room for keys and values.
+
+        Raises:
+            RolloutError: keys and values before the weights.
+        """
+        await self._loop.call(self._wake(part))
+
     def close(self) -> None:
         """End the engine's process; safe to call twice."""
         if not self._closed:
@@ -208,6 +229,35 @@ class VLLMRolloutEngine:
     async def _unpause(self) -> None:
         async with self._changing:
             await self._release("pause")
+
+    async def _sleep(self, level: int) -> None:
+        levels = self._front.sleep_levels
+        if level not in levels:
+            raise ConfigError(
+                f"This vLLM engine can't sleep at level {level}; levels that give memory back here: {list(levels)}. On GPUs set "
+                "VLLMConfig.sleep_mode; on CPU level 2 is not possible, for vLLM's weights are prepacked."
+            )
+        async with self._changing:
+            if self._asleep:
+                raise RolloutError("The vLLM engine sleeps already; call wake.")
+            self._gate.hold("sleep", "the engine sleeps, call wake")
+            await self._front.pause("abort")
+            await self._drain()
+            self._asleep = ["weights", "kv_cache"]
+            if level == 2:
+                self._gate.hold("weights", "sleep(2) has given the weights up, load them")
+            await self._front.sleep(level)
+
+    async def _wake(self, part: Part | None) -> None:
+        async with self._changing:
+            if part == "kv_cache" and "weights" in self._asleep:
+                raise RolloutError("Wake the weights of the vLLM engine before its keys and values.")
+            for one in tuple(self._asleep):
+                if part in (None, one):
+                    await self._front.wake(one)
+                    self._asleep.remove(one)
+            if not self._asleep:
+                await self._release("sleep")
 
     async def _release(self, hold: str) -> None:
         """Give a hold up, once vLLM is ready for those who wait."""
@@ -268,6 +318,8 @@ class VLLMRolloutEngine:
     async def _update(self, load: Callable[[], Awaitable[None]], version: int) -> None:
         """Change the weights while nothing runs and nothing is admitted."""
         async with self._changing:
+            if "weights" in self._asleep:
+                raise RolloutError("The weights of the vLLM engine sleep: call wake('weights') before they are loaded.")
             self._gate.hold("update", f"version {version} of the weights is being loaded")
             with self._broken_unless_done(version):
                 await self._front.pause("abort")
@@ -276,6 +328,7 @@ class VLLMRolloutEngine:
                 await self._front.reset_caches()
             self._version = version
             self._gate.mend()
+            self._gate.release("weights")
             await self._release("update")
 
     @contextmanager

@@ -16,6 +16,8 @@ from rl_rollout_vllm.errors import EngineDiedError
 from rl_rollout_vllm.sampling import SamplingArguments
 
 Finish = Literal["stop", "length", "abort"]
+Part = Literal["weights", "kv_cache"]
+"""What of an engine's memory sleeps and wakes by itself."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's attention on CPU can do; it starts with others, too, and dies of the first request."""
 
@@ -73,6 +75,19 @@ class Front(Protocol):
         """Forget what was computed with the weights so far."""
         ...
 
+    @property
+    def sleep_levels(self) -> Sequence[int]:
+        """Those that give memory back: 1 keeps the weights in host memory, 2 gives them up; both forget keys and values."""
+        ...
+
+    async def sleep(self, level: int) -> None:
+        """Give memory back, while nothing is scheduled."""
+        ...
+
+    async def wake(self, part: Part) -> None:
+        """Have memory again for one part."""
+        ...
+
     async def call(self, method: str, *arguments: object) -> list[object]:
         """Call a method of the worker extension in every worker; plain values only."""
         ...
@@ -98,47 +113,55 @@ async def start_vllm(config: VLLMConfig, model: Checkpoint) -> Front:
     for name, value in environment(config, capabilities.device).items():
         os.environ.setdefault(name, value)
     front = _start(config, model, capabilities)  # blocks its loop, which is nobody else's
-    await front.call("rollout_end_with_parent")
+    await front.call("rollout_end_with_parent", os.getpid())
     return front
+
+
+def engine_arguments(config: VLLMConfig, model: Checkpoint, capabilities: VLLMCapabilities) -> dict[str, Any]:
+    """Keyword arguments of vLLM's AsyncEngineArgs."""
+    adapter = config.adapter
+    lora = {} if adapter is None else {"enable_lora": True, "max_lora_rank": adapter.rank, "max_loras": 1}
+    context = config.max_model_len or model.context
+    whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(context, _BATCHED_TOKENS)}
+    return {
+        "model": str(model.path),
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "dtype": config.dtype,
+        "max_model_len": context,
+        "max_num_seqs": config.max_num_seqs,
+        "kv_cache_memory_bytes": config.kv_cache_bytes,
+        "logprobs_mode": config.logprobs_mode,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": config.prefix_caching,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enable_sleep_mode": config.sleep_mode and capabilities.sleep_frees_memory,
+        "disable_log_stats": True,
+        **({} if capabilities.chunked_prefill_with_seeds else whole_prompts),
+        **lora,
+    }
 
 
 def _start(config: VLLMConfig, model: Checkpoint, capabilities: VLLMCapabilities) -> Front:
     from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
-    adapter = config.adapter
-    lora = {} if adapter is None else {"enable_lora": True, "max_lora_rank": adapter.rank, "max_loras": 1}
-    context = config.max_model_len or model.context
-    whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(context, _BATCHED_TOKENS)}
-    arguments = AsyncEngineArgs(
-        model=str(model.path),
-        skip_tokenizer_init=True,
-        generation_config="vllm",
-        dtype=config.dtype,
-        max_model_len=context,
-        max_num_seqs=config.max_num_seqs,
-        kv_cache_memory_bytes=config.kv_cache_bytes,
-        logprobs_mode=config.logprobs_mode,
-        enforce_eager=config.enforce_eager,
-        enable_prefix_caching=config.prefix_caching,
-        worker_extension_cls=WORKER_EXTENSION,
-        disable_log_stats=True,
-        **({} if capabilities.chunked_prefill_with_seeds else whole_prompts),
-        **lora,
-    )
     try:
+        arguments = AsyncEngineArgs(**engine_arguments(config, model, capabilities))
         engine: Any = AsyncLLM.from_engine_args(arguments)
     except (ValueError, NotImplementedError, OSError) as error:
         raise ConfigError(f"vLLM can't serve {model.path} with these settings: {error}") from error
     except RuntimeError as error:  # the engine's process says why in its own output
         raise RolloutError(f"The vLLM engine for {model.path} did not start: {error}") from error
-    return VLLMFront(engine, config.call_timeout_s)
+    levels = () if capabilities.sleep_frees_memory and not config.sleep_mode else capabilities.sleep_levels
+    return VLLMFront(engine, config.call_timeout_s, levels, sleeps=capabilities.sleep_frees_memory)
 
 
 class VLLMFront:
-    """Front over an AsyncLLM."""
+    """Front over an AsyncLLM; `sleeps`: vLLM's own sleep gives memory back."""
 
-    def __init__(self, engine: Any, timeout_s: float) -> None:
+    def __init__(self, engine: Any, timeout_s: float, sleep_levels: Sequence[int], *, sleeps: bool) -> None:
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
@@ -146,6 +169,8 @@ class VLLMFront:
 
         self._engine: Any = engine
         self._timeout_s = timeout_s
+        self._sleep_levels = sleep_levels
+        self._sleeps = sleeps
         self._sampling_params: Any = SamplingParams
         self._lora_request: Any = LoRARequest
         self._kinds: Any = RequestOutputKind
@@ -192,6 +217,23 @@ class VLLMFront:
         if not await self._within(self._engine.reset_prefix_cache()):
             raise RolloutError("vLLM did not empty its prefix cache: requests still use it.")
         await self._within(self._engine.reset_encoder_cache())
+
+    @property
+    def sleep_levels(self) -> Sequence[int]:
+        """See Front.sleep_levels."""
+        return self._sleep_levels
+
+    async def sleep(self, level: int) -> None:
+        """See Front.sleep."""
+        if self._sleeps:
+            await self._within(self._engine.sleep(level, mode="abort"))
+        else:  # the weights are in host memory as it is
+            await self.call("rollout_release_kv_cache")
+
+    async def wake(self, part: Part) -> None:
+        """See Front.wake."""
+        if self._sleeps:
+            await self._within(self._engine.wake_up([part]))
 
     async def call(self, method: str, *arguments: object) -> list[object]:
         """See Front.call."""

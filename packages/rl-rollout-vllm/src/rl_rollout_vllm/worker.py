@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import mmap
 import os
+import select
 import signal
+import threading
 import zlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -29,10 +32,33 @@ class WeightUpdates:
         model_runner: Any
         model_config: Any
 
-    def rollout_end_with_parent(self) -> None:
-        """Have the kernel end this process when the thread that started it ends, even by SIGKILL: vLLM would live on, holding its memory."""
+    def rollout_end_with_parent(self, front: int) -> None:
+        """Have this process end when the one with the engine's front does, even by SIGKILL: vLLM would live on, holding its memory.
+
+        One worker lives in the process that the front's thread has started, and the kernel ends it with that thread. Of several, each is a
+        child of that process, ends with it, and ends it when the front is gone.
+        """
         if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+        if os.getppid() != front:
+            watch = threading.Thread(target=_end_engine, args=(os.pidfd_open(front), os.getppid()), daemon=True)
+            watch.start()
+
+    def rollout_release_kv_cache(self) -> int:
+        """Give the memory of keys and values back to the system, on CPU; returns its bytes. It is there again, all zeros, when it is touched."""
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        layers = self.model_runner.compilation_config.static_forward_context.values()
+        caches = [layer.kv_cache for layer in layers if isinstance(getattr(layer, "kv_cache", None), torch.Tensor)]
+        storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in caches}
+        released = 0
+        for address, nbytes in storages.items():
+            begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+            whole = (address + nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+            if whole > 0 and madvise(begin, whole, mmap.MADV_DONTNEED):
+                raise OSError(ctypes.get_errno(), "madvise(MADV_DONTNEED) failed")
+            released += max(whole, 0)
+        return released
 
     def rollout_begin_update(self) -> None:
         """Take the model apart: layers wait for all of their weights, then process them (prepacked on CPU) into the memory they had."""
@@ -105,3 +131,12 @@ def _mapped(path: str, entries: Iterable[Entry]) -> tuple[dict[str, torch.Tensor
         for name, dtype, shape, offset, nbytes in entries
     }
     return tensors, zlib.crc32(memory)
+
+
+def _end_engine(front: int, engine: int) -> None:
+    """When the process of a pidfd is gone, end the engine's, and with it all workers."""
+    waiting = select.poll()
+    waiting.register(front, select.POLLIN)
+    waiting.poll()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(engine, signal.SIGKILL)

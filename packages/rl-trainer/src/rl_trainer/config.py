@@ -20,6 +20,7 @@ from rl_trainer.algorithms.correction import (
 from rl_trainer.algorithms.kl import KL_LOSSES, KL_PENALTIES, kl_name
 from rl_trainer.algorithms.policy_losses import LOSS_AGG_MODES
 from rl_trainer.algorithms.schedules import LR_SCHEDULES
+from rl_trainer.routing import ROUTERS
 from rl_trainer.settings import group, option, require
 
 KL_CONTROLLERS = ("fixed", "adaptive")
@@ -373,6 +374,7 @@ class RolloutConfig:
     """How responses are generated."""
 
     num_workers: int = option(2, "rollout replicas, one process each")
+    router: str = option("even", "which replica gets which prompts: " + ", ".join(ROUTERS))
     n: int = option(8, "responses per prompt")
     temperature: float = option(1.0, "divides the logits before sampling")
     top_p: float = option(1.0, "sample from the smallest set of tokens with this much probability")
@@ -388,6 +390,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         require(self.num_workers >= 1, "rollout.num_workers", "at least 1", self.num_workers)
+        require(self.router in ROUTERS, "rollout.router", f"one of {ROUTERS}", self.router)
         require(self.n >= 1, "rollout.n", "at least 1", self.n)
         require(
             self.temperature > 0,

@@ -55,6 +55,8 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What a rollout put into the plane."""
 
     trajectories: int
+    tokens: int = 0
+    """Of all their responses."""
 
 
 class FilterResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

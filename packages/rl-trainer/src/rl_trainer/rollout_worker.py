@@ -59,7 +59,7 @@ class RolloutWorker(Worker):
             for index, trajectory in enumerate(trajectories)
         ]
         await self._put_trajectories(call, named)
-        return RolloutResult(trajectories=len(named))
+        return RolloutResult(trajectories=len(named), tokens=sum(len(t.response_ids) for *_, t in named))
 
     async def _put_trajectories(self, call: RolloutCall, named: Sequence[tuple[SessionRef, int, Trajectory]]) -> None:
         data = BatchData(

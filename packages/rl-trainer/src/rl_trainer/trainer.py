@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
-from rl_protocol import KVBatchMeta, RLError, RowKey, balanced_parts
+from rl_protocol import KVBatchMeta, RLError, RowKey
 from rl_protocol.ports import DataPlane, SamplingParams, WeightSync
 from rl_protocol.rl_columns import TRAIN_PARTITION, VALIDATION_PARTITION, prompt_partition
 from rl_trainer.algorithms.dapo import Generate, GiveUp, Train, next_round
@@ -33,11 +33,11 @@ from rl_trainer.messages import (
     PromptRef,
     RewardResult,
     RolloutCall,
-    RolloutResult,
     SaveCall,
     StageCall,
     StageResult,
 )
+from rl_trainer.routing import roll_out
 from rl_trainer.stages import StepGraph
 
 logger = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ class PPOTrainer:
             self._sampling(), temperature=sampling.temperature, top_p=1.0, top_k=0, ignore_eos=False
         )
         async with self._rows(VALIDATION_PARTITION):
-            batch = await self._rollout(VALIDATION_PARTITION, "val", step, prompts, sampling.n, params)
+            batch, _ = await self._rollout(VALIDATION_PARTITION, "val", step, prompts, sampling.n, params)
             metrics = await self._reward("evaluate", step, batch.without_tags())
         self._tell("on_validate_end", step, metrics)
         return metrics
@@ -234,10 +234,11 @@ class PPOTrainer:
             prompts += fresh
             rounds += 1
             self._tell("on_sample_begin", step, len(fresh))
-            new = await clock.time(
+            new, imbalance = await clock.time(
                 "gen", self._rollout(TRAIN_PARTITION, "train", step, fresh, p.rollout.n, self._sampling(), tagged)
             )
             self._tell("on_sample_end", step, new)
+            metrics["rollout/imbalance"] = max(imbalance, metrics.get("rollout/imbalance", 1.0))
             tagged = KVBatchMeta.concat([tagged, new]) if tagged else new
             scored = await clock.time("reward", self._score(step, new.without_tags()))
             failed |= set(scored.failed)
@@ -288,24 +289,11 @@ class PPOTrainer:
         n: int,
         sampling: SamplingParams,
         before: KVBatchMeta | None = None,
-    ) -> KVBatchMeta:
-        """Trajectories of these prompts, with tags; `before` are those the partition holds of this step already."""
-        workers, timeout_s = self._p.workers.rollout, self._p.loop.stage_timeout_s
-        shares = balanced_parts([1] * len(prompts), len(workers))
-        calls = [
-            RolloutCall(
-                partition=partition,
-                split=split,
-                step=step,
-                prompts=tuple(prompts[i] for i in share),
-                n=n,
-                sampling=sampling,
-            )
-            for share in shares
-        ]
-        results = await together(
-            *(call(w, "rollout", c, RolloutResult, timeout_s) for w, c in zip(workers, calls, strict=True) if c.prompts)
-        )
+    ) -> tuple[KVBatchMeta, float]:
+        """Trajectories of these prompts, with tags, and the replicas' imbalance; `before` are those of this step that are there already."""
+        timeout_s = self._p.loop.stage_timeout_s
+        whole = RolloutCall(partition=partition, split=split, step=step, prompts=tuple(prompts), n=n, sampling=sampling)
+        results, imbalance = await roll_out(self._p.workers.rollout, whole, self._p.rollout.router, timeout_s)
         writes = [
             name
             for name in self._p.graph["rollout"].writes
@@ -316,9 +304,8 @@ class PPOTrainer:
         ready = await self._p.plane.wait_ready(
             partition, count=count, fields=writes, where={"step": step}, timeout_s=timeout_s
         )
-        return ready.select_keys(
-            sorted(set(ready.keys) - known)
-        )  # by name, not by arrival: the same batch in every run
+        new = sorted(set(ready.keys) - known)  # by name, not by arrival: the same batch in every run
+        return ready.select_keys(new), imbalance
 
     async def _teaching(self, step: int, batch: KVBatchMeta) -> tuple[str, ...]:
         """Uids of the prompts that are worth training on."""
@@ -331,7 +318,7 @@ class PPOTrainer:
         uids = {RowKey.parse(key).uid for key in batch.keys}
         prompts = [ref for ref in self._prompts if ref.uid in uids]
         async with self._rows(BASELINE_PARTITION):
-            rows = await self._rollout(BASELINE_PARTITION, "train", step, prompts, 1, greedy)
+            rows, _ = await self._rollout(BASELINE_PARTITION, "train", step, prompts, 1, greedy)
             await self._score(step, rows.without_tags())
             return await self._reward("baseline", step, batch)
 

@@ -1,0 +1,114 @@
+"""Sleep and wake-up over a stand-in for vLLM: what runs is aborted, nobody is admitted before the weights are the right ones, parts wake in order."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rl_protocol import ConfigError, RolloutError
+from rl_protocol.ports import GenerationRequest, SamplingParams
+
+LONG = SamplingParams(max_new_tokens=50, ignore_eos=True)
+DEADLINE_S = 60.0
+
+
+def request(uid="p"):
+    return GenerationRequest(uid=uid, session=0, prompt_ids=(2, 3))
+
+
+async def started(front, count):
+    """Wait until that many requests run."""
+    async with asyncio.timeout(DEADLINE_S):
+        while len(front.seen) < count:  # noqa: ASYNC110 - the stand-in tells nobody
+            await asyncio.sleep(0.001)
+
+
+async def waits(engine, front):
+    """A request that the gate holds back: vLLM does not know of it."""
+    known = len(front.seen)
+    asked = asyncio.create_task(engine.generate([request("late")], LONG))
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert not asked.done()
+    assert len(front.seen) == known
+    return asked
+
+
+def test_level_1_aborts_what_runs_and_goes_on_with_the_same_weights(opened):
+    engine, front = opened()
+    front.stop_after = 5
+
+    async def scenario():
+        running = asyncio.create_task(engine.generate([request()], LONG))
+        await started(front, 1)
+        await engine.sleep()
+        front.stop_after = None
+        late = await waits(engine, front)
+        await engine.wake("weights")
+        assert not late.done()
+        await engine.wake("kv_cache")
+        return await running, await late
+
+    (cut,), (made,) = asyncio.run(scenario())
+    assert cut.finish_reason == "abort"
+    assert (made.finish_reason, made.weight_version) == ("length", 0)
+    assert front.log == ["pause abort", "sleep 1", "wake weights", "wake kv_cache", "resume"]
+
+
+@pytest.mark.parametrize("load_between", [True, False])
+def test_after_level_2_nothing_is_generated_before_weights_are_loaded(opened, other_weights, load_between):
+    """Pitfall: a wake-up from level 2 leaves memory with no weights in it, and generates with them."""
+    engine, front = opened()
+
+    async def scenario():
+        await engine.sleep(2)
+        late = await waits(engine, front)
+        await engine.wake("weights")
+        if load_between:
+            await asyncio.to_thread(engine.load_weights, other_weights, 7)
+        assert not late.done()
+        await engine.wake()
+        if not load_between:
+            await waits(engine, front)
+            await asyncio.to_thread(engine.load_weights, other_weights, 7)
+        return await late
+
+    (made,) = asyncio.run(scenario())
+    assert made.weight_version == 7
+    assert front.log[-1] == "resume"
+    assert front.log.count("resume") == 1
+    woken = front.log.index("wake kv_cache")
+    assert (front.log.index("rollout_finish_update") < woken) == load_between
+
+
+def test_what_would_go_wrong_is_refused_and_changes_nothing(opened, other_weights):
+    engine, front = opened()
+    front.sleep_levels = (1,)
+    with pytest.raises(
+        ConfigError, match=r"can't sleep at level 2; levels that give memory back here: \[1\]\. On GPUs set"
+    ):
+        asyncio.run(engine.sleep(2))
+    assert front.log == []
+    asyncio.run(engine.sleep())
+    with pytest.raises(RolloutError, match="sleeps already"):
+        asyncio.run(engine.sleep())
+    with pytest.raises(RolloutError, match=r"call wake\('weights'\) before"):
+        engine.load_weights(other_weights, 1)
+    with pytest.raises(RolloutError, match="Wake the weights"):
+        asyncio.run(engine.wake("kv_cache"))
+    asyncio.run(engine.wake())
+    asyncio.run(engine.wake())  # awake already
+    (made,) = asyncio.run(engine.generate([request()], LONG))
+    assert made.weight_version == 0
+
+
+def test_a_pause_outlives_a_sleep(opened):
+    engine, front = opened()
+    asyncio.run(engine.pause())
+    asyncio.run(engine.sleep())
+    asyncio.run(engine.wake())
+    assert "resume" not in front.log
+    asyncio.run(engine.resume())
+    assert front.log[-1] == "resume"
+    asyncio.run(engine.generate([request()], LONG))
