@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
-from rl_ckpt_engine import CheckpointEngine, Manifest, SenderEndpoint
+from rl_ckpt_engine import CheckpointEngine, Manifest, SenderEndpoint, WeightKind
 from rl_ckpt_engine.engines.delta import DeltaEngine, DeltaPlacement
 from rl_protocol import WeightSyncError, WeightTensor
 from rl_protocol.dtypes import storage_dtype
@@ -40,6 +41,25 @@ class ChangeCounter:
         self.share = changed / max(total, 1)
 
 
+class AdapterSource(Protocol):
+    """A policy that can give its adapter apart from the weights it belongs to."""
+
+    def adapter_weights(self) -> Iterable[WeightTensor]:
+        """Its tensors, named as in a PEFT folder; on several ranks a collective, as `named_weights`."""
+        ...
+
+
+class AdapterOnly:
+    """WeightSender of the adapter of a policy."""
+
+    def __init__(self, source: AdapterSource) -> None:
+        self._source = source
+
+    def named_weights(self) -> Iterable[WeightTensor]:
+        """See AdapterSource.adapter_weights."""
+        return self._source.adapter_weights()
+
+
 class MeasuredSender(SenderEndpoint):
     """SenderEndpoint that tells what its last send saved, when its engine sends changes alone.
 
@@ -47,9 +67,10 @@ class MeasuredSender(SenderEndpoint):
         metrics: of the last send; empty with other engines.
     """
 
-    def __init__(self, engine: CheckpointEngine, source: WeightSender) -> None:
+    def __init__(self, engine: CheckpointEngine, source: WeightSender, *, kind: WeightKind = "full") -> None:
         self._counter = ChangeCounter(source, engine) if isinstance(engine, DeltaEngine) else None
-        super().__init__(engine, self._counter or source)
+        # where no response of a step teaches anything, the adapter stays as it is
+        super().__init__(engine, self._counter or source, kind=kind, must_change=False)
         self.metrics: dict[str, float] = {}
 
     async def send(self, version: int, timeout_s: float) -> bytes:
