@@ -1,6 +1,7 @@
 """Does the default run learn, for every seed, with GRPO and with PPO, and how long does it take?
 
     uv run benchmarks/bench_learning.py [--seeds 0,1,2,3,4] [--algorithms grpo,ppo] [--vary trainer.seed] [--steps N] [--smoke]
+        [--engine megatron] [--set lora.rank=8 --set actor.optim.lr=1e-3]
 
 Runs the app as a user would, one process after the other, with a cache of its own, so that every first run of a data seed includes its
 warm-up. Writes JSON and a plot of the curves; the table of benchmarks/README.md is made from the JSON by report.py.
@@ -83,22 +84,26 @@ def main() -> None:
         help="keys that get the seed, comma-separated: trainer.seed, or trainer.seed,data.seed",
     )
     parser.add_argument("--steps", type=int, default=0, help="0: as many as the app's default")
+    parser.add_argument("--engine", default="torch", help="model_engine; others than torch are named in the result")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another override of all runs")
     parser.add_argument("--smoke", action="store_true", help="one seed, GRPO, 2 steps, nothing written")
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments = parser.parse_args(["--smoke", "--seeds", "0", "--algorithms", "grpo", "--steps", "2"])
+    chosen = [*([] if arguments.engine == "torch" else [f"model_engine={arguments.engine}"]), *arguments.set]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for algorithm in arguments.algorithms.split(","):
             for seed in arguments.seeds.split(","):
                 overrides = [f"{key}={seed}" for key in arguments.vary.split(",")]
                 extra = [f"trainer.total_training_steps={arguments.steps}"] if arguments.steps else []
-                rows.append(run(algorithm, [*overrides, *extra], Path(folder)))
+                rows.append(run(algorithm, [*overrides, *extra, *chosen], Path(folder)))
                 print({k: v for k, v in rows[-1].items() if k != "curve"}, flush=True)
     if arguments.smoke:
         return
     varied = "_".join(key.partition(".")[0] for key in arguments.vary.split(","))
-    path = write_result(f"learning_{varied}_seeds", command_line(), rows)
+    engine = "" if arguments.engine == "torch" else f"_{arguments.engine}"
+    path = write_result(f"learning{engine}_{varied}_seeds", command_line(), rows)
     plot(rows, path.with_suffix(".png"))
     print(path)
 
