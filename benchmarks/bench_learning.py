@@ -1,6 +1,6 @@
 """Does the default run learn, for every seed, with GRPO and with PPO, and how long does it take?
 
-    uv run benchmarks/bench_learning.py [--seeds 0,1,2,3,4] [--algorithms grpo,ppo] [--vary trainer.seed] [--steps N] [--set "KEY=VALUE .."] [--smoke]
+    uv run benchmarks/bench_learning.py [--seeds 0,1,2,3,4] [--algorithms grpo,ppo] [--vary trainer.seed] [--steps N] [--set KEY=VALUE ..] [--smoke]
 
 Runs the app as a user would, one process after the other, with a cache of its own, so that every first run of a data seed includes its
 warm-up. Writes JSON and a plot of the curves; the table of benchmarks/README.md is made from the JSON by report.py.
@@ -83,7 +83,13 @@ def main() -> None:
         help="keys that get the seed, comma-separated: trainer.seed, or trainer.seed,data.seed",
     )
     parser.add_argument("--steps", type=int, default=0, help="0: as many as the app's default")
-    parser.add_argument("--set", default="", help="further overrides for every run, such as rollout.name=vllm")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="another override of all runs; the first one's value names the result",
+    )
     parser.add_argument("--smoke", action="store_true", help="one seed, GRPO, 2 steps, nothing written")
     arguments = parser.parse_args()
     if arguments.smoke:
@@ -94,12 +100,12 @@ def main() -> None:
             for seed in arguments.seeds.split(","):
                 overrides = [f"{key}={seed}" for key in arguments.vary.split(",")]
                 extra = [f"trainer.total_training_steps={arguments.steps}"] if arguments.steps else []
-                rows.append(run(algorithm, [*overrides, *extra, *arguments.set.split()], Path(folder)))
+                rows.append(run(algorithm, [*overrides, *extra, *arguments.set], Path(folder)))
                 print({k: v for k, v in rows[-1].items() if k != "curve"}, flush=True)
     if arguments.smoke:
         return
     varied = "_".join(key.partition(".")[0] for key in arguments.vary.split(","))
-    name = "_".join([f"learning_{varied}_seeds", *(pair.partition("=")[2] for pair in arguments.set.split()[:1])])
+    name = "_".join([f"learning_{varied}_seeds", *(pair.partition("=")[2] for pair in arguments.set[:1])])
     path = write_result(name, command_line(), rows)
     plot(rows, path.with_suffix(".png"))
     print(path)

@@ -99,24 +99,31 @@ def test_driver_bytes_do_not_grow_with_the_responses(app):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["torch", "fsdp"])
+@pytest.mark.parametrize("engine", ["torch", "fsdp", "megatron"])
 def test_lora_trains_an_adapter_and_needs_no_reference_process(app, base_model, engine):
-    """With FSDP2 two processes share the actor; rows are dealt to them by key, and both give up their shards when weights are sent."""
+    """With FSDP2 and Megatron two processes share the actor: rows are dealt to them by key, or both get the same ones; both give up their
+    shards when the adapter is sent."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    more = ["fsdp.world_size=2", "fsdp.device=cpu"] if engine == "fsdp" else []
+    more = {
+        "torch": [],
+        "fsdp": ["fsdp.world_size=2", "fsdp.device=cpu"],
+        "megatron": ["megatron.tensor_model_parallel_size=2"],
+    }[engine]
     done = app(f"model_engine={engine}", "lora.rank=4", "actor.optim.lr=1e-2", "trainer.total_training_steps=3", *more)
     assert done.code == 0, done.err
     trained = done.metrics[1:]
     assert [m["weight_sync/version"] for m in trained] == [1, 2, 3]
     assert max(m["training/rollout_log_probs_diff_max"] for m in trained) < 1e-4
+    # rank 4 of two layers of the demo's model, float32: q, k, v and o of 128 by 128, gate and up of 256 by 128, down of 128 by 256
+    assert {m["weight_sync/bytes"] for m in trained} == {4 * 4 * 2 * (4 * (128 + 128) + 3 * (128 + 256))}
     assert trained[0]["actor/ref_kl"] == pytest.approx(0, abs=1e-6)
     assert trained[-1]["actor/ref_kl"] > 1e-4
     assert max(m["perf/driver_bytes"] for m in trained) < 256 * KIB
     logs = {path.name for path in (done.folder / "logs").iterdir()}
     assert "ref.log" not in logs
-    assert ("actor-1.log" in logs) == (engine == "fsdp")
+    assert ("actor-1.log" in logs) == (engine != "torch")
     base = AutoModelForCausalLM.from_pretrained(base_model)
     adapted = PeftModel.from_pretrained(base, done.folder / "checkpoint").merge_and_unload().state_dict()
     before = AutoModelForCausalLM.from_pretrained(base_model).state_dict()

@@ -158,7 +158,8 @@ def test_flags():
 def test_cfg_prints_the_resolved_configuration(capsys):
     assert main(["--cfg", "rollout.n=4"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
-    assert printed == dataclasses.asdict(load_config(["rollout.n=4"]))
+    whole = dataclasses.asdict(load_config(["rollout.n=4"]))
+    assert printed == {key: value for key, value in whole.items() if key not in ("fsdp", "megatron")}
 
 
 def test_errors_are_one_paragraph_on_stderr_with_exit_code_2(capsys):

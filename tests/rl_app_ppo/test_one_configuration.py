@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import random
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import yaml
 
-from rl_app_ppo.config import from_verl, load_config, options, resolve, to_yaml
+from rl_app_ppo.config import flat_settings, from_verl, load_config, options, resolve, to_yaml
+from rl_app_ppo.engines import require_installed
 from rl_app_ppo.explain import difference, explain, read_side
 from rl_app_ppo.main import main
 from rl_app_ppo.memory import check_memory, needed_bytes, parameters
 from rl_app_ppo.spellings import SPELLINGS
 from rl_app_ppo.unused import RULES
 from rl_app_ppo.verl import DEFAULTS, RENAMED, SPECIAL, import_verl
+from rl_app_ppo.wiring.roles import room_for_adapters
 from rl_protocol import ConfigError
-from rl_trainer.engines import ENGINES, Engine
+from rl_trainer.engines import ENGINES, Engine, MegatronConfig
 
 GOLDEN = Path(__file__).parent / "golden"
+NEEDS = {"megatron": ["lora.rank=8"]}
+"""Engine -> what a run with it must set beside."""
 
 
 # -- engines and their defaults
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_resolved_configuration_of_each_engine_is_the_committed_one(engine):
     """A default that changes, changes what people run. To accept it: write to_yaml(...) to the file, and a line into the changelog."""
-    assert to_yaml(load_config([f"model_engine={engine}"])) == (GOLDEN / f"{engine}.yaml").read_text()
+    config = load_config([f"model_engine={engine}", *NEEDS.get(engine, [])])
+    assert to_yaml(config) == (GOLDEN / f"{engine}.yaml").read_text()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -57,13 +63,106 @@ def test_the_engine_yields_to_preset_file_and_override(tmp_path):
 
 def test_an_engine_that_is_not_there_is_refused():
     with pytest.raises(
-        ConfigError, match=r"model_engine must be one of torch, fsdp; got 'fsdp2'\. Did you mean 'fsdp'\?"
+        ConfigError, match=r"model_engine must be one of torch, fsdp, megatron; got 'fsdp2'\. Did you mean 'fsdp'\?"
     ):
         load_config(["model_engine=fsdp2"])
 
 
-def test_the_default_view_stays_small():
-    assert len(options()) <= 150
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_shown_stays_small_and_has_no_group_of_another_engine(engine, tmp_path, capsys):
+    config = load_config([f"model_engine={engine}", *NEEDS.get(engine, [])])
+    shown = flat_settings(to_yaml(config))
+    assert list(shown) == [option.key for option in options(engine)]
+    assert len(shown) <= 150
+    groups = {other.group for other in ENGINES.values() if other.group}
+    assert {key.partition(".")[0] for key in shown} & groups == {ENGINES[engine].group} - {""}
+    (tmp_path / "shown.yaml").write_text(to_yaml(config))
+    assert load_config([], tmp_path / "shown.yaml") == config
+
+
+def test_every_engines_keys_are_known_and_explained_whichever_is_chosen():
+    resolved = resolve(["model_engine=fsdp"])
+    assert "megatron.world_size = 0   (default)" in explain("megatron.world_size", resolved)
+    assert "fsdp.world_size = 1" in explain("fsdp", resolve([]))
+    with pytest.raises(ConfigError, match=r"Did you mean 'megatron\.world_size'"):
+        load_config(["megatron.wrld_size=2"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], r"trains LoRA adapters alone; got lora\.rank=0\. Set lora\.rank=8"),
+        (["lora.rank=8", "algorithm=ppo"], r"no critic, which algorithm\.adv_estimator=gae needs"),
+        (["lora.rank=8", "algorithm.adv_estimator=optimal_token_baseline"], "Set another estimator"),
+        (["lora.rank=8", "lora.use_dora=true"], r"lora\.use_dora=True has no effect: .* model_engine=torch or fsdp"),
+        (["lora.rank=8", "lora.dropout=0.1"], r"lora\.dropout=0\.1 has no effect"),
+        (["lora.rank=8", "actor.use_remove_padding=true"], r"actor\.use_remove_padding=True has no effect"),
+        (["lora.rank=8", "fsdp.world_size=2"], r"nothing reads it without model_engine=fsdp"),
+        (
+            ["megatron.tensor_model_parallel_size=2", "megatron.world_size=3"],
+            r"megatron\.world_size must be 0 or a multiple of tensor \* pipeline \(2\); got 3",
+        ),
+        (
+            ["lora.rank=8", "megatron.world_size=400"],
+            r"must be at least megatron\.world_size / rollout\.n \(400 / 8\)",
+        ),
+    ],
+)
+def test_what_megatron_can_not_do_is_refused_before_a_process_starts(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(["model_engine=megatron", *overrides])
+
+
+def test_an_engine_that_is_not_installed_is_named_with_its_command(monkeypatch):
+    require_installed("megatron")
+
+    def missing(package):
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr("rl_app_ppo.engines.version", missing)
+    require_installed("torch")
+    with pytest.raises(ConfigError, match=r"needs rl-megatron-peft, which is not installed: pip install 'rl-app-ppo\["):
+        require_installed("megatron")
+
+
+@pytest.mark.filterwarnings("ignore")  # what Megatron-Core says when it is imported
+@pytest.mark.parametrize(("tensor", "pipeline", "data"), [(1, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 3), (2, 1, 1)])
+def test_ranks_that_get_the_same_rows_are_those_that_megatron_has_share_a_replica(tensor, pipeline, data):
+    from megatron.core.parallel_state import RankGenerator
+
+    shape = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+    config = MegatronConfig(**shape, world_size=tensor * pipeline * data)
+    order = RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=1, order="tp-cp-ep-dp-pp")
+    ours = [[rank for rank in range(config.ranks) if config.replica(rank) == share] for share in range(data)]
+    assert ours == order.get_ranks("tp-pp")
+
+
+def test_without_a_number_of_processes_there_is_one_replica():
+    four = MegatronConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    assert four.ranks == 4
+    config = load_config(["model_engine=megatron", "lora.rank=8", "megatron.tensor_model_parallel_size=2"])
+    assert (config.ranks, config.replicas) == (2, (0, 0))
+    assert load_config(["model_engine=fsdp", "fsdp.world_size=3"]).replicas == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["lora.use_dora=true"], "serves no DoRA adapters"),
+        (["lora.rank=600"], r"up to rank 512; got lora\.rank=600\. Set lora\.merge=true"),
+    ],
+)
+def test_adapters_that_vllm_can_not_serve_are_to_be_merged(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(["lora.rank=8", "rollout.name=vllm", *overrides])
+    assert not load_config(["lora.rank=8", "rollout.name=vllm", *overrides, "lora.merge=true"]).sends_adapters
+
+
+def test_vllm_makes_room_for_the_adapters_of_the_run():
+    room = room_for_adapters(load_config(["lora.rank=12", "lora.alpha=24", "lora.target_modules=q_proj"]).lora)
+    assert (room.rank, room.alpha, room.target_modules) == (16, 24.0, ("q_proj",))
+    rooted = load_config(["lora.rank=16", "lora.alpha=8", "lora.use_rslora=true"]).lora
+    assert room_for_adapters(rooted).alpha / 16 == 8 / 4
 
 
 # -- one LoRA block
@@ -103,7 +202,7 @@ def test_every_spelling_is_of_a_key_there_is():
         "actor_rollout_ref.rollout.layer_name_map",
         "actor.megatron.override_transformer_config.recompute_granularity",
         "actor_rollout_ref.model.override_config.moe_config.freeze_moe_router",
-        "fsdp.tensor_model_parallel_size",
+        "fsdp.virtual_pipeline_model_parallel_size",
     ],
 )
 def test_an_override_of_another_engine_is_refused_and_not_lost(key):
@@ -178,7 +277,9 @@ def test_a_critic_that_is_not_there_does_not_ask_for_divisibility():
 def test_memory_by_hand():
     full, lora = load_config(), load_config(["lora.rank=4", "rollout.num_workers=1"])
     assert needed_bytes(10, full) == {"actor": 160, "rollout": 160, "weight sync": 40, "ref": 40}
-    assert needed_bytes(10, lora) == {"actor": 40, "rollout": 80, "weight sync": 40}
+    assert needed_bytes(10, lora) == {"actor": 40, "rollout": 80}
+    merged = load_config(["lora.rank=4", "rollout.num_workers=1", "lora.merge=true"])
+    assert needed_bytes(10, merged) == {"actor": 40, "rollout": 80, "weight sync": 40}
     assert needed_bytes(10, load_config(["algorithm=ppo"]))["critic"] == 160
     check_memory(10, full, 400)
     with pytest.raises(ConfigError, match=r"7,000,000,000 weights needs 260\.8 GiB .* Set lora\.rank"):
@@ -458,5 +559,24 @@ def test_what_verl_calls_things_exists_here():
 
 def test_an_engine_we_do_not_have_is_listed(tmp_path):
     file = tmp_path / "verl.txt"
-    file.write_text("actor_rollout_ref.actor.strategy=megatron")
-    assert "# not mapped: actor_rollout_ref.actor.strategy: there is no megatron here" in from_verl(file)
+    file.write_text("actor_rollout_ref.actor.strategy=veomni")
+    assert "# not mapped: actor_rollout_ref.actor.strategy: there is no veomni here" in from_verl(file)
+
+
+def test_megatron_of_verl_is_ours_where_it_trains_adapters(tmp_path):
+    file, ours = tmp_path / "verl.txt", tmp_path / "ours.yaml"
+    whole = "actor_rollout_ref.actor.strategy=megatron actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+    file.write_text(whole)
+    lines = [line for line in from_verl(file).splitlines() if line.startswith("#")]
+    assert lines == [
+        "# not mapped: actor_rollout_ref.actor.strategy: megatron trains LoRA adapters alone here, and no critic",
+        "# left out: megatron.tensor_model_parallel_size: nothing reads it without model_engine=megatron",
+    ]
+    file.write_text(
+        f"{whole} algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 actor_rollout_ref.model.lora.rank=8 "
+        "actor_rollout_ref.model.lora.merge=True"
+    )
+    ours.write_text(from_verl(file))
+    config = load_config([], ours)
+    assert (config.model_engine, config.megatron.tensor_model_parallel_size, config.ranks) == ("megatron", 2, 2)
+    assert (config.lora.rank, config.lora.merge, config.actor.use_remove_padding) == (8, True, False)

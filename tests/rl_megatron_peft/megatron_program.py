@@ -57,7 +57,7 @@ def loss(log_prob, entropy, micro, counts):
     advantages = torch.tensor(micro.ragged("advantages").values)
     per_token = -advantages * log_prob - 0.01 * entropy
     share = (per_token * mask).sum() / max(counts.tokens, 1)
-    return share, {"entropy": float((entropy.detach() * mask).sum())}
+    return share, {"entropy": (float((entropy.detach() * mask).sum()), float(mask.sum()))}
 
 
 def policy_of(path, ranks, kind, **more):
@@ -69,6 +69,16 @@ def policy_of(path, ranks, kind, **more):
     adam = AdamConfig(lr=3e-2, weight_decay=0.01, grad_clip=0.5)
     settings = {"lora": lora, "loss": loss, "adam": adam, "fused": kind == "fused", "micro_batch_rows": 3, "seed": 5}
     return MegatronPolicyBackend(path, ranks=ranks, **{**settings, **more})
+
+
+def same_state(one, other):
+    """Bit for bit: factors, moments and counters."""
+    import torch
+
+    pairs = zip(one.optimiser.factors, other.optimiser.factors, strict=True)
+    states = [(one.optimiser.state(a), other.optimiser.state(b)) for a, b in pairs]
+    same = all(a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) for a, b in states)
+    return same and (one.optimiser.steps, one.updates) == (other.optimiser.steps, other.updates)
 
 
 def logits_of(policy):
@@ -146,12 +156,20 @@ def curve(models, out, ranks, keep, curves):
         begin = steps_of(policy, 0, 5)
         if resumed:
             save_checkpoint(policy, out / f"{family}-5")
+            (out / f"{family}-5-state").mkdir(exist_ok=True)
+            write = policy.snapshot()
         end = steps_of(policy, 5, 10)
+        if resumed:
+            write(out / f"{family}-5-state")  # later than it was taken, as a thread would
         found = {f"curve-{family}": {name: begin[name] + end[name] for name in begin}}
         if resumed:
             again = policy_of(models / family, ranks, kind, seed=77)
             load_checkpoint(again, out.parent / BEFORE[out.name] / f"{family}-5")
+            other = policy_of(models / family, ranks, kind, seed=78)
+            other.restore(out.parent / BEFORE[out.name] / f"{family}-5-state")
+            assert same_state(again, other)
             found[f"resumed-{family}"] = steps_of(again, 5, 10)
+            found[f"restored-{family}"] = steps_of(other, 5, 10)
         for name, table in found.items() if keep else ():
             np.savez(out / f"{name}.npz", **table)
 

@@ -7,6 +7,7 @@ import shutil
 import warnings
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
 from rl_megatron_peft import (
@@ -269,6 +270,68 @@ def test_a_checkpoint_that_can_not_be_resumed_is_refused(policy, checkpoint, tmp
     assert state(policy) == before
     load_checkpoint(policy, checkpoint)
     assert state(policy) != before
+
+
+def edit_state(folder, **fields):
+    file = folder / "adapter_state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def without_a_tensor(folder):
+    from safetensors.torch import load_file, save_file
+
+    (file,) = folder.glob("stage-*.safetensors")
+    tensors = load_file(file)
+    del tensors["model.layers.0.mlp.down_proj.lora_A"]
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "field"),
+    [
+        (lambda folder: edit_state(folder, base_model="f00"), "base_model"),
+        (lambda folder: edit_state(folder, rank=8), "rank"),
+        (lambda folder: edit_state(folder, updates=None), "updates"),
+        (lambda folder: (folder / "adapter_state.json").write_text("[]"), "base_model"),
+        (lambda folder: (folder / "adapter_state.json").unlink(), "file"),
+        (lambda folder: [file.write_bytes(b"\x08" + bytes(9)) for file in folder.glob("stage-*")], "file"),
+        (without_a_tensor, "model.layers.0.mlp.down_proj.lora_A"),
+    ],
+)
+def test_a_snapshot_that_can_not_be_restored_is_refused(policy, ranks, models, program, tmp_path, damage, field):
+    trained = program.policy_of(models / "llama", ranks, "fused")
+    trained.update(program.batch_of(4, 0), temperature=1.0)
+    assert all(file.is_file() for file in trained.snapshot()(tmp_path))
+    before = state(policy)
+    policy.restore(tmp_path)
+    assert program.same_state(policy, trained)
+    fresh = program.policy_of(models / "llama", ranks, "fused")
+    damage(tmp_path)
+    with pytest.raises(AdapterError) as caught:
+        fresh.restore(tmp_path)
+    assert caught.value.field == field
+    assert state(fresh) == before
+
+
+def test_the_adapter_travels_under_the_names_of_its_files(policy, program, tmp_path):
+    from safetensors.numpy import load_file
+
+    policy.update(program.batch_of(4, 0), temperature=1.0)
+    write = policy.export()
+    policy.update(program.batch_of(4, 1), temperature=1.0)  # the copy is of before
+    (tmp_path / "now").mkdir()
+    files = write(tmp_path / "now")
+    assert {"adapter_config.json", "adapter_model.safetensors", "adapter_manifest.json"} <= {
+        file.name for file in files
+    }
+    assert read_adapter(tmp_path / "now").pairs.keys() == policy.adapter().pairs.keys()
+    policy.save_pretrained(tmp_path / "later")
+    written = load_file(tmp_path / "later" / "adapter_model.safetensors")
+    sent = {weight.name: weight for weight in policy.adapter_weights()}
+    assert sent.keys() == written.keys()
+    assert all(sent[name].data.tobytes() == written[name].tobytes() for name in sent)
+    earlier = load_file(tmp_path / "now" / "adapter_model.safetensors")
+    assert any(not np.array_equal(written[name], earlier[name]) for name in written)
 
 
 def test_an_exported_adapter_is_no_checkpoint(policy, tmp_path):

@@ -94,6 +94,41 @@ def test_every_rank_is_sent_its_own_keys_and_one_rank_all_of_them():
     assert (alone.calls[0].batch.keys, alone.calls[0].mini_batches) == (rows.names.keys, None)
 
 
+def test_ranks_of_one_replica_get_the_same_rows_and_one_of_them_writes():
+    rows, shares = step_rows(12), (0, 0, 1, 1)
+    ranks = [Recording(f"r{i}") for i in range(4)]
+    workers = Workers(rollout=[], reward=ranks[0], actor=ranks, replicas=shares, critic=ranks[:2])
+    assert (workers.shares(ranks), list(workers.shares(ranks[1:3]))) == (shares, [0, 1])
+    asyncio.run(forward(ranks, "old_log_prob", 1, rows, 5, shares))
+    first, again, second, third = (rank.calls[0] for rank in ranks)
+    assert (first.batch, second.batch) == (again.batch, third.batch)
+    assert sorted(first.batch.keys + second.batch.keys) == sorted(rows.names.keys)
+    assert [rank.calls[0].writes for rank in ranks] == [True, False, True, False]
+    schedule = ActorConfig(ppo_mini_batch_size=4).schedule(1, 0)
+    asyncio.run(update(ranks, "update_actor", 1, rows, schedule, 0, 5, shares))
+    dealt = share_out(rows.lengths, schedule, 0, 2)
+    assert [rank.calls[1].mini_batches for rank in ranks] == [dealt[i].mini_batches for i in shares]
+    with pytest.raises(BatchError, match="has 1 rows for 2 ranks"):
+        asyncio.run(forward(ranks, "ref", 1, step_rows(1), 5, shares))
+
+
+def test_what_is_not_to_be_written_is_computed_all_the_same():
+    """The computation is a collective of the ranks of a replica."""
+
+    async def body():
+        plane = MemoryDataPlane()
+        batch = await plane.put("train", ["p/0/0"], BatchData({"responses": ragged([[4, 1]], "int64")}))
+        await plane.put("train/prompts", ["p"], BatchData({"prompts": ragged([[2, 3]], "int64")}))
+        policy = BigramPolicy()
+        worker = ActorWorker(plane, build_graph(AlgorithmConfig(), ActorConfig()), policy, 1.0)
+        await worker.old_log_prob(StageCall(step=1, batch=batch, writes=False))
+        assert not (await plane.list_rows("train", fields=["old_log_probs"])).keys
+        await worker.old_log_prob(StageCall(step=1, batch=batch))
+        assert (await plane.list_rows("train", fields=["old_log_probs"])).keys == ("p/0/0",)
+
+    asyncio.run(body())
+
+
 def test_fewer_rows_than_ranks_are_refused():
     with pytest.raises(BatchError, match="has 1 rows for 2 ranks"):
         asyncio.run(forward([Recording("r0"), Recording("r1")], "ref", 1, step_rows(1), 5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import numpy as np
@@ -11,11 +12,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rl_protocol import BatchData, ConfigError
+from rl_protocol import BatchData, ConfigError, WeightSyncError, ragged
+from rl_protocol.ports import GenerationRequest, SamplingParams
 from rl_protocol.torch import from_weight
 from rl_trainer import ActorConfig, LoraConfig, OptimConfig
 from rl_trainer.backends.tokens import token_batch
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
+from rl_trainer.rollout.hf import HFRolloutEngine
 
 KINDS = {
     "plain": LoraConfig(rank=4, alpha=8),
@@ -172,3 +175,58 @@ def test_a_policy_without_lora_has_no_reference_in_it(model_path, training_batch
     policy = TorchPolicyBackend(model_path, None)
     with pytest.raises(ConfigError, match=r"lora\.rank=0"):
         policy.compute_reference_log_probs(BatchData({}), temperature=1.0)
+
+
+def test_a_rollout_engine_with_the_adapter_alone_has_the_trainers_policy(model_path, lora, training_batch):
+    """What travels is the adapter; merged there, it makes bit for bit the weights that would have been sent whole."""
+    policy = policy_with(model_path, lora)
+    engine = HFRolloutEngine(model_path, lora=lora)
+    requests = [GenerationRequest(uid=f"p{i}", session=0, prompt_ids=(2 + i % 5,) * (1 + i % 4)) for i in range(8)]
+    data = training_batch(policy)
+    before = [g.log_probs for g in generate(engine, requests)]
+    for version in (1, 2):
+        policy.update(data, temperature=1.0)
+        adapter, merged = list(policy.adapter_weights()), weights(policy)
+        engine.load_adapter(adapter, version)
+        assert engine.weight_version == version
+        state = engine._model.state_dict()
+        assert all(torch.equal(state[name], merged[name]) for name in merged)
+    assert sum(weight.nbytes for weight in adapter) < sum(tensor.nbytes for tensor in merged.values()) / 3
+    made = generate(engine, requests)
+    assert [g.log_probs for g in made] != before
+    tokens = {
+        "prompts": ragged([r.prompt_ids for r in requests], "int64"),
+        "responses": ragged([g.response_ids for g in made], "int64"),
+    }
+    own = policy.compute_log_probs(BatchData(tokens), temperature=1.0).ragged("log_probs").rows()
+    for generation, expected in zip(made, own, strict=True):
+        assert generation.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def generate(engine, requests):
+    return asyncio.run(engine.generate(requests, SamplingParams(max_new_tokens=6)))
+
+
+def test_a_rollout_in_bfloat16_rounds_what_base_and_adapter_make_together(model_path, training_batch):
+    lora = KINDS["plain"]
+    policy, engine = policy_with(model_path, lora), HFRolloutEngine(model_path, dtype="bfloat16", lora=lora)
+    policy.update(training_batch(policy), temperature=1.0)
+    engine.load_adapter(policy.adapter_weights(), 1)
+    state = engine._model.state_dict()
+    assert all(torch.equal(state[name], tensor.bfloat16()) for name, tensor in weights(policy).items())
+
+
+def test_an_adapter_that_does_not_fit_the_rollout_is_refused_and_changes_nothing(model_path):
+    lora = KINDS["plain"]
+    engine, fresh = HFRolloutEngine(model_path, lora=lora), list(policy_with(model_path, lora).adapter_weights())
+    before = {name: tensor.clone() for name, tensor in engine._model.state_dict().items()}
+    other = policy_with(model_path, LoraConfig(rank=2)).adapter_weights()
+    for wrong, message in ((fresh[1:], "missing"), (other, r"rollout model has \('float32', \(4,")):
+        with pytest.raises(WeightSyncError, match=message):
+            engine.load_adapter(wrong, 1)
+    with pytest.raises(WeightSyncError, match="made without `lora`"):
+        HFRolloutEngine(model_path).load_adapter(fresh, 1)
+    with pytest.raises(ConfigError, match="no adapter to send"):
+        list(TorchPolicyBackend(model_path, None).adapter_weights())
+    assert engine.weight_version == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine._model.state_dict().items())

@@ -22,12 +22,13 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rl_app_ppo.engines import check_engine
 from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.spellings import one_spelling
 from rl_app_ppo.unused import refuse_unused, unused
 from rl_app_ppo.verl import import_verl, report, split_overrides, with_references_resolved
 from rl_protocol import ConfigError
-from rl_trainer.engines import get_engine
+from rl_trainer.engines import ENGINES, get_engine
 
 T = TypeVar("T")
 PRESET_KEY = "algorithm"
@@ -61,9 +62,15 @@ class Option:
 
 
 @functools.cache
-def options() -> tuple[Option, ...]:
-    """Every leaf key of the schema, in order."""
-    return tuple(_leaves(AppConfig, ""))
+def options(engine: str = "") -> tuple[Option, ...]:
+    """Every leaf key of the schema, in order; for an engine without the groups that others alone read."""
+    hidden = tuple(f"{group}." for group in _hidden_groups(engine))
+    return tuple(option for option in _leaves(AppConfig, "") if not option.key.startswith(hidden))
+
+
+def _hidden_groups(engine: str) -> tuple[str, ...]:
+    """Groups of settings that `engine` does not read and that are not shown with it; none without one."""
+    return tuple(other.group for other in ENGINES.values() if engine and other.group and other.name != engine)
 
 
 def _leaves(kind: type[Any], prefix: str) -> Iterator[Option]:
@@ -104,10 +111,11 @@ def load_config(overrides: Sequence[str] = (), config_file: Path | None = None) 
     """The configuration of a run; see `resolve`.
 
     Raises:
-        ConfigError: as `resolve`, and for a value that nothing would read.
+        ConfigError: as `resolve`, and for a value that nothing would read, or that the engine can't train with.
     """
     resolved = resolve(overrides, config_file)
     refuse_unused(resolved.config, resolved.changed)
+    check_engine(resolved.config)
     return resolved.config
 
 
@@ -155,8 +163,11 @@ def resolve(overrides: Sequence[str] = (), config_file: Path | None = None) -> R
 
 
 def to_yaml(config: AppConfig) -> str:
-    """The resolved configuration as YAML that `--config` accepts."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+    """The resolved configuration as YAML that `--config` accepts, without the groups of engines that are not chosen."""
+    values = dataclasses.asdict(config)
+    for group in _hidden_groups(config.model_engine):
+        del values[group]
+    return yaml.safe_dump(values, sort_keys=False)
 
 
 def flat_settings(text: str) -> dict[str, Any]:

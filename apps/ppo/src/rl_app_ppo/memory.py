@@ -41,7 +41,7 @@ def needed_bytes(count: int, config: AppConfig) -> dict[str, int]:
     """Role -> bytes of weights, gradients and optimizer state of all its processes; activations come on top."""
     trained = WEIGHTS if config.lora.rank else TRAINED
     needed = {"actor": trained * count, "rollout": 2 * WEIGHTS * count * config.rollout.num_workers}
-    if config.checkpoint_engine.enabled:
+    if config.checkpoint_engine.enabled and not config.sends_adapters:
         needed["weight sync"] = WEIGHTS * count
     if needs_reference(config.algorithm, config.actor) and not config.lora.rank:
         needed["ref"] = WEIGHTS * count

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from rl_app_ppo.demo.settings import ModelSettings
+from rl_app_ppo.engines import require_installed
 from rl_app_ppo.memory import available_bytes, check_memory, parameters
 from rl_app_ppo.rewards import check_rewards
 from rl_app_ppo.schema import AppConfig
@@ -31,6 +32,7 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
         VLLMUnavailableError: rollout.name=vllm without vLLM.
     """
     graph = build_graph(config.algorithm, config.actor)
+    require_installed(config.model_engine)
     check_rewards(config.reward)
     if config.rollout.name == "vllm":
         require_vllm()

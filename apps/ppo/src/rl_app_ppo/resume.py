@@ -31,6 +31,8 @@ FREE = (
     "model_engine",
     "model.cache_dir",
     "fsdp.",
+    "megatron.",
+    "lora.merge",
     "ray.",
     "transfer_queue.",
     "checkpoint_engine.",

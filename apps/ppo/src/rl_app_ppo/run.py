@@ -191,6 +191,7 @@ def _workers(processes: Mapping[str, RayWorker], config: AppConfig) -> Workers:
         rollout=by_role["rollout"],
         reward=processes["reward"],
         actor=by_role["actor"],
+        replicas=config.replicas,
         ref=by_role["actor"] if colocated else by_role["ref"],
         critic=by_role["critic"],
     )

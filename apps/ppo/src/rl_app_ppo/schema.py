@@ -16,7 +16,7 @@ from rl_trainer.config import (
     OverlongConfig,
     RolloutConfig,
 )
-from rl_trainer.engines import ENGINES, FsdpConfig, get_engine
+from rl_trainer.engines import ENGINES, FsdpConfig, MegatronConfig, get_engine
 from rl_trainer.lora import LoraConfig
 from rl_trainer.rewards import parse_terms
 from rl_trainer.rewards.loading import HARMLESS
@@ -206,6 +206,7 @@ class AppConfig:
     model: ModelConfig = group(ModelConfig, "initial policy")
     lora: LoraConfig = group(LoraConfig, "adapters in place of all weights")
     fsdp: FsdpConfig = group(FsdpConfig, "FSDP2")
+    megatron: MegatronConfig = group(MegatronConfig, "Megatron-Core")
     reward: RewardConfig = group(RewardConfig, "scoring")
     actor: ActorConfig = group(ActorConfig, "policy training")
     critic: CriticConfig = group(CriticConfig, "value training")
@@ -218,7 +219,19 @@ class AppConfig:
     @property
     def ranks(self) -> int:
         """Processes that share each trained model."""
-        return self.fsdp.world_size if self.model_engine == "fsdp" else 1
+        return {"fsdp": self.fsdp.world_size, "megatron": self.megatron.ranks}.get(self.model_engine, 1)
+
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether adapters alone travel to the rollout, which has had the base since it started."""
+        return self.lora.rank > 0 and not self.lora.merge
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Of each rank of the actor the number of its share of the rows: ranks of one replica of the model compute with the same ones."""
+        return tuple(
+            self.megatron.replica(rank) if self.model_engine == "megatron" else rank for rank in range(self.ranks)
+        )
 
     def __post_init__(self) -> None:
         get_engine(self.model_engine)
@@ -239,16 +252,17 @@ class AppConfig:
         )
 
     def _check_batches(self) -> None:
-        batch, n = self.data.train_batch_size, self.rollout.n
+        batch, n, shares = self.data.train_batch_size, self.rollout.n, len(set(self.replicas))
         minis = {"actor.ppo_mini_batch_size": self.actor.ppo_mini_batch_size}
         if needs_critic(self.algorithm):
             minis["critic.ppo_mini_batch_size"] = self.critic.ppo_mini_batch_size
         for key, mini in minis.items():
             require(batch % mini == 0, "data.train_batch_size", f"divisible by {key} ({mini})", batch)
             require(
-                mini * n >= self.ranks,
+                mini * n >= shares,
                 key,
-                f"at least fsdp.world_size / rollout.n ({self.ranks} / {n}), so that each rank has a response in every optimizer step",
+                f"at least {get_engine(self.model_engine).group}.world_size / rollout.n ({shares} / {n}), so that each rank has a response in "
+                "every optimizer step",
                 mini,
             )
         require(

@@ -15,6 +15,7 @@ _FLAT = {
     "lora.rank": "lora.rank",
     "lora.alpha": "lora.alpha",
     "lora.dropout": "lora.dropout",
+    "lora.merge": "lora.merge",
     "lora.target_modules": "lora.target_modules",
     "lora.exclude_modules": "lora.exclude",
 }

@@ -37,6 +37,12 @@ def _losses(*names: str) -> Callable[[AppConfig], bool]:
 RULES = (
     Rule(("lora.",), lambda c: c.lora.rank > 0, "lora.rank greater than 0", but=("lora.rank",)),
     Rule(("fsdp.",), lambda c: c.model_engine == "fsdp", "model_engine=fsdp"),
+    Rule(("megatron.",), lambda c: c.model_engine == "megatron", "model_engine=megatron"),
+    Rule(
+        ("actor.use_remove_padding", "actor.ppo_max_token_len", "lora.dropout", "lora.use_rslora", "lora.use_dora"),
+        lambda c: c.model_engine != "megatron",
+        "model_engine=torch or fsdp",
+    ),
     Rule(("critic.",), lambda c: needs_critic(c.algorithm), "an estimator with a critic, algorithm.adv_estimator=gae"),
     Rule(("algorithm.lam",), lambda c: needs_critic(c.algorithm), "algorithm.adv_estimator=gae"),
     Rule(("actor.kl_loss_coef", "actor.kl_loss_type"), lambda c: c.actor.use_kl_loss, "actor.use_kl_loss=true"),

@@ -101,6 +101,10 @@ RENAMED: Mapping[str, str] = {
     "actor_rollout_ref.model.use_remove_padding": "actor.use_remove_padding",
     "actor_rollout_ref.actor.fsdp_config.reshard_after_forward": "fsdp.reshard_after_forward",
     "actor_rollout_ref.actor.fsdp_config.offload_policy": "fsdp.cpu_offload",
+    **{
+        f"actor_rollout_ref.actor.megatron.{name}": f"megatron.{name}"
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    },
     "actor_rollout_ref.model.enable_gradient_checkpointing": "fsdp.activation_checkpointing",
     "critic.grad_clip": "critic.optim.grad_clip",
     "critic.model.use_remove_padding": "critic.use_remove_padding",
@@ -270,13 +274,24 @@ def _loggers(value: Value, _: Mapping[str, Value]) -> Mapped | str:
     return {"trainer.logger": ",".join(known)} if known else f"there is no logger {plain(value)} here"
 
 
+def _strategy(value: Value, verl: Mapping[str, Value]) -> Mapped | str:
+    engines = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
+    if value not in engines:
+        return f"there is no {value} here.{nearest(str(value), engines)}"
+    adapters = any(verl.get(key) for key, ours in SPELLINGS.items() if ours == "lora.rank")
+    critic = verl.get("algorithm.adv_estimator", DEFAULTS["algorithm.adv_estimator"]) == "gae"
+    if value == "megatron" and (critic or not adapters):
+        return "megatron trains LoRA adapters alone here, and no critic"
+    return {"model_engine": engines[value]}
+
+
 SPECIAL: Mapping[str, Turn] = {
     "actor_rollout_ref.actor.clip_ratio": _clip_ratio,
     "actor_rollout_ref.actor.policy_loss.loss_mode": _one_of(
         "actor.policy_loss.loss_mode", {name: name for name in POLICY_LOSSES.names()}
     ),
     "actor_rollout_ref.actor.kl_loss_type": _one_of("actor.kl_loss_type", _KL),
-    "actor_rollout_ref.actor.strategy": _one_of("model_engine", {"fsdp": "fsdp", "fsdp2": "fsdp"}),
+    "actor_rollout_ref.actor.strategy": _strategy,
     "actor_rollout_ref.actor.fsdp_config.dtype": _one_of("fsdp.param_dtype", _DTYPES),
     "actor_rollout_ref.actor.fsdp_config.fsdp_size": _set_only_if_positive("fsdp.world_size", ""),
     "actor_rollout_ref.rollout.top_k": lambda v, _: {"rollout.top_k": max(int(v), 0)},
@@ -305,7 +320,7 @@ SPECIAL: Mapping[str, Turn] = {
 """Keys whose value is turned into something else, or that others have a say in."""
 
 _REASONS = {
-    "trainer.n_gpus_per_node": "set fsdp.world_size to the number of processes that share each model",
+    "trainer.n_gpus_per_node": "set fsdp.world_size or megatron.world_size to the number of processes that share each model",
     "trainer.nnodes": "this version trains on one host",
     "custom_reward_function.path": "set reward.function=path.py:name",
     "custom_reward_function.name": "set reward.function=path.py:name",

@@ -21,7 +21,7 @@ from rl_ckpt_engine.handles import (
     SenderHandle,
 )
 from rl_ckpt_engine.manager import CheckpointEngineManager
-from rl_ckpt_engine.manifest import Manifest, TensorEntry, plan
+from rl_ckpt_engine.manifest import Manifest, TensorEntry, WeightKind, plan
 from rl_ckpt_engine.plugins import PluginPolicy, load_policy
 from rl_ckpt_engine.progress import ProgressBar, SyncProgress
 from rl_ckpt_engine.registry import ENTRY_POINT_GROUP, CheckpointEngineRegistry
@@ -56,6 +56,7 @@ __all__ = [
     "TensorEntry",
     "TensorSpec",
     "Topology",
+    "WeightKind",
     "load_policy",
     "plan",
 ]

@@ -80,7 +80,8 @@ class SenderEndpoint(_Endpoint):
         source: asked for its weights once per send; a DirectSender writes them itself when the engine is a DirectEngine
             and nothing is cast. Its iterator is closed before `send` returns, so a context that it holds open (adapters
             merged into the weights, say) covers exactly the reading.
-        kind: `lora`: the source yields an adapter, which must differ from the one sent before.
+        kind: `lora`: the source yields an adapter.
+        must_change: an adapter must differ from the one sent before; without, an update that learnt nothing is sent like any other.
         dtype: send floating-point tensors as this type, see rl_ckpt_engine.cast; empty: as they are.
 
     Raises:
@@ -88,13 +89,20 @@ class SenderEndpoint(_Endpoint):
     """
 
     def __init__(
-        self, engine: CheckpointEngine, source: WeightSender, *, kind: WeightKind = "full", dtype: str = ""
+        self,
+        engine: CheckpointEngine,
+        source: WeightSender,
+        *,
+        kind: WeightKind = "full",
+        dtype: str = "",
+        must_change: bool = True,
     ) -> None:
         super().__init__(engine)
         check_cast(dtype)
         self._dtype = dtype
         self._source = source
         self._kind: WeightKind = kind
+        self._must_change = must_change
         self._sent: Manifest | None = None
         self._committed: Manifest | None = None
         if engine.capabilities.elastic:
@@ -109,7 +117,7 @@ class SenderEndpoint(_Endpoint):
         with closing(self._weights()) as weights:
             manifest = await self._engine.send_weights(weights, version, timeout_s=timeout_s, kind=self._kind)
         last = self._committed
-        if self._kind == "lora" and last is not None and last.identity == manifest.identity:
+        if self._kind == "lora" and self._must_change and last is not None and last.identity == manifest.identity:
             self._engine.abort()
             raise WeightSyncError(
                 f"The adapter of version {version} is bit for bit that of version {last.version}: the trainer did not train it, or sends the "

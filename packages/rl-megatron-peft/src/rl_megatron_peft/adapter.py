@@ -145,17 +145,36 @@ def write_adapter(path: Path, adapter: Adapter) -> None:
         ) as scratch:
             folder = Path(scratch) / path.name
             folder.mkdir()
-            sums = {
-                WEIGHTS_FILE: _write(folder / WEIGHTS_FILE, _weights_bytes(adapter)),
-                CONFIG_FILE: _write(folder / CONFIG_FILE, _json_bytes(_config_fields(adapter))),
-            }
-            _write(
-                folder / MANIFEST_FILE, _json_bytes({"version": 1, "files": sums, "base_model": adapter.fingerprint})
-            )
+            write_files(folder, adapter)
             folder.rename(path)
         fsync(path.parent)
     except OSError as error:
         raise OutputError(f"The adapter can't be written to {path}: {error}.", path=str(path)) from error
+
+
+def write_files(folder: Path, adapter: Adapter) -> list[Path]:
+    """Write the files of an adapter into a folder that is empty and that the caller makes appear whole; returns them.
+
+    Raises:
+        AdapterError: the adapter contradicts itself; nothing is written.
+        OSError: a file can't be written.
+    """
+    verify_adapter(adapter, "the adapter to be written")
+    sums = {
+        WEIGHTS_FILE: _write(folder / WEIGHTS_FILE, _weights_bytes(adapter)),
+        CONFIG_FILE: _write(folder / CONFIG_FILE, _json_bytes(_config_fields(adapter))),
+    }
+    _write(folder / MANIFEST_FILE, _json_bytes({"version": 1, "files": sums, "base_model": adapter.fingerprint}))
+    return [folder / name for name in (*sums, MANIFEST_FILE)]
+
+
+def tensors_of(adapter: Adapter) -> dict[str, WeightTensor]:
+    """The factors by the names they have in PEFT's files: `base_model.model.<module>.lora_A.weight` and `.lora_B.weight`."""
+    return {
+        f"{PREFIX}{module}{suffix}": getattr(adapter.pairs[module], side)
+        for module in sorted(adapter.pairs)
+        for suffix, side in _SIDES.items()
+    }
 
 
 def read_adapter(path: Path) -> Adapter:
@@ -242,11 +261,7 @@ def _typed(file: str, fields: Mapping[str, Any], field: str, *kinds: type) -> An
 
 def _weights_bytes(adapter: Adapter) -> list[bytes | memoryview]:
     """A safetensors file as buffers: length of the header as 8 bytes little-endian, JSON header padded with spaces to 8, tensors without gaps."""
-    tensors = {
-        f"{PREFIX}{module}{suffix}": getattr(adapter.pairs[module], side)
-        for module in sorted(adapter.pairs)
-        for suffix, side in _SIDES.items()
-    }
+    tensors = tensors_of(adapter)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():

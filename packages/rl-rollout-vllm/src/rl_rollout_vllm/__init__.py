@@ -1,7 +1,7 @@
 """vLLM as a rollout engine. Importing it loads neither vLLM nor torch: an engine does, when it starts."""
 
 from rl_rollout_vllm.availability import SUPPORTED, VLLMCapabilities, require_vllm
-from rl_rollout_vllm.config import AdapterConfig, VLLMConfig
+from rl_rollout_vllm.config import RANKS, AdapterConfig, VLLMConfig
 from rl_rollout_vllm.engine import TokenRange, VLLMRolloutEngine, continued
 from rl_rollout_vllm.errors import EngineDiedError, TornWeightsError, VLLMUnavailableError
 from rl_rollout_vllm.sampling import (
@@ -15,6 +15,7 @@ from rl_rollout_vllm.sampling import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "RANKS",
     "SUPPORTED",
     "AdapterConfig",
     "EngineDiedError",

@@ -17,7 +17,7 @@ from rl_trainer.config import (
 )
 from rl_trainer.data import Curriculum, Mixture, PromptDataset, PromptOrder, PromptRow
 from rl_trainer.dispatch import WorkerHandle, Workers
-from rl_trainer.engines import ENGINES, Engine, FsdpConfig, get_engine
+from rl_trainer.engines import ENGINES, Engine, FsdpConfig, MegatronConfig, get_engine
 from rl_trainer.hooks import Hook
 from rl_trainer.lora import LoraConfig
 from rl_trainer.reward_worker import RewardWorker
@@ -54,6 +54,7 @@ __all__ = [
     "KLControlConfig",
     "LoopConfig",
     "LoraConfig",
+    "MegatronConfig",
     "Mixture",
     "OptimConfig",
     "OverlongConfig",

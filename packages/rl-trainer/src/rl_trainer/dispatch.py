@@ -48,9 +48,16 @@ class Workers:
     rollout: Sequence[WorkerHandle]
     reward: WorkerHandle
     actor: Sequence[WorkerHandle]
+    replicas: Sequence[int] = ()
+    """Of each actor the number of its share of the rows, from 0: those that share one replica of the model compute with the same rows.
+    None: each has rows of its own."""
     ref: Sequence[WorkerHandle] = ()
     """None: there is no reference; the actors themselves: they know what they were before training."""
     critic: Sequence[WorkerHandle] = ()
+
+    def shares(self, ranks: Sequence[WorkerHandle]) -> Sequence[int]:
+        """`replicas` of these ranks, which are the actors or others."""
+        return self.replicas if self.replicas and ranks[0] is self.actor[0] else range(len(ranks))
 
     def all(self) -> list[WorkerHandle]:
         """Every worker once."""
@@ -88,20 +95,38 @@ async def call(
 
 
 async def forward(
-    ranks: Sequence[WorkerHandle], name: str, step: int, rows: StepRows, timeout_s: float
+    ranks: Sequence[WorkerHandle],
+    name: str,
+    step: int,
+    rows: StepRows,
+    timeout_s: float,
+    shares: Sequence[int] | None = None,
 ) -> dict[str, float]:
-    """A stage in which every row is looked at once: each rank gets rows of about as many tokens. Metrics are those of the first rank.
+    """A stage in which every row is looked at once: each share is rows of about as many tokens. Metrics are those of the first rank.
+
+    Args:
+        ranks: who share the model.
+        name: the stage.
+        step: number of the step.
+        rows: what to look at.
+        timeout_s: longest wait.
+        shares: of each rank the number of its share, from 0; of ranks with the same one the first writes. None: each has its own.
 
     Raises:
-        BatchError: fewer rows than ranks.
+        BatchError: fewer rows than shares.
         RLError: what a rank raised; the first ends the stage.
     """
-    if len(rows.names) < len(ranks):
+    shares = shares or range(len(ranks))
+    count = max(shares) + 1
+    if len(rows.names) < count:
         raise BatchError(
-            f"Stage {name!r} has {len(rows.names)} rows for {len(ranks)} ranks; raise data.train_batch_size or lower the world size."
+            f"Stage {name!r} has {len(rows.names)} rows for {count} ranks; raise data.train_batch_size or lower the world size."
         )
-    parts = balanced_parts(rows.lengths, len(ranks))
-    calls = [StageCall(step=step, batch=rows.names.select_rows(part)) for part in parts]
+    parts = balanced_parts(rows.lengths, count)
+    calls = [
+        StageCall(step=step, batch=rows.names.select_rows(parts[share]), writes=share not in shares[:rank])
+        for rank, share in enumerate(shares)
+    ]
     return await _ranks(ranks, name, calls, timeout_s)
 
 
@@ -113,6 +138,7 @@ async def update(
     schedule: Schedule,
     count: int,
     timeout_s: float,
+    shares: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """A stage that optimises: one process is given all rows; several are given their shares of the same mini-batches.
 
@@ -124,6 +150,7 @@ async def update(
         schedule: how rows make up mini-batches.
         count: updates made before this one.
         timeout_s: longest wait.
+        shares: see `forward`.
 
     Raises:
         BatchError: a rank would get no row.
@@ -131,10 +158,11 @@ async def update(
     """
     if len(ranks) == 1:
         return await _ranks(ranks, name, [StageCall(step=step, batch=rows.names)], timeout_s)
-    shares = share_out(rows.lengths, schedule, count, len(ranks))
+    shares = shares or range(len(ranks))
+    dealt = share_out(rows.lengths, schedule, count, max(shares) + 1)
     calls = [
-        StageCall(step=step, batch=rows.names.select_rows(share.rows), mini_batches=share.mini_batches)
-        for share in shares
+        StageCall(step=step, batch=rows.names.select_rows(dealt[i].rows), mini_batches=dealt[i].mini_batches)
+        for i in shares
     ]
     return await _ranks(ranks, name, calls, timeout_s)
 

@@ -38,6 +38,40 @@ class FsdpConfig:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class MegatronConfig:
+    """Megatron-Core: a model cut by layers and stages, and adapters on it (with model_engine=megatron)."""
+
+    tensor_model_parallel_size: int = option(1, "ranks that share each layer")
+    pipeline_model_parallel_size: int = option(1, "stages that share the layers")
+    world_size: int = option(0, "processes that share each trained model; 0: one replica, tensor * pipeline")
+
+    def __post_init__(self) -> None:
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        for name in sizes:
+            require(getattr(self, name) >= 1, f"megatron.{name}", "at least 1", getattr(self, name))
+        require(
+            self.world_size >= 0 and self.world_size % self.replica_size == 0,
+            "megatron.world_size",
+            f"0 or a multiple of tensor * pipeline ({self.replica_size})",
+            self.world_size,
+        )
+
+    @property
+    def replica_size(self) -> int:
+        """Processes that share one replica of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def ranks(self) -> int:
+        """Processes of all replicas."""
+        return self.world_size or self.replica_size
+
+    def replica(self, rank: int) -> int:
+        """Which replica a process is part of, in Megatron-Core's order: those of a layer are neighbours, then come replicas, then stages."""
+        return rank // self.tensor_model_parallel_size % (self.ranks // self.replica_size)
+
+
 HOW = ("ppo_micro_batch_size", "ppo_max_token_len", "use_remove_padding")
 """Settings of actor and critic that say how to compute, not what."""
 
@@ -51,6 +85,7 @@ class Engine:
         group: the group of settings that it alone reads; empty: it has none.
         defaults: dotted key -> its default with this engine, where that is not the schema's. Only keys that say how to compute: what is
             learnt is the same with every engine.
+        adapters_only: it trains LoRA adapters of a policy; no model whole, so no critic either.
 
     Raises:
         ConfigError: a default for a key that no engine may change.
@@ -59,6 +94,7 @@ class Engine:
     name: str
     group: str = ""
     defaults: Mapping[str, object] = field(default_factory=dict[str, object])
+    adapters_only: bool = False
 
     def __post_init__(self) -> None:
         free = [f"{role}.{name}" for role in ("actor", "critic") for name in HOW]
@@ -79,9 +115,10 @@ ENGINES: Mapping[str, Engine] = {
             group="fsdp",
             defaults={"actor.use_remove_padding": True, "critic.use_remove_padding": True},
         ),
+        Engine(name="megatron", group="megatron", adapters_only=True),
     )
 }
-"""By name: torch is one process on the CPU, fsdp is FSDP2."""
+"""By name: torch is one process on the CPU, fsdp is FSDP2, megatron is Megatron-Core."""
 
 
 def get_engine(name: str) -> Engine:

@@ -28,6 +28,9 @@ class LoraConfig:
         "", "comma-separated modules that get none: full names or their last parts, such as layers.0.mlp.up_proj"
     )
     use_rslora: bool = option(False, "scale by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)")
+    merge: bool = option(
+        False, "send the rollout whole weights with the adapter merged in, instead of the adapter alone"
+    )
     use_dora: bool = option(False, "train the length of each output's weights as well (DoRA, arXiv:2402.09353)")
 
     def __post_init__(self) -> None:
@@ -54,6 +57,11 @@ class LoraConfig:
     def excluded(self) -> tuple[str, ...]:
         """`exclude`, parsed."""
         return _names(self.exclude)
+
+    def covers(self, module: str) -> bool:
+        """Whether the linear module of that full name gets an adapter."""
+        excluded = any(module == name or module.endswith(f".{name}") for name in self.excluded())
+        return module.rpartition(".")[2] in self.targets() and not excluded
 
     @property
     def scaling(self) -> float:

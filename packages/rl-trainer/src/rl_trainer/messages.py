@@ -35,6 +35,8 @@ class StageCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     batch: KVBatchMeta
     mini_batches: tuple[tuple[int, ...], ...] | None = None
     """For one of several ranks in an update: places in `batch` of its rows in each optimizer step."""
+    writes: bool = True
+    """Whether what is computed is put into the plane: of ranks that compute the same, one does."""
 
 
 class StageResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

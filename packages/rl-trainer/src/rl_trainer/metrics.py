@@ -57,6 +57,10 @@ class WeightedMeans:
         out._weights = dict(zip(names, numbers[len(names) :], strict=True))
         return out
 
+    def parts(self) -> dict[str, tuple[float, float]]:
+        """Name -> (sum, weight) of what was added so far."""
+        return {name: (value, self._weights[name]) for name, value in self._sums.items()}
+
     def result(self) -> dict[str, float]:
         """Sum / weight of every name that has weight."""
         return {name: self._sums[name] / w for name, w in self._weights.items() if w > 0}

@@ -355,13 +355,14 @@ class PPOTrainer:
         self, ranks: Sequence[WorkerHandle], name: str, step: int, rows: StepRows
     ) -> dict[str, float]:
         p, timeout_s = self._p, self._p.loop.stage_timeout_s
+        shares = p.workers.shares(ranks)
         if name == "update_actor":
             schedule = p.actor.schedule(p.rollout.n, p.loop.seed)
-            return await update(ranks, name, step, rows, schedule, self._version, timeout_s)
+            return await update(ranks, name, step, rows, schedule, self._version, timeout_s, shares)
         if name == "update_critic":
             schedule = p.critic.schedule(p.rollout.n, p.loop.seed)
             return await update(ranks, name, step, rows, schedule, self._critic_updates, timeout_s)
-        return await forward(ranks, name, step, rows, timeout_s)
+        return await forward(ranks, name, step, rows, timeout_s, shares)
 
     async def _score(self, step: int, batch: KVBatchMeta) -> RewardResult:
         message = StageCall(step=step, batch=batch)

@@ -97,7 +97,8 @@ class ActorWorker(StatefulWorker):
         data = await read(self._plane, call.batch, stage)
         out = self._backend.compute_log_probs(data, temperature=self._temperature)
         columns = BatchData({"old_log_probs": out["log_probs"], **out.columns})
-        await store(self._plane, call.batch, stage, data, columns)
+        if call.writes:
+            await store(self._plane, call.batch, stage, data, columns)
         return StageResult()
 
     async def update_actor(self, call: StageCall) -> StageResult:
@@ -117,7 +118,8 @@ class ActorWorker(StatefulWorker):
                 f"{type(self._backend).__name__} has no reference policy in it; start a reference worker."
             )
         out = self._backend.compute_reference_log_probs(data, temperature=self._temperature)
-        await store(self._plane, call.batch, stage, data, BatchData({"ref_log_prob": out["log_probs"]}))
+        if call.writes:
+            await store(self._plane, call.batch, stage, data, BatchData({"ref_log_prob": out["log_probs"]}))
         return StageResult()
 
     async def save(self, call: SaveCall) -> StageResult:

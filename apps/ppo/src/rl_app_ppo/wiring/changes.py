@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Protocol
+
 import msgspec
 
-from rl_ckpt_engine import CheckpointEngine, Manifest, SenderEndpoint
+from rl_ckpt_engine import CheckpointEngine, Manifest, SenderEndpoint, WeightKind
 from rl_ckpt_engine.engines.delta import DeltaEngine, DeltaPlacement
 from rl_protocol.ports import WeightSender
+from rl_protocol.weights import WeightTensor
+
+
+class AdapterSource(Protocol):
+    """A policy that can give its adapter apart from the weights it belongs to."""
+
+    def adapter_weights(self) -> Iterable[WeightTensor]:
+        """Its tensors, named as in a PEFT folder; on several ranks a collective, as `named_weights`."""
+        ...
+
+
+class AdapterOnly:
+    """WeightSender of the adapter of a policy."""
+
+    def __init__(self, source: AdapterSource) -> None:
+        self._source = source
+
+    def named_weights(self) -> Iterable[WeightTensor]:
+        """See AdapterSource.adapter_weights."""
+        return self._source.adapter_weights()
 
 
 class MeasuredSender(SenderEndpoint):
@@ -16,8 +39,11 @@ class MeasuredSender(SenderEndpoint):
         metrics: of the last send; empty with other engines.
     """
 
-    def __init__(self, engine: CheckpointEngine, source: WeightSender, *, dtype: str = "") -> None:
-        super().__init__(engine, source, dtype=dtype)
+    def __init__(
+        self, engine: CheckpointEngine, source: WeightSender, *, kind: WeightKind = "full", dtype: str = ""
+    ) -> None:
+        # where no response of a step teaches anything, the adapter stays as it is
+        super().__init__(engine, source, kind=kind, dtype=dtype, must_change=False)
         self.metrics: dict[str, float] = {}
 
     async def send(self, version: int, timeout_s: float) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -11,15 +11,16 @@ from rl_app_ppo.config import from_yaml
 from rl_app_ppo.rewards import open_scorer
 from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.schema import AppConfig
-from rl_app_ppo.wiring.changes import MeasuredSender
+from rl_app_ppo.wiring.changes import AdapterOnly, AdapterSource, MeasuredSender
 from rl_app_ppo.wiring.data import decoder, load_tokenizer, open_data
 from rl_app_ppo.wiring.weights import FollowingSender, WeightEnd, make_engine
 from rl_ckpt_engine import ReceiverEndpoint
-from rl_protocol.ports import DataPlane, RolloutEngine, SamplingParams
-from rl_rollout_vllm import VLLMConfig, VLLMRolloutEngine, required_logprobs_mode
+from rl_protocol.ports import DataPlane, PolicyBackend, RolloutEngine, SamplingParams
+from rl_rollout_vllm import RANKS, AdapterConfig, VLLMConfig, VLLMRolloutEngine, required_logprobs_mode
 from rl_trainer import (
     ActorWorker,
     CriticWorker,
+    LoraConfig,
     ReferenceWorker,
     RewardWorker,
     RolloutWorker,
@@ -33,6 +34,11 @@ from rl_transferqueue import PlaneDescriptor, connect
 
 if TYPE_CHECKING:
     from rl_trainer.backends.engine import ModelEngine
+
+
+class TrainedPolicy(PolicyBackend, AdapterSource, Protocol):
+    """What every training engine makes."""
+
 
 Built = tuple[Worker, WeightEnd | None]
 
@@ -75,7 +81,8 @@ def _generator(config: AppConfig, path: Path) -> RolloutEngine:
     if rollout.name == "hf":
         from rl_trainer.rollout.hf import HFRolloutEngine  # torch: the reward process does without it
 
-        return HFRolloutEngine(path, max_batch_size=rollout.max_batch_size, dtype=rollout.dtype)
+        lora = config.lora if config.sends_adapters else None
+        return HFRolloutEngine(path, max_batch_size=rollout.max_batch_size, dtype=rollout.dtype, lora=lora)
     sampling = SamplingParams(
         max_new_tokens=rollout.response_length,
         temperature=rollout.temperature,
@@ -90,18 +97,35 @@ def _generator(config: AppConfig, path: Path) -> RolloutEngine:
             kv_cache_bytes=rollout.kv_cache_mb << 20,
             logprobs_mode=required_logprobs_mode(sampling) or "processed_logprobs",
             threads=config.trainer.threads_per_worker,
+            adapter=room_for_adapters(config.lora) if config.sends_adapters else None,
             start_timeout_s=config.ray.start_timeout_s,
             call_timeout_s=config.trainer.stage_timeout_s,
         )
     )
 
 
+def room_for_adapters(lora: LoraConfig) -> AdapterConfig:
+    """What vLLM reserves for the adapters of a run."""
+    return AdapterConfig(
+        rank=min(rank for rank in RANKS if rank >= lora.rank),
+        alpha=lora.scaling * lora.rank,  # it divides by the rank, also where rsLoRA divides by its root
+        target_modules=lora.targets(),
+    )
+
+
 def _trained(role: Role, config: AppConfig, call: BuildCall, plane: DataPlane, graph: StepGraph) -> Built:
+    temperature = config.rollout.temperature
+    policy: TrainedPolicy
+    if config.model_engine == "megatron":
+        from rl_app_ppo.wiring.megatron import megatron_policy  # Megatron comes with an extra of its own
+
+        policy = megatron_policy(config, Path(call.model_path), rank=call.rank, store=Path(call.store))
+        return ActorWorker(plane, graph, policy, temperature), _sender(config, call, policy)
     from rl_trainer.backends.torch_critic import TorchCriticBackend  # torch: the reward process does without it
     from rl_trainer.backends.torch_policy import TorchPolicyBackend
 
     path, engine = Path(call.model_path), _engine(config, call)
-    n, seed, temperature = config.rollout.n, config.trainer.seed, config.rollout.temperature
+    n, seed = config.rollout.n, config.trainer.seed
     if role == "critic":
         critic = TorchCriticBackend(path, config.critic, rollout_n=n, seed=seed, engine=engine)
         return CriticWorker(plane, graph, critic), None
@@ -118,11 +142,19 @@ def _trained(role: Role, config: AppConfig, call: BuildCall, plane: DataPlane, g
         seed=seed,
         engine=engine,
     )
+    return ActorWorker(plane, graph, policy, temperature), _sender(config, call, policy)
+
+
+def _sender(config: AppConfig, call: BuildCall, policy: TrainedPolicy) -> WeightEnd:
+    """The actor's end of the weight synchronisation: the first rank sends what all of them put together."""
+    adapters = config.sends_adapters
+    source = AdapterOnly(policy) if adapters else policy
     if call.rank:
-        return ActorWorker(plane, graph, policy, temperature), FollowingSender(policy)
-    dtype = "" if config.rollout.dtype == "float32" else config.rollout.dtype
-    sender = MeasuredSender(make_engine(config.checkpoint_engine, call.plugins), policy, dtype=dtype)
-    return ActorWorker(plane, graph, policy, temperature), sender
+        return FollowingSender(source)
+    engine = make_engine(config.checkpoint_engine, call.plugins)
+    if adapters:
+        return MeasuredSender(engine, source, kind="lora")
+    return MeasuredSender(engine, source, dtype="" if config.rollout.dtype == "float32" else config.rollout.dtype)
 
 
 def _engine(config: AppConfig, call: BuildCall) -> ModelEngine:

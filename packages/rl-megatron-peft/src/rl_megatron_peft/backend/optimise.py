@@ -6,14 +6,17 @@ Megatron's own optimizer and clipping demand CUDA tensors; adapters are small en
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from rl_megatron_peft.backend.lora import Lora
+from rl_megatron_peft.backend.lora import Lora, LoraFactor
 from rl_megatron_peft.backend.parallel import Ranks, sum_over_model, sum_over_replicas
 from rl_protocol import ConfigError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW remembers of each factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,26 @@ class AdapterOptimiser:
         self.adam = torch.optim.AdamW(
             parameters, lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
         )
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the last step."""
+        return float(self.adam.param_groups[0]["lr"])
+
+    def state(self, factor: LoraFactor) -> dict[str, torch.Tensor]:
+        """The factor and its moments on this rank, by `<key>` and `<key>.<moment>`; those of a factor that was never stepped are zero."""
+        slots: Mapping[str, torch.Tensor] = self.adam.state.get(factor.parameter, {})
+        moments = {f"{factor.key}.{name}": slots.get(name, torch.zeros_like(factor.parameter)) for name in MOMENTS}
+        return {factor.key: factor.parameter.detach(), **moments}
+
+    def take_state(self, factor: LoraFactor, state: Mapping[str, torch.Tensor], steps: int) -> None:
+        """Take over what `state` gave, after that many steps."""
+        with torch.no_grad():
+            factor.parameter.copy_(state[factor.key])
+        slots = self.adam.state[factor.parameter]
+        slots["step"] = torch.tensor(float(steps))
+        for name in MOMENTS:
+            slots[name] = state[f"{factor.key}.{name}"].to(factor.parameter, copy=True)
 
     def zero(self) -> None:
         """Forget the gradients."""

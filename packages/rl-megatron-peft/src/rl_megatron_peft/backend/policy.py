@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rl_megatron_peft.adapter import Adapter, read_adapter, write_adapter
+from rl_megatron_peft.adapter import Adapter, read_adapter, tensors_of, write_adapter, write_files
 from rl_megatron_peft.backend.compat import capabilities, runnable
 from rl_megatron_peft.backend.exchange import gather_adapter, scatter_adapter
 from rl_megatron_peft.backend.lora import Lora, adapters_off, attach
@@ -20,6 +21,7 @@ from rl_megatron_peft.backend.model import base_weights, build_model, load_base
 from rl_megatron_peft.backend.optimise import AdamConfig, AdapterOptimiser, constant
 from rl_megatron_peft.backend.parallel import Ranks, from_stage, gather_json
 from rl_megatron_peft.backend.passes import log_probs, run_passes
+from rl_megatron_peft.backend.snapshot import restore_snapshot, take_snapshot
 from rl_megatron_peft.base_model import fingerprint
 from rl_megatron_peft.config import LoraConfig
 from rl_megatron_peft.family import ModelShape
@@ -35,12 +37,16 @@ class MiniBatchCounts:
     sequences: int
 
 
+Reported = Mapping[str, tuple[float, float]]
+"""Name -> (sum, weight): parts are added up, and the metric is sum / weight."""
+
+
 class PolicyLoss(Protocol):
     """The loss of the trainer, handed in by whoever puts trainer and backend together: neither imports the other."""
 
     def __call__(
         self, log_prob: torch.Tensor, entropy: torch.Tensor, micro: BatchData, counts: MiniBatchCounts
-    ) -> tuple[torch.Tensor, Mapping[str, float]]:
+    ) -> tuple[torch.Tensor, Reported]:
         """Of one micro-batch of T response tokens.
 
         Args:
@@ -50,7 +56,7 @@ class PolicyLoss(Protocol):
             counts: of the whole mini-batch.
 
         Returns:
-            Its share of the mini-batch's loss (shares are summed), and sums over its tokens that are reported as means.
+            Its share of the mini-batch's loss (shares are summed), and what is reported.
         """
         ...
 
@@ -68,7 +74,8 @@ class MegatronPolicyBackend:
         fused: see `rl_megatron_peft.backend.lora.attach`.
         adam, schedule: see AdapterOptimiser.
         mini_batches: (batch, number of the update) -> rows of each of its optimizer steps; None: one step over all rows.
-        micro_batch_rows: rows per pass.
+        micro_batch_rows: rows per pass in updates; 0: the whole mini-batch.
+        forward_rows: rows per pass when no gradient is needed.
         seed: of fresh adapters.
         dtype: of the base and of computation; adapters are float32.
 
@@ -88,6 +95,7 @@ class MegatronPolicyBackend:
         schedule: Callable[[int], float] = constant,
         mini_batches: Callable[[BatchData, int], Sequence[Sequence[int]]] | None = None,
         micro_batch_rows: int = 8,
+        forward_rows: int = 64,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -105,11 +113,12 @@ class MegatronPolicyBackend:
         self._loss = loss
         self._mini_batches = mini_batches
         self._micro_batch_rows = micro_batch_rows
+        self._forward_rows = forward_rows
         self.updates = 0
 
     def compute_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
         """See rl_protocol.ports.PolicyBackend.compute_log_probs."""
-        parts = list(self._parts(batch, range(len(batch))))
+        parts = _parts(batch, range(len(batch)), self._forward_rows)
 
         def read(number: int, logits: torch.Tensor) -> torch.Tensor:
             return torch.stack(log_probs(logits, self._targets(parts[number]), temperature))
@@ -133,7 +142,7 @@ class MegatronPolicyBackend:
             return self.compute_log_probs(batch, temperature=temperature)
 
     def update(self, batch: BatchData, *, temperature: float) -> dict[str, float]:
-        """See rl_protocol.ports.PolicyBackend.update; metrics are named actor/*."""
+        """See rl_protocol.ports.PolicyBackend.update; metrics are named actor/*, but for those that bring a name of their own."""
         every = [list(range(len(batch)))] if len(batch) else []
         mini_batches = self._mini_batches(batch, self.updates) if self._mini_batches else every
         return self.update_share(batch, mini_batches, temperature=temperature)
@@ -142,23 +151,20 @@ class MegatronPolicyBackend:
         self, batch: BatchData, mini_batches: Sequence[Sequence[int]], *, temperature: float
     ) -> dict[str, float]:
         """This replica's part of an update; all replicas call it with equally many mini-batches, of which any may be empty."""
-        sums: dict[str, float] = {}
-        tokens, norms = 0, list[float]()
+        total: dict[str, tuple[float, float]] = {}
+        norms: list[float] = []
         for rows in mini_batches:
-            counts = self._count(batch, rows)
-            tokens += counts.tokens
-            for name, value in self._accumulate(batch, rows, counts, temperature).items():
-                sums[name] = sums.get(name, 0.0) + value
+            _add(total, self._accumulate(batch, rows, temperature))
             norms.append(self.optimiser.step())
         self.updates += 1
-        loss = sums.pop("", 0.0) / max(len(norms), 1)
         finite = [norm for norm in norms if np.isfinite(norm)]
-        return {
-            **{f"actor/{name}": value / max(tokens, 1) for name, value in sums.items()},
-            "actor/loss": loss,
-            "actor/grad_norm": float(np.mean(finite)) if finite else 0.0,
-            "actor/skipped_steps": float(len(norms) - len(finite)),
+        metrics = {
+            **{name: value / weight for name, (value, weight) in total.items() if weight},
+            "grad_norm": float(np.mean(finite)) if finite else 0.0,
+            "lr": self.optimiser.lr,
+            "skipped_steps": float(len(norms) - len(finite)),
         }
+        return {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
 
     def named_weights(self) -> Iterable[WeightTensor]:
         """Every weight with its adapter merged in, under the names of the Hugging Face checkpoint; nothing is changed in place.
@@ -174,6 +180,43 @@ class MegatronPolicyBackend:
             self.adapters, self.lora, self.shape, self.ranks, base_model=str(self.path), fingerprint=self.fingerprint
         )
 
+    def adapter_weights(self) -> Iterable[WeightTensor]:
+        """The tensors of the adapter under PEFT's names, without the base; a collective."""
+        for name, factor in tensors_of(self.adapter()).items():
+            yield dataclasses.replace(factor, name=name)
+
+    def facts(self) -> dict[str, object]:
+        """What a checkpoint and the policy that goes on from it must have in common, as JSON."""
+        return {
+            "base_model": self.fingerprint,
+            "rank": self.lora.rank,
+            "alpha": self.lora.alpha,
+            "target_modules": sorted(self.lora.target_modules),
+            "exclude": sorted(self.lora.exclude),
+            "fused": self.fused,
+        }
+
+    def snapshot(self) -> Callable[[Path], Sequence[Path]]:
+        """Copy what training goes on from; see `rl_megatron_peft.backend.snapshot`."""
+        return take_snapshot(self.optimiser, self.ranks, self.facts(), self.updates)
+
+    def restore(self, folder: Path) -> None:
+        """Take over a snapshot of however many ranks.
+
+        Raises:
+            AdapterError: see `rl_megatron_peft.backend.snapshot`.
+        """
+        self.updates = restore_snapshot(folder, self.optimiser, self.ranks, self.facts()).updates
+
+    def export(self) -> Callable[[Path], Sequence[Path]]:
+        """Copy the adapter; the first rank then writes its PEFT files and the tokenizer of the base into an empty folder. A collective."""
+        adapter, writes = self.adapter(), dist.get_rank() == 0
+
+        def write(folder: Path) -> Sequence[Path]:
+            return [*write_files(folder, adapter), *self._copy_tokenizer(folder)] if writes else []
+
+        return write
+
     def save_pretrained(self, path: Path) -> None:
         """Write the adapter as a new PEFT folder, with the tokenizer of the base; a collective.
 
@@ -185,8 +228,7 @@ class MegatronPolicyBackend:
         if dist.get_rank() == 0:
             try:
                 write_adapter(path, adapter)
-                for file in sorted(self.path.glob("*token*")):
-                    shutil.copyfile(file, path / file.name)
+                self._copy_tokenizer(path)
             except OSError as error:
                 problem = str(error)
         problem = str(gather_json(problem, self.ranks.device)[0])
@@ -209,33 +251,28 @@ class MegatronPolicyBackend:
             source=str(path),
         )
 
-    def _accumulate(
-        self, batch: BatchData, rows: Sequence[int], counts: MiniBatchCounts, temperature: float
-    ) -> dict[str, float]:
-        """Gradients of one mini-batch; returns sums over all replicas, the loss under the empty name."""
-        parts = list(self._parts(batch, rows))
-        sums: dict[str, float] = {}
+    def _copy_tokenizer(self, folder: Path) -> list[Path]:
+        return [Path(shutil.copyfile(file, folder / file.name)) for file in sorted(self.path.glob("*token*"))]
+
+    def _accumulate(self, batch: BatchData, rows: Sequence[int], temperature: float) -> dict[str, tuple[float, float]]:
+        """Gradients of one mini-batch; returns what was reported on all replicas, and its loss."""
+        counts = self._count(batch, rows)
+        parts = _parts(batch, rows, self._micro_batch_rows)
+        sums: dict[str, tuple[float, float]] = {}
 
         def share(number: int, logits: torch.Tensor) -> torch.Tensor:
             log_prob, entropy = log_probs(logits, self._targets(parts[number]), temperature)
             loss, reported = self._loss(log_prob, entropy, parts[number], counts)
-            for name, value in {**reported, "": float(loss.detach())}.items():
-                sums[name] = sums.get(name, 0.0) + value
+            _add(sums, {**reported, "loss": (float(loss.detach()), 0.0)})
             return loss
 
         self.optimiser.zero()
         with runnable():
             run_passes(self.model, parts, self.shape.vocab, self.ranks.device, share, train=True)
-        total: dict[str, float] = {}
+        total = {"loss": (0.0, 1.0)}
         for found in gather_json(sums if self.ranks.tensor == 0 else {}, self.ranks.device):
-            for name, value in found.items():
-                total[name] = total.get(name, 0.0) + value
+            _add(total, found)
         return total
-
-    def _parts(self, batch: BatchData, rows: Sequence[int]) -> Iterator[BatchData]:
-        """Micro-batches of the rows, in order."""
-        for start in range(0, len(rows), self._micro_batch_rows):
-            yield batch.select_rows(list(rows[start : start + self._micro_batch_rows]))
 
     def _count(self, batch: BatchData, rows: Sequence[int]) -> MiniBatchCounts:
         lengths = [int(row.sum()) for row in batch.select_rows(list(rows)).ragged("response_mask").rows()]
@@ -253,3 +290,15 @@ class MegatronPolicyBackend:
             if lora.module.name == module:
                 return parameter.detach() + lora.weight().detach().to(parameter.dtype)
         return parameter.detach()
+
+
+def _parts(batch: BatchData, rows: Sequence[int], size: int) -> list[BatchData]:
+    """Micro-batches of at most `size` rows (0: all), in order."""
+    size = size or max(len(rows), 1)
+    return [batch.select_rows(list(rows[start : start + size])) for start in range(0, len(rows), size)]
+
+
+def _add(total: dict[str, tuple[float, float]], more: Reported) -> None:
+    for name, (value, weight) in more.items():
+        before = total.get(name, (0.0, 0.0))
+        total[name] = before[0] + value, before[1] + weight

@@ -22,6 +22,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from rl_megatron_peft.backend.compat import runnable
+from rl_megatron_peft.backend.optimise import MOMENTS
 from rl_megatron_peft.backend.parallel import gather_json
 from rl_megatron_peft.backend.policy import MegatronPolicyBackend
 from rl_megatron_peft.errors import AdapterError
@@ -30,7 +31,6 @@ from rl_protocol import OutputError
 from rl_protocol.durable import fsync
 
 TENSORS = "dist_ckpt"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _RANDOM = "random_state"
 _CHUNK = 1 << 22
 
@@ -53,7 +53,7 @@ def save_checkpoint(policy: MegatronPolicyBackend, path: Path) -> None:
         (scratch / TENSORS).mkdir(parents=True)
 
     def finish() -> None:
-        manifest = {"format": FORMAT, **_facts(policy), "steps": policy.optimiser.steps, "updates": policy.updates}
+        manifest = {"format": FORMAT, **policy.facts(), "steps": policy.optimiser.steps, "updates": policy.updates}
         files = {str(file.relative_to(scratch)): _sum(file) for file in sorted((scratch / TENSORS).iterdir())}
         with (scratch / MANIFEST).open("x") as out:
             json.dump({**manifest, "files": files}, out, indent=2, sort_keys=True)
@@ -81,37 +81,17 @@ def load_checkpoint(policy: MegatronPolicyBackend, path: Path) -> None:
     with runnable():
         loaded = cast(dict[str, torch.Tensor], dist_checkpointing.load(_sharded(policy, state), str(path / TENSORS)))
     optimiser = policy.optimiser
-    with torch.no_grad():
-        for factor in optimiser.factors:
-            factor.parameter.copy_(loaded[factor.key])
-            slots = optimiser.adam.state[factor.parameter]
-            slots["step"] = torch.tensor(float(found["steps"]))
-            for moment in MOMENTS:
-                slots[moment] = loaded[f"{factor.key}.{moment}"].to(factor.parameter, copy=True)
+    for factor in optimiser.factors:
+        optimiser.take_state(factor, loaded, int(found["steps"]))
     torch.set_rng_state(loaded[_RANDOM].cpu())
     optimiser.steps, policy.updates = int(found["steps"]), int(found["updates"])
 
 
-def _facts(policy: MegatronPolicyBackend) -> dict[str, object]:
-    lora = policy.lora
-    return {
-        "base_model": policy.fingerprint,
-        "rank": lora.rank,
-        "alpha": lora.alpha,
-        "target_modules": sorted(lora.target_modules),
-        "exclude": sorted(lora.exclude),
-        "fused": policy.fused,
-    }
-
-
 def _state(policy: MegatronPolicyBackend) -> dict[str, torch.Tensor]:
-    """Everything this rank goes on from; moments of a factor that was never stepped are zero."""
+    """Everything this rank goes on from."""
     state: dict[str, torch.Tensor] = {_RANDOM: torch.get_rng_state()}
     for factor in policy.optimiser.factors:
-        slots: Mapping[str, torch.Tensor] = policy.optimiser.adam.state.get(factor.parameter, {})
-        state[factor.key] = factor.parameter.detach()
-        for moment in MOMENTS:
-            state[f"{factor.key}.{moment}"] = slots.get(moment, torch.zeros_like(factor.parameter))
+        state |= policy.optimiser.state(factor)
     return state
 
 
@@ -133,7 +113,7 @@ def _verify(policy: MegatronPolicyBackend, path: Path) -> None:
     refuse_unless_resumable(path)
     file = path / MANIFEST
     manifest = _manifest(file)
-    for field, want in _facts(policy).items():
+    for field, want in policy.facts().items():
         if manifest.get(field) != want:
             raise AdapterError(
                 f"{file}: {field} is {manifest.get(field)!r}, the policy's is {want!r}.", file=str(file), field=field

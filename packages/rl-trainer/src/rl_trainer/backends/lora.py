@@ -61,6 +61,49 @@ def dropping(model: torch.nn.Module) -> Generator[None]:
             module.eval()
 
 
+def adapter_weights(
+    state: Mapping[str, torch.Tensor], whole: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the adapter alone, under the names that PEFT writes them with; see `merged_weights` for the arguments."""
+    for name, tensor in state.items():
+        if ".lora_" in name:
+            yield name.replace(f".{ADAPTER}.", "."), whole(tensor)
+
+
+class MergedAdapter:
+    """The base weights of a model that adapters are for, beside it, and what they become with an adapter.
+
+    Args:
+        model: without adapters, in the element type that merging computes in; its weights are copied.
+        config: what the adapters are trained with.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: LoraConfig) -> None:
+        self._config = config
+        self._base = {
+            name: module.weight.detach().clone()
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and config.covers(name)
+        }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every tensor of an adapter."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, weight in self._base.items():
+            out, inner = weight.shape
+            found[f"{PREFIX}{name}.lora_A.weight"] = (self._config.rank, inner)
+            found[f"{PREFIX}{name}.lora_B.weight"] = (out, self._config.rank)
+            if self._config.use_dora:
+                found[f"{PREFIX}{name}.lora_magnitude_vector.weight"] = (out,)
+        return found
+
+    def weights(self, adapter: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights that differ from the base's, under the names of its checkpoint; `adapter` holds what `shapes` names."""
+        state = {f"{PREFIX}{name}.base_layer.weight": weight for name, weight in self._base.items()}
+        state |= {f"{name.removesuffix('.weight')}.{ADAPTER}.weight": tensor for name, tensor in adapter.items()}
+        return merged_weights(state, self._config, lambda tensor: tensor)
+
+
 def merged_weights(
     state: Mapping[str, torch.Tensor], config: LoraConfig, whole: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:

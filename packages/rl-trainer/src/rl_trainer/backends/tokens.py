@@ -11,6 +11,7 @@ import torch
 from rl_protocol import BatchData, BatchError
 from rl_protocol.columns import AnyArray
 from rl_trainer.algorithms.episodes import IntArray
+from rl_trainer.algorithms.losses import TokenColumns
 
 CPU = torch.device("cpu")
 
@@ -115,3 +116,21 @@ def mask_of(batch: BatchData, device: torch.device = CPU) -> torch.Tensor:
 def lengths_of(batch: BatchData) -> IntArray:
     """[N] tokens of each row, prompt and response."""
     return batch.ragged("prompts").lengths + batch.ragged("responses").lengths
+
+
+def token_columns(micro: BatchData, row: torch.Tensor) -> TokenColumns:
+    """What the loss of the policy looks at; `row` int64 [T] is the trajectory of each response token, on the device of the rest."""
+
+    def optional(name: str) -> torch.Tensor | None:
+        return flat(micro, name, row.device) if name in micro else None
+
+    return TokenColumns(
+        old_log_prob=flat(micro, "old_log_probs", row.device),
+        advantages=flat(micro, "advantages", row.device),
+        mask=mask_of(micro, row.device),
+        row=row,
+        rows=len(micro),
+        ref_log_prob=optional("ref_log_prob"),
+        weights=optional("rollout_is_weights"),
+        chosen=flag(micro, "chosen_tokens", row.device) if "chosen_tokens" in micro else None,
+    )

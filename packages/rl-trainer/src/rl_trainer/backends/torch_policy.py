@@ -14,13 +14,13 @@ from transformers import AutoTokenizer
 from rl_protocol import BatchData, ConfigError, OutputError, WeightTensor
 from rl_protocol.torch import to_weight
 from rl_trainer.algorithms.batching import schedule_rows
-from rl_trainer.algorithms.losses import BatchCounts, PolicyObjective, TokenColumns, sum_pi_squared, token_log_probs
+from rl_trainer.algorithms.losses import BatchCounts, PolicyObjective, sum_pi_squared, token_log_probs
 from rl_trainer.backends.engine import ModelEngine, PlainEngine, address, whole
 from rl_trainer.backends.loading import layer_names, load_model
 from rl_trainer.backends.optimise import Optimiser
 from rl_trainer.backends.passes import Passes, per_token
 from rl_trainer.backends.state import restore, snapshot
-from rl_trainer.backends.tokens import TokenBatch, flag, flat, lengths_of, mask_of, token_batch
+from rl_trainer.backends.tokens import TokenBatch, lengths_of, token_batch, token_columns
 from rl_trainer.checkpoints.stateful import Write
 from rl_trainer.config import ActorConfig, RolloutCorrectionConfig
 from rl_trainer.lora import LoraConfig
@@ -119,7 +119,7 @@ class TorchPolicyBackend:
         def loss(micro: BatchData, counts: BatchCounts, means: WeightedMeans) -> torch.Tensor:
             tokens = self._tokens(micro)
             log_prob, entropy = token_log_probs(self._logits(tokens), tokens.targets, temperature)
-            return self._objective(log_prob, entropy, _columns(micro, tokens), counts, means)
+            return self._objective(log_prob, entropy, token_columns(micro, tokens.row), counts, means)
 
         with self._dropout():
             metrics = optimiser.run(batch, mini_batches, loss)
@@ -139,6 +139,19 @@ class TorchPolicyBackend:
 
             pairs = merged_weights(state, self._lora, whole)
         for name, tensor in pairs:
+            yield to_weight(name, tensor)
+
+    def adapter_weights(self) -> Iterable[WeightTensor]:
+        """The tensors of the adapter alone, under PEFT's names; see `named_weights`.
+
+        Raises:
+            ConfigError: a policy without LoRA.
+        """
+        if self._lora is None:
+            raise ConfigError("Without LoRA (lora.rank=0) the policy has no adapter to send.")
+        from rl_trainer.backends.lora import adapter_weights  # see above
+
+        for name, tensor in adapter_weights(self._model.state_dict(), whole):
             yield to_weight(name, tensor)
 
     def save_pretrained(self, path: Path) -> None:
@@ -209,21 +222,3 @@ class TorchPolicyBackend:
         places = torch.arange(tokens.first, width, device=tokens.position.device)
         out = self._model(**tokens.inputs, logits_to_keep=places, use_cache=False)
         return tokens.read(out.logits, tokens.first)
-
-
-def _columns(micro: BatchData, tokens: TokenBatch) -> TokenColumns:
-    device = tokens.row.device
-
-    def optional(name: str) -> torch.Tensor | None:
-        return flat(micro, name, device) if name in micro else None
-
-    return TokenColumns(
-        old_log_prob=flat(micro, "old_log_probs", device),
-        advantages=flat(micro, "advantages", device),
-        mask=mask_of(micro, device),
-        row=tokens.row,
-        rows=len(micro),
-        ref_log_prob=optional("ref_log_prob"),
-        weights=optional("rollout_is_weights"),
-        chosen=flag(micro, "chosen_tokens", device) if "chosen_tokens" in micro else None,
-    )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -15,6 +15,10 @@ from rl_protocol import RolloutError, WeightSyncError, WeightTensor
 from rl_protocol.ports import Generation, GenerationRequest, SamplingParams
 from rl_protocol.torch import TORCH_DTYPES, from_weight, torch_dtype_name
 from rl_trainer.backends.loading import load_model
+from rl_trainer.lora import LoraConfig
+
+if TYPE_CHECKING:
+    from rl_trainer.backends.lora import MergedAdapter
 
 
 def uniforms(seed: int, request: GenerationRequest, count: int) -> np.ndarray[Any, Any]:
@@ -66,10 +70,21 @@ class HFRolloutEngine:
         path: Hugging Face checkpoint folder; its weights are version 0.
         max_batch_size: responses generated side by side.
         dtype: name of the element type of its weights, in which it computes.
+        lora: adapters that are to be taken; the float32 weights of their modules are then kept beside the model. None: none.
     """
 
-    def __init__(self, path: str | Path, *, max_batch_size: int = 512, dtype: str = "float32") -> None:
-        self._model = load_model(path, dtype=TORCH_DTYPES[dtype])
+    def __init__(
+        self, path: str | Path, *, max_batch_size: int = 512, dtype: str = "float32", lora: LoraConfig | None = None
+    ) -> None:
+        self._merged: MergedAdapter | None = None
+        if lora is None:
+            self._model = load_model(path, dtype=TORCH_DTYPES[dtype])
+        else:
+            from rl_trainer.backends.lora import MergedAdapter  # peft comes with an extra of its own
+
+            whole = load_model(path)
+            self._merged = MergedAdapter(whole, lora)
+            self._model = whole.to(TORCH_DTYPES[dtype])
         self._max_batch_size = max_batch_size
         self._version = 0
         config = self._model.generation_config
@@ -85,21 +100,31 @@ class HFRolloutEngine:
     def load_weights(self, weights: Iterable[WeightTensor], version: int) -> None:
         """See rl_protocol.ports.WeightReceiver.load_weights."""
         state: dict[str, torch.Tensor] = self._model.state_dict()
-        given = {weight.name: weight for weight in weights}
-        missing, unknown = sorted(state.keys() - given.keys()), sorted(given.keys() - state.keys())
-        if missing or unknown:
-            raise WeightSyncError(
-                f"Weights of version {version} do not fit the rollout model: missing {missing[:4]}, unknown {unknown[:4]}."
-            )
-        for name, weight in given.items():
-            want = (torch_dtype_name(state[name].dtype), tuple(state[name].shape))
-            if (weight.dtype, weight.shape) != want:
-                raise WeightSyncError(
-                    f"Weight {name!r} of version {version} is {weight.dtype} {weight.shape}; the rollout model has {want}."
-                )
+        wanted = {name: (torch_dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in state.items()}
+        given = _fitting(weights, wanted, version)
         with torch.no_grad():
             for name, weight in given.items():
                 state[name].copy_(from_weight(weight))
+        self._version = version
+
+    def load_adapter(self, weights: Iterable[WeightTensor], version: int) -> None:
+        """Generate with this adapter, in place of the one before, merged into the weights of version 0.
+
+        Args:
+            weights: float32, named as in a PEFT folder (`base_model.model.….lora_A.weight`).
+            version: what base and adapter make together.
+
+        Raises:
+            WeightSyncError: the engine takes no adapters, or this one does not fit; nothing was changed.
+        """
+        if self._merged is None:
+            raise WeightSyncError(f"Version {version} is an adapter, and this rollout engine was made without `lora`.")
+        wanted = {name: ("float32", shape) for name, shape in self._merged.shapes().items()}
+        adapter = {name: from_weight(weight) for name, weight in _fitting(weights, wanted, version).items()}
+        state: dict[str, torch.Tensor] = self._model.state_dict()
+        with torch.no_grad():
+            for name, weight in self._merged.weights(adapter):
+                state[name].copy_(weight)
         self._version = version
 
     async def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Generation]:
@@ -170,3 +195,21 @@ class HFRolloutEngine:
             finish_reason="stop" if stop else "length",
             weight_version=self._version,
         )
+
+
+def _fitting(
+    weights: Iterable[WeightTensor], wanted: Mapping[str, tuple[str, tuple[int, ...]]], version: int
+) -> dict[str, WeightTensor]:
+    """The weights by name, which are exactly those wanted: name -> (element type, shape)."""
+    given = {weight.name: weight for weight in weights}
+    missing, unknown = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
+    if missing or unknown:
+        raise WeightSyncError(
+            f"Weights of version {version} do not fit the rollout model: missing {missing[:4]}, unknown {unknown[:4]}."
+        )
+    for name, weight in given.items():
+        if (weight.dtype, weight.shape) != wanted[name]:
+            raise WeightSyncError(
+                f"Weight {name!r} of version {version} is {weight.dtype} {weight.shape}; the rollout model has {wanted[name]}."
+            )
+    return given
