@@ -17,6 +17,7 @@ from rl_protocol import ConfigError
 from rl_rollout_vllm import require_vllm
 from rl_trainer import StepGraph, build_graph
 from rl_trainer.hooks import named_hooks
+from rl_trainer.sessions import SESSIONS
 
 
 def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
@@ -32,6 +33,7 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
     """
     graph = build_graph(config.algorithm, config.actor)
     check_rewards(config.reward)
+    SESSIONS.get(config.rollout.session)
     if config.rollout.name == "vllm":
         require_vllm()
     check_sync(config.checkpoint_engine, plugins)
