@@ -18,6 +18,7 @@ from rl_protocol import ConfigError
 from rl_rollout_vllm import require_vllm
 from rl_trainer import StepGraph, build_graph
 from rl_trainer.hooks import named_hooks
+from rl_trainer.sessions import SESSIONS
 
 
 def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
@@ -34,6 +35,7 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
     graph = build_graph(config.algorithm, config.actor)
     require_installed(config.model_engine)
     check_rewards(config.reward)
+    SESSIONS.get(config.rollout.session)
     if config.rollout.name == "vllm":
         require_vllm()
     check_sync(config.checkpoint_engine, plugins)

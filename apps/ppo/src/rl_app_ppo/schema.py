@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from rl_app_ppo.demo.demos import DEMOS
 from rl_ckpt_engine import CheckpointEngineConfig
 from rl_trainer import needs_critic
 from rl_trainer.combinations import check_combination
@@ -40,6 +41,7 @@ class DataConfig:
     max_prompt_length: int = option(512, "most tokens of a prompt from a file")
     filter_overlong_prompts: bool = option(True, "leave longer prompts out; otherwise they are bad rows")
     on_bad_row: str = option("error", "rows that do not meet the format: error, or skip them and say how many")
+    demo: str = option("addition", "demo: its task, " + " or ".join(DEMOS))
     train_size: int = option(4000, "demo: problems in the training split")
     val_size: int = option(512, "demo: problems in the validation split; the splits never overlap")
     seed: int = option(0, "demo: which problems are drawn, into which split they go, and the warm-up of its model")
@@ -69,6 +71,7 @@ class DataConfig:
         require(bool(self.prompt_key), "data.prompt_key", "the name of a field", self.prompt_key)
         require(self.max_prompt_length >= 1, "data.max_prompt_length", "at least 1", self.max_prompt_length)
         require(self.on_bad_row in ON_BAD_ROW, "data.on_bad_row", f"one of {ON_BAD_ROW}", self.on_bad_row)
+        require(self.demo in DEMOS, "data.demo", f"one of {', '.join(DEMOS)}", self.demo)
         require(self.train_size >= 1, "data.train_size", "at least 1", self.train_size)
         require(self.val_size >= 1, "data.val_size", "at least 1", self.val_size)
         require(self.seed >= 0, "data.seed", "at least 0", self.seed)

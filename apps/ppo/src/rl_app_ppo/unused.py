@@ -118,7 +118,7 @@ RULES = (
         "data.train_files",
     ),
     Rule(
-        ("data.train_size", "data.val_size", "data.seed"),
+        ("data.demo", "data.train_size", "data.val_size", "data.seed"),
         lambda c: not c.model.path or not c.data.train_files,
         "the demo task or the demo model",
     ),

@@ -15,6 +15,7 @@ from rl_trainer.config import (
     RolloutCorrectionConfig,
     ValidationSampling,
 )
+from rl_trainer.course import Course
 from rl_trainer.data import Curriculum, Mixture, PromptDataset, PromptOrder, PromptRow
 from rl_trainer.dispatch import WorkerHandle, Workers
 from rl_trainer.engines import ENGINES, Engine, FsdpConfig, MegatronConfig, get_engine
@@ -22,7 +23,7 @@ from rl_trainer.hooks import Hook
 from rl_trainer.lora import LoraConfig
 from rl_trainer.reward_worker import RewardWorker
 from rl_trainer.rollout_worker import RolloutWorker
-from rl_trainer.sessions import Generate, SessionKind, Trajectory
+from rl_trainer.sessions import Codec, Generate, SessionKind, Trajectory
 from rl_trainer.stages import (
     Stage,
     StepGraph,
@@ -43,6 +44,8 @@ __all__ = [
     "ActorConfig",
     "ActorWorker",
     "AlgorithmConfig",
+    "Codec",
+    "Course",
     "CriticConfig",
     "CriticWorker",
     "Curriculum",

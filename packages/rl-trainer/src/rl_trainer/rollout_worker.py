@@ -13,7 +13,7 @@ from rl_protocol.rl_columns import PROMPT_SCHEMA, prompt_partition
 from rl_trainer.columns import TRAINER_SCHEMA
 from rl_trainer.data import PromptDataset
 from rl_trainer.messages import RolloutCall, RolloutResult
-from rl_trainer.sessions import SESSIONS, SessionRef, Trajectory, run_sessions
+from rl_trainer.sessions import SESSIONS, Codec, SessionRef, Trajectory, run_sessions
 from rl_trainer.worker import Worker
 
 
@@ -28,21 +28,23 @@ class RolloutWorker(Worker):
         engine: RolloutEngine,
         datasets: Mapping[str, PromptDataset],
         session: str = "single_turn",
+        codec: Codec | None = None,
     ) -> None:
         self._plane = plane
         self._engine = engine
         self._datasets = datasets
         self._session = SESSIONS.get(session)
+        self._codec = codec
 
     async def rollout(self, call: RolloutCall) -> RolloutResult:
-        """Run the sessions, then put the prompt rows and the trajectory rows; tags carry step, weight version and lengths."""
+        """Run the sessions, then put the prompt rows and the trajectory rows; tags carry step, weight version, lengths and course."""
         rows = [self._datasets[call.split][ref.row] for ref in call.prompts]
         refs = [
             SessionRef(ref.uid, session, row)
             for ref, row in zip(call.prompts, rows, strict=True)
             for session in range(call.n)
         ]
-        sessions = await run_sessions(self._session, refs, self._engine, call.sampling)
+        sessions = await run_sessions(self._session, refs, self._engine, call.sampling, self._codec)
         prompts = BatchData(
             {
                 "prompts": ragged([row.prompt_ids for row in rows], "int64"),
@@ -76,6 +78,7 @@ class RolloutWorker(Worker):
                 "version": t.weight_version,
                 "prompt_len": len(ref.row.prompt_ids),
                 "response_len": len(t.response_ids),
+                **(t.course.tags() if t.course else {}),
             }
             for ref, _, t in named
         ]

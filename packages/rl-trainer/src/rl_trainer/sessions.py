@@ -13,9 +13,10 @@ from typing import Protocol
 
 import msgspec
 
-from rl_protocol import RLError, RolloutError
+from rl_protocol import ConfigError, RLError, RolloutError
 from rl_protocol.ports import Generation, GenerationRequest, RolloutEngine, SamplingParams
 from rl_trainer.algorithms.registry import Registry
+from rl_trainer.course import Course
 from rl_trainer.data import PromptRow
 
 
@@ -34,6 +35,8 @@ class Trajectory:
     """[R] of the rollout engine, nats; 0 where the policy did not make the token."""
     weight_version: int
     """The oldest of the weights that made it."""
+    course: Course | None = None
+    """How it came about, for metrics; None: nothing to tell."""
 
     @classmethod
     def of(cls, generation: Generation) -> Trajectory:
@@ -46,8 +49,32 @@ class Trajectory:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Between text and token ids; what a session needs that reads what the policy wrote, or tells it something."""
+
+    encode: Callable[[str], Sequence[int]]
+    """No special tokens are added; those that the text names are kept."""
+    decode: Callable[[Sequence[int]], str]
+    """Without special tokens."""
+
+
 class Generate(Protocol):
     """What a session asks the policy with."""
+
+    @property
+    def response_length(self) -> int:
+        """Most tokens of a trajectory after the prompt, those the policy did not make included."""
+        ...
+
+    @property
+    def codec(self) -> Codec:
+        """The policy's tokenizer.
+
+        Raises:
+            ConfigError: the worker was made without one.
+        """
+        ...
 
     def __call__(self, context: Sequence[int], max_tokens: int | None = None) -> Awaitable[Generation]:
         """What the policy goes on with after these token ids: at most `max_tokens` tokens, by default rollout.response_length."""
@@ -80,15 +107,20 @@ class SessionRef:
 
 
 async def run_sessions(
-    kind: SessionKind, refs: Sequence[SessionRef], engine: RolloutEngine, sampling: SamplingParams
+    kind: SessionKind,
+    refs: Sequence[SessionRef],
+    engine: RolloutEngine,
+    sampling: SamplingParams,
+    codec: Codec | None = None,
 ) -> list[list[Trajectory]]:
     """Trajectories of each session, in order.
 
     Raises:
+        ConfigError: a session asks for the tokenizer, and there is none.
         RolloutError: a session without trajectories, or one that does not align; names it.
         RLError: what the engine or a session raised; the first ends all.
     """
-    table = _Table(engine, sampling, len(refs))
+    table = _Table(engine, sampling, codec, len(refs))
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(table.play(kind, ref)) for ref in refs]
@@ -107,33 +139,27 @@ class _Wait:
 class _Table:
     """Where sessions wait for the engine."""
 
-    def __init__(self, engine: RolloutEngine, sampling: SamplingParams, running: int) -> None:
+    def __init__(self, engine: RolloutEngine, sampling: SamplingParams, codec: Codec | None, running: int) -> None:
+        self.sampling = sampling
+        self.codec = codec
         self._engine = engine
-        self._sampling = sampling
         self._running = running
         self._waiting: list[_Wait] = []
 
     async def play(self, kind: SessionKind, ref: SessionRef) -> list[Trajectory]:
-        turns = 0
-
-        async def generate(context: Sequence[int], max_tokens: int | None = None) -> Generation:
-            nonlocal turns
-            # the random stream of a turn is drawn from (seed, uid, session); later turns have streams of their own
-            uid = ref.uid if turns == 0 else f"{ref.uid}/turn{turns}"
-            turns += 1
-            answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-            request = GenerationRequest(uid=uid, session=ref.session, prompt_ids=tuple(context))
-            self._waiting.append(_Wait(max_tokens or self._sampling.max_new_tokens, request, answer))
-            await self._serve_when_all_wait()
-            return await answer
-
         try:
-            trajectories = list(await kind.run(ref.row, generate))
+            trajectories = list(await kind.run(ref.row, _Seat(self, ref)))
         finally:
             self._running -= 1
-        _check(ref, trajectories, self._sampling)
+        _check(ref, trajectories, self.sampling)
         await self._serve_when_all_wait()
         return trajectories
+
+    async def ask(self, request: GenerationRequest, max_tokens: int) -> Generation:
+        answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Wait(max_tokens, request, answer))
+        await self._serve_when_all_wait()
+        return await answer
 
     async def _serve_when_all_wait(self) -> None:
         if not self._waiting or len(self._waiting) < self._running:
@@ -141,10 +167,37 @@ class _Table:
         waiting, self._waiting = sorted(self._waiting, key=lambda wait: (wait.request.uid, wait.request.session)), []
         for budget in sorted({wait.max_tokens for wait in waiting}):
             served = [wait for wait in waiting if wait.max_tokens == budget]
-            sampling = msgspec.structs.replace(self._sampling, max_new_tokens=budget)
+            sampling = msgspec.structs.replace(self.sampling, max_new_tokens=budget)
             generations = await self._engine.generate([wait.request for wait in served], sampling)
             for wait, generation in zip(served, generations, strict=True):
                 wait.answer.set_result(generation)
+
+
+class _Seat:
+    """`Generate` of one session."""
+
+    def __init__(self, table: _Table, ref: SessionRef) -> None:
+        self._table = table
+        self._ref = ref
+        self._turns = 0
+
+    @property
+    def response_length(self) -> int:
+        return self._table.sampling.max_new_tokens
+
+    @property
+    def codec(self) -> Codec:
+        if self._table.codec is None:
+            raise ConfigError("This session reads and writes text: RolloutWorker must be given a codec.")
+        return self._table.codec
+
+    async def __call__(self, context: Sequence[int], max_tokens: int | None = None) -> Generation:
+        ref, turn = self._ref, self._turns
+        self._turns += 1
+        # the random stream of a turn is drawn from (seed, uid, session); later turns have streams of their own
+        uid = f"{ref.uid}/turn{turn}" if turn else ref.uid
+        request = GenerationRequest(uid=uid, session=ref.session, prompt_ids=tuple(context))
+        return await self._table.ask(request, max_tokens or self.response_length)
 
 
 def _check(ref: SessionRef, trajectories: Sequence[Trajectory], sampling: SamplingParams) -> None:

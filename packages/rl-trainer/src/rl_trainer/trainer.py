@@ -25,6 +25,7 @@ from rl_trainer.checkpoints.folder import Checkpoint, RunState
 from rl_trainer.checkpoints.writer import CheckpointWriter, load
 from rl_trainer.columns import BASELINE_PARTITION
 from rl_trainer.config import ActorConfig, CriticConfig, FilterGroupsConfig, LoopConfig, RolloutConfig
+from rl_trainer.course import course_metrics
 from rl_trainer.data import PromptOrder
 from rl_trainer.dispatch import StepRows, WorkerHandle, Workers, call, forward, together, update
 from rl_trainer.hooks import Hook, tell
@@ -213,6 +214,7 @@ class PPOTrainer:
         async with self._rows(VALIDATION_PARTITION):
             batch, _ = await self._rollout(VALIDATION_PARTITION, "val", step, prompts, sampling.n, params)
             metrics = await self._reward("evaluate", step, batch.without_tags())
+            metrics |= {f"val-aux/{name}": value for name, value in course_metrics(batch).items()}
         self._tell("on_validate_end", step, metrics)
         return metrics
 
@@ -240,6 +242,7 @@ class PPOTrainer:
             self._tell("on_sample_end", step, new)
             metrics["rollout/imbalance"] = max(imbalance, metrics.get("rollout/imbalance", 1.0))
             tagged = KVBatchMeta.concat([tagged, new]) if tagged else new
+            metrics |= course_metrics(tagged)
             scored = await clock.time("reward", self._score(step, new.without_tags()))
             failed |= set(scored.failed)
             metrics |= scored.metrics | {"reward/failures": float(len(failed))}

@@ -7,6 +7,7 @@ The same module knows the careless answer, the sum without any carry: the bad ha
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 
 from rl_protocol import ConfigError
@@ -20,17 +21,17 @@ DATA_SOURCE = "two_digit_addition"
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One addition."""
+    """Two operands, and what is asked of them."""
 
     prompt: str
-    """6 characters: both operands with their leading zeros, "+" and "="."""
+    """6 characters: both operands with their leading zeros, "+" and "=". Other tasks have other operators and lengths."""
     answer: str
     """3 digits, units first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Problems to train on and problems to measure with. No sum of one is in the other, in either order of its operands."""
+    """Problems to train on and problems to measure with. No problem of one is in the other, in either order of its operands."""
 
     train: tuple[Problem, ...]
     validation: tuple[Problem, ...]
@@ -100,7 +101,7 @@ def _digits_units_first(places: list[int]) -> str:
 
 
 def _operands_in_order(problem: Problem) -> tuple[int, int]:
-    a, b = problem.prompt.removesuffix("=").split("+")
+    a, b = re.split(r"[+*]", problem.prompt.removesuffix("="))
     return int(a), int(b)
 
 

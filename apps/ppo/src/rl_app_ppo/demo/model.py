@@ -9,10 +9,10 @@ from rl_app_ppo.demo.settings import ModelSettings
 from rl_app_ppo.demo.vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCABULARY
 
 
-def model_config(settings: ModelSettings) -> Qwen2Config:
+def model_config(settings: ModelSettings, vocabulary_size: int = len(VOCABULARY)) -> Qwen2Config:
     """The transformers configuration of that shape."""
     return Qwen2Config(
-        vocab_size=len(VOCABULARY),
+        vocab_size=vocabulary_size,
         hidden_size=settings.hidden_size,
         intermediate_size=settings.intermediate_size,
         num_hidden_layers=settings.layers,
@@ -28,8 +28,8 @@ def model_config(settings: ModelSettings) -> Qwen2Config:
     )
 
 
-def fresh_model(settings: ModelSettings, seed: int) -> Qwen2ForCausalLM:
+def fresh_model(settings: ModelSettings, seed: int, vocabulary_size: int = len(VOCABULARY)) -> Qwen2ForCausalLM:
     """A float32 model on the CPU whose weights depend on the arguments alone; torch's global generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen2ForCausalLM(model_config(settings))
+        return Qwen2ForCausalLM(model_config(settings, vocabulary_size))

@@ -35,6 +35,8 @@ class WarmUpSettings:
     A share of its targets are careless answers, so the base model has the right answer in it but prefers the careless one.
     """
 
+    demo: str = "addition"
+    """Which task, by its name in DEMOS."""
     seed: int = 0
     """Fresh weights, order of problems, and which targets are careless."""
     data_seed: int = 0
@@ -44,7 +46,8 @@ class WarmUpSettings:
     """Problems it is measured with and never sees."""
     target_probability: float = 0.43
     """Ends when the model gives the right answer this much probability on average, measured on training problems it may have
-    seen. A model that had learnt its targets perfectly would give 0.30 + 0.70 * (1 - careless_share) = 0.475."""
+    seen. A model that had learnt its targets perfectly would give 0.30 + 0.70 * (1 - careless_share) = 0.475 with addition, where careless
+    answers can be right, and 1 - careless_share with the calculator."""
     max_steps: int = 400
     """Ends here at the latest. About 200 are usual."""
     batch_size: int = 192

@@ -1,6 +1,8 @@
-"""The demo's tokens: one per character. Needs no transformers."""
+"""The tokens of the demos: one per character. Needs no transformers."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -12,9 +14,9 @@ VOCABULARY: tuple[str, ...] = (*ALPHABET, PAD, BOS, EOS, UNK)
 PAD_ID, BOS_ID, EOS_ID = (VOCABULARY.index(token) for token in (PAD, BOS, EOS))
 
 
-def demo_tokenizer() -> Tokenizer:
+def demo_tokenizer(vocabulary: Sequence[str] = VOCABULARY) -> Tokenizer:
     """A new tokenizer. It adds no special tokens and decodes characters without spaces between them."""
-    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=UNK))
+    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNK))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     core.decoder = decoders.Fuse()
     return core

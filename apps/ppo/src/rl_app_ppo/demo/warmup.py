@@ -1,6 +1,6 @@
-"""The supervised warm-up: from fresh weights to a base model that adds, and forgets to carry.
+"""The supervised warm-up: from fresh weights to a base model that knows a task, and prefers a careless way of doing it.
 
-Shapes: N problems of a split, B problems of a batch, P prompt tokens, A answer tokens (the digits and the end of sequence).
+Shapes: N problems of a split, B problems of a batch, P prompt tokens, A response tokens (turns with their ends of sequence, observations, padding).
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from transformers.utils import logging
 
-from rl_app_ppo.demo.arithmetic import Problem, careless_answer, make_split
+from rl_app_ppo.demo.arithmetic import Problem
+from rl_app_ppo.demo.demos import DEMOS, Demo, Piece
 from rl_app_ppo.demo.model import fresh_model
 from rl_app_ppo.demo.settings import WarmUpSettings, content_hash
 from rl_app_ppo.demo.store import is_whole, publish
 from rl_app_ppo.demo.tokenizer import build_tokenizer
-from rl_app_ppo.demo.vocabulary import EOS_ID
+from rl_app_ppo.demo.vocabulary import EOS_ID, PAD_ID
 
 __all__ = [
     "OnStep",
@@ -34,8 +35,10 @@ __all__ = [
     "warm_up",
 ]
 
+NOT_TAUGHT = -100
+"""Label of a token that the loss leaves out."""
 OnStep = Callable[[int, int, float, float | None], None]
-"""on_step(steps done, steps in all, loss in nats per answer token, validation accuracy where it was measured)."""
+"""on_step(steps done, steps in all, loss in nats per taught token, validation accuracy where it was measured)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +57,12 @@ def warm_up(settings: WarmUpSettings, on_step: OnStep | None = None) -> WarmUpRe
     It ends early once the model gives the right answers to training problems `settings.target_probability`, so that models
     from quick and from slow seeds are equally ready for reinforcement learning.
     """
-    split = make_split(settings.data_seed, train_size=settings.train_size, validation_size=settings.validation_size)
-    tokenizer = build_tokenizer()
-    targets = _Targets.encode(tokenizer, split.train)
+    demo, sizes = DEMOS[settings.demo], {"train_size": settings.train_size, "validation_size": settings.validation_size}
+    split = demo.make_split(settings.data_seed, **sizes)
+    tokenizer = build_tokenizer(demo.vocabulary)
+    targets = _Targets.encode(tokenizer, demo, split.train)
     probe = split.train[: settings.validation_size]
-    model = fresh_model(settings.model, settings.seed).train()
+    model = fresh_model(settings.model, settings.seed, len(demo.vocabulary)).train()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.lr, betas=(settings.beta1, settings.beta2), weight_decay=settings.weight_decay
     )
@@ -67,12 +71,12 @@ def warm_up(settings: WarmUpSettings, on_step: OnStep | None = None) -> WarmUpRe
     for step in range(1, settings.max_steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * min(1.0, step / settings.lr_warmup_steps)
-        prompts, answers = targets.draw(draw, settings)
-        loss = _train_step(model, optimizer, prompts, answers, settings.grad_clip)
+        prompts, responses = targets.draw(draw, settings)
+        loss = _train_step(model, optimizer, prompts, responses, settings.grad_clip)
         check = step == settings.max_steps or step % settings.check_every == 0
-        done = check and right_answers(model, tokenizer, probe).probability >= settings.target_probability
+        done = check and right_answers(model, tokenizer, probe, demo).probability >= settings.target_probability
         if check:
-            accuracy = right_answers(model, tokenizer, split.validation).greedy
+            accuracy = right_answers(model, tokenizer, split.validation, demo).greedy
         if on_step is not None:
             on_step(step, settings.max_steps, loss, accuracy if check else None)
         if done:
@@ -92,20 +96,48 @@ class RightAnswers:
 
 @torch.no_grad()
 def right_answers(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: Sequence[Problem],
+    demo: Demo = DEMOS["addition"],
 ) -> RightAnswers:
     """Measure a model in one forward pass.
 
-    Greedy generation gives an answer exactly when, fed the answer, the model prefers each of its tokens in turn.
+    Greedy generation gives a response exactly when, fed the response, the model prefers each of its taught tokens in turn.
     """
     prompts = _encode(tokenizer, [p.prompt for p in problems])
-    answers = _encode_answers(tokenizer, [p.answer for p in problems])
-    logits = _answer_logits(model, prompts, answers)
-    chosen = torch.log_softmax(logits, dim=-1).gather(-1, answers[..., None]).squeeze(-1)
+    responses = _Responses.encode(tokenizer, [demo.right(p) for p in problems])
+    logits, taught = _response_logits(model, prompts, responses.tokens), responses.taught
+    chosen = torch.log_softmax(logits, dim=-1).gather(-1, responses.tokens[..., None]).squeeze(-1)
     return RightAnswers(
-        greedy=(logits.argmax(-1) == answers).all(-1).double().mean().item(),
-        probability=chosen.sum(-1).exp().mean().item(),
+        greedy=((logits.argmax(-1) == responses.tokens) | ~taught).all(-1).double().mean().item(),
+        probability=(chosen * taught).sum(-1).exp().mean().item(),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Responses:
+    """What a model is shown after its prompts."""
+
+    tokens: torch.Tensor
+    """[N, A] int64."""
+    taught: torch.Tensor
+    """[N, A] bool: what it is to write; the rest are observations and padding."""
+
+    @classmethod
+    def encode(cls, tokenizer: PreTrainedTokenizerFast, responses: Sequence[Sequence[Piece]]) -> _Responses:
+        rows = [[(ids, not piece.told) for piece in pieces for ids in _ids(tokenizer, piece)] for pieces in responses]
+        width = max(map(len, rows))
+        padded = [row + [(PAD_ID, False)] * (width - len(row)) for row in rows]
+        return cls(
+            tokens=torch.tensor([[token for token, _ in row] for row in padded]),
+            taught=torch.tensor([[taught for _, taught in row] for row in padded]),
+        )
+
+    def wider(self, width: int) -> _Responses:
+        """The same, padded to so many tokens."""
+        more = (0, width - self.tokens.shape[1])
+        return _Responses(functional.pad(self.tokens, more, value=PAD_ID), functional.pad(self.taught, more))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,24 +146,25 @@ class _Targets:
 
     prompts: torch.Tensor
     """[N, P] int64."""
-    right: torch.Tensor
-    """[N, A] int64."""
-    careless: torch.Tensor
-    """[N, A] int64."""
+    right: _Responses
+    careless: _Responses
+    """As wide."""
 
     @classmethod
-    def encode(cls, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) -> _Targets:
-        return cls(
-            prompts=_encode(tokenizer, [p.prompt for p in problems]),
-            right=_encode_answers(tokenizer, [p.answer for p in problems]),
-            careless=_encode_answers(tokenizer, [careless_answer(p) for p in problems]),
-        )
+    def encode(cls, tokenizer: PreTrainedTokenizerFast, demo: Demo, problems: Sequence[Problem]) -> _Targets:
+        right = _Responses.encode(tokenizer, [demo.right(p) for p in problems])
+        careless = _Responses.encode(tokenizer, [demo.careless(p) for p in problems])
+        width = max(right.tokens.shape[1], careless.tokens.shape[1])
+        return cls(_encode(tokenizer, [p.prompt for p in problems]), right.wider(width), careless.wider(width))
 
-    def draw(self, draw: np.random.Generator, settings: WarmUpSettings) -> tuple[torch.Tensor, torch.Tensor]:
-        """Prompts [B, P] and answers [B, A], each answer careless with probability `settings.careless_share`."""
+    def draw(self, draw: np.random.Generator, settings: WarmUpSettings) -> tuple[torch.Tensor, _Responses]:
+        """Prompts [B, P] and responses [B, A], each of them careless with probability `settings.careless_share`."""
         rows = torch.from_numpy(draw.integers(0, len(self.prompts), settings.batch_size))
-        careless = torch.from_numpy(draw.random(settings.batch_size) < settings.careless_share)
-        return self.prompts[rows], torch.where(careless[:, None], self.careless[rows], self.right[rows])
+        careless = torch.from_numpy(draw.random(settings.batch_size) < settings.careless_share)[:, None]
+        return self.prompts[rows], _Responses(
+            torch.where(careless, self.careless.tokens[rows], self.right.tokens[rows]),
+            torch.where(careless, self.careless.taught[rows], self.right.taught[rows]),
+        )
 
 
 def entry_path(cache_dir: Path, settings: WarmUpSettings) -> Path:
@@ -152,7 +185,7 @@ def cached_base_model(cache_dir: Path, settings: WarmUpSettings, on_step: OnStep
         result = warm_up(settings, on_step)
         with _no_progress_bars():
             result.model.save_pretrained(folder)
-        build_tokenizer().save_pretrained(folder)
+        build_tokenizer(DEMOS[settings.demo].vocabulary).save_pretrained(folder)
         return {"accuracy": result.accuracy, "content_hash": content_hash(settings)}
 
     publish(entry, fill)
@@ -176,14 +209,15 @@ def _encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.T
     return torch.tensor([tokenizer.encode(text) for text in texts])
 
 
-def _encode_answers(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.Tensor:
-    """[B, A] int64 ids of answers of equal length, each with its end of sequence."""
-    return functional.pad(_encode(tokenizer, texts), (0, 1), value=EOS_ID)
+def _ids(tokenizer: PreTrainedTokenizerFast, piece: Piece) -> list[int]:
+    """Token ids of a piece of a response."""
+    ids = tokenizer.encode(piece.text)
+    return ids if piece.told else [*ids, EOS_ID]
 
 
-def _answer_logits(model: Qwen2ForCausalLM, prompts: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-    """[B, A, vocabulary]: what the model thinks of each answer token, given all before it."""
-    tokens = torch.cat([prompts, answers[:, :-1]], dim=1)
+def _response_logits(model: Qwen2ForCausalLM, prompts: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
+    """[B, A, vocabulary]: what the model thinks of each response token, given all before it."""
+    tokens = torch.cat([prompts, responses[:, :-1]], dim=1)
     return model(input_ids=tokens, use_cache=False).logits[:, prompts.shape[1] - 1 :]
 
 
@@ -191,12 +225,13 @@ def _train_step(
     model: Qwen2ForCausalLM,
     optimizer: torch.optim.Optimizer,
     prompts: torch.Tensor,
-    targets: torch.Tensor,
+    responses: _Responses,
     grad_clip: float,
 ) -> float:
-    """One optimizer step; returns the loss before it, nats per answer token."""
-    logits = _answer_logits(model, prompts, targets)
-    loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    """One optimizer step; returns the loss before it, nats per taught token."""
+    logits = _response_logits(model, prompts, responses.tokens)
+    labels = responses.tokens.masked_fill(~responses.taught, NOT_TAUGHT)
+    loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NOT_TAUGHT)
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)

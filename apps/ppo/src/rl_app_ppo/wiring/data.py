@@ -8,11 +8,13 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from rl_app_ppo.demo.arithmetic import DATA_SOURCE, Problem, make_split
+from rl_app_ppo.demo.arithmetic import Problem
+from rl_app_ppo.demo.demos import DEMOS
 from rl_app_ppo.demo.vocabulary import demo_tokenizer
 from rl_app_ppo.schema import AppConfig
 from rl_protocol import ConfigError
 from rl_trainer import Mixture, PromptDataset, PromptOrder, PromptRow
+from rl_trainer.sessions import Codec
 
 
 def load_tokenizer(model_path: Path) -> Tokenizer:
@@ -45,12 +47,12 @@ class Prompts(PromptDataset, Protocol):
         ...
 
 
-class ArithmeticDataset:
+class DemoDataset:
     """Problems as token ids."""
 
-    def __init__(self, problems: Sequence[Problem], tokenizer: Tokenizer) -> None:
+    def __init__(self, problems: Sequence[Problem], tokenizer: Tokenizer, data_source: str) -> None:
         self._rows = [
-            PromptRow(prompt_ids=tuple(tokenizer.encode(p.prompt).ids), data_source=DATA_SOURCE, ground_truth=p.answer)
+            PromptRow(prompt_ids=tuple(tokenizer.encode(p.prompt).ids), data_source=data_source, ground_truth=p.answer)
             for p in problems
         ]
 
@@ -80,9 +82,13 @@ def open_data(config: AppConfig, model_path: Path | None) -> Mapping[str, Prompt
     data = config.data
     if data.train_files:
         return _from_files(config, model_path)
-    tokenizer = load_tokenizer(model_path) if model_path else demo_tokenizer()
-    split = make_split(data.seed, train_size=data.train_size, validation_size=data.val_size)
-    return {"train": ArithmeticDataset(split.train, tokenizer), "val": ArithmeticDataset(split.validation, tokenizer)}
+    demo = DEMOS[data.demo]
+    tokenizer = load_tokenizer(model_path) if model_path else demo_tokenizer(demo.vocabulary)
+    split = demo.make_split(data.seed, train_size=data.train_size, validation_size=data.val_size)
+    return {
+        "train": DemoDataset(split.train, tokenizer, demo.data_source),
+        "val": DemoDataset(split.validation, tokenizer, demo.data_source),
+    }
 
 
 def _from_files(config: AppConfig, model_path: Path | None) -> Mapping[str, Prompts]:
@@ -90,7 +96,9 @@ def _from_files(config: AppConfig, model_path: Path | None) -> Mapping[str, Prom
     from rl_trainer.data.files import DataFiles, open_files  # datasets and pyarrow: the demo does without them
 
     data, splits = config.data, dict[str, Prompts]()
-    encoder = PromptEncoder.load(model_path) if model_path else PromptEncoder(demo_tokenizer())
+    encoder = (
+        PromptEncoder.load(model_path) if model_path else PromptEncoder(demo_tokenizer(DEMOS[data.demo].vocabulary))
+    )
     for split, names in (("train", data.files("train")), ("val", data.files("val"))):
         files = DataFiles(
             paths=tuple(Path(name).expanduser() for name in names),
@@ -117,3 +125,8 @@ def decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
         return tokenizer.decode(list(ids), skip_special_tokens=True)
 
     return decode
+
+
+def codec(tokenizer: Tokenizer) -> Codec:
+    """What sessions read and write text with."""
+    return Codec(encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids, decode=decoder(tokenizer))

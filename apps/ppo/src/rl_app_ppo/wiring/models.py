@@ -9,6 +9,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from rl_app_ppo.config import from_yaml
+from rl_app_ppo.demo.demos import DEMOS
 from rl_app_ppo.demo.settings import WarmUpSettings
 from rl_app_ppo.demo.warmup import cached_base_model
 
@@ -23,7 +24,11 @@ def configure(threads: int) -> None:
 def demo_model(config: str, report: Callable[[int, int, float], None]) -> Path:
     """The warmed-up demo model of this configuration, from the cache or made now."""
     app = from_yaml(config)
+    demo = DEMOS[app.data.demo]
     settings = WarmUpSettings(
+        demo=app.data.demo,
+        careless_share=demo.careless_share,
+        target_probability=demo.target_probability,
         seed=app.data.seed,
         data_seed=app.data.seed,
         train_size=app.data.train_size,

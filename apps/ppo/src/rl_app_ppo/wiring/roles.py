@@ -12,7 +12,7 @@ from rl_app_ppo.rewards import open_scorer
 from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.wiring.changes import AdapterOnly, AdapterSource, MeasuredSender
-from rl_app_ppo.wiring.data import decoder, load_tokenizer, open_data
+from rl_app_ppo.wiring.data import codec, decoder, load_tokenizer, open_data
 from rl_app_ppo.wiring.weights import FollowingSender, WeightEnd, make_engine
 from rl_ckpt_engine import ReceiverEndpoint
 from rl_protocol.ports import DataPlane, PolicyBackend, RolloutEngine, SamplingParams
@@ -73,7 +73,8 @@ def _rollout(config: AppConfig, call: BuildCall, plane: DataPlane) -> Built:
     path = Path(call.model_path)
     engine = _generator(config, path)
     receiver = ReceiverEndpoint(make_engine(config.checkpoint_engine, call.plugins), engine)
-    return RolloutWorker(plane, engine, open_data(config, path), config.rollout.session), receiver
+    data, session = open_data(config, path), config.rollout.session
+    return RolloutWorker(plane, engine, data, session, codec(load_tokenizer(path))), receiver
 
 
 def _generator(config: AppConfig, path: Path) -> RolloutEngine:

@@ -1,0 +1,53 @@
+"""How trajectories came about: turns, calls of tools, why each ended. It travels as tags: the driver counts it without their tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from rl_protocol import KVBatchMeta, RowKey, Tag
+from rl_trainer.metrics import stats
+
+_TURNS, _CALLS, _ERRORS, _FINISH = "turns", "tool_calls", "tool_errors", "finish"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """Of one trajectory."""
+
+    turns: int
+    """Times the policy was asked."""
+    tool_calls: int = 0
+    """Calls that were answered, if only with an error."""
+    tool_errors: int = 0
+    """Of them, those answered with an error: unreadable, of no known tool, or of a tool that failed or was late."""
+    finish: str = "stop"
+    """Why it ended."""
+
+    def tags(self) -> Tag:
+        """As facts about its row."""
+        return {_TURNS: self.turns, _CALLS: self.tool_calls, _ERRORS: self.tool_errors, _FINISH: self.finish}
+
+
+def course_metrics(rows: KVBatchMeta) -> dict[str, float]:
+    """By session: `num_turns` (verl's name), `agent/tool_calls`, `agent/tool_errors` over its trajectories, and the shares of `agent/finish/<why>`.
+
+    Nothing where no trajectory tells of its course.
+    """
+    sums: dict[tuple[str, int], Counter[str]] = {}
+    finish: dict[tuple[str, int], tuple[int, str]] = {}
+    for key, tag in zip(rows.keys, rows.tags or ({},) * len(rows), strict=True):
+        if _TURNS not in tag:
+            continue
+        name = RowKey.parse(key)
+        session = name.uid, name.session
+        counted = {field: int(tag[field] or 0) for field in (_TURNS, _CALLS, _ERRORS)}
+        sums.setdefault(session, Counter()).update(counted)
+        finish[session] = max(finish.get(session, (-1, "")), (name.index, str(tag[_FINISH])))
+    ends = Counter(why for _, why in finish.values())
+    return {
+        **stats("num_turns", [one[_TURNS] for one in sums.values()]),
+        **stats("agent/tool_calls", [one[_CALLS] for one in sums.values()]),
+        **stats("agent/tool_errors", [one[_ERRORS] for one in sums.values()]),
+        **{f"agent/finish/{why}": count / len(finish) for why, count in ends.items()},
+    }
