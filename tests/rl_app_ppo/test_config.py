@@ -59,7 +59,7 @@ def test_what_cfg_prints_is_what_a_file_may_hold(preset, tmp_path):
         ("rollout.n=1", r"rollout\.n must be at least 2 with adv_estimator=grpo"),
         ("rollout.num_workers=1000", r"rollout\.num_workers must be at most data\.train_batch_size"),
         ("rollout=hf", r"rollout is a group of settings"),
-        ("algorithm=grop", r"algorithm must be one of grpo, ppo; got 'grop'\. Did you mean 'grpo'\?"),
+        ("algorithm=grop", r"algorithm must be one of grpo, grpo_calculator, ppo; got 'grop'\. Did you mean 'grpo'\?"),
         ("algorithm.gamma=2", r"algorithm\.gamma must be in \[0, 1\]; got 2"),
         ("justaword", r"Not an override: 'justaword'; write key=value"),
         ("transfer_queue.num_storage_units=0", r"transfer_queue\.num_storage_units"),
