@@ -20,6 +20,7 @@ from rl_trainer import (
     ActorConfig,
     ActorWorker,
     AlgorithmConfig,
+    Codec,
     CriticConfig,
     CriticWorker,
     LoopConfig,
@@ -40,6 +41,7 @@ from rl_trainer import (
     needs_critic,
     needs_sum_pi_squared,
 )
+from rl_trainer.agents import Call, Limits, ToolAgent
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl_trainer.algorithms.policy_losses import POLICY_LOSSES
 from rl_trainer.backends.torch_critic import TorchCriticBackend
@@ -66,6 +68,9 @@ class Digits:
 
 def decode(ids):
     return "".join("0123456789+="[i - 2] if i > 1 else "" for i in ids)
+
+
+CODEC = Codec(encode=lambda text: ["0123456789+=".index(letter) + 2 for letter in text], decode=decode)
 
 
 def starts_right(data_source, solution_str, ground_truth, extra_info=None):
@@ -133,13 +138,14 @@ class Setup:
         session="single_turn",
         lora=None,
         validate=False,
+        response_length=3,
     ):
         algorithm = AlgorithmConfig(adv_estimator=estimator, **(algorithm or {}))
         defaults = {"optim": OptimConfig(lr=3e-3), "ppo_mini_batch_size": 4, "use_kl_loss": True}
         actor = ActorConfig(**(defaults | (actor or {})))
         check_combination(algorithm, actor, 4)
         critic = CriticConfig(optim=OptimConfig(lr=3e-3), ppo_mini_batch_size=4, warmup_steps=critic_warmup)
-        rollout = RolloutConfig(n=4, response_length=3, num_workers=engines, temperature=temperature)
+        rollout = RolloutConfig(n=4, response_length=response_length, num_workers=engines, temperature=temperature)
         graph = build_graph(algorithm, actor)
         self.plane = WatchedPlane()
         self.policy = TorchPolicyBackend(
@@ -162,12 +168,19 @@ class Setup:
         reference = LocalWorker("ref", ReferenceWorker(self.plane, graph, TorchPolicyBackend(path, None), 1.0))
         self.workers = Workers(
             rollout=[
-                LocalWorker(f"rollout-{i}", RolloutWorker(self.plane, e, data, session)) for i, e in enumerate(engines)
+                LocalWorker(f"rollout-{i}", RolloutWorker(self.plane, e, data, session, CODEC))
+                for i, e in enumerate(engines)
             ],
             reward=LocalWorker(
                 "reward",
                 RewardWorker(
-                    self.plane, graph, InlineScorer(reward), decode, algorithm, 3, policy_loss=actor.policy_loss
+                    self.plane,
+                    graph,
+                    InlineScorer(reward),
+                    decode,
+                    algorithm,
+                    response_length,
+                    policy_loss=actor.policy_loss,
                 ),
             ),
             actor=[actor_worker],
@@ -292,6 +305,43 @@ def test_every_estimator_and_loss_trains_on_sessions_of_several_trajectories(
     assert ("critic/baseline/mean" in steps[-1]) == (estimator == "remax")
     assert not any(asyncio.run(setup.plane.stats()).rows.values())
     assert_documented(steps[-1])
+
+
+class Reversed:
+    """A tool that writes backwards, called by every turn without a plus; bad at short ones."""
+
+    name, description, arguments = "reversed", "", msgspec.defstruct("Text", [("text", str)])
+
+    def call(self, arguments):
+        if len(arguments.text) < 2:
+            raise ValueError("too short")
+        return arguments.text[::-1] + "="
+
+    def calls(self, text):
+        return [Call("reversed", {"text": text})] if "+" not in text else []
+
+    def observation(self, answers):
+        return "".join("==" if one.failed else one.text for one in answers)
+
+
+def test_what_a_tool_said_is_seen_and_not_trained_on(model_path, monkeypatch):
+    agent = ToolAgent([Reversed()], Reversed(), Limits(turns=3, turn_tokens=5))
+    monkeypatch.setitem(SESSIONS._built_in, "agent", SessionKind(agent.run))
+    setup = Setup(model_path, session="agent", validate=True, response_length=20)
+    setup.fit()
+    steps = [m for step, m in setup.steps if step]
+    for metrics in steps:
+        # what the engine said of its tokens is what the trainer says, wherever they stand; observations have 0 and would stand out
+        assert metrics["training/rollout_log_probs_diff_max"] < 1e-4
+        assert metrics["num_turns/max"] == 3
+        assert metrics["num_turns/min"] == 1
+        assert 0 < metrics["agent/tool_errors/mean"] < metrics["agent/tool_calls/mean"] <= 2
+        assert sum(value for name, value in metrics.items() if name.startswith("agent/finish/")) == pytest.approx(1.0)
+        assert metrics["actor/grad_norm"] > 0
+        assert_documented(metrics)
+    validated = setup.steps[0][1]
+    assert 1 <= validated["val-aux/num_turns/mean"] <= 3
+    assert validated["val-aux/agent/tool_calls/mean"] <= 2
 
 
 def test_the_baseline_of_remax_is_the_score_of_the_greedy_answer(model_path):

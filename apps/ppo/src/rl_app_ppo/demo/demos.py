@@ -64,6 +64,6 @@ DEMOS: Mapping[str, Demo] = {
         careless=lambda problem: [Piece(calculator.careless_answer(problem))],
         vocabulary=(*VOCABULARY, "*", calculator.CALL, calculator.FAILED),
         careless_share=0.8,
-        target_probability=0.17,
+        target_probability=0.14,
     ),
 }
