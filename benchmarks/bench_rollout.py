@@ -43,7 +43,7 @@ def make_model(folder: Path, mib: float, seed: int) -> list[WeightTensor]:
 
     from rl_protocol.torch import to_weight
 
-    hidden = max(64, int((mib * 2**20 / 4 / (4 * 15)) ** 0.5) // 64 * 64)  # a layer: 3 h² of attention, 12 h² of MLP
+    hidden = max(64, int((mib * 2**20 / 4 / (4 * 16)) ** 0.5) // 64 * 64)  # a layer: 4 h² of attention, 12 h² of MLP
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=512,

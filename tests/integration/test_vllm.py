@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import sys
 import uuid
 
 import psutil
 import pytest
+
+from rl_protocol.ports import SamplingParams
+from rl_rollout_vllm import VLLMConfig, VLLMRolloutEngine
+from rl_trainer.serving import Endpoint, EndpointConfig, over_engine
 
 from .conftest import marked, shared_memory
 
@@ -39,3 +46,78 @@ def test_the_app_trains_with_vllm(app):
     # vLLM's log-probs under the weights of the last sync are the trainer's under its own
     assert max(m["training/rollout_log_probs_diff_max"] for m in trained) < 1e-3
     assert all(m["actor/grad_norm"] > 0 for m in trained)
+
+
+AGENT = """
+import json, sys, urllib.request
+base_url, key = sys.argv[1:]
+body = json.dumps({"model": "tiny", "prompt": [3, 4], "n": 4, "return_token_ids": True}).encode()
+request = urllib.request.Request(base_url + "/completions", body, {"Authorization": "Bearer " + key})
+with urllib.request.urlopen(request, timeout=120) as answer:
+    print(json.dumps(json.load(answer)["choices"]))
+"""
+
+
+def tiny_model(seed: int):
+    """A Qwen2 of 14 tokens."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=14,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    )
+    return Qwen2ForCausalLM(config).float().eval()
+
+
+@pytest.mark.filterwarnings("default")  # vLLM's own
+def test_an_agents_tokens_have_the_log_probs_of_the_version_that_made_them_across_an_update(tmp_path, mark):
+    """The endpoint over vLLM, driven by another process: what an update cuts short goes on with the new weights, ready to be trained on."""
+    import torch
+
+    from rl_protocol.torch import to_weight
+
+    models = [tiny_model(0), tiny_model(1)]
+    models[0].save_pretrained(tmp_path)
+    sampling = SamplingParams(max_new_tokens=400, ignore_eos=True)
+    config = EndpointConfig(model="tiny", context=512, sampling=sampling, key=b"k" * 32)
+    engine = VLLMRolloutEngine(VLLMConfig(model_path=str(tmp_path), kv_cache_bytes=64 << 20))
+
+    async def scenario():
+        policy = over_engine(engine, sampling, "agent")
+        async with asyncio.timeout(240), Endpoint(config) as endpoint, endpoint.session((3, 4), policy) as session:
+            agent = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", AGENT, session.base_url, "k" * 32, stdout=asyncio.subprocess.PIPE
+            )
+            while len(engine._running) < 4:  # noqa: ASYNC110 - the engine tells nobody
+                await asyncio.sleep(0.001)
+            weights = [to_weight(name, tensor) for name, tensor in models[1].state_dict().items()]
+            await asyncio.to_thread(engine.load_weights, weights, 1)
+            answer, _ = await agent.communicate()
+            return json.loads(answer), session.recorder.trajectories()
+
+    try:
+        choices, trajectories = asyncio.run(scenario())
+    finally:
+        engine.close()
+    assert [tuple(choice["token_ids"]) for choice in choices] == [t.response_ids for t in trajectories]
+    assert any(1 in choice["weight_versions"] for choice in choices)
+    for choice, one in zip(choices, trajectories, strict=True):
+        versions = choice["weight_versions"]
+        assert (len(versions), versions, one.weight_version) == (400, sorted(versions), versions[0])
+        with torch.no_grad():
+            logits = [model(torch.tensor([[3, 4, *one.response_ids]])).logits[0, 1:-1] for model in models]
+        tables = [torch.log_softmax(each, dim=-1) for each in logits]
+        by_hand = [
+            tables[v][place, token].item()
+            for place, (v, token) in enumerate(zip(versions, one.response_ids, strict=True))
+        ]
+        assert one.log_probs == pytest.approx(by_hand, abs=1e-3)

@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_protocol import ConfigError, WorkerError
+from rl_protocol import ConfigError, KVBatchMeta, WorkerError
 from rl_protocol.ports import SamplingParams
+from rl_protocol.testing.bigram import BigramEngine
+from rl_protocol.testing.fakes import MemoryDataPlane
+from rl_trainer import PromptRow, RolloutWorker
 from rl_trainer.messages import PromptRef, RolloutCall, RolloutResult
 from rl_trainer.routing import OVERLOAD, ROUTERS, Router, imbalance, preferred, roll_out
 
@@ -190,3 +193,32 @@ def test_a_replica_that_fails_ends_the_call(policy):
 
     with pytest.raises(WorkerError, match="b is gone"):
         asyncio.run(body())
+
+
+class Hosted:
+    """A real rollout worker in this process."""
+
+    def __init__(self, plane, rows):
+        self.name, self.bytes_moved = "hosted", 0
+        self._worker = RolloutWorker(plane, BigramEngine(), {"train": rows})
+
+    async def call(self, method, payload, *, timeout_s):
+        return await self._worker.handle(method, payload)
+
+
+def test_what_is_generated_does_not_depend_on_who_generates_it():
+    rows = [PromptRow(prompt_ids=(2 + i % 5, 3), data_source="d", ground_truth="") for i in range(10)]
+
+    async def body(policy, replicas):
+        plane = MemoryDataPlane()
+        _, uneven = await roll_out([Hosted(plane, rows) for _ in range(replicas)], call(range(10)), policy, 5)
+        found = await plane.list_rows("train")
+        meta = KVBatchMeta(partition="train", keys=tuple(sorted(found.keys)))
+        data = await plane.get(meta, ["responses", "rollout_log_probs"])
+        assert 1 <= uneven <= replicas
+        return meta.keys, [data.ragged(name).row(i).tolist() for name in data.field_names for i in range(len(meta))]
+
+    alone = asyncio.run(body("even", 1))
+    assert len(alone[0]) == 20
+    for policy in ROUTERS:
+        assert asyncio.run(body(policy, 3)) == alone
