@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Property tests run on shared machines: how long one example takes says nothing. At a desk every run looks for new counter-examples;
@@ -21,3 +24,33 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 # A shell starts its background jobs with SIGINT ignored, and so would be every process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def install_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """(group, name="module:attribute", ...) -> as an installer does it: entry points of one more distribution, `someones1` 1.0, `someones2` ..., and,
+    unless allowed=False, as an operator does it: what RL_PLUGINS names allows them. Returns the folder that holds it."""
+    from rl_trainer.algorithms.registry import installed
+
+    monkeypatch.delenv("RL_PLUGINS", raising=False)
+    count = 0
+
+    def install(group: str, *, allowed: bool = True, **points: str) -> Path:
+        nonlocal count
+        count += 1
+        distribution, site = f"someones{count}", tmp_path / f"site-{count}"
+        info = site / f"{distribution}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+        offered = "".join(f"{name} = {value}\n" for name, value in points.items())
+        (info / "entry_points.txt").write_text(f"[{group}]\n{offered}")
+        monkeypatch.syspath_prepend(site)
+        if allowed:
+            with (tmp_path / "plugins.toml").open("a") as file:
+                file.writelines(f'[{group}.{name}]\ndistribution = "{distribution}"\n' for name in points)
+            monkeypatch.setenv("RL_PLUGINS", str(tmp_path / "plugins.toml"))
+        installed.cache_clear()
+        return site
+
+    yield install
+    installed.cache_clear()

@@ -7,11 +7,12 @@ import json
 import pytest
 
 from rl_app_ppo.demo.arithmetic import make_split
-from rl_app_ppo.demo.countdown import puzzles, score
+from rl_app_ppo.demo.countdown import puzzles
 from rl_app_ppo.demo.tasks import TASKS, main, write
 from rl_app_ppo.demo.vocabulary import demo_tokenizer
 from rl_trainer.data.chat import PromptEncoder
 from rl_trainer.data.files import DataFiles, open_files
+from rl_trainer.rewards.countdown import score
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -7,17 +7,15 @@ import struct
 import sys
 import threading
 import time
-from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
 
 from rl_app_ppo.config import load_config
-from rl_app_ppo.sinks import BackgroundSink, RunFacts, SinkKind, WandbSink, logger_names, open_sinks
+from rl_app_ppo.sinks import BackgroundSink, MlflowSink, RunFacts, SinkKind, WandbSink, logger_names, open_sinks
 from rl_protocol import ConfigError
 from rl_protocol.testing.bigram import ListSink
 from rl_protocol.testing.metrics import MetricSinkSuite
-from rl_trainer.algorithms import registry
 
 
 class TestBackground(MetricSinkSuite):
@@ -98,10 +96,10 @@ def test_one_that_raises_is_said_once(caplog, where):
     assert "no route" in caplog.text
 
 
-def test_names_lists_and_installed_ones(monkeypatch, tmp_path):
+def test_names_lists_and_installed_ones(install_plugins, monkeypatch, tmp_path):
     made = ListSink()
-    entry = metadata.EntryPoint("mine", "someones_sink:it", "rl_app_ppo.sinks")
-    monkeypatch.setattr(registry, "installed", lambda group: (entry,) if entry.group == group else ())
+    install_plugins("rl_app_ppo.sinks", mine="someones_sink:it")
+    install_plugins("rl_app_ppo.sinks", allowed=False, other="someones_sink:it")
     monkeypatch.setitem(sys.modules, "someones_sink", SimpleNamespace(it=SinkKind(lambda facts: made)))
     config = load_config(["trainer.logger=[console,mine]"])
     names = logger_names(config.trainer.logger)
@@ -112,6 +110,8 @@ def test_names_lists_and_installed_ones(monkeypatch, tmp_path):
     assert made.records == [(3, {"a": 2.0})]
     with pytest.raises(ConfigError, match=r"trainer\.logger must be one of .*; got 'wandbb'\. Did you mean 'wandb'\?"):
         logger_names("console,wandbb")
+    with pytest.raises(ConfigError, match=r"trainer\.logger='other': .* is installed but not allowed"):
+        logger_names("console,other")
     assert logger_names("") == ()
 
 
@@ -158,4 +158,32 @@ def test_wandb_records_offline(tmp_path, monkeypatch, caplog):
         time.sleep(0.1)
     assert recorded() == {1: 0.25, 2: 0.5}
     assert wandb.run is None
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_mlflow_records_into_files_and_goes_on_with_its_run(tmp_path, monkeypatch, caplog):
+    """Its own reader finds what was logged; names it can't take are near."""
+    pytest.importorskip("mlflow")
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY"):
+        monkeypatch.setenv(name, "true")
+    facts = RunFacts(folder=tmp_path / "my run", config={"rollout.n": 4, "trainer.hooks": ""})
+    facts.folder.mkdir()
+    for steps in ((1, 2), (3,)):
+        sink = BackgroundSink("mlflow", lambda: MlflowSink(facts), close_s=60)
+        for step in steps:
+            sink.log(step, {"val-core/s/acc/mean@4": step / 4, "reward/extra/./a,b.py:score/score": 1.0})
+        sink.close()
+        assert sink.lost == 0, caplog.text
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=(facts.folder / "mlflow").as_uri())
+    experiment = client.get_experiment_by_name("rl-app-ppo")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("my run", "FINISHED")
+    assert run.data.params == {"rollout.n": "4", "trainer.hooks": ""}
+    history = client.get_metric_history(run.info.run_id, "val-core/s/acc/mean_at_4")
+    assert [(one.step, one.value) for one in history] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert set(run.data.metrics) == {"val-core/s/acc/mean_at_4", "reward/extra/a_b.py:score/score"}
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,6 @@ from resumable_run import Run
 
 from rl_protocol import ConfigError, RLError
 from rl_trainer import Hook
-from rl_trainer.algorithms import registry
 from rl_trainer.hooks import named_hooks
 
 
@@ -83,9 +81,9 @@ def test_a_hook_that_fails_ends_the_run_and_is_named(model_path):
         Run(model_path, None, steps=1, hooks={"mine": Broken()}).fit()
 
 
-def test_hooks_are_those_of_installed_packages(monkeypatch):
-    entries = [metadata.EntryPoint(name, f"someones:{name}", "rl_trainer.hooks") for name in ("a", "b", "wrong")]
-    monkeypatch.setattr(registry, "installed", lambda group: entries if group == "rl_trainer.hooks" else ())
+def test_hooks_are_those_of_installed_and_allowed_packages(install_plugins, monkeypatch):
+    install_plugins("rl_trainer.hooks", **{name: f"someones:{name}" for name in ("a", "b", "wrong")})
+    install_plugins("rl_trainer.hooks", allowed=False, c="someones:c")
     module = SimpleNamespace(a=Diary(), b=Hook(), wrong=Diary)
     monkeypatch.setitem(sys.modules, "someones", module)
     assert [*named_hooks("b, a,b")] == ["b", "a"]
@@ -93,5 +91,7 @@ def test_hooks_are_those_of_installed_packages(monkeypatch):
     assert named_hooks("") == {}
     with pytest.raises(ConfigError, match=r"trainer\.hooks='wrong': someones:wrong must be a Hook; got type"):
         named_hooks("wrong")
-    with pytest.raises(ConfigError, match=r"trainer\.hooks must be one of a, b, wrong; got 'os\.system'"):
+    with pytest.raises(ConfigError, match=r"trainer\.hooks='c': .* is installed but not allowed"):
+        named_hooks("a,c")
+    with pytest.raises(ConfigError, match=r"trainer\.hooks must be one of a, b, c, wrong; got 'os\.system'"):
         named_hooks("os.system")

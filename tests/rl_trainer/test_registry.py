@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from rl_protocol import ConfigError
 from rl_trainer import ActorConfig, AlgorithmConfig, build_graph
-from rl_trainer.algorithms import registry
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, Estimator
 from rl_trainer.algorithms.losses import BatchCounts, PolicyObjective, TokenColumns, TokenLoss
 from rl_trainer.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
@@ -25,31 +23,23 @@ doubled = Estimator(lambda inputs: ADVANTAGE_ESTIMATORS.get("grpo").estimate(inp
 
 
 @pytest.fixture
-def installed(monkeypatch):
-    """Pretend that packages offer these names for advantage estimators."""
-
-    def offer(**points):
-        entries = [
-            metadata.EntryPoint(name, value, "rl_trainer.advantage_estimators") for name, value in points.items()
-        ]
-        monkeypatch.setattr(registry, "installed", lambda group: tuple(e for e in entries if e.group == group))
-
-    return offer
+def offer(install_plugins):
+    """Install a package that offers these names for advantage estimators, and allow it."""
+    return lambda **points: install_plugins("rl_trainer.advantage_estimators", **points)
 
 
-def test_a_package_can_offer_an_estimator(installed, monkeypatch):
+def test_a_package_can_offer_an_estimator(offer, monkeypatch):
     monkeypatch.setitem(sys.modules, "someones_package", SimpleNamespace(it=doubled))
-    installed(doubled="someones_package:it")
+    offer(doubled="someones_package:it")
     assert ADVANTAGE_ESTIMATORS.get("doubled") is doubled
     assert ADVANTAGE_ESTIMATORS.names()[-1] == "doubled"
     assert "adv" in build_graph(AlgorithmConfig(adv_estimator="doubled"), ActorConfig())
 
 
-def test_a_package_can_offer_a_policy_loss(monkeypatch):
+def test_a_package_can_offer_a_policy_loss(install_plugins, monkeypatch):
     """Its table entry needs no torch; its function is loaded where the loss is computed."""
     spec = PolicyLoss(function="someones_losses:it", off_policy=False)
-    entry = metadata.EntryPoint("mine", "someones_table:it", "rl_trainer.policy_losses")
-    monkeypatch.setattr(registry, "installed", lambda group: (entry,) if entry.group == group else ())
+    install_plugins("rl_trainer.policy_losses", mine="someones_table:it")
     monkeypatch.setitem(sys.modules, "someones_table", SimpleNamespace(it=spec))
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="mine"))
     check_combination(AlgorithmConfig(), config, 4)
@@ -70,31 +60,43 @@ def test_a_package_can_offer_a_policy_loss(monkeypatch):
     assert loss.item() == -6.0
 
 
-def test_an_estimator_that_asks_for_what_nobody_writes_is_refused(installed, monkeypatch):
+def test_an_estimator_that_asks_for_what_nobody_writes_is_refused(offer, monkeypatch):
     monkeypatch.setitem(
         sys.modules, "someones_package", SimpleNamespace(it=Estimator(doubled.estimate, reads=("moods",)))
     )
-    installed(doubled="someones_package:it")
+    offer(moody="someones_package:it")
     with pytest.raises(ConfigError, match="reads moods, which no stage writes"):
-        check_combination(AlgorithmConfig(adv_estimator="doubled"), ActorConfig(), 4)
+        check_combination(AlgorithmConfig(adv_estimator="moody"), ActorConfig(), 4)
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("no_such_package_here:it", "can't be imported"),
-        ("json:nothing", "can't be imported"),
+        ("no_such_package_here:it", r"adv_estimator='mine': The plug-in 'mine' .* can't be loaded: No module"),
+        ("json:nothing", "can't be loaded"),
         ("json:dumps", "must be a Estimator; got function"),
     ],
 )
-def test_a_package_that_offers_something_else_is_named(installed, value, message):
-    installed(mine=value)
+def test_a_package_that_offers_something_else_is_named(offer, value, message):
+    offer(mine=value)
     with pytest.raises(ConfigError, match=message):
         ADVANTAGE_ESTIMATORS.get("mine")
 
 
-def test_nobody_can_take_a_name_that_is_taken(installed):
-    installed(grpo="json:dumps")
+def test_what_is_installed_and_not_allowed_is_not_imported(install_plugins):
+    site = install_plugins("rl_trainer.advantage_estimators", allowed=False, sly="sly_package:it")
+    (site / "sly_package.py").write_text("raise SystemExit('imported')")
+    with pytest.raises(
+        ConfigError,
+        match=r"adv_estimator='sly': The plug-in 'sly' \(sly_package:it of someones1 1\.0\) is installed but not allowed\..*"
+        r'RL_PLUGINS names say \[rl_trainer\.advantage_estimators\.sly\] distribution = "someones1"',
+    ):
+        ADVANTAGE_ESTIMATORS.get("sly")
+    assert "sly_package" not in sys.modules
+
+
+def test_nobody_can_take_a_name_that_is_taken(offer):
+    offer(grpo="json:dumps")
     with pytest.raises(ConfigError, match="the name of several: a built-in, json:dumps"):
         ADVANTAGE_ESTIMATORS.get("grpo")
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import textwrap
 import time
-from importlib.metadata import EntryPoint
+from contextlib import AsyncExitStack
 
 import psutil
 import pytest
@@ -26,10 +26,10 @@ from rl_trainer.rewards import (
     Term,
     check_reward,
     load_reward,
-    loading,
     parse_terms,
 )
 from rl_trainer.rewards.outcomes import outcome_of
+from rl_trainer.rewards.pool import MOST_LATE, Turns
 
 
 def samples(*texts, truth="t"):
@@ -177,6 +177,75 @@ def test_a_call_that_never_returns_is_ended_in_time(folder):
     _no_process_of(folder, set())
 
 
+def test_a_call_that_never_returns_holds_up_no_other(folder):
+    """With one worker: it goes on beside the next one, and has its limit."""
+    path = write(folder, HOSTILE)
+
+    async def run():
+        pool = await ScorerPool.open(f"{path}:score", workers=1, timeout_s=200, memory_mb=2048)
+        stuck = [asyncio.create_task(pool.score(samples("loop"))), asyncio.create_task(pool.score(samples("sleep")))]
+        try:
+            (fine,) = await asyncio.wait_for(pool.score(samples("fine")), 60)
+            assert not any(task.done() for task in stuck)
+            return fine
+        finally:
+            for task in stuck:
+                task.cancel()
+            await asyncio.gather(*stuck, return_exceptions=True)
+            await pool.close()
+
+    assert asyncio.run(run()).numbers["score"] == 1.0
+    _no_process_of(folder, set())
+
+
+def test_a_late_call_that_returns_has_its_score_and_no_more_processes_stay_than_workers(folder):
+    path = write(
+        folder,
+        """
+        import os, time
+        def score(data_source, solution_str, ground_truth, extra_info=None):
+            time.sleep(float(solution_str))
+            return {"score": 0.5, "pid": os.getpid()}
+        """,
+    )
+
+    async def run():
+        pool = await ScorerPool.open(f"{path}:score", workers=1, timeout_s=60, memory_mb=2048)
+        try:
+            first = await pool.score(samples("1.5", "0", "0"))
+            return first, [await pool.score(samples("0")) for _ in range(3)]
+        finally:
+            await pool.close()
+
+    first, later = asyncio.run(run())
+    assert scores(first) == [0.5] * 3
+    assert first[0].numbers["pid"] != first[1].numbers["pid"]
+    assert len({outcome.numbers["pid"] for (outcome,) in later}) == 1
+    _no_process_of(folder, set())
+
+
+def test_turns_are_given_up_within_bounds_and_what_is_late_follows_from_what_is_usual():
+    async def run():
+        turns, held = Turns(1), []
+        assert turns.late_after() == 1.0
+        async with AsyncExitStack() as stack:
+            for _ in range(MOST_LATE):
+                held.append(await asyncio.wait_for(stack.enter_async_context(turns.take()), 60))
+                assert turns.give_up(held[-1])
+            last = await asyncio.wait_for(stack.enter_async_context(turns.take()), 60)
+            assert not turns.give_up(last), "there are enough"
+            next_one = asyncio.create_task(stack.enter_async_context(turns.take()))
+            await asyncio.sleep(0)
+            assert not next_one.done()
+            next_one.cancel()
+        assert turns.give_up(await turns.take().__aenter__()), "they have ended, and there is room again"
+        for seconds in (0.2, 0.6):
+            turns.returned(seconds)
+        return turns.late_after()
+
+    assert asyncio.run(run()) == pytest.approx(4.0)
+
+
 @pytest.mark.slow
 def test_each_kind_of_misbehaviour_is_the_failure_of_its_sample_and_of_no_other(folder):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -231,7 +300,7 @@ def test_processes_end_with_the_one_that_started_them(folder):
 def test_a_file_loads_only_from_a_folder_that_the_operator_names(tmp_path):
     path, other = write(tmp_path, FORMS), tmp_path / "other"
     name = f"{path}:score"
-    with pytest.raises(ConfigError, match=rf"files of code load only from .* set RL_REWARD_PATH={tmp_path}"):
+    with pytest.raises(ConfigError, match=rf"files of rewards load only from .* set RL_REWARD_PATH={tmp_path}"):
         check_reward(name, {})
     with pytest.raises(ConfigError, match="load only from"):
         check_reward(name, {"RL_REWARD_PATH": str(other)})
@@ -248,8 +317,8 @@ def test_a_file_loads_only_from_a_folder_that_the_operator_names(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gone.py:score", "is no Python file that is there"),
-        ("mine.txt:score", "is no Python file"),
+        ("gone.py:score", "is no file that is there"),
+        ("mine.txt:score", "is no file that is there"),
         ("exact_mach", r"there are .*exact_match, math.*Did you mean 'exact_match'\?"),
     ],
 )
@@ -273,13 +342,42 @@ def test_a_file_that_can_not_be_loaded_ends_the_run_before_it_begins(folder, cod
         asyncio.run(ScorerPool.open(f"{path}:{function}", workers=1, timeout_s=1, memory_mb=2048))
 
 
-def test_an_installed_package_offers_a_function_by_name(monkeypatch):
-    entry = EntryPoint("other", "rl_trainer.rewards.exact:exact_match", loading.ENTRY_POINTS)
-    monkeypatch.setattr(loading, "installed", lambda group: (entry,) if group == loading.ENTRY_POINTS else ())
+def test_an_installed_package_offers_a_function_by_name_where_it_is_allowed(install_plugins):
+    install_plugins("rl_trainer.rewards", other="rl_trainer.rewards.exact:exact_match")
+    check_reward("other")
     assert load_reward("other")("s", "a", "a") == {"score": 1.0, "acc": 1.0}
-    monkeypatch.setattr(loading, "installed", lambda _: (entry, entry))
+    site = install_plugins("rl_trainer.rewards", allowed=False, sly="sly_reward:it")
+    (site / "sly_reward.py").write_text("raise SystemExit('imported')")
+    for use in (check_reward, load_reward):
+        with pytest.raises(
+            ConfigError, match=r"The plug-in 'sly' .* installed but not allowed.*\[rl_trainer\.rewards\.sly\]"
+        ):
+            use("sly")
+    assert "sly_reward" not in sys.modules
+    install_plugins("rl_trainer.rewards", other="rl_trainer.rewards.exact:exact_match")
     with pytest.raises(ConfigError, match="offered by several packages"):
         load_reward("other")
+
+
+def test_a_process_of_its_own_checks_what_may_load_as_well(install_plugins, monkeypatch):
+    """It is started with a name, and finds the operator's file by its environment."""
+    site = install_plugins("rl_trainer.rewards", lengths="installed_reward:lengths")
+    (site / "installed_reward.py").write_text(
+        "def lengths(d, solution_str, g, extra_info=None): return len(solution_str)"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(site))
+
+    async def run():
+        pool = await ScorerPool.open("lengths", workers=1, timeout_s=20, memory_mb=2048)
+        try:
+            return await pool.score(samples("abc"))
+        finally:
+            await pool.close()
+
+    assert scores(asyncio.run(run())) == [3.0]
+    monkeypatch.delenv("RL_PLUGINS")
+    with pytest.raises(ConfigError, match="installed but not allowed"):
+        asyncio.run(run())
 
 
 def test_the_built_in_function():

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,6 +15,9 @@ from rl_app_ppo.runtime.messages import BuildCall, Role, WarmupProgress, WeightC
 from rl_app_ppo.wiring.weights import WeightEnd, answer, require_admission
 from rl_protocol import WorkerError
 from rl_trainer import Worker
+
+if TYPE_CHECKING:
+    from rl_app_ppo.wiring.tracing import Trace
 
 
 class Host:
@@ -27,6 +31,7 @@ class Host:
         self._threads = threads
         self._worker: Worker | None = None
         self._weights: WeightEnd | None = None
+        self._trace: Trace | None = None
         handler = logging.FileHandler(log_path)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.getLogger().addHandler(handler)
@@ -47,6 +52,8 @@ class Host:
         """
         if method == "build":
             return await self._build(msgspec.msgpack.decode(payload, type=BuildCall))
+        if method.startswith("profile."):
+            return self._profile(method, Path(payload.decode()))
         if method.startswith("weights."):
             message = msgspec.msgpack.decode(payload, type=WeightCall)
             return await answer(self._weights, method.removeprefix("weights."), message)
@@ -74,6 +81,17 @@ class Host:
             else:
                 getter.cancel()
         yield WarmupProgress(path=str(work.result()))
+
+    def _profile(self, method: str, path: Path) -> bytes:
+        """Begin a trace, or write it to `path`."""
+        from rl_app_ppo.wiring.tracing import Trace
+
+        if method == "profile.begin":
+            self._trace = Trace()
+        elif self._trace is not None:
+            trace, self._trace = self._trace, None
+            trace.write(path)
+        return b""
 
     async def _build(self, call: BuildCall) -> bytes:
         from rl_app_ppo.wiring import roles

@@ -49,6 +49,10 @@ class RunFiles:
         return self.folder / "samples"
 
     @property
+    def profile(self) -> Path:
+        return self.folder / "profile"
+
+    @property
     def logs(self) -> Path:
         return self.folder / "logs"
 

@@ -17,9 +17,10 @@ from rl_app_ppo.console import Screen
 from rl_app_ppo.demo.store import read_facts
 from rl_app_ppo.outputs import JSONLSink, kept_metrics, publish_folder
 from rl_app_ppo.preflight import given_model
+from rl_app_ppo.profiling import Profiling
 from rl_app_ppo.recorder import Recorder, RunFiles
 from rl_app_ppo.resume import Start
-from rl_app_ppo.runtime.cluster import RayWorker, ray_session
+from rl_app_ppo.runtime.cluster import RayWorker, ray_session, write_timeline
 from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.runtime.placement import require_cpus
 from rl_app_ppo.schema import AppConfig
@@ -94,7 +95,13 @@ async def run(plan: RunPlan, screen: Screen) -> Recorder:
             sinks.append(sink)
             stack.callback(sink.close)
         data = open_data(config, model_path)
-        trainer = PPOTrainer(_parts(plan, data, plane, processes, workers, recorder, screen))
+        parts = _parts(plan, data, plane, processes, workers, recorder, screen)
+        if config.trainer.profile_steps:
+            models = [process for process in processes.values() if process.role != "reward"]
+            profiling = Profiling(files.profile, config.trainer.profiled(), models, write_timeline)
+            stack.push_async_callback(profiling.close)
+            parts = replace(parts, hooks={**parts.hooks, "trainer.profile_steps": profiling})
+        trainer = PPOTrainer(parts)
         try:
             if checkpoint is not None:
                 await trainer.resume(checkpoint)

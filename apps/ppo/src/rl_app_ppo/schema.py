@@ -20,6 +20,7 @@ from rl_trainer.config import (
 from rl_trainer.engines import ENGINES, FsdpConfig, MegatronConfig, get_engine
 from rl_trainer.lora import LoraConfig
 from rl_trainer.rewards import parse_terms
+from rl_trainer.rewards.described import is_described
 from rl_trainer.rewards.loading import HARMLESS
 from rl_trainer.settings import group, option, require
 from rl_transferqueue import TransferQueueConfig
@@ -116,7 +117,8 @@ class RewardConfig:
 
     function: str = option(
         "exact_match",
-        "exact_match, math, one installed under rl_trainer.rewards, path.py:function, or a sum: 0.8*math,0.2*my.py:brief",
+        "exact_match, math, countdown, one installed under rl_trainer.rewards, path.py:function, path.toml (a service or a reward model), or a sum: "
+        "0.8*math,0.2*my.py:brief",
     )
     timeout_s: float = option(10.0, "longest time of one call, seconds; then its process is killed and replaced")
     num_workers: int = option(2, "processes of each reward function (exact_match needs none)")
@@ -132,7 +134,15 @@ class RewardConfig:
     @property
     def isolated(self) -> bool:
         """Whether any function runs in processes of its own."""
-        return any(term.name not in HARMLESS for term in parse_terms(self.function))
+        return any(not is_described(name) for name in self._limited())
+
+    @property
+    def timed(self) -> bool:
+        """Whether calls of any function have a limit of time."""
+        return bool(self._limited())
+
+    def _limited(self) -> list[str]:
+        return [term.name for term in parse_terms(self.function) if term.name not in HARMLESS]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +171,12 @@ class TrainerConfig(LoopConfig):
     max_ckpt_to_keep: int = option(3, "newest checkpoints that are kept, beside the best one; 0: all")
     logger: str = option(
         "console,tensorboard",
-        "where metrics go beside metrics.jsonl: comma-separated console, tensorboard, wandb, or installed under rl_app_ppo.sinks",
+        "where metrics go beside metrics.jsonl: comma-separated console, tensorboard, wandb, mlflow, or installed under rl_app_ppo.sinks",
     )
     hooks: str = option("", "comma-separated hooks that are told what happens, installed under rl_trainer.hooks")
+    profile_steps: str = option(
+        "", "comma-separated steps that every process with a model profiles with torch, into profile/ of the run folder"
+    )
     min_free_disk_mb: int = option(100, "refuse to start with less free space than this in output_dir")
     threads_per_worker: int = option(1, "compute threads of each worker process")
 
@@ -178,9 +191,17 @@ class TrainerConfig(LoopConfig):
             "given with trainer.resume_mode=auto, so that the run to go on with is known",
             self.run_name,
         )
+        self.profiled()
         require(self.max_ckpt_to_keep >= 0, "trainer.max_ckpt_to_keep", "at least 0", self.max_ckpt_to_keep)
         require(self.min_free_disk_mb >= 0, "trainer.min_free_disk_mb", "at least 0", self.min_free_disk_mb)
         require(self.threads_per_worker >= 1, "trainer.threads_per_worker", "at least 1", self.threads_per_worker)
+
+    def profiled(self) -> frozenset[int]:
+        """`profile_steps`, parsed."""
+        words = [word.strip() for word in self.profile_steps.split(",") if word.strip()]
+        good = all(word.isdecimal() and int(word) >= 1 for word in words)
+        require(good, "trainer.profile_steps", "steps such as 2,5, the first being 1", self.profile_steps)
+        return frozenset(map(int, words))
 
 
 @dataclass(frozen=True, kw_only=True)

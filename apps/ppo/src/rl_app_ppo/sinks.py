@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import re
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +72,54 @@ class WandbSink:
         self._run.finish()
 
 
+class MlflowSink:
+    """MetricSink: MLflow. Into files in the run folder, unless MLFLOW_TRACKING_URI names a server. A run of the same name is gone on with.
+
+    MLflow takes fewer signs in names than we use: `mean@4` is `mean_at_4` there, and what else it refuses is `_`.
+    """
+
+    def __init__(self, facts: RunFacts) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        where = os.environ.get("MLFLOW_TRACKING_URI", "")
+        if not where:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # its small package has no database
+            where = (facts.folder / "mlflow").as_uri()
+        from mlflow import entities  # comes with an extra of its own
+        from mlflow.tracking import MlflowClient
+
+        self._entities: Any = entities
+        self._client: Any = MlflowClient(tracking_uri=where)
+        self._ended = False
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "rl-app-ppo")
+        known = self._client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known is not None else self._client.create_experiment(name)
+        found = self._client.search_runs([experiment], f"attributes.run_name = '{facts.folder.name}'")
+        run = found[0] if found else self._client.create_run(experiment, run_name=facts.folder.name)
+        self._id: str = run.info.run_id
+        if found:
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            texts = {_mlflow_name(key): str(value)[:500] for key, value in facts.config.items()}
+            self._client.log_batch(self._id, params=[entities.Param(key, text) for key, text in texts.items()])
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step."""
+        now = time.time_ns() // 1_000_000
+        values = [self._entities.Metric(_mlflow_name(name), value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=values)
+
+    def close(self) -> None:
+        """End the run in MLflow; safe to call twice."""
+        if not self._ended:
+            self._ended = True
+            self._client.set_terminated(self._id)
+
+
+def _mlflow_name(name: str) -> str:
+    plain = re.sub(r"[^\w\-. /:]", "_", name.replace("@", "_at_"))
+    return "/".join(part for part in plain.split("/") if part.strip("."))
+
+
 SINKS: Registry[SinkKind] = Registry(
     "trainer.logger",
     "rl_app_ppo.sinks",
@@ -77,6 +127,7 @@ SINKS: Registry[SinkKind] = Registry(
     {
         "tensorboard": SinkKind(lambda facts: TensorBoardSink(facts.folder / "tensorboard", facts.after)),
         "wandb": SinkKind(WandbSink),
+        "mlflow": SinkKind(MlflowSink),
     },
     {},
 )
@@ -194,5 +245,8 @@ def check_installed(names: tuple[str, ...]) -> None:
     """
     from importlib.util import find_spec
 
-    if "wandb" in names and find_spec("wandb") is None:
-        raise ConfigError("trainer.logger=wandb needs the package wandb; install rl-app-ppo[wandb], or take it out.")
+    for name in ("wandb", "mlflow"):
+        if name in names and find_spec(name) is None:
+            raise ConfigError(
+                f"trainer.logger={name} needs the package {name}; install rl-app-ppo[{name}], or take it out."
+            )

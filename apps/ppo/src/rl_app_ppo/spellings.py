@@ -24,7 +24,7 @@ SPELLINGS: Mapping[str, str] = {
 }
 """A key of verl -> ours."""
 
-LISTS = ("trainer.logger", "trainer.hooks")
+LISTS = ("trainer.logger", "trainer.hooks", "trainer.profile_steps")
 """Keys that may be given as lists, as verl's are."""
 
 

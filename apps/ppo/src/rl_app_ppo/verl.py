@@ -270,7 +270,7 @@ def _clip_ratio(value: Value, verl: Mapping[str, Value]) -> Mapped:
 
 def _loggers(value: Value, _: Mapping[str, Value]) -> Mapped | str:
     names = [name.strip() for name in str(plain(value)).split(",")]
-    known = [name for name in names if name in ("console", "tensorboard", "wandb")]
+    known = [name for name in names if name in ("console", "tensorboard", "wandb", "mlflow")]
     return {"trainer.logger": ",".join(known)} if known else f"there is no logger {plain(value)} here"
 
 
@@ -298,6 +298,7 @@ SPECIAL: Mapping[str, Turn] = {
     "data.train_files": lambda v, _: {"data.train_files": plain(v)},
     "data.val_files": lambda v, _: {"data.val_files": plain(v)},
     "trainer.logger": _loggers,
+    "global_profiler.steps": lambda v, _: {"trainer.profile_steps": plain(v)},
     "trainer.save_freq": lambda v, _: {"trainer.save_freq": max(int(v), 0)},
     "trainer.max_actor_ckpt_to_keep": lambda v, _: {"trainer.max_ckpt_to_keep": v},
     "trainer.max_critic_ckpt_to_keep": lambda v, _: {"trainer.max_ckpt_to_keep": v},

@@ -22,7 +22,7 @@ from rl_trainer.config import AlgorithmConfig, OverlongConfig, PolicyLossConfig
 from rl_trainer.messages import FilterResult, RewardResult, StageCall, StageResult
 from rl_trainer.metrics import stats
 from rl_trainer.rewards.outcomes import Failure, Outcome, Sample, Scored, Scorer
-from rl_trainer.sample_log import SampleLog, SampleRow
+from rl_trainer.sample_log import SampleLog, SampleRow, TrainSamples
 from rl_trainer.scoring import Scoring, estimate_advantages
 from rl_trainer.stages import StepGraph
 from rl_trainer.validation import Judged, validation_metrics
@@ -65,6 +65,7 @@ class RewardWorker(StatefulWorker):
         policy_loss: PolicyLossConfig | None = None,
         overlong: OverlongConfig | None = None,
         samples: SampleLog | None = None,
+        train_samples: TrainSamples | None = None,
         seed: int = 0,
     ) -> None:
         self._plane = plane
@@ -76,6 +77,7 @@ class RewardWorker(StatefulWorker):
         self._policy_loss = policy_loss or PolicyLossConfig()
         self._overlong = overlong or OverlongConfig()
         self._samples = samples
+        self._train_samples = train_samples
         self._seed = seed
         self._kl_coef = algorithm.kl_ctrl.kl_coef
 
@@ -89,9 +91,15 @@ class RewardWorker(StatefulWorker):
             RewardError: it failed on every one of many sessions: what is wrong is the function, or its settings.
         """
         stage = self._graph["reward"]
-        data = await read(self._plane, call.batch, stage)
+        log = self._train_samples
+        shown = log is not None and log.due(call.batch, call.step)
+        data = await self._fetch(call.batch, prompts=shown)
         final = final_rows(call.batch.keys)
         outcomes = dict(zip(sorted(set(final)), await self._score(call.batch, data, sorted(set(final))), strict=True))
+        if log is not None and shown:
+            seen = list(outcomes)
+            table = self._sample_rows(call.batch.select_rows(seen), data.select_rows(seen), list(outcomes.values()))
+            log.write(call.step, table)
         failed = {i: one for i, row in enumerate(final) if isinstance(one := outcomes[row], Failure)}
         metrics = _reward_metrics(list(outcomes.values()))
         if failed:
@@ -141,8 +149,7 @@ class RewardWorker(StatefulWorker):
             RewardError: as `reward`.
         """
         batch = call.batch.select_rows(sorted(set(final_rows(call.batch.keys))))
-        shown = ("prompts",) if self._samples is not None else ()
-        data = await fetch(self._plane, batch, (*shown, *self._graph["reward"].reads))
+        data = await self._fetch(batch, prompts=self._samples is not None)
         outcomes = await self._score(batch, data, range(len(batch)))
         sources: list[str] = data.objects("data_source").values()
         uids = [RowKey.parse(key).uid for key in batch.keys]
@@ -227,16 +234,23 @@ class RewardWorker(StatefulWorker):
         """See StatefulWorker.take_state."""
         self._kl_coef = msgspec.json.decode((folder / STATE).read_bytes(), type=_State).kl_coef
 
+    async def _fetch(self, batch: KVBatchMeta, *, prompts: bool = False) -> BatchData:
+        """What rewards are computed from, with the prompts where these are wanted."""
+        wanted = ("prompts",) if prompts or self._scorer.reads_tokens else ()
+        return self._graph["reward"].rename(await fetch(self._plane, batch, (*wanted, *self._graph["reward"].reads)))
+
     async def _score(self, batch: KVBatchMeta, data: BatchData, rows: Sequence[int]) -> list[Outcome]:
         """What the reward function says of the responses in `rows`; what it should have said and did not is a failure."""
         columns = [data.objects(name).values() for name in ("data_source", "ground_truth", "extra_info")]
         responses = data.ragged("responses").rows()
+        prompts = data.ragged("prompts").rows() if self._scorer.reads_tokens else None
         samples = [
             Sample(
                 data_source=columns[0][row],
                 solution_str=self._decode(responses[row].tolist()),
                 ground_truth=columns[1][row],
                 extra_info=columns[2][row],
+                tokens=[] if prompts is None else [*prompts[row].tolist(), *responses[row].tolist()],
             )
             for row in rows
         ]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from rl_protocol import KVBatchMeta
+from rl_protocol.rl_columns import TRAIN_PARTITION
 from rl_trainer.rewards.outcomes import Outcome
 
 logger = logging.getLogger(__name__)
@@ -27,33 +30,60 @@ class SampleRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleLog:
-    """Writes a file `<step>.jsonl` per table into a folder, from a thread of its own.
+    """Writes a file `<prefix><step>.jsonl` per table into a folder, from a thread of its own; a second part of a step is `<prefix><step>-2.jsonl`.
 
     Lifecycle: made with a folder, which it makes; `write` as often as wanted; `close` waits for what is being written. A table that comes while
     another is still being written is left out; a table that can't be written is, too. Both are said in the log: a run does not end for it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, prefix: str = "") -> None:
         self._folder = folder
+        self._prefix = prefix
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="samples")
         self._last: Future[None] | None = None
 
-    def write(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Have the table of this step written; returns at once."""
+    def write(self, step: int, rows: Sequence[SampleRow], part: int = 1) -> None:
+        """Have the table of this step, or this part of it, written; returns at once."""
         if self._last is not None and not self._last.done():
             logger.warning("the samples of step %d are left out: those before are still being written", step)
             return
-        self._last = self._thread.submit(self._write, step, rows)
+        self._last = self._thread.submit(self._write, step, rows, part)
+
+    def flush(self) -> None:
+        """Wait for what is being written."""
+        if self._last is not None:
+            self._last.result()
 
     def close(self) -> None:
         """Wait for what is being written; safe to call twice."""
         self._thread.shutdown()
 
-    def _write(self, step: int, rows: Sequence[SampleRow]) -> None:
+    def _write(self, step: int, rows: Sequence[SampleRow], part: int) -> None:
+        name = f"{self._prefix}{step}" if part == 1 else f"{self._prefix}{step}-{part}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            unfinished = self._folder / f".{step}"
+            unfinished = self._folder / f".{name}"
             unfinished.write_bytes(msgspec.json.Encoder().encode_lines(rows))
-            unfinished.rename(self._folder / f"{step}.jsonl")
+            unfinished.rename(self._folder / f"{name}.jsonl")
         except OSError as error:
             logger.warning("the samples of step %d can't be written: %s", step, error)
+
+
+@dataclass
+class TrainSamples:
+    """Where responses that are trained on go, in every `every`-th step; 0: never."""
+
+    log: SampleLog
+    every: int
+    _last: tuple[int, int] = (0, 0)
+    """Step and part that were written last."""
+
+    def due(self, batch: KVBatchMeta, step: int) -> bool:
+        """Whether these rows are to be written."""
+        return bool(self.every) and step % self.every == 0 and batch.partition == TRAIN_PARTITION
+
+    def write(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """One part for each round of filtering."""
+        part = self._last[1] + 1 if self._last[0] == step else 1
+        self._last = step, part
+        self.log.write(step, rows, part)

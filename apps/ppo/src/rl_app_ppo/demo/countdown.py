@@ -1,33 +1,11 @@
-"""Countdown: reach a number with +, -, * and / from some numbers, each used at most once."""
+"""Puzzles of Countdown, which `rl_trainer.rewards.countdown` judges."""
 
 from __future__ import annotations
 
-import ast
-import operator
 import random
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 
-import msgspec
-
-_OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-_LONGEST = 200
-"""Characters of an expression that is looked at."""
-
-
-@dataclass(frozen=True, slots=True)
-class Countdown:
-    """One puzzle; it has a solution."""
-
-    numbers: tuple[int, ...]
-    target: int
+from rl_trainer.rewards.countdown import OPERATORS, Countdown
 
 
 def puzzles(seed: int, count: int, size: int = 3, largest: int = 20) -> list[Countdown]:
@@ -38,51 +16,8 @@ def puzzles(seed: int, count: int, size: int = 3, largest: int = 20) -> list[Cou
         numbers = [draw.randint(1, largest) for _ in range(size)]
         value = Fraction(numbers[0])
         for number in numbers[1:]:
-            value = draw.choice(list(_OPERATORS.values()))(value, Fraction(number))
+            value = draw.choice(list(OPERATORS.values()))(value, Fraction(number))
         draw.shuffle(numbers)
         if value.denominator == 1 and 0 < value <= 100:
             found[Countdown(tuple(numbers), int(value))] = None
     return list(found)
-
-
-def score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, object] | None = None
-) -> Mapping[str, float | str]:
-    """1 for an expression that reaches the target, 0.1 for one that uses the numbers rightly and does not, else 0. Nothing is executed.
-
-    Args:
-        data_source: not looked at.
-        solution_str: the response; its last line that is not empty is the expression, what follows an = is left out.
-        ground_truth: JSON with `numbers` and `target`.
-        extra_info: not looked at.
-    """
-    del data_source, extra_info
-    puzzle = msgspec.json.decode(ground_truth, type=Countdown)
-    lines = [line for line in solution_str.splitlines() if line.strip()]
-    text = lines[-1].partition("=")[0].strip() if lines else ""
-    value = _value(text, puzzle.numbers)
-    right = float(value == puzzle.target)
-    return {"score": 1.0 if right else 0.1 if value is not None else 0.0, "acc": right, "pred": str(value)}
-
-
-def _value(text: str, numbers: Sequence[int]) -> Fraction | None:
-    """Of the expression; None where it is none, or does not use the numbers as it may."""
-    if len(text) > _LONGEST:
-        return None
-    try:
-        used = Counter[int]()
-        value = _evaluate(ast.parse(text, mode="eval").body, used)
-    except (SyntaxError, ValueError, ZeroDivisionError):
-        return None
-    return value if used <= Counter(numbers) else None
-
-
-def _evaluate(node: ast.expr, used: Counter[int]) -> Fraction:
-    match node:
-        case ast.Constant(value=int() as number) if not isinstance(number, bool):
-            used[number] += 1
-            return Fraction(number)
-        case ast.BinOp() if type(node.op) in _OPERATORS:
-            return _OPERATORS[type(node.op)](_evaluate(node.left, used), _evaluate(node.right, used))
-        case _:
-            raise ValueError(f"not a number and none of the four operations: {ast.dump(node)[:80]}")

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,23 @@ class RayWorker:
         self.bytes_moved += len(answer)
         return answer
 
+    def send(self, method: str, payload: bytes) -> Callable[[], Awaitable[bytes]]:
+        """Have the call begin before any that comes later, without waiting for it; what is returned waits.
+
+        Raises:
+            WorkerError: the process died (when waited for).
+            RLError, OSError: what the handler raised (when waited for).
+        """
+        answer = self._actor.call.remote(method, payload)
+
+        async def wait() -> bytes:
+            try:
+                return await answer
+            except (RayTaskError, RayActorError) as error:
+                raise self._translate(method, error, 0.0) from None
+
+        return wait
+
     async def warm_up(self, config: str) -> AsyncIterator[WarmupProgress]:
         """Make the demo model in this worker, or find it in the cache; the last item carries its path."""
         try:
@@ -113,6 +130,16 @@ class RayWorker:
         return WorkerError(
             f"Worker {self.name} did not answer {method} within {timeout_s:g} s; raise trainer.stage_timeout_s or see its log. {log}"
         )
+
+
+def write_timeline(path: Path) -> None:
+    """Ray's timeline of all calls so far, for chrome://tracing and Perfetto.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ray.timeline(filename=str(path))
 
 
 @asynccontextmanager

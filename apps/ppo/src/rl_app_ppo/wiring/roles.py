@@ -29,7 +29,7 @@ from rl_trainer import (
     build_graph,
     needs_sum_pi_squared,
 )
-from rl_trainer.sample_log import SampleLog
+from rl_trainer.sample_log import SampleLog, TrainSamples
 from rl_transferqueue import PlaneDescriptor, connect
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ async def build(role: Role, call: BuildCall) -> Built:
     graph = build_graph(config.algorithm, config.actor)
     if role == "reward":
         decode = decoder(load_tokenizer(path))
-        scorer = await open_scorer(config.reward)
+        scorer = await open_scorer(config.reward, path)
         worker = RewardWorker(
             plane,
             graph,
@@ -61,6 +61,9 @@ async def build(role: Role, call: BuildCall) -> Built:
             policy_loss=config.actor.policy_loss,
             overlong=config.reward.overlong,
             samples=SampleLog(Path(call.samples)) if call.samples else None,
+            train_samples=TrainSamples(SampleLog(Path(call.samples), "train-"), config.trainer.test_freq)
+            if call.samples
+            else None,
             seed=config.trainer.seed,
         )
         return worker, None

@@ -1,4 +1,7 @@
-"""Algorithms by name: built-ins, and those that installed packages offer as entry points. Loading one imports nothing else."""
+"""Algorithms by name: built-ins, and those that installed packages offer as entry points and the operator allows (`rl_protocol.plugins`).
+
+Loading one imports nothing else.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
 from rl_protocol import ConfigError
+from rl_protocol.plugins import load_installed
 
 T = TypeVar("T")
 
@@ -46,6 +50,7 @@ class Registry(Generic[T]):
         self._kind = kind
         self._built_in = dict(built_in)
         self._elsewhere = dict(elsewhere)
+        self._loaded: dict[EntryPoint, T] = {}
 
     def names(self) -> list[str]:
         """Every name there is, built-ins first."""
@@ -56,7 +61,7 @@ class Registry(Generic[T]):
         """The algorithm of that name.
 
         Raises:
-            ConfigError: there is none (with the nearest name), two are called so, or the package's can't be used.
+            ConfigError: there is none (with the nearest name), two are called so, or the package's may not load or can't be used.
         """
         offered = [entry for entry in installed(self._group) if entry.name == name]
         if len(offered) + (name in self._built_in) > 1:
@@ -73,12 +78,15 @@ class Registry(Generic[T]):
         return self._load(offered[0])
 
     def _load(self, entry: EntryPoint) -> T:
+        if entry in self._loaded:
+            return self._loaded[entry]
         try:
-            loaded: object = entry.load()
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"{self._key}={entry.name!r} of {entry.value} can't be imported: {error}") from error
-        if not isinstance(loaded, self._kind):
+            offered = load_installed(entry)
+        except ConfigError as error:
+            raise ConfigError(f"{self._key}={entry.name!r}: {error}") from error
+        if not isinstance(offered, self._kind):
             raise ConfigError(
-                f"{self._key}={entry.name!r}: {entry.value} must be a {self._kind.__name__}; got {type(loaded).__name__}."
+                f"{self._key}={entry.name!r}: {entry.value} must be a {self._kind.__name__}; got {type(offered).__name__}."
             )
-        return loaded
+        self._loaded[entry] = offered
+        return offered

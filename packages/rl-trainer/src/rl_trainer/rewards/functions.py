@@ -141,6 +141,8 @@ def combine(terms: Sequence[Term], outcomes: Sequence[Outcome]) -> Outcome:
 class InlineScorer:
     """Scores in this process, without any limit: for functions, not async ones, that are known to be harmless."""
 
+    reads_tokens: bool = False
+
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
@@ -158,6 +160,7 @@ class CombinedScorer:
     def __init__(self, terms: Sequence[Term], scorers: Sequence[Scorer]) -> None:
         self._terms = terms
         self._scorers = scorers
+        self.reads_tokens = any(scorer.reads_tokens for scorer in scorers)
 
     async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         """See Scorer; the functions run side by side."""

@@ -1,6 +1,7 @@
-"""Where a reward function comes from: this package, an installed package, or a file that the operator allows.
+"""Where a reward function comes from: this package, an installed package or a file that the operator allows.
 
-An installed package offers functions as entry points in the group `rl_trainer.rewards`. A file, `path.py:function`, is loaded only from the folders
+An installed package offers functions as entry points in the group `rl_trainer.rewards`; which of them may load says the file that RL_PLUGINS names
+(`rl_protocol.plugins`). A file, `path.py:function`, is loaded only from the folders
 that the environment variable RL_REWARD_PATH names (separated as in PATH): a configuration that somebody sends can't run a file that lies anywhere.
 Code that is not of this package runs in processes of its own, under limits; it is not sandboxed beyond that.
 """
@@ -15,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from rl_protocol import ConfigError
+from rl_protocol.plugins import check_installed, load_installed
 from rl_trainer.algorithms.registry import installed, nearest
 
 ENTRY_POINTS = "rl_trainer.rewards"
 ALLOWED_FOLDERS = "RL_REWARD_PATH"
 BUILT_IN: Mapping[str, str] = {
+    "countdown": "rl_trainer.rewards.countdown:score",
     "exact_match": "rl_trainer.rewards.exact:exact_match",
     "math": "rl_trainer.rewards.math:score",
 }
@@ -33,7 +36,9 @@ def check_reward(name: str, environment: Mapping[str, str] = os.environ) -> None
     Raises:
         ConfigError: says what is missing and what to do.
     """
-    _find(name, environment)
+    found = _find(name, environment)
+    if isinstance(found, EntryPoint) and name not in BUILT_IN:
+        check_installed(found, environment)
 
 
 def load_reward(name: str, environment: Mapping[str, str] = os.environ) -> Callable[..., Any]:
@@ -44,9 +49,12 @@ def load_reward(name: str, environment: Mapping[str, str] = os.environ) -> Calla
     """
     found = _find(name, environment)
     try:
-        if isinstance(found, EntryPoint):
-            return found.load()
-        return getattr(_module(found), name.rpartition(":")[2])
+        if isinstance(found, Path):
+            return getattr(_module(found), name.rpartition(":")[2])
+        loaded: Any = found.load() if name in BUILT_IN else load_installed(found, environment)
+        return loaded
+    except ConfigError:
+        raise
     except Exception as error:  # the boundary to code of others: importing it may raise anything
         raise ConfigError(f"reward.function={name!r} can't be loaded: {type(error).__name__}: {error}.") from error
 
@@ -72,19 +80,31 @@ def _find(name: str, environment: Mapping[str, str]) -> EntryPoint | Path:
 
 def _allowed_file(name: str, environment: Mapping[str, str]) -> Path:
     file, _, function = name.rpartition(":")
+    path = allowed_path(file, environment)
+    if path.suffix != ".py" or not function.isidentifier():
+        raise ConfigError(f"reward.function={name!r} must be path.py:function; {path} is no Python file.")
+    return path
+
+
+def allowed_path(file: str, environment: Mapping[str, str]) -> Path:
+    """The file, resolved, if it is there and the operator lets it be read.
+
+    Raises:
+        ConfigError: it is not there, in none of the folders of RL_REWARD_PATH, or everybody may write it.
+    """
     path = Path(file).expanduser().resolve()
-    if path.suffix != ".py" or not path.is_file() or not function.isidentifier():
-        raise ConfigError(f"reward.function={name!r} must be path.py:function; {path} is no Python file that is there.")
+    if not path.is_file():
+        raise ConfigError(f"reward.function={file!r}: {path} is no file that is there.")
     folders = [
         Path(one).expanduser().resolve() for one in environment.get(ALLOWED_FOLDERS, "").split(os.pathsep) if one
     ]
     if not any(path.is_relative_to(folder) for folder in folders):
         raise ConfigError(
-            f"reward.function={name!r}: files of code load only from folders that the environment variable {ALLOWED_FOLDERS} names. "
+            f"reward.function={file!r}: files of rewards load only from folders that the environment variable {ALLOWED_FOLDERS} names. "
             f"If you trust this one, set {ALLOWED_FOLDERS}={path.parent}."
         )
     if path.stat().st_mode & 0o002:
-        raise ConfigError(f"reward.function={name!r}: everybody may write {path}; run chmod o-w {path}.")
+        raise ConfigError(f"reward.function={file!r}: everybody may write {path}; run chmod o-w {path}.")
     return path
 
 

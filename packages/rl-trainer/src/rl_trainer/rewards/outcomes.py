@@ -14,13 +14,15 @@ _LONGEST = 2000
 FailureKind = Literal["exception", "timeout", "died", "no_number"]
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One response to be scored."""
 
     data_source: str
     solution_str: str
     ground_truth: str
     extra_info: dict[str, Any] = {}
+    tokens: list[int] = []
+    """Of prompt and response; empty unless the scorer reads them."""
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):
@@ -44,6 +46,11 @@ Outcome = Scored | Failure
 
 class Scorer(Protocol):
     """Scores responses. Never raises for what a reward function does; one outcome per sample, in order."""
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it looks at `Sample.tokens`."""
+        ...
 
     async def score(self, samples: Sequence[Sample]) -> list[Outcome]: ...
 

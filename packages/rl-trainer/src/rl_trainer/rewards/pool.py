@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 from asyncio import StreamReader, StreamWriter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from math import ceil
 
 import msgspec
@@ -29,6 +30,11 @@ MOST_BYTES = 2**28
 _PROGRAM = "from rl_trainer.rewards.child import main; main()"
 _GRACE_S = 1.0
 """An async function is stopped by its own process first."""
+LATE_S = 1.0
+"""A call of a single function that takes longer than this, and than ten times the mean, gives its turn to the next one and goes on beside it."""
+MOST_LATE = 8
+"""Calls for each worker that may go on in that way; each has a process."""
+_LATE_NICE = 5
 
 
 class _Child:
@@ -77,6 +83,11 @@ class _Child:
             raise EOFError(f"{len(outcomes)} answers to {len(samples)} samples")
         return outcomes
 
+    def step_back(self) -> None:
+        """Have it and all it has forked take less of a processor that others want."""
+        with suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PGRP, self._process.pid, _LATE_NICE)
+
     async def kill(self) -> None:
         """End it with all it has forked."""
         with suppress(ProcessLookupError):
@@ -121,7 +132,11 @@ class ScorerPool:
 
     Lifecycle: `await ScorerPool.open(...)`, then `score` as often as needed, then `close`. Of a call that fails as a whole (a batch that raises, a
     process that is killed with many samples in it) every sample is tried again alone, so that only those that are to blame have failed.
+
+    A call that is late (LATE_S) gives its turn to the next: calls that never return wait for their limit side by side, and no other waits for them.
     """
+
+    reads_tokens: bool = False
 
     def __init__(self, name: str, workers: int, timeout_s: float, memory_mb: int) -> None:
         self._name = name
@@ -129,8 +144,9 @@ class ScorerPool:
         self._timeout_s = timeout_s
         self._memory_mb = memory_mb
         self._form: Form = "single"
-        self._idle: asyncio.Queue[_Child | None] = asyncio.Queue()
-        """Children that have nothing to do; None: one that is to be started."""
+        self._turns = Turns(workers)
+        self._idle: list[_Child] = []
+        """Processes that have nothing to do, at most `workers`."""
 
     @classmethod
     async def open(cls, name: str, *, workers: int, timeout_s: float, memory_mb: int) -> ScorerPool:
@@ -138,7 +154,7 @@ class ScorerPool:
 
         Args:
             name: of the function, see `loading`.
-            workers: processes.
+            workers: calls that run side by side, late ones not counted.
             timeout_s: longest time of one call.
             memory_mb: address space of each process, MiB.
 
@@ -148,8 +164,7 @@ class ScorerPool:
         pool = cls(name, workers, timeout_s, memory_mb)
         first = await _Child.start(name, timeout_s, memory_mb)
         pool._form = first.form
-        for child in (first, *[None] * (workers - 1)):
-            pool._idle.put_nowait(child)
+        pool._idle.append(first)
         return pool
 
     async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
@@ -163,11 +178,8 @@ class ScorerPool:
 
     async def close(self) -> None:
         """Kill all processes; safe to call twice. No call may be under way."""
-        for _ in range(self._idle.qsize()):
-            child = self._idle.get_nowait()
-            if child is not None:
-                await child.kill()
-            self._idle.put_nowait(None)
+        while self._idle:
+            await self._idle.pop().kill()
 
     async def _chunk(self, samples: Sequence[Sample]) -> list[Outcome]:
         outcomes = await self._attempt(samples)
@@ -177,23 +189,92 @@ class ScorerPool:
         return [outcome for one in again for outcome in one]
 
     async def _attempt(self, samples: Sequence[Sample]) -> list[Outcome]:
-        child = await self._idle.get()
-        back: _Child | None = None
-        try:
-            child = child or await _Child.start(self._name, self._timeout_s, self._memory_mb)
-            limit = self._timeout_s + (_GRACE_S if self._form == "async" else 0.0)
-            async with asyncio.timeout(limit):
-                outcomes = await child.call(samples)
-            back = child
-            return outcomes
-        except TimeoutError:
-            failure = timed_out(self._timeout_s)
-        except (EOFError, OSError, *UNREADABLE) as error:
-            failure = Failure(kind="died", message=f"ended or spoiled its process: {error}")
-        except ConfigError as error:  # a process that can't be started again
-            failure = Failure(kind="died", message=str(error))
-        finally:
-            if back is None and child is not None:
-                await asyncio.shield(child.kill())
-            self._idle.put_nowait(back)
+        async with self._turns.take() as turn:
+            child: _Child | None = None
+            good = False
+            try:
+                child = self._idle.pop() if self._idle else await self._start()
+                outcomes = await self._call(child, samples, turn)
+                good = True
+                return outcomes
+            except TimeoutError:
+                failure = timed_out(self._timeout_s)
+            except (EOFError, OSError, *UNREADABLE) as error:
+                failure = Failure(kind="died", message=f"ended or spoiled its process: {error}")
+            except ConfigError as error:  # a process that can't be started again
+                failure = Failure(kind="died", message=str(error))
+            finally:
+                if child is not None and good and len(self._idle) < self._workers:
+                    self._idle.append(child)
+                elif child is not None:
+                    await asyncio.shield(child.kill())
         return [failure] * len(samples)
+
+    async def _call(self, child: _Child, samples: Sequence[Sample], turn: Turn) -> list[Outcome]:
+        loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+        if self._form == "single":  # others answer for many at once, which takes its time
+            timers.append(loop.call_later(self._turns.late_after(), self._give_up, turn, child))
+        start = loop.time()
+        try:
+            async with asyncio.timeout(self._timeout_s + (_GRACE_S if self._form == "async" else 0.0)):
+                outcomes = await child.call(samples)
+        finally:
+            for timer in timers:
+                timer.cancel()
+        self._turns.returned(loop.time() - start)
+        return outcomes
+
+    def _give_up(self, turn: Turn, child: _Child) -> None:
+        if self._turns.give_up(turn):
+            child.step_back()
+
+    async def _start(self) -> _Child:
+        return await _Child.start(self._name, self._timeout_s, self._memory_mb)
+
+
+@dataclass
+class Turn:
+    """The right of one call to run."""
+
+    late: bool = False
+
+
+class Turns:
+    """Who may run: `workers` calls, and late ones beside them."""
+
+    def __init__(self, workers: int) -> None:
+        self._free = asyncio.Semaphore(workers)
+        self._room = MOST_LATE * workers
+        self._calls = 0
+        self._seconds = 0.0
+
+    @asynccontextmanager
+    async def take(self) -> AsyncGenerator[Turn]:
+        """Wait for a turn, and have it until the end."""
+        await self._free.acquire()
+        turn = Turn()
+        try:
+            yield turn
+        finally:
+            if turn.late:
+                self._room += 1
+            else:
+                self._free.release()
+
+    def give_up(self, turn: Turn) -> bool:
+        """Let the next one have it; whether there was room for one more late call."""
+        if not self._room:
+            return False
+        self._room -= 1
+        turn.late = True
+        self._free.release()
+        return True
+
+    def returned(self, seconds: float) -> None:
+        """A call took so long."""
+        self._calls += 1
+        self._seconds += seconds
+
+    def late_after(self) -> float:
+        """Seconds after which a call is late."""
+        return max(LATE_S, 10 * self._seconds / self._calls if self._calls else 0.0)

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint on loopback, so that an agent of its own process drives rollouts. Needs the extra `serve` (aiohttp)."""
+"""An OpenAI-compatible endpoint on loopback, so that an agent of its own process drives rollouts. Needs the extra `http` (aiohttp)."""
 
 from rl_trainer.serving.agents import agent_session
 from rl_trainer.serving.codec import ChatCodec, TextCodec

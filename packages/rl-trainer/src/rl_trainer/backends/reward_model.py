@@ -1,0 +1,109 @@
+"""A reward model as a scorer: a transformers model for sequence classification with one label, over the tokens of prompt and response."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from rl_protocol import ConfigError
+from rl_trainer.backends.engine import resolve_device
+from rl_trainer.rewards.described import Model
+from rl_trainer.rewards.outcomes import Failure, Outcome, Sample, outcome_of
+
+
+class RewardModelScorer:
+    """Scorer whose score is the model's logit for prompt and response, computed in a thread beside the event loop.
+
+    A sequence that the model can't take (too long, or with a token it does not know) is a Failure of its sample. Sequences share a forward pass
+    where the model says how it pads (`pad_token_id`).
+
+    Raises:
+        ConfigError: the folder is no such model, or the model has no trained head.
+    """
+
+    reads_tokens: bool = True
+
+    def __init__(self, described: Model) -> None:
+        self._device = resolve_device(described.device)
+        self._model = _load(Path(described.path).expanduser()).to(self._device)
+        config: Any = self._model.config
+        self._pad_id: int | None = config.pad_token_id
+        self._vocabulary = int(config.vocab_size)
+        self._longest = int(getattr(config, "max_position_embeddings", 0)) or None
+        self._max_tokens = described.max_tokens
+
+    async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
+        """See Scorer."""
+        outcomes: list[Outcome | None] = [self._refusal(sample.tokens) for sample in samples]
+        rows = [i for i, outcome in enumerate(outcomes) if outcome is None]
+        logits = await asyncio.to_thread(self._logits, [samples[i].tokens for i in rows])
+        for row, logit in zip(rows, logits, strict=True):
+            outcomes[row] = outcome_of(logit)
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    async def close(self) -> None:
+        """Nothing is held but memory."""
+
+    def _refusal(self, tokens: Sequence[int]) -> Failure | None:
+        if not tokens:
+            return Failure(kind="exception", message="has no tokens to score")
+        if self._longest is not None and len(tokens) > self._longest:
+            message = f"has {len(tokens)} tokens; the reward model takes {self._longest}"
+        elif max(tokens) >= self._vocabulary:
+            message = f"holds token {max(tokens)}; the reward model knows {self._vocabulary}: it must share the policy's tokenizer"
+        else:
+            return None
+        return Failure(kind="exception", message=message)
+
+    def _logits(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """[N] one logit per sequence."""
+        logits = [0.0] * len(sequences)
+        most = self._max_tokens if self._pad_id is not None else 1
+        for rows in padded_batches([len(tokens) for tokens in sequences], most):
+            for row, logit in zip(rows, self._forward([sequences[i] for i in rows]), strict=True):
+                logits[row] = logit
+        return logits
+
+    @torch.inference_mode()
+    def _forward(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        longest = max(map(len, sequences))
+        ids = torch.full((len(sequences), longest), self._pad_id or 0)
+        mask = torch.zeros((len(sequences), longest), dtype=torch.long)
+        for row, tokens in enumerate(sequences):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            mask[row, : len(tokens)] = 1
+        answer: Any = self._model(input_ids=ids.to(self._device), attention_mask=mask.to(self._device))
+        return answer.logits[:, 0].float().tolist()
+
+
+def padded_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Row numbers of forward passes: rows of like length together, none above `max_tokens` tokens with padding unless it is one row alone."""
+    batches: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if batches and (len(batches[-1]) + 1) * lengths[row] <= max_tokens:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+def _load(path: Path) -> Any:
+    try:
+        model, facts = AutoModelForSequenceClassification.from_pretrained(
+            str(path), dtype="auto", local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The reward model {path} can't be loaded by transformers: {error}") from error
+    missing = sorted(facts["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"The reward model {path} holds no {', '.join(missing[:3])}: it is not trained for sequence classification, and would give random scores."
+        )
+    if model.config.num_labels != 1:
+        raise ConfigError(f"The reward model {path} has {model.config.num_labels} labels; a reward has one.")
+    return model.eval()

@@ -1,0 +1,32 @@
+"""One small run that writes all it can: traces, Ray's timeline, samples of training, MLflow."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+
+
+@pytest.mark.slow
+def test_a_run_leaves_traces_samples_and_mlflow(app):
+    done = app("trainer.profile_steps=2", "trainer.test_freq=1", "trainer.logger=console,mlflow")
+    assert done.code == 0, done.err
+    (folder,) = (done.folder / "profile").glob("step-*")
+    assert folder.name == "step-000002"
+    found = {path.name.removesuffix(".json.gz") for path in folder.iterdir()}
+    assert {"actor", "rollout-0", "rollout-1"} <= found
+    for process in found:
+        events = json.loads(gzip.decompress((folder / f"{process}.json.gz").read_bytes()))["traceEvents"]
+        names = {event.get("name") for event in events}
+        assert "aten::linear" in names, process
+    timeline = json.loads((done.folder / "profile" / "ray.json").read_text())
+    assert any("WorkerProcess.call" in str(event.get("name")) + str(event.get("args")) for event in timeline)
+    for step in (1, 2):
+        rows = [json.loads(line) for line in (done.folder / "samples" / f"train-{step}.jsonl").read_text().splitlines()]
+        assert len(rows) == 8 * 8
+        assert {row["outcome"]["type"] for row in rows} == {"scored"}
+    assert list((done.folder / "mlflow").glob("*/*/metrics/actor/pg_loss"))
+    log = (done.folder / "logs" / "driver.log").read_text()
+    assert "loses steps" not in log
+    assert "failed" not in log
