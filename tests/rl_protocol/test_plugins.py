@@ -57,6 +57,18 @@ def test_what_is_allowed_loads_pinned_or_not(point, listed):
     assert load_installed(point, pinned) == 42
 
 
+def test_what_the_stack_itself_offers_needs_nobodys_leave(point, tmp_path):
+    """It runs already; a distribution whose name merely begins alike is another's."""
+    metadata = tmp_path / "site" / "my_things-1.2.dist-info" / "METADATA"
+    metadata.write_text("Metadata-Version: 2.1\nName: RL_Trainer\nVersion: 1.2\n")
+    (ours,) = importlib.metadata.entry_points(group=GROUP)
+    assert load_installed(ours, {}) == 42
+    metadata.write_text("Metadata-Version: 2.1\nName: rl-trainer-extras\nVersion: 1.2\n")
+    (others,) = importlib.metadata.entry_points(group=GROUP)
+    with pytest.raises(ConfigError, match="installed but not allowed"):
+        check_installed(others, {})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
