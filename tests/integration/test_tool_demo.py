@@ -55,7 +55,9 @@ def test_the_score_rises_because_of_the_tool(app, knows_the_syntax):
             assert sample["response"].endswith(f"{product}={product}")
             assert sample["response"].startswith(f"?{factors}") or "!=" in sample["response"]
 
-    alone = app(*common, "rollout.session=single_turn", "trainer.run_name=alone", timeout=300)
+    alone = app(
+        *common, "rollout.session=single_turn", "trainer.run_name=alone", "trainer.total_training_steps=1", timeout=300
+    )
     assert alone.code == 0, alone.err
     lines = [json.loads(line) for line in (alone.folder.parent / "alone" / "metrics.jsonl").read_text().splitlines()]
     assert [m[ACCURACY] for m in lines if ACCURACY in m] == [0.0, 0.0]
