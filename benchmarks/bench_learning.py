@@ -1,6 +1,7 @@
 """Does the default run learn, for every seed, with GRPO and with PPO, and how long does it take?
 
     uv run benchmarks/bench_learning.py [--seeds 0,1,2,3,4] [--algorithms grpo,ppo] [--vary trainer.seed] [--steps N] [--set KEY=VALUE ..] [--smoke]
+    uv run benchmarks/bench_learning.py --tool [--seeds 0,1,2]     # does the demo with a tool, and does it not without it?
 
 Runs the app as a user would, one process after the other, with a cache of its own, so that every first run of a data seed includes its
 warm-up. Writes JSON and a plot of the curves; the table of benchmarks/README.md is made from the JSON by report.py.
@@ -9,7 +10,9 @@ warm-up. Writes JSON and a plot of the curves; the table of benchmarks/README.md
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,7 +24,8 @@ from common import ROOT, command_line, write_result
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-ACCURACY = "val-core/two_digit_addition/acc/mean@1"
+WITH_AND_WITHOUT = ([], ["rollout.session=single_turn"])
+"""Overrides of the preset grpo_calculator: with its tool, and without any."""
 
 
 def run(algorithm: str, overrides: list[str], folder: Path) -> dict[str, Any]:
@@ -39,7 +43,7 @@ def run(algorithm: str, overrides: list[str], folder: Path) -> dict[str, Any]:
     if done.returncode:
         raise RuntimeError(f"{name} ended with {done.returncode}: {done.stderr}")
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    curve = [(m["step"], m[ACCURACY]) for m in lines if ACCURACY in m]
+    curve = [(m["step"], m[name]) for m in lines for name in m if re.fullmatch("val-core/.*/acc/mean@1", name)]
     trained = [m for m in lines if m["step"]]
     return {
         "algorithm": algorithm,
@@ -90,23 +94,25 @@ def main() -> None:
         metavar="KEY=VALUE",
         help="another override of all runs; the first one's value names the result",
     )
+    parser.add_argument("--tool", action="store_true", help="the demo with a tool, and the same without it")
     parser.add_argument("--smoke", action="store_true", help="one seed, GRPO, 2 steps, nothing written")
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments = parser.parse_args(["--smoke", "--seeds", "0", "--algorithms", "grpo", "--steps", "2"])
     rows: list[dict[str, Any]] = []
+    algorithms = ["grpo_calculator"] if arguments.tool else arguments.algorithms.split(",")
     with tempfile.TemporaryDirectory() as folder:
-        for algorithm in arguments.algorithms.split(","):
+        for algorithm, more in itertools.product(algorithms, WITH_AND_WITHOUT if arguments.tool else ([],)):
             for seed in arguments.seeds.split(","):
                 overrides = [f"{key}={seed}" for key in arguments.vary.split(",")]
                 extra = [f"trainer.total_training_steps={arguments.steps}"] if arguments.steps else []
-                rows.append(run(algorithm, [*overrides, *extra, *arguments.set], Path(folder)))
+                rows.append(run(algorithm, [*overrides, *more, *extra, *arguments.set], Path(folder)))
                 print({k: v for k, v in rows[-1].items() if k != "curve"}, flush=True)
     if arguments.smoke:
         return
     varied = "_".join(key.partition(".")[0] for key in arguments.vary.split(","))
-    name = "_".join([f"learning_{varied}_seeds", *(pair.partition("=")[2] for pair in arguments.set[:1])])
-    path = write_result(name, command_line(), rows)
+    name = "learning_tool" if arguments.tool else f"learning_{varied}_seeds"
+    path = write_result("_".join([name, *(pair.partition("=")[2] for pair in arguments.set[:1])]), command_line(), rows)
     plot(rows, path.with_suffix(".png"))
     print(path)
 

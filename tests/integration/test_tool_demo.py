@@ -1,0 +1,65 @@
+"""The demo with a tool through the whole app: the score rises because the policy comes to use the tool, and without the tool there is none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+ACCURACY = "val-core/three_digit_multiplication/acc/mean@1"
+
+
+@pytest.fixture(scope="module")
+def knows_the_syntax(tmp_path_factory):
+    """A model that seldom calls, and mostly guesses."""
+    from rl_app_ppo.demo.demos import DEMOS
+    from rl_app_ppo.demo.settings import WarmUpSettings
+    from rl_app_ppo.demo.warmup import cached_base_model
+
+    demo = DEMOS["calculator"]
+    settings = WarmUpSettings(
+        demo="calculator",
+        careless_share=demo.careless_share,
+        target_probability=demo.target_probability,
+        max_steps=80,
+        check_every=20,
+        validation_size=128,
+    )
+    return cached_base_model(tmp_path_factory.mktemp("cache"), settings)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_score_rises_because_of_the_tool(app, knows_the_syntax):
+    common = (
+        "algorithm=grpo_calculator",
+        f"model.path={knows_the_syntax}",
+        "data.val_size=64",
+        "data.train_batch_size=32",
+        "trainer.test_freq=0",
+    )
+    done = app(*common, "trainer.total_training_steps=5", timeout=300)
+    assert done.code == 0, done.err
+    before, *steps = done.metrics
+    after = steps[-1]
+    assert before[ACCURACY] <= 0.2
+    assert after[ACCURACY] >= 0.6
+    assert before["val-aux/num_turns/mean"] <= 1.2  # it guesses at once
+    assert after["val-aux/num_turns/mean"] >= 1.8
+    assert steps[0]["agent/tool_calls/mean"] < 0.5 < after["agent/tool_calls/mean"]
+    assert max(m["training/rollout_log_probs_diff_max"] for m in steps) < 1e-4  # of its own tokens, in every turn
+    samples = [json.loads(line) for line in (done.folder / "samples" / "5.jsonl").read_text().splitlines()]
+    for sample in samples:
+        if sample["outcome"]["numbers"]["acc"]:
+            factors, product = sample["prompt"].removesuffix("="), sample["ground_truth"]
+            assert sample["response"].endswith(f"{product}={product}")
+            assert sample["response"].startswith(f"?{factors}") or "!=" in sample["response"]
+
+    alone = app(
+        *common, "rollout.session=single_turn", "trainer.run_name=alone", "trainer.total_training_steps=1", timeout=300
+    )
+    assert alone.code == 0, alone.err
+    lines = [json.loads(line) for line in (alone.folder.parent / "alone" / "metrics.jsonl").read_text().splitlines()]
+    assert [m[ACCURACY] for m in lines if ACCURACY in m] == [0.0, 0.0]
+    assert max(m["critic/score/max"] for m in lines[1:]) == 0.0
+    assert not any("num_turns/mean" in m for m in lines)
