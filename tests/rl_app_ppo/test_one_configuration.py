@@ -128,6 +128,7 @@ def test_an_engine_that_is_not_installed_is_named_with_its_command(monkeypatch):
         require_installed("megatron")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # what Megatron-Core says when it is imported
 @pytest.mark.parametrize(("tensor", "pipeline", "data"), [(1, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 3), (2, 1, 1)])
 def test_ranks_that_get_the_same_rows_are_those_that_megatron_has_share_a_replica(tensor, pipeline, data):

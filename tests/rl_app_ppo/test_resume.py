@@ -102,6 +102,11 @@ def test_length_outputs_and_how_it_is_computed_may_change_and_are_told(folder):
         find_start(config("trainer.total_training_steps=3"), folder)
 
 
+def test_an_engine_whose_state_is_of_another_kind_does_not_go_on(folder):
+    with pytest.raises(ConfigError, match=r"model_engine='megatron' is not what .* was trained with, 'torch'"):
+        find_start(config("model_engine=megatron", "lora.rank=8"), folder)
+
+
 def test_every_key_that_may_change_is_one():
     keys = [option.key for option in options()]
     for free in FREE:

@@ -74,9 +74,9 @@ def test_layouts_that_do_not_divide_are_refused():
         (
             "adapter_checkpoint/mp_rank_00_adapter.pt",
             FolderKind.LEGACY,
-            "verl's old adapter_checkpoint format: its files are pickles",
+            "verl's old adapter_checkpoint format: its files hold no optimizer",
         ),
-        ("mp_rank_00_001_adapter.pt", FolderKind.LEGACY, "are not read"),
+        ("mp_rank_00_001_adapter.pt", FolderKind.LEGACY, "rl-megatron-peft convert"),
         ("dist_ckpt/metadata.json", FolderKind.UNFINISHED, "writing it did not end"),
         ("readme", FolderKind.UNKNOWN, "expected manifest.json"),
     ],

@@ -52,6 +52,10 @@ FREE = (
 settings of its optimizers. All others say what is learnt."""
 
 
+SAME_STATE = {"torch", "fsdp"}
+"""Engines that read what the others of them have saved."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Start:
     """Where a run starts."""
@@ -98,7 +102,7 @@ def changes(checkpoint: Checkpoint, config: AppConfig) -> list[str]:
     before, now = flat_settings(checkpoint.config), flat_settings(to_yaml(config))
     differ = {key: value for key, value in now.items() if before.get(key, value) != value}
     for key, value in differ.items():
-        if not _free(key):
+        if not _free(key) or (key == "model_engine" and not {value, before[key]} <= SAME_STATE):
             raise ConfigError(
                 f"{key}={value!r} is not what the checkpoint {checkpoint.folder} was trained with, {before[key]!r}. It can't change "
                 "in the middle of a run: set it back, or set trainer.resume_mode=disable and another trainer.run_name for a new run."

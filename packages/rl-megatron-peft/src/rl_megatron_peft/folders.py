@@ -49,7 +49,7 @@ def refuse_unless_resumable(path: Path) -> None:
     kind = folder_kind(path)
     advice = {
         FolderKind.PEFT: "it holds no optimizer; load it as an adapter (load_adapter) and start from there",
-        FolderKind.LEGACY: "its files are pickles, one per rank, without an optimizer, and are not read",
+        FolderKind.LEGACY: "its files hold no optimizer; turn it into one to resume from with rl-megatron-peft convert",
         FolderKind.UNFINISHED: "writing it did not end; resume from an earlier one",
         FolderKind.UNKNOWN: f"expected {MANIFEST} of format {FORMAT!r}",
     }

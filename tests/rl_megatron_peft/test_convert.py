@@ -1,0 +1,290 @@
+"""`rl-megatron-peft convert`: verl's old format, made here as verl wrote it, and the formats of this package, to each other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+from rl_megatron_peft import AdapterError, FolderKind, LoraConfig, ModelShape, fingerprint, folder_kind, read_adapter
+from rl_megatron_peft.cli import main
+from rl_protocol import ConfigError, OutputError
+
+pytestmark = [  # what Megatron-Core 0.16 says without Transformer Engine and Apex
+    pytest.mark.filterwarnings("ignore:.*not installed"),
+    pytest.mark.filterwarnings("ignore:.*deprecated"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+RANK = 4
+FUSED = {
+    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attention.linear_proj": ("self_attn.o_proj",),
+    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.linear_fc2": ("mlp.down_proj",),
+}
+
+
+@pytest.fixture(scope="module")
+def convert():
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from rl_megatron_peft.backend.convert import convert
+
+    torch.set_num_threads(1)
+    return convert
+
+
+def trained(shape):
+    """Module -> (A, B) of a fused adapter: modules that Megatron fuses have the same A."""
+    rng = np.random.default_rng(3)
+    found = {}
+    for layer in range(shape.layers):
+        for parts in FUSED.values():
+            a = rng.normal(size=(RANK, shape.linear(parts[0].split(".")[1])[1])).astype(np.float32)
+            for part in parts:
+                b = rng.normal(size=(shape.linear(part.split(".")[1])[0], RANK)).astype(np.float32)
+                found[f"model.layers.{layer}.{part}"] = (a, b)
+    return found
+
+
+def legacy_files(root, shape, *, tensor, pipeline):
+    """What verl's `save_adapter_checkpoint` wrote of that adapter on every rank, cut by hand; returns what holds `adapter_checkpoint/`."""
+    import torch
+
+    pairs, folder = trained(shape), root / "adapter_checkpoint"
+    folder.mkdir(parents=True)
+    per_stage = shape.layers // pipeline
+    for t in range(tensor):
+        for p in range(pipeline):
+            state = {}
+            for local in range(per_stage):
+                for fused, parts in FUSED.items():
+                    whole = [pairs[f"model.layers.{local + p * per_stage}.{part}"] for part in parts]
+                    a, rows = whole[0][0], [b for _, b in whole]
+                    if fused.endswith(("linear_proj", "linear_fc2")):
+                        own_a, own_b = np.split(a, tensor, axis=1)[t], np.split(rows[0], tensor)[t]
+                    else:
+                        own_a = np.split(a, tensor)[t]
+                        own_b = fused_rows(fused, [np.split(b, tensor)[t] for b in rows], shape, tensor)
+                    prefix = f"decoder.layers.{local}.{fused}.adapter"
+                    state[f"{prefix}.linear_in.weight"] = torch.tensor(own_a)
+                    state[f"{prefix}.linear_out.weight"] = torch.tensor(own_b)
+            stage = f"_{p:03d}" if pipeline > 1 else ""
+            torch.save({"adapter_state_dict": state}, folder / f"mp_rank_{t:02d}{stage}_adapter.pt")
+    return root
+
+
+def fused_rows(fused, parts, shape, tensor):
+    """Rows of one rank: gate over up; of each group its queries, its key, its value."""
+    if fused.endswith("linear_fc1"):
+        return np.concatenate(parts)
+    q, k, v = parts
+    d, queries = shape.head_dim, shape.heads // shape.groups
+    rows = []
+    for group in range(shape.groups // tensor):
+        rows += [q[group * queries * d : (group + 1) * queries * d], k[group * d : (group + 1) * d]]
+        rows.append(v[group * d : (group + 1) * d])
+    return np.concatenate(rows)
+
+
+def assert_is(folder, shape, base):
+    """The folder holds that adapter, bit for bit."""
+    adapter, pairs = read_adapter(folder), trained(shape)
+    assert adapter.pairs.keys() == pairs.keys()
+    for name, (a, b) in pairs.items():
+        assert adapter.pairs[name].a.data.tobytes() == a.tobytes(), name
+        assert adapter.pairs[name].b.data.tobytes() == b.tobytes(), name
+    assert (adapter.config.rank, adapter.config.alpha) == (RANK, 6.0)
+    assert adapter.fingerprint == fingerprint(base)
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "pipeline"), [("llama", 1, 1), ("qwen2", 2, 1), ("qwen3", 1, 2), ("qwen3", 2, 2)]
+)
+def test_verls_old_format_becomes_a_peft_folder(convert, models, tmp_path, family, tensor, pipeline):
+    base, shape = models / family, ModelShape.read(models / family)
+    source = legacy_files(tmp_path / "old", shape, tensor=tensor, pipeline=pipeline)
+    assert convert(source, tmp_path / "new", to="peft", base=base, alpha=6.0) is FolderKind.LEGACY
+    assert_is(tmp_path / "new", shape, base)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_to_a_checkpoint_to_resume_from_and_back(convert, models, tmp_path, fused):
+    base, shape = models / "qwen2", ModelShape.read(models / "qwen2")
+    source = legacy_files(tmp_path / "old", shape, tensor=2, pipeline=1)
+    convert(source, tmp_path / "resume", to="resume", base=base, alpha=6.0, fused=fused)
+    assert folder_kind(tmp_path / "resume") is FolderKind.RESUME
+    assert convert(tmp_path / "resume", tmp_path / "peft", to="peft", base=base) is FolderKind.RESUME
+    assert_is(tmp_path / "peft", shape, base)
+    assert convert(tmp_path / "peft", tmp_path / "again", to="resume", base=base, fused=fused) is FolderKind.PEFT
+    convert(tmp_path / "again", tmp_path / "back", to="peft", base=base)
+    assert_is(tmp_path / "back", shape, base)
+
+
+def edit_state(folder, change, file="mp_rank_00_adapter.pt"):
+    import torch
+
+    path = folder / "adapter_checkpoint" / file
+    saved = torch.load(path, weights_only=True)
+    change(saved["adapter_state_dict"])
+    torch.save(saved, path)
+
+
+def rename_one(state):
+    name = "decoder.layers.0.self_attention.linear_qkv.adapter"
+    state[f"{name}.adapter_q.linear_in.weight"] = state.pop(f"{name}.linear_in.weight")
+
+
+class Danger:
+    """Unpickled without care it would make a folder."""
+
+    def __init__(self, path):
+        self._path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._path),)
+
+
+def dangerous(folder):
+    import torch
+
+    torch.save({"adapter_state_dict": Danger(folder / "run")}, folder / "adapter_checkpoint" / "mp_rank_00_adapter.pt")
+
+
+OUT = "decoder.layers.0.mlp.linear_fc1.adapter.linear_out.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "file", "field"),
+    [
+        (lambda f: (f / "adapter_checkpoint/mp_rank_00_adapter.pt").unlink(), "adapter_checkpoint", "layout"),
+        (
+            lambda f: (f / "adapter_checkpoint/mp_rank_00_adapter.pt").rename(
+                f / "adapter_checkpoint/mp_rank_00_000_001_adapter.pt"
+            ),
+            "mp_rank_00_000_001_adapter.pt",
+            "layout",
+        ),
+        (
+            lambda f: (f / "adapter_checkpoint/mp_rank_01_adapter.pt").write_bytes(b"PK\x03\x04no"),
+            "mp_rank_01_adapter.pt",
+            "file",
+        ),
+        (dangerous, "mp_rank_00_adapter.pt", "file"),
+        (lambda f: edit_state(f, lambda s: s.clear()), "mp_rank_00_adapter.pt", "adapter_state_dict"),
+        (
+            lambda f: edit_state(f, rename_one),
+            "mp_rank_00_adapter.pt",
+            "decoder.layers.0.self_attention.linear_qkv.adapter.adapter_q.linear_in.weight",
+        ),
+        (lambda f: edit_state(f, lambda s: s.pop(OUT)), "adapter_checkpoint", OUT.removesuffix(".weight")),
+        (
+            lambda f: edit_state(f, lambda s: s.update({OUT: s[OUT][:-2]})),
+            "adapter_checkpoint",
+            OUT.removesuffix(".weight"),
+        ),
+        (
+            lambda f: edit_state(f, lambda s: s.update({OUT.replace("0", "7"): s[OUT]})),
+            "mp_rank_00_adapter.pt",
+            "decoder.layers.7",
+        ),
+    ],
+)
+def test_an_old_checkpoint_that_can_not_be_read_is_named(convert, models, tmp_path, damage, file, field):
+    source = legacy_files(tmp_path / "old", ModelShape.read(models / "llama"), tensor=2, pipeline=1)
+    damage(source)
+    with pytest.raises(AdapterError) as caught:
+        convert(source, tmp_path / "new", to="peft", base=models / "llama", alpha=6.0)
+    assert (caught.value.file.rpartition("/")[2], caught.value.field) == (file, field)
+    assert not (tmp_path / "new").exists()
+    assert not (source / "run").exists()
+
+
+def test_a_chunk_of_a_virtual_pipeline_is_not_taken_for_the_whole(convert, models, tmp_path):
+    """verl saved the first chunk alone."""
+    source = legacy_files(tmp_path / "old", ModelShape.read(models / "llama"), tensor=1, pipeline=1)
+    edit_state(source, lambda s: [s.pop(name) for name in list(s) if ".layers.1." in name])
+    with pytest.raises(AdapterError, match=r"decoder\.layers\.1 is in none of its files; verl kept one chunk"):
+        convert(source, tmp_path / "new", to="peft", base=models / "llama", alpha=6.0)
+
+
+def test_what_does_not_fit_together_is_refused(convert, models, tmp_path):
+    base = models / "llama"
+    source = legacy_files(tmp_path / "old", ModelShape.read(base), tensor=1, pipeline=1)
+    with pytest.raises(ConfigError, match="alpha must be given for verl's old format"):
+        convert(source, tmp_path / "new", to="peft", base=base)
+    convert(source, tmp_path / "peft", to="peft", base=base, alpha=6.0)
+    with pytest.raises(ConfigError, match="and for no other"):
+        convert(tmp_path / "peft", tmp_path / "new", to="resume", base=base, alpha=6.0)
+    with pytest.raises(ConfigError, match="holds an adapter in the format of PEFT already"):
+        convert(tmp_path / "peft", tmp_path / "new", to="peft", base=base)
+    with pytest.raises(OutputError, match="exists"):
+        convert(source, tmp_path / "peft", to="peft", base=base, alpha=6.0)
+    with pytest.raises(AdapterError, match="base_model_fingerprint"):
+        convert(tmp_path / "peft", tmp_path / "new", to="resume", base=models / "qwen3")
+    (tmp_path / "half" / "dist_ckpt").mkdir(parents=True)
+    for folder, words in (("half", "writing it did not end"), ("nowhere", "expected manifest.json")):
+        with pytest.raises(AdapterError, match=words) as caught:
+            convert(tmp_path / folder, tmp_path / "new", to="peft", base=base)
+        assert caught.value.field == "layout"
+    convert(tmp_path / "peft", tmp_path / "resume", to="resume", base=base)
+    with pytest.raises(AdapterError, match="base_model is"):
+        convert(tmp_path / "resume", tmp_path / "new", to="peft", base=models / "qwen3")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_command_line_says_what_it_did_or_what_was_wrong(convert, models, tmp_path, capsys):
+    source = legacy_files(tmp_path / "old", ModelShape.read(models / "llama"), tensor=1, pipeline=1)
+    words = ["convert", str(source), str(tmp_path / "new"), "--to", "peft", "--base", str(models / "llama")]
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith("error: alpha must be given for verl's old format")
+    assert main([*words, "--alpha", "6"]) == 0
+    assert capsys.readouterr() == (f"{source} (verl's old adapter_checkpoint format) -> {tmp_path / 'new'}\n", "")
+    assert_is(tmp_path / "new", ModelShape.read(models / "llama"), models / "llama")
+
+
+@pytest.mark.slow
+def test_the_command_line_in_a_process_of_its_own(models, tmp_path):
+    """Megatron's checkpoint writer imports the main module again."""
+    source = legacy_files(tmp_path / "old", ModelShape.read(models / "llama"), tensor=1, pipeline=1)
+    command = [
+        sys.executable,
+        "-m",
+        "rl_megatron_peft",
+        "convert",
+        str(source),
+        str(tmp_path / "new"),
+        "--to",
+        "resume",
+    ]
+    command += ["--base", str(models / "llama"), "--alpha", "6"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert folder_kind(tmp_path / "new") is FolderKind.RESUME
+
+
+def test_an_adapter_with_an_a_of_each_module_own_is_not_made_fused(convert, models, tmp_path):
+    from rl_megatron_peft import Adapter, LoraPair, write_adapter
+    from rl_protocol import WeightTensor
+
+    base = models / "llama"
+    source = legacy_files(tmp_path / "old", ModelShape.read(base), tensor=1, pipeline=1)
+    convert(source, tmp_path / "peft", to="peft", base=base, alpha=6.0)
+    adapter = read_adapter(tmp_path / "peft")
+    name = "model.layers.0.self_attn.k_proj"
+    doubled = 2 * adapter.pairs[name].a.data.view(np.float32)
+    other = WeightTensor(name, "float32", adapter.pairs[name].a.shape, doubled.view(np.uint8))
+    pairs = {**adapter.pairs, name: LoraPair(a=other, b=adapter.pairs[name].b)}
+    config = LoraConfig(rank=RANK, alpha=6.0)
+    write_adapter(tmp_path / "own", Adapter(base_model="", config=config, pairs=pairs))
+    with pytest.raises(AdapterError, match="differ, and fused adapters have one A"):
+        convert(tmp_path / "own", tmp_path / "new", to="resume", base=base, fused=True)
+    assert not (tmp_path / "new").exists()
+    convert(tmp_path / "own", tmp_path / "new", to="resume", base=base)
