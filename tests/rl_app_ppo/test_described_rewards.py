@@ -1,0 +1,56 @@
+"""Rewards that a file describes: what the app checks of them before a run, and what it refuses where responses are scored."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from rl_app_ppo.config import load_config
+from rl_app_ppo.rewards import check_rewards, open_scorer
+from rl_protocol import ConfigError
+
+
+def folder(path, words):
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    vocabulary = {word: i for i, word in enumerate(words)}
+    Tokenizer(models.WordLevel(vocabulary, unk_token=words[0])).save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture
+def described(tmp_path, monkeypatch):
+    """Text of a description -> the settings of a run that uses it."""
+    monkeypatch.setenv("RL_REWARD_PATH", str(tmp_path))
+
+    def write(text):
+        (tmp_path / "judge.toml").write_text(text)
+        return load_config([f"reward.function=0.5*exact_match,0.5*{tmp_path}/judge.toml"]).reward
+
+    return write
+
+
+def test_what_is_wrong_with_a_description_is_said_before_a_run(described, monkeypatch):
+    check_rewards(described('kind = "remote"\nurl = "https://judge.example/"'))
+    with pytest.raises(ConfigError, match="url must be"):
+        check_rewards(described('kind = "remote"\nurl = "judge.example"'))
+    monkeypatch.delenv("RL_REWARD_PATH")
+    with pytest.raises(ConfigError, match="RL_REWARD_PATH"):
+        check_rewards(described('kind = "remote"\nurl = "https://judge.example/"'))
+
+
+def test_limits_that_a_description_does_not_read_are_refused():
+    assert load_config(["reward.function=judge.toml", "reward.timeout_s=3"]).reward.timeout_s == 3
+    load_config(["reward.function=judge.toml,math", "reward.num_workers=3"])
+    for key in ("num_workers=3", "memory_mb=512"):
+        with pytest.raises(ConfigError, match="has no effect"):
+            load_config(["reward.function=0.5*judge.toml,0.5*exact_match", f"reward.{key}"])
+
+
+def test_a_reward_model_of_another_vocabulary_is_refused(described, tmp_path):
+    policy, other = folder(tmp_path / "policy", ["<pad>", "a", "b"]), folder(tmp_path / "other", ["<pad>", "b", "a"])
+    settings = described(f'kind = "model"\npath = "{other}"')
+    with pytest.raises(ConfigError, match="has another vocabulary than the policy"):
+        asyncio.run(open_scorer(settings, policy))
