@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -51,14 +52,16 @@ class Peer:
 
 
 def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # transport libraries print what they have to say
     peer = Peer(*sys.argv[1:])
     for line in sys.stdin:
         try:
             answer = {"ok": asyncio.run(peer.call(*json.loads(line)))}
         except RLError as error:
             answer = {"error": str(error)}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
 
 
 if __name__ == "__main__":

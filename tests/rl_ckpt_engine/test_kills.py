@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -13,7 +14,13 @@ from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineManager
 from rl_protocol.errors import WeightSyncError
 
 pytestmark = pytest.mark.slow
-ENGINES = ["shm", "tcp", "disk"]
+NO_NIXL = not any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13"))
+ENGINES = [
+    "shm",
+    "tcp",
+    "disk",
+    pytest.param("nixl", marks=pytest.mark.skipif(NO_NIXL, reason="NIXL is not installed")),
+]
 HURRIED = CheckpointEngineConfig(timeout_s=20)
 
 

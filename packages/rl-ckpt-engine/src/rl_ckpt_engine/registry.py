@@ -21,6 +21,7 @@ _BUILT_IN = {
     "gloo": (f"{_ENGINES}.torch_group", "GlooEngine", "torch"),
     "nccl": (f"{_ENGINES}.torch_group", "NcclEngine", "torch"),
     "ray": (f"{_ENGINES}.ray_objects", "RayEngine", "ray"),
+    "nixl": (f"{_ENGINES}.nixl", "NixlEngine", "nixl"),
 }
 """Name -> module, class, extra of this package that it needs. Imported when asked for."""
 _DELTA = "delta-"

@@ -83,6 +83,11 @@ class Staging:
             for entry in manifest.tensors
         ]
 
+    @property
+    def memory(self) -> npt.NDArray[np.uint8]:
+        """Where buckets are: the same array while it is large enough."""
+        return self._memory
+
     def forget(self) -> None:
         """Ask for everything next time."""
         self._held.clear()

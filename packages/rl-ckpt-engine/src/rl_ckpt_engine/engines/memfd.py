@@ -29,6 +29,7 @@ from rl_protocol.weights import WeightTensor
 
 PAYLOAD_START = 4096
 _HEADER = struct.Struct("<8sQQ16s16s8x")
+HEADER_BYTES = _HEADER.size
 _MAGIC = b"RLCKPT\x00\x01"
 _WRITING, _COMPLETE = 1, 2
 
