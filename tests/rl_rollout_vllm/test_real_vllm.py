@@ -270,7 +270,7 @@ def test_256_requests_in_flight_outlive_50_updates_in_flat_memory(engine):
     assert all(versions == sorted(versions) and versions[-1] == 50 and whole for versions, whole in done)
     ours, vllms = (last - second for last, second in zip(memory[-1], memory[1], strict=True))
     assert ours < 16
-    assert vllms < 160  # Known limitations: what grows there are no objects of Python's
+    assert vllms < 160  # Known limitations: it keeps something of each batch of a new size
     assert difference(model(1), REQUESTS, generate(engine)) < TOLERANCE  # 50 was even: the first of the two
 
 
