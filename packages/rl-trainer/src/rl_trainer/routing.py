@@ -126,9 +126,10 @@ async def roll_out(
             async with room:
                 cost = len(prompts) * whole.n
                 replica = router.choose("", cost)
-                result = await give(replica, prompts)
-                router.done(replica, cost)
-                return result
+                try:
+                    return await give(replica, prompts)
+                finally:
+                    router.done(replica, cost)
 
         results = await together(*(give_next(piece) for piece in _pieces(whole.prompts, len(workers))))
     else:
