@@ -1,4 +1,4 @@
-"""A scorer behind a network: one HTTP POST per sample, at a bounded rate, tried again where that may help (extra `remote`).
+"""A scorer behind a network: one HTTP POST per sample, at a bounded rate, tried again where that may help (extra `http`).
 
     request   {"data_source": .., "solution_str": .., "ground_truth": .., "extra_info": {..}}       JSON, the arguments of a reward function
     answer    0.5, or {"score": 0.5, "acc": 1, "pred": "42", ..}                                    JSON, what a reward function returns
