@@ -37,7 +37,9 @@ def check_reward(name: str, environment: Mapping[str, str] = os.environ) -> None
         ConfigError: says what is missing and what to do.
     """
     found = _find(name, environment)
-    if isinstance(found, EntryPoint) and name not in BUILT_IN:
+    if (
+        not isinstance(found, Path) and name not in BUILT_IN
+    ):  # importlib_metadata, once imported, has entry points of its own class
         check_installed(found, environment)
 
 
