@@ -39,6 +39,7 @@ def test_grpo_runs_and_writes_everything(app):
     assert "shared memory" in done.out
 
 
+@pytest.mark.slow
 def test_the_checkpoint_is_a_hugging_face_one_and_can_be_trained_on(app, base_model):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -14,7 +14,7 @@ import pytest
         ("data.train_batch_size=-8", ["data.train_batch_size", "at least 1"]),
         ("data.train_batch_size=12", ["data.train_batch_size", "divisible by actor.ppo_mini_batch_size"]),
         ("reward.function=missing", ["reward.function='missing'", "exact_match"]),
-        ("reward.function=mine.py:score", ["reward.function='mine.py:score'", "no Python file that is there"]),
+        ("reward.function=mine.py:score", ["reward.function='mine.py'", "no file that is there"]),
         ("data.train_files=gone.jsonl", ["data.val_files", "exactly when data.train_files"]),
         ("data.val_files=x.jsonl,y.jsonl", ["data.val_files", "exactly when data.train_files"]),
         ("model.path=/does/not/exist", ["model.path='/does/not/exist'", "save_pretrained"]),
