@@ -285,7 +285,7 @@ def test_updates_use_the_memory_of_the_last_ones_again(opened, other_weights, ke
     front.keeps = keeps
     for version in range(1, 5):
         engine.load_weights(other_weights, version)
-    assert memory_of_buckets() == 1 + keeps
+    assert memory_of_buckets() == 2 + keeps
     engine.close()
     assert memory_of_buckets() == 0
 

@@ -106,7 +106,7 @@ def test_what_would_go_wrong_is_refused_and_changes_nothing(opened, other_weight
 def test_memory_of_buckets_is_given_up_with_the_rest(opened, other_weights, memory_of_buckets):
     engine, _ = opened()
     engine.load_weights(other_weights, 1)
-    assert memory_of_buckets() == 1
+    assert memory_of_buckets() == 2
     asyncio.run(engine.sleep())
     assert memory_of_buckets() == 0
     asyncio.run(engine.wake())

@@ -35,11 +35,13 @@ class Bucket:
     """Weights in memory that another process of this host may map.
 
     Attributes:
+        inode: names the memory to whoever has mapped it.
         path: to be opened by that process.
         entries: what lies in it.
         digest: DIGEST of what was sent, in hex: whoever maps it compares before it believes a byte.
     """
 
+    inode: int
     path: str
     entries: tuple[Entry, ...]
     digest: str
@@ -99,9 +101,9 @@ def split(weights: Sequence[WeightTensor], bucket_bytes: int) -> Iterator[list[W
 class Buckets:
     """Anonymous shared memory that weights are copied into, used again from bucket to bucket and from update to update.
 
-    vLLM keeps tensors until it has all of a layer: memory that were written again meanwhile would change them under its hands. So memory is
-    taken from when it is filled until all workers have answered that they hold nothing of it; another bucket goes to other memory. What is
-    kept is the most that was taken at once. It goes with `close`, or with this process, however that ends.
+    vLLM keeps tensors until it has all of a layer: memory that were written again meanwhile would change them under its hands. So memory that
+    was filled is filled again when all workers have answered that they hold nothing of it; until then buckets go to other memory. What is
+    kept is the most that was in use at once. It goes with `close`, or with this process, however that ends.
 
     Args:
         nbytes: of a bucket; one larger tensor makes a larger one.
@@ -110,7 +112,8 @@ class Buckets:
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._arenas: list[_Arena] = []
-        self._taken: set[int] = set()
+        self._unanswered: list[int] = []
+        self._held: frozenset[int] = frozenset()
 
     def fill(self, weights: Sequence[WeightTensor]) -> Bucket:
         """Copy the weights into memory that nobody holds."""
@@ -120,28 +123,29 @@ class Buckets:
             entries.append((weight.name, weight.dtype, weight.shape, used, weight.nbytes))
             used += _room(weight)
         arena = self._free(used)
-        self._taken.add(arena.inode)
+        self._unanswered.append(arena.inode)
         digest = DIGEST()
         for weight, (_, _, _, offset, nbytes) in zip(weights, entries, strict=True):
             for begin in range(0, nbytes, _CHUNK):
                 chunk = weight.data[begin : begin + _CHUNK]
                 arena.memory[offset + begin : offset + begin + len(chunk)] = chunk
                 digest.update(chunk.data)
-        return Bucket(f"/proc/{os.getpid()}/fd/{arena.fd}", tuple(entries), digest.hexdigest())
+        return Bucket(arena.inode, f"/proc/{os.getpid()}/fd/{arena.fd}", tuple(entries), digest.hexdigest())
 
-    def hold(self, inodes: Iterable[int]) -> None:
-        """What is still held, as all workers say who have answered to the bucket filled last; the rest is free."""
-        self._taken = set(inodes)
+    def answered(self, bucket: Bucket, held: Iterable[int]) -> None:
+        """All workers have answered to a bucket, so they are done with those before, too, and hold this memory of them, by inode."""
+        self._held = frozenset(held)
+        del self._unanswered[: self._unanswered.index(bucket.inode) + 1]
 
     def close(self) -> None:
         """Give all memory back; what another process has mapped lives until it lets go. The next `fill` starts anew."""
         for arena in self._arenas:
             os.close(arena.fd)
-        self._arenas, self._taken = [], set()
+        self._arenas, self._unanswered, self._held = [], [], frozenset()
 
     def _free(self, nbytes: int) -> _Arena:
         for arena in self._arenas:
-            if arena.inode not in self._taken and len(arena.memory) >= nbytes:
+            if arena.inode not in self._held and arena.inode not in self._unanswered and len(arena.memory) >= nbytes:
                 return arena
         self._arenas.append(_arena(max(nbytes, self._nbytes)))
         return self._arenas[-1]

@@ -15,7 +15,7 @@ from rl_protocol.errors import ConfigError, RLError, RolloutError
 from rl_protocol.ports import Generation, GenerationRequest, SamplingParams
 from rl_protocol.weights import WeightTensor
 from rl_rollout_vllm.adapters import Adapter, read_adapter, with_config
-from rl_rollout_vllm.buckets import Answer, Buckets, checked, split
+from rl_rollout_vllm.buckets import Answer, Bucket, Buckets, checked, split
 from rl_rollout_vllm.checkpoint import Checkpoint, read_checkpoint
 from rl_rollout_vllm.config import VLLMConfig
 from rl_rollout_vllm.errors import EngineDiedError, TornWeightsError
@@ -355,20 +355,26 @@ class VLLMRolloutEngine:
                 self._gate.break_(broken)
 
     async def _load_all(self, weights: Sequence[WeightTensor]) -> None:
-        await self._front.call("rollout_begin_update")
+        working: Awaitable[object] = asyncio.ensure_future(self._front.call("rollout_begin_update"))
         for part in split(weights, self._config.bucket_bytes):
-            await self._send("rollout_load_bucket", part)
+            try:
+                await asyncio.sleep(0)  # the workers hear of it, and work while the next bucket is filled
+                bucket = self._buckets.fill(part)
+            finally:
+                await working
+            working = asyncio.ensure_future(self._send("rollout_load_bucket", bucket))
+        await working
         await self._front.call("rollout_finish_update")
         # dropped with the base weights; a request that names it would end the engine's process
         if self._adapter is not None:
             await self._load_adapter(*self._adapter)
 
     async def _load_adapter(self, adapter: Adapter, loaded: LoadedAdapter) -> None:
-        await self._send("rollout_load_adapter", adapter.weights, loaded.number, json.dumps(adapter.config))
+        bucket = self._buckets.fill(adapter.weights)
+        await self._send("rollout_load_adapter", bucket, loaded.number, json.dumps(adapter.config))
         self._adapter = (adapter, loaded)
 
-    async def _send(self, method: str, weights: Sequence[WeightTensor], *arguments: object) -> None:
-        bucket = self._buckets.fill(weights)
+    async def _send(self, method: str, bucket: Bucket, *arguments: object) -> None:
         held: set[int] = set()
         answers = await self._front.call(method, bucket.path, bucket.entries, bucket.digest, *arguments)
         for worker, (digest, inodes) in enumerate(cast("list[Answer]", answers)):
@@ -377,7 +383,7 @@ class VLLMRolloutEngine:
                     f"Worker {worker} of the vLLM engine read other bytes than were sent; it loaded none of them."
                 )
             held.update(inodes)
-        self._buckets.hold(held)
+        self._buckets.answered(bucket, held)
 
     async def _open(
         self, start: Callable[[VLLMConfig, Checkpoint], Awaitable[Front]]
