@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
-import mmap
 import os
-import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from rl_protocol import RolloutError, WeightTensor
 from rl_protocol.testing.bigram import CONTEXT, EOS, VOCABULARY, initial_table, log_softmax
@@ -59,6 +60,7 @@ class FakeFront:
         self.fail_at: int | None = None
         self.stop_after: int | None = None
         self.lie = 0
+        self.keeps = False  # tensors of the last bucket
         self.seen: list[tuple[str, dict, object]] = []
         self.sleep_levels = (1, 2)
 
@@ -127,20 +129,24 @@ class FakeFront:
             self.table = np.concatenate([self.parts[name] for name in HALVES])
             self.updating, self.adapters = False, {}
             return [None]
-        path, entries, *rest = arguments
+        if method == "rollout_forget_buckets":
+            return [None]
+        path, entries, sent, *rest = arguments
         fd = os.open(path, os.O_RDONLY)
-        with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
+        try:
+            data = {name: os.pread(fd, size, offset) for name, _, _, offset, size in entries}
+            inode = os.fstat(fd).st_ino
+        finally:
             os.close(fd)
-            data = bytes(memory)
-        read = {
-            name: np.frombuffer(data[offset : offset + size], np.float32).reshape(shape)
-            for name, _, shape, offset, size in entries
-        }
+        digest = xxhash.xxh3_128_hexdigest(b"".join(data.values()))
+        if self.lie or digest != sent:
+            return [["other bytes", []]]
+        read = {name: np.frombuffer(data[name], np.float32).reshape(shape) for name, _, shape, _, _ in entries}
         if method == "rollout_load_bucket":
             self.parts |= read
         else:
             self.adapters = {rest[0]: sorted(read)}
-        return [zlib.crc32(data) + self.lie]
+        return [[digest, [inode] if self.keeps else []]]
 
 
 class Opened:
@@ -179,3 +185,22 @@ def opened(checkpoint):
 def other_weights():
     """Weights that fit and differ from the engine's own."""
     return halves(initial_table(1))
+
+
+@pytest.fixture
+def memory_of_buckets():
+    """() -> number of buckets that this process has open or mapped."""
+
+    def count():
+        paths = set()
+        for fd in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):  # the listing's own
+                paths.add((str(fd.readlink()), fd.stat().st_ino))
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            _, _, _, _, inode, *path = line.split(None, 5)
+            paths.add(("".join(path), int(inode)))
+        return len({inode for path, inode in paths if path.startswith("/memfd:rl-rollout-vllm")})
+
+    gc.collect()
+    assert count() == 0, "an earlier test left memory behind"
+    return count

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-import zlib
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_protocol import ConfigError, WeightSyncError, WeightTensor
-from rl_rollout_vllm.buckets import checked, shared, split
+from rl_rollout_vllm.buckets import Buckets, checked, split
 from rl_rollout_vllm.checkpoint import Checkpoint, read_checkpoint, read_tensors
 from rl_rollout_vllm.config import VLLMConfig, environment
+from rl_rollout_vllm.worker import WeightUpdates
 
 
 def weight(name, count=4, dtype="float32"):
@@ -81,16 +84,128 @@ def test_splitting_keeps_order_and_bound(counts, bucket_bytes):
     assert all(len(part) == 1 or sum(w.nbytes for w in part) <= bucket_bytes for part in parts)
 
 
-def test_a_bucket_can_be_read_by_its_path_and_is_gone_afterwards():
+@pytest.fixture
+def buckets():
+    made = Buckets(256)
+    yield made
+    made.close()
+
+
+def test_a_bucket_can_be_read_by_its_path_and_is_gone_afterwards(buckets):
     weights = [weight("a", 3), weight("empty", 0), weight("b", 20, "bfloat16")]
-    with shared(weights) as bucket:
-        data = Path(bucket.path).read_bytes()
-    assert zlib.crc32(data) == bucket.checksum
+    bucket = buckets.fill(weights)
+    data = Path(bucket.path).read_bytes()
     for want, (name, dtype, shape, offset, nbytes) in zip(weights, bucket.entries, strict=True):
         assert (name, dtype, shape) == (want.name, want.dtype, want.shape)
         assert data[offset : offset + nbytes] == want.data.tobytes()
         assert offset % 64 == 0
+    assert bucket.digest == xxhash.xxh3_128_hexdigest(b"".join(w.data.tobytes() for w in weights))
+    buckets.close()
     assert not Path(bucket.path).exists()
+
+
+def test_a_tensor_larger_than_a_copied_chunk_arrives_whole(buckets):
+    data = np.random.default_rng(0).integers(0, 256, 2_800_000, np.uint8)
+    large = WeightTensor("large", "float32", (700_000,), data)
+    bucket = buckets.fill([large])
+    assert Path(bucket.path).read_bytes()[:2_800_000] == large.data.tobytes()
+    assert bucket.digest == xxhash.xxh3_128_hexdigest(large.data)
+
+
+def test_memory_is_used_again_when_all_have_let_go_and_not_before(buckets, memory_of_buckets):
+    """Pitfall: vLLM keeps tensors until it has all of a layer, and would load what is written over them."""
+    first = buckets.fill([weight("a", 3)])
+    second = buckets.fill([weight("b", 5)])  # nobody has said a word of the first
+    assert second.path != first.path
+    buckets.answered(first, [first.inode])
+    third = buckets.fill([weight("c", 7)])
+    assert third.path not in (first.path, second.path)
+    assert Path(first.path).read_bytes()[:12] == weight("a", 3).data.tobytes()
+    buckets.answered(third, [])  # and so to the second, whose answer was lost
+    for _ in range(5):
+        again = buckets.fill([weight("d", 9)])
+        assert again.path == first.path
+        buckets.answered(again, [])
+    assert memory_of_buckets() == 3
+    large = buckets.fill([weight("large", 100)])
+    assert large.path not in (first.path, second.path, third.path)
+    assert memory_of_buckets() == 4
+    buckets.close()
+    assert memory_of_buckets() == 0
+
+
+class Worker(WeightUpdates):
+    """The worker extension over a model that keeps the last tensor of every bucket it loads."""
+
+    def __init__(self):
+        self.model_runner = self
+        self.loaded, self.kept = {}, None
+
+    def get_model(self):
+        return self
+
+    def load_weights(self, tensors):
+        for name, tensor in tensors:
+            self.loaded[name] = tensor.tolist()
+            self.kept = tensor
+
+
+def load(worker, bucket):
+    return worker.rollout_load_bucket(bucket.path, bucket.entries, bucket.digest)
+
+
+def test_a_worker_says_what_it_read_and_what_it_holds(buckets, memory_of_buckets):
+    worker = Worker()
+    for values in ([1.0, 2.0], [3.0, -4.0]):  # the second time through the mapping that it has
+        data = np.array(values, np.float32).view(np.uint8)
+        bucket = buckets.fill([WeightTensor("a", "float32", (2,), data), weight("b", 3, "bfloat16")])
+        assert load(worker, bucket) == (bucket.digest, [bucket.inode])
+        assert worker.loaded["a"] == values
+        worker.kept = None
+        assert worker.rollout_buckets.held() == []
+        buckets.answered(bucket, [])
+    assert memory_of_buckets() == 1
+    buckets.close()
+    assert memory_of_buckets() == 1
+    worker.rollout_forget_buckets()
+    assert memory_of_buckets() == 0
+
+
+def test_a_worker_loads_nothing_of_a_bucket_that_is_not_what_was_sent(buckets):
+    worker, bucket = Worker(), buckets.fill([weight("a"), weight("b")])
+    with Path(bucket.path).open("r+b") as file:
+        file.write(b"\xff")
+    read, held = load(worker, bucket)
+    assert read != bucket.digest
+    assert (worker.loaded, held) == ({}, [])
+
+
+def test_what_a_worker_writes_into_a_bucket_is_its_own_and_is_found(buckets):
+    worker, bucket = Worker(), buckets.fill([weight("a")])
+    load(worker, bucket)
+    worker.kept.zero_()
+    assert Path(bucket.path).read_bytes()[:16] == weight("a").data.tobytes()
+    worker.kept = None
+    buckets.answered(bucket, [])
+    again = buckets.fill([weight("a")])
+    assert load(worker, again)[0] != again.digest
+    assert worker.rollout_buckets.held() == []
+    assert load(worker, again)[0] == again.digest  # through a new mapping
+
+
+def test_a_killed_process_leaves_no_memory_behind():
+    script = (
+        "import numpy as np; from rl_protocol import WeightTensor; from rl_rollout_vllm.buckets import Buckets\n"
+        "b = Buckets(1 << 20); print(b.fill([WeightTensor('a', 'float32', (4,), np.zeros(16, np.uint8))]).path, flush=True); input()"
+    )
+    before = set(Path("/dev/shm").iterdir())
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, text=True) as process:
+        path = Path(process.stdout.readline().strip())
+        assert path.exists()
+        assert set(Path("/dev/shm").iterdir()) <= before
+        process.kill()
+    assert not path.exists()
 
 
 def test_the_environment_is_said_and_not_set():

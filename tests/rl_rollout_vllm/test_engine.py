@@ -279,6 +279,17 @@ def test_other_bytes_than_were_sent_are_found(opened, other_weights):
         engine.load_weights(other_weights, 1)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_updates_use_the_memory_of_the_last_ones_again(opened, other_weights, keeps, memory_of_buckets):
+    engine, front = opened()
+    front.keeps = keeps
+    for version in range(1, 5):
+        engine.load_weights(other_weights, version)
+    assert memory_of_buckets() == 2 + keeps
+    engine.close()
+    assert memory_of_buckets() == 0
+
+
 def test_weights_that_do_not_fit_touch_nothing(opened, other_weights):
     engine, front = opened()
     with pytest.raises(WeightSyncError, match="name a tensor twice"):

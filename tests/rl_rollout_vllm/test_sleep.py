@@ -53,7 +53,7 @@ def test_level_1_aborts_what_runs_and_goes_on_with_the_same_weights(opened):
     (cut,), (made,) = asyncio.run(scenario())
     assert cut.finish_reason == "abort"
     assert (made.finish_reason, made.weight_version) == ("length", 0)
-    assert front.log == ["pause abort", "sleep 1", "wake weights", "wake kv_cache", "resume"]
+    assert front.log == ["pause abort", "rollout_forget_buckets", "sleep 1", "wake weights", "wake kv_cache", "resume"]
 
 
 @pytest.mark.parametrize("load_between", [True, False])
@@ -101,6 +101,17 @@ def test_what_would_go_wrong_is_refused_and_changes_nothing(opened, other_weight
     asyncio.run(engine.wake())  # awake already
     (made,) = asyncio.run(engine.generate([request()], LONG))
     assert made.weight_version == 0
+
+
+def test_memory_of_buckets_is_given_up_with_the_rest(opened, other_weights, memory_of_buckets):
+    engine, _ = opened()
+    engine.load_weights(other_weights, 1)
+    assert memory_of_buckets() == 2
+    asyncio.run(engine.sleep())
+    assert memory_of_buckets() == 0
+    asyncio.run(engine.wake())
+    engine.load_weights(other_weights, 2)
+    assert asyncio.run(engine.generate([request()], LONG))[0].weight_version == 2
 
 
 def test_a_pause_outlives_a_sleep(opened):

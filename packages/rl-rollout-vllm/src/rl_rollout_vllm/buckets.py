@@ -4,37 +4,47 @@ from __future__ import annotations
 
 import mmap
 import os
-import zlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
 from rl_protocol.errors import WeightSyncError
 from rl_protocol.weights import WeightTensor
 from rl_rollout_vllm.checkpoint import EMBEDDING, HEAD, Checkpoint
 
+DIGEST = xxhash.xxh3_128
+"""What both ends compute of the tensors of a bucket, one after the other, without what lies between them."""
+
 _FLOATS = ("float32", "bfloat16", "float16")
 _ALIGNMENT = 64
+_CHUNK = 1 << 20
+"""Bytes that are copied and then digested while they are in the cache."""
 
 Entry = tuple[str, str, tuple[int, ...], int, int]
 """Name, element type, shape, offset and number of bytes of a tensor in a bucket."""
 
+Answer = tuple[str, list[int]]
+"""A worker's to a bucket: the DIGEST of what it read, and the inodes of the memory that it still holds tensors of."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Memory that another process of this host may map while it is open.
+    """Weights in memory that another process of this host may map.
 
     Attributes:
+        inode: names the memory to whoever has mapped it.
         path: to be opened by that process.
         entries: what lies in it.
-        checksum: CRC-32 of all its bytes: whoever maps it says what it has read.
+        digest: DIGEST of what was sent, in hex: whoever maps it compares before it believes a byte.
     """
 
+    inode: int
     path: str
     entries: tuple[Entry, ...]
-    checksum: int
+    digest: str
 
 
 def checked(weights: Iterable[WeightTensor], model: Checkpoint, version: int) -> list[WeightTensor]:
@@ -88,30 +98,76 @@ def split(weights: Sequence[WeightTensor], bucket_bytes: int) -> Iterator[list[W
         yield bucket
 
 
-@contextmanager
-def shared(weights: Sequence[WeightTensor]) -> Generator[Bucket]:
-    """A copy of the weights in fresh anonymous memory of this process.
+class Buckets:
+    """Anonymous shared memory that weights are copied into, used again from bucket to bucket and from update to update.
 
-    Each bucket has memory of its own, for the engine keeps tensors until it has all of a layer: memory that were written again
-    would change them under its hands. What another process has mapped lives on until it lets go.
+    vLLM keeps tensors until it has all of a layer: memory that were written again meanwhile would change them under its hands. So memory that
+    was filled is filled again when all workers have answered that they hold nothing of it; until then buckets go to other memory. What is
+    kept is the most that was in use at once. It goes with `close`, or with this process, however that ends.
+
+    Args:
+        nbytes: of a bucket; one larger tensor makes a larger one.
     """
-    entries: list[Entry] = []
-    used = 0
-    for weight in weights:
-        entries.append((weight.name, weight.dtype, weight.shape, used, weight.nbytes))
-        used += _room(weight)
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._arenas: list[_Arena] = []
+        self._unanswered: list[int] = []
+        self._held: frozenset[int] = frozenset()
+
+    def fill(self, weights: Sequence[WeightTensor]) -> Bucket:
+        """Copy the weights into memory that nobody holds."""
+        entries: list[Entry] = []
+        used = 0
+        for weight in weights:
+            entries.append((weight.name, weight.dtype, weight.shape, used, weight.nbytes))
+            used += _room(weight)
+        arena = self._free(used)
+        self._unanswered.append(arena.inode)
+        digest = DIGEST()
+        for weight, (_, _, _, offset, nbytes) in zip(weights, entries, strict=True):
+            for begin in range(0, nbytes, _CHUNK):
+                chunk = weight.data[begin : begin + _CHUNK]
+                arena.memory[offset + begin : offset + begin + len(chunk)] = chunk
+                digest.update(chunk.data)
+        return Bucket(arena.inode, f"/proc/{os.getpid()}/fd/{arena.fd}", tuple(entries), digest.hexdigest())
+
+    def answered(self, bucket: Bucket, held: Iterable[int]) -> None:
+        """All workers have answered to a bucket, so they are done with those before, too, and hold this memory of them, by inode."""
+        self._held = frozenset(held)
+        del self._unanswered[: self._unanswered.index(bucket.inode) + 1]
+
+    def close(self) -> None:
+        """Give all memory back; what another process has mapped lives until it lets go. The next `fill` starts anew."""
+        for arena in self._arenas:
+            os.close(arena.fd)
+        self._arenas, self._unanswered, self._held = [], [], frozenset()
+
+    def _free(self, nbytes: int) -> _Arena:
+        for arena in self._arenas:
+            if arena.inode not in self._held and arena.inode not in self._unanswered and len(arena.memory) >= nbytes:
+                return arena
+        self._arenas.append(_arena(max(nbytes, self._nbytes)))
+        return self._arenas[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Arena:
+    """Memory of one bucket; `inode` names it to whoever has mapped it."""
+
+    fd: int
+    inode: int
+    memory: NDArray[np.uint8]
+
+
+def _arena(nbytes: int) -> _Arena:
     fd = os.memfd_create("rl-rollout-vllm")
     try:
-        os.ftruncate(fd, max(used, 1))
-        with mmap.mmap(fd, 0) as memory:
-            into = np.frombuffer(memory, np.uint8)
-            for weight, (_, _, _, offset, nbytes) in zip(weights, entries, strict=True):
-                into[offset : offset + nbytes] = weight.data
-            del into
-            checksum = zlib.crc32(memory)
-        yield Bucket(f"/proc/{os.getpid()}/fd/{fd}", tuple(entries), checksum)
-    finally:
+        os.ftruncate(fd, nbytes)
+        return _Arena(fd, os.fstat(fd).st_ino, np.frombuffer(mmap.mmap(fd, nbytes), np.uint8))
+    except BaseException:
         os.close(fd)
+        raise
 
 
 def _room(weight: WeightTensor) -> int:

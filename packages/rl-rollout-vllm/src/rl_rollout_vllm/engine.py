@@ -9,13 +9,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from rl_protocol.errors import ConfigError, RLError, RolloutError
 from rl_protocol.ports import Generation, GenerationRequest, SamplingParams
 from rl_protocol.weights import WeightTensor
 from rl_rollout_vllm.adapters import Adapter, read_adapter, with_config
-from rl_rollout_vllm.buckets import checked, shared, split
+from rl_rollout_vllm.buckets import Answer, Bucket, Buckets, checked, split
 from rl_rollout_vllm.checkpoint import Checkpoint, read_checkpoint
 from rl_rollout_vllm.config import VLLMConfig
 from rl_rollout_vllm.errors import EngineDiedError, TornWeightsError
@@ -79,6 +79,7 @@ class VLLMRolloutEngine:
         self._numbers = itertools.count(1)
         self._running: set[str] = set()
         self._asleep: list[Part] = []
+        self._buckets = Buckets(config.bucket_bytes)
         self._changing = asyncio.Lock()  # one pause, resume or update at a time
         self._loop = LoopThread("rl-rollout-vllm")
         try:
@@ -218,6 +219,7 @@ class VLLMRolloutEngine:
             self._closed = True
             self._loop.run(self._front.close(), self._config.call_timeout_s)
             self._loop.close()
+            self._buckets.close()
 
     async def _pause(self, mode: Literal["abort", "keep"]) -> None:
         async with self._changing:
@@ -246,6 +248,8 @@ class VLLMRolloutEngine:
             self._asleep = ["weights", "kv_cache"]
             if level == 2:
                 self._gate.hold("weights", "sleep(2) has given the weights up, load them")
+            await self._front.call("rollout_forget_buckets")
+            self._buckets.close()
             await self._front.sleep(level)
 
     async def _wake(self, part: Part | None) -> None:
@@ -280,7 +284,7 @@ class VLLMRolloutEngine:
         """See rl_protocol.ports.WeightReceiver.load_weights. Blocks until requests are admitted again.
 
         The weights are checked as a whole before the first byte is loaded. Then requests are aborted, buckets are loaded and their
-        checksums compared, adapters that vLLM drops on the way are loaded again, and caches are emptied.
+        digests compared, adapters that vLLM drops on the way are loaded again, and caches are emptied.
 
         Raises:
             WeightSyncError: the weights do not fit; nothing was changed.
@@ -351,23 +355,35 @@ class VLLMRolloutEngine:
                 self._gate.break_(broken)
 
     async def _load_all(self, weights: Sequence[WeightTensor]) -> None:
-        await self._front.call("rollout_begin_update")
+        working: Awaitable[object] = asyncio.ensure_future(self._front.call("rollout_begin_update"))
         for part in split(weights, self._config.bucket_bytes):
-            await self._send("rollout_load_bucket", part)
+            try:
+                await asyncio.sleep(0)  # the workers hear of it, and work while the next bucket is filled
+                bucket = self._buckets.fill(part)
+            finally:
+                await working
+            working = asyncio.ensure_future(self._send("rollout_load_bucket", bucket))
+        await working
         await self._front.call("rollout_finish_update")
         # dropped with the base weights; a request that names it would end the engine's process
         if self._adapter is not None:
             await self._load_adapter(*self._adapter)
 
     async def _load_adapter(self, adapter: Adapter, loaded: LoadedAdapter) -> None:
-        await self._send("rollout_load_adapter", adapter.weights, loaded.number, json.dumps(adapter.config))
+        bucket = self._buckets.fill(adapter.weights)
+        await self._send("rollout_load_adapter", bucket, loaded.number, json.dumps(adapter.config))
         self._adapter = (adapter, loaded)
 
-    async def _send(self, method: str, weights: Sequence[WeightTensor], *arguments: object) -> None:
-        with shared(weights) as bucket:
-            for worker, checksum in enumerate(await self._front.call(method, bucket.path, bucket.entries, *arguments)):
-                if checksum != bucket.checksum:
-                    raise RolloutError(f"Worker {worker} of the vLLM engine read other bytes than were sent.")
+    async def _send(self, method: str, bucket: Bucket, *arguments: object) -> None:
+        held: set[int] = set()
+        answers = await self._front.call(method, bucket.path, bucket.entries, bucket.digest, *arguments)
+        for worker, (digest, inodes) in enumerate(cast("list[Answer]", answers)):
+            if digest != bucket.digest:
+                raise RolloutError(
+                    f"Worker {worker} of the vLLM engine read other bytes than were sent; it loaded none of them."
+                )
+            held.update(inodes)
+        self._buckets.answered(bucket, held)
 
     async def _open(
         self, start: Callable[[VLLMConfig, Checkpoint], Awaitable[Front]]

@@ -10,14 +10,18 @@ import os
 import select
 import signal
 import threading
-import zlib
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_rollout_vllm.buckets import DIGEST
+
 if TYPE_CHECKING:
-    from rl_rollout_vllm.buckets import Entry
+    from rl_rollout_vllm.buckets import Answer, Entry
 
 _PR_SET_PDEATHSIG = 1
 
@@ -31,6 +35,11 @@ class WeightUpdates:
     if TYPE_CHECKING:
         model_runner: Any
         model_config: Any
+
+    @cached_property
+    def rollout_buckets(self) -> MappedBuckets:
+        """The memory of buckets that this process has mapped."""
+        return MappedBuckets()
 
     def rollout_end_with_parent(self, front: int) -> None:
         """Have this process end when the one with the engine's front does, even by SIGKILL: vLLM would live on, holding its memory.
@@ -75,11 +84,17 @@ class WeightUpdates:
         model.rollout_updating = True
         initialize_layerwise_reload(model)
 
-    def rollout_load_bucket(self, path: str, entries: Iterable[Entry]) -> int:
-        """Load the tensors of a bucket; returns the CRC-32 of what was read."""
-        tensors, checksum = _mapped(path, entries)
-        self.model_runner.get_model().load_weights(iter(tensors.items()))
-        return checksum
+    def rollout_load_bucket(self, path: str, entries: Iterable[Entry], digest: str) -> Answer:
+        """Load the tensors of a bucket, unless other bytes were read than were sent."""
+        tensors, read = self.rollout_buckets.read(path, entries, digest)
+        if tensors:
+            self.model_runner.get_model().load_weights(iter(tensors.items()))
+        del tensors
+        return read, self.rollout_buckets.held()
+
+    def rollout_forget_buckets(self) -> None:
+        """Unmap the memory of buckets; what vLLM still holds of it stays until it lets go."""
+        self.rollout_buckets.forget()
 
     def rollout_finish_update(self) -> None:
         """Put the model together again. Caches of the worker and all adapters are dropped with the weights they belonged to."""
@@ -94,12 +109,21 @@ class WeightUpdates:
         self.model_runner.reset_encoder_cache()
         self.model_runner.reset_mm_cache()
 
-    def rollout_load_adapter(self, path: str, entries: Iterable[Entry], number: int, peft: str) -> int:
-        """Hold the LoRA adapter of a bucket as `number`, in place of all others; `peft` is its configuration, JSON. Returns the CRC-32."""
+    def rollout_load_adapter(self, path: str, entries: Iterable[Entry], digest: str, number: int, peft: str) -> Answer:
+        """Hold the LoRA adapter of a bucket as `number`, in place of all others, unless other bytes were read than were sent.
+
+        `peft` is its configuration, JSON.
+        """
+        tensors, read = self.rollout_buckets.read(path, entries, digest)
+        if tensors:
+            self._rollout_hold_adapter(tensors, number, peft)
+        del tensors
+        return read, self.rollout_buckets.held()
+
+    def _rollout_hold_adapter(self, tensors: Mapping[str, torch.Tensor], number: int, peft: str) -> None:
         from vllm.lora.lora_model import LoRAModel  # pyright: ignore[reportMissingImports]
         from vllm.lora.peft_helper import PEFTHelper  # pyright: ignore[reportMissingImports]
 
-        tensors, checksum = _mapped(path, entries)
         manager: Any = self.model_runner.lora_manager
         helper = PEFTHelper.from_dict(json.loads(peft))
         helper.validate_legal(manager.lora_config)
@@ -115,22 +139,51 @@ class WeightUpdates:
         manager.remove_all_adapters()
         manager._adapter_manager.add_adapter(adapter)
         manager._adapter_manager.activate_adapter(number)
-        return checksum
 
 
-def _mapped(path: str, entries: Iterable[Entry]) -> tuple[dict[str, torch.Tensor], int]:
-    """The tensors of a bucket, in its memory, which lives as long as they do; and its CRC-32."""
+class MappedBuckets:
+    """Memory of buckets, by inode: mapped once, for as long as the other end fills it again and again."""
+
+    def __init__(self) -> None:
+        self._memories: dict[int, mmap.mmap] = {}
+        self._views: dict[int, weakref.ref[memoryview]] = {}
+
+    def read(self, path: str, entries: Iterable[Entry], sent: str) -> tuple[dict[str, torch.Tensor], str]:
+        """The tensors of a bucket, in its memory, and the DIGEST of their bytes; no tensors when another one was sent."""
+        inode = Path(path).stat().st_ino  # of memory that is mapped: nothing else has it
+        if inode not in self._memories:
+            self._memories[inode] = _map(path)
+        view = memoryview(self._memories[inode])
+        self._views[inode] = weakref.ref(view)  # alive as long as a tensor of it is
+        flat = torch.frombuffer(view, dtype=torch.uint8)
+        tensors: dict[str, torch.Tensor] = {}
+        found = DIGEST()
+        for name, dtype, shape, offset, nbytes in entries:
+            tensors[name] = flat[offset : offset + nbytes].view(getattr(torch, dtype)).reshape(tuple(shape))
+            found.update(view[offset : offset + nbytes])
+        digest = found.hexdigest()
+        if digest != sent:
+            self.forget()  # what is wrong may be the mapping
+            return {}, digest
+        return tensors, digest
+
+    def held(self) -> list[int]:
+        """Inodes of the memory that somebody keeps tensors of."""
+        self._views = {inode: view for inode, view in self._views.items() if view() is not None}
+        return list(self._views)
+
+    def forget(self) -> None:
+        """Map nothing any more; memory that somebody keeps tensors of goes with them."""
+        self._memories.clear()
+
+
+def _map(path: str) -> mmap.mmap:
     fd = os.open(path, os.O_RDONLY)
     try:
-        memory = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        # private, so that nobody writes into what others read; writable, for torch wants that
+        return mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
         os.close(fd)
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
-    tensors = {
-        name: flat[offset : offset + nbytes].view(getattr(torch, dtype)).reshape(tuple(shape))
-        for name, dtype, shape, offset, nbytes in entries
-    }
-    return tensors, zlib.crc32(memory)
 
 
 def _end_engine(front: int, engine: int) -> None:
