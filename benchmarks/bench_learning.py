@@ -28,15 +28,16 @@ WITH_AND_WITHOUT = ([], ["rollout.session=single_turn"])
 """Overrides of the preset grpo_calculator: with its tool, and without any."""
 
 
-def run(algorithm: str, overrides: list[str], folder: Path) -> dict[str, Any]:
-    """One run of the app; its curves and figures.
+def run(algorithm: str, overrides: list[str], folder: Path, *, warm_up: bool = True) -> dict[str, Any]:
+    """One run of the app; its curves and figures. Without `warm_up` its base model is taken from the user's cache, if it is there.
 
     Raises:
         RuntimeError: the run failed.
     """
     name = "-".join([algorithm, *overrides]).replace("/", "_")
     command = [sys.executable, str(ROOT / "apps" / "ppo"), f"algorithm={algorithm}", *overrides]
-    command += [f"model.cache_dir={folder / 'cache'}", f"trainer.output_dir={folder}", f"trainer.run_name={name}"]
+    command += [f"trainer.output_dir={folder}", f"trainer.run_name={name}"]
+    command += [f"model.cache_dir={folder / 'cache'}"] if warm_up else []
     start = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     seconds = time.perf_counter() - start
@@ -106,7 +107,8 @@ def main() -> None:
             for seed in arguments.seeds.split(","):
                 overrides = [f"{key}={seed}" for key in arguments.vary.split(",")]
                 extra = [f"trainer.total_training_steps={arguments.steps}"] if arguments.steps else []
-                rows.append(run(algorithm, [*overrides, *more, *extra, *arguments.set], Path(folder)))
+                given = [*overrides, *more, *extra, *arguments.set]
+                rows.append(run(algorithm, given, Path(folder), warm_up=not arguments.smoke))
                 print({k: v for k, v in rows[-1].items() if k != "curve"}, flush=True)
     if arguments.smoke:
         return

@@ -91,6 +91,8 @@ def app(tmp_path, base_model, mark):
             "data.val_size=32",
             "data.train_batch_size=8",
             "actor.ppo_mini_batch_size=8",
+            "rollout.num_workers=1",
+            "actor.use_kl_loss=false",  # no reference process: a run that starts fewer processes starts sooner
             *(["critic.ppo_mini_batch_size=8"] if "algorithm=ppo" in overrides else []),
         )
         done = subprocess.run(

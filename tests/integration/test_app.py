@@ -15,7 +15,9 @@ KIB = 1024
 
 
 def test_grpo_runs_and_writes_everything(app):
-    done = app("trainer.total_training_steps=3", "trainer.test_freq=1")
+    done = app(
+        "trainer.total_training_steps=3", "trainer.test_freq=1", "rollout.num_workers=2", "actor.use_kl_loss=true"
+    )
     assert done.code == 0, done.err
     assert done.err == ""
     steps = done.metrics
@@ -112,7 +114,8 @@ def test_lora_trains_an_adapter_and_needs_no_reference_process(app, base_model, 
         "fsdp": ["fsdp.world_size=2", "fsdp.device=cpu"],
         "megatron": ["megatron.tensor_model_parallel_size=2"],
     }[engine]
-    done = app(f"model_engine={engine}", "lora.rank=4", "actor.optim.lr=1e-2", "trainer.total_training_steps=3", *more)
+    more += ["actor.use_kl_loss=true", "actor.optim.lr=1e-2", "trainer.total_training_steps=3"]
+    done = app(f"model_engine={engine}", "lora.rank=4", *more)
     assert done.code == 0, done.err
     trained = done.metrics[1:]
     assert [m["weight_sync/version"] for m in trained] == [1, 2, 3]
@@ -135,11 +138,11 @@ def test_lora_trains_an_adapter_and_needs_no_reference_process(app, base_model, 
 @pytest.mark.slow
 def test_ppo_over_two_ranks_per_model(app):
     """Actor, reference and critic are two processes each."""
-    done = app("algorithm=ppo", "model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu", "rollout.num_workers=1")
+    done = app("algorithm=ppo", "actor.use_kl_loss=true", "model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu")
     assert done.code == 0, done.err
     names = {path.name for path in (done.folder / "logs").iterdir()}
     assert {"actor-1.log", "ref-1.log", "critic-1.log"} <= names
-    alone = app("algorithm=ppo", "rollout.num_workers=1", "trainer.run_name=alone")
+    alone = app("algorithm=ppo", "actor.use_kl_loss=true", "trainer.run_name=alone")
     assert alone.code == 0, alone.err
     one = (done.folder.parent / "alone" / "metrics.jsonl").read_text().splitlines()[1]
     for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"):

@@ -24,6 +24,8 @@ def long_run(tmp_path, base_model, mark):
         "data.val_size=16",
         "data.train_batch_size=8",
         "actor.ppo_mini_batch_size=8",
+        "rollout.num_workers=1",
+        "actor.use_kl_loss=false",
         "trainer.stage_timeout_s=60",
     )
     process = subprocess.Popen(

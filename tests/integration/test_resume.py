@@ -29,6 +29,8 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path, base_model, mark):
             "data.val_size=16",
             "data.train_batch_size=8",
             "actor.ppo_mini_batch_size=8",
+            "rollout.num_workers=1",
+            "actor.use_kl_loss=false",
             "actor.optim.lr=1e-3",
             *more,
         )

@@ -14,7 +14,7 @@ FULL = 4 * PARAMETERS
 @pytest.mark.parametrize("engine", ["tcp", "disk", "gloo"])
 def test_an_engine_carries_the_weights_of_a_run(app, tmp_path, engine):
     shared = tmp_path / "shared"
-    more = [f"checkpoint_engine.directory={shared}"] if engine == "disk" else []
+    more = ["rollout.num_workers=2", *([f"checkpoint_engine.directory={shared}"] if engine == "disk" else [])]
     done = app(f"checkpoint_engine.backend={engine}", "trainer.total_training_steps=3", "actor.optim.lr=1e-3", *more)
     assert done.code == 0, done.err
     trained = done.metrics[1:]

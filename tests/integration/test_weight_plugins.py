@@ -57,7 +57,7 @@ def test_the_example_trains_the_app_and_is_refused_when_changed(app, site, tmp_p
     assert "is installed but not allowed" in refused()
 
     allow(tmp_path, monkeypatch)
-    done = app(*CUSTOM, "actor.optim.lr=1e-3")
+    done = app(*CUSTOM, "actor.optim.lr=1e-3", "rollout.num_workers=2")
     assert done.code == 0, done.err
     trained = done.metrics[1:]
     assert [m["weight_sync/version"] for m in trained] == [1, 2]
