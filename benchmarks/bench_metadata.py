@@ -302,7 +302,7 @@ async def lists(
 
 async def memory(peer: PeerPlane, samples: int) -> list[dict[str, Any]]:
     """Growth of the controller's resident memory per million (row, column)."""
-    columns, step = 8, 8192
+    columns, step = 8, min(samples, 8192)
     cells = samples * columns / 1e6
     rows: list[dict[str, Any]] = []
     for kind, must, aim in (("dense", 25, 15), ("with jagged lengths and 3 tags", 72, 43)):
@@ -471,7 +471,7 @@ def main() -> None:
             if "lists" in only
             else []
         )
-        rows += asyncio.run(memory(peers[0], 1 << 14 if smoke else 1 << 17)) if "memory" in only else []
+        rows += asyncio.run(memory(peers[0], 1 << 10 if smoke else 1 << 17)) if "memory" in only else []
     rows += asyncio.run(growth(1 if smoke else 3, 2048 if smoke else 8192)) if "growth" in only else []
     rows += asyncio.run(million(20_000 if smoke else 1_000_000)) if "million" in only else []
     if not smoke:
