@@ -25,7 +25,7 @@ HURRIED = CheckpointEngineConfig(timeout_s=20)
 
 
 class Doomed:
-    """A handle that kills its process while the named call is on its way."""
+    """A handle that kills its process while the named call is on its way. One that was answered before the kill came has lost its answer."""
 
     def __init__(self, peer: RemotePeer, phase: str) -> None:
         self._peer = peer
@@ -38,6 +38,8 @@ class Doomed:
             if method == self._phase:
                 await asyncio.sleep(0)
                 self._peer.process.kill()
+                await running
+                raise ConnectionResetError(f"process {self.name} is gone")
             return await running
 
         return call
