@@ -173,6 +173,12 @@ class _Table:
                 wait.answer.set_result(generation)
 
 
+def request_of_turn(uid: str, session: int, turn: int, context: Sequence[int]) -> GenerationRequest:
+    """What turn number `turn`, from 0, of a session asks. The random stream of a turn is drawn from (seed, uid, session): later ones have
+    streams of their own."""
+    return GenerationRequest(uid=f"{uid}/turn{turn}" if turn else uid, session=session, prompt_ids=tuple(context))
+
+
 class _Seat:
     """`Generate` of one session."""
 
@@ -194,9 +200,7 @@ class _Seat:
     async def __call__(self, context: Sequence[int], max_tokens: int | None = None) -> Generation:
         ref, turn = self._ref, self._turns
         self._turns += 1
-        # the random stream of a turn is drawn from (seed, uid, session); later turns have streams of their own
-        uid = f"{ref.uid}/turn{turn}" if turn else ref.uid
-        request = GenerationRequest(uid=uid, session=ref.session, prompt_ids=tuple(context))
+        request = request_of_turn(ref.uid, ref.session, turn, context)
         return await self._table.ask(request, max_tokens or self.response_length)
 
 

@@ -10,8 +10,8 @@ from typing import Protocol
 import msgspec
 
 from rl_protocol import ConfigError
-from rl_protocol.ports import Generation, GenerationRequest, RolloutEngine, SamplingParams
-from rl_trainer.sessions import Generate
+from rl_protocol.ports import Generation, RolloutEngine, SamplingParams
+from rl_trainer.sessions import Generate, request_of_turn
 
 
 class Policy(Protocol):
@@ -32,10 +32,7 @@ def over_engine(engine: RolloutEngine, sampling: SamplingParams, uid: str, sessi
     numbers = itertools.count()
 
     async def ask(context: Sequence[int], max_tokens: int, seed: int | None) -> Generation:
-        number = next(numbers)
-        request = GenerationRequest(
-            uid=f"{uid}/turn{number}" if number else uid, session=session, prompt_ids=tuple(context)
-        )
+        request = request_of_turn(uid, session, next(numbers), context)
         params = msgspec.structs.replace(
             sampling, max_new_tokens=max_tokens, seed=sampling.seed if seed is None else seed
         )
