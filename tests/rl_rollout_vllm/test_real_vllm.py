@@ -228,7 +228,6 @@ def test_an_update_aborts_what_runs_and_every_token_is_of_the_version_it_names(e
     assert grown < 256 << 20
 
 
-@pytest.mark.slow
 def test_256_requests_in_flight_outlive_50_updates_in_flat_memory(engine):
     """Everybody asks for the rest after each abort, and for another response after each whole one, until the last update is done."""
     params = SamplingParams(max_new_tokens=200, ignore_eos=True)
