@@ -7,14 +7,15 @@ import logging
 
 import msgspec
 import pytest
-from ckpt_fakes import Fault, FaultyReceiver, FaultySender, Source, model
+from ckpt_fakes import Fault, FaultyReceiver, FaultySender, Sink, Source, model
 
-from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineManager, ReceiveAck
+from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineManager, ReceiveAck, ReceiverEndpoint
+from rl_ckpt_engine.engines.naive import NaiveEngine
 from rl_ckpt_engine.testing import refusal
 from rl_protocol.errors import ConfigError, WeightSyncError, WorkerError
 from rl_protocol.ports import WeightSync
 
-PHASES = ["pause", "receive", "activate"]
+PHASES = ["receive", "activate"]
 FAULTS = [WorkerError("worker 7 died"), ConnectionResetError("gone"), TimeoutError(), Fault.HANG]
 
 
@@ -36,7 +37,7 @@ def test_a_sync_brings_every_receiver_to_the_version() -> None:
     assert manager.version == 1
     assert sender.calls == ["send", "finalize"]
     for receiver in receivers:
-        assert receiver.calls == ["pause", "receive", "activate", "resume"]
+        assert receiver.calls == ["receive", "activate"]
         assert receiver.sink.loaded == {w.name: w.data.tobytes() for w in model(1)}
         assert receiver.admitting
     metrics = manager.metrics
@@ -44,7 +45,7 @@ def test_a_sync_brings_every_receiver_to_the_version() -> None:
     assert metrics["weight_sync/version"] == 1
     assert metrics["weight_sync/receivers"] == 2
     assert metrics["weight_sync/quarantined"] == 0
-    spent = [metrics[f"weight_sync/{phase}_seconds"] for phase in ("pause", "send", "receive", "activate", "resume")]
+    spent = [metrics[f"weight_sync/{phase}_seconds"] for phase in ("send", "receive", "activate")]
     assert sum(spent) <= metrics["weight_sync/seconds"]
     assert metrics["weight_sync/gib_per_second"] > 0
     parts = metrics["weight_sync/move_seconds"], metrics["weight_sync/verify_seconds"]
@@ -66,7 +67,8 @@ def test_one_that_fails_is_quarantined_and_the_others_go_on(
     assert f"{phase}: r1" in manager.quarantined["r1"]
     assert len([r for r in caplog.records if "r1" in r.getMessage()]) == 1
     assert good.admitting
-    assert "resume" not in bad.calls
+    assert bad.calls[-1] == "pause", "the others have left it behind"
+    assert not bad.admitting
     assert sender.calls == ["send", "finalize"]
     calls = list(bad.calls)
     asyncio.run(manager.update_weights(2))
@@ -96,7 +98,7 @@ def test_a_failing_sender_leaves_all_receivers_serving(fault: BaseException | st
     sender, receivers, manager = system(None, None, sender=Fault(send=fault))
     assert "send: the sender" in refusal(manager.update_weights(1))
     assert sender.calls == ["send", "abort"]
-    assert all(receiver.calls == ["pause", "resume"] and receiver.admitting for receiver in receivers)
+    assert all(receiver.calls == ["resume"] and receiver.admitting for receiver in receivers)
     sender.fault = Fault()
     assert asyncio.run(manager.update_weights(1)).receivers == ("r0", "r1")
 
@@ -122,15 +124,32 @@ def test_weights_that_fit_nobody_quarantine_nobody() -> None:
     assert not manager.quarantined
 
 
-@pytest.mark.parametrize("fault", [WorkerError("no"), Fault.HANG], ids=["error", "hang"])
-def test_one_that_can_not_resume_is_quarantined(fault: BaseException | str) -> None:
-    _, receivers, manager = system(None, Fault(resume=fault))
-    assert asyncio.run(manager.update_weights(1)).receivers == ("r0",)
-    assert "resume: r1" in manager.quarantined["r1"]
-    receivers[0].fault = Fault(resume=fault)
-    assert "no receiver resumed" in refusal(manager.update_weights(2))
-    assert set(manager.quarantined) == {"r0", "r1"}
-    assert "resume: r0" in refusal(manager.update_weights(3))
+def test_replicas_generate_until_they_load_and_after_it() -> None:
+    """What is sent and verified is not waited for; only its loading is."""
+    seen: dict[str, list[bool]] = {"send": [], "receive": [], "load": []}
+
+    class Watched(FaultyReceiver):
+        async def receive(self, manifest: bytes, timeout_s: float) -> ReceiveAck:
+            seen["receive"].append(self.admitting)
+            return await super().receive(manifest, timeout_s)
+
+    class Model(Source):
+        def named_weights(self):
+            seen["send"].append(receiver.admitting)
+            return super().named_weights()
+
+    receiver = Watched("r0")
+    load = receiver.sink.load_weights
+
+    def loading(weights, version: int) -> None:
+        seen["load"].append(receiver.admitting)
+        load(weights, version)
+
+    receiver.sink.load_weights = loading
+    manager = CheckpointEngineManager(FaultySender(Model(model(1))), [receiver])
+    asyncio.run(manager.update_weights(1))
+    assert seen == {"send": [True], "receive": [True], "load": [False]}
+    assert receiver.admitting
 
 
 def test_when_all_fail_one_that_can_not_resume_either_is_quarantined() -> None:
@@ -212,6 +231,7 @@ def test_newcomers_catch_up_with_the_last_version() -> None:
 
     asyncio.run(run())
     assert after.calls == ["pause", "receive", "activate", "resume"]
+    assert after.admitting
     assert [r.sink.weight_version for r in (before, after)] == [1, 1]
     assert manager.receivers == ("r0", "before", "after")
 
@@ -253,6 +273,120 @@ def test_quarantined_receivers_come_back_or_are_removed() -> None:
         manager.remove_receiver("r1")
     manager.remove_receiver("r0")
     assert "no receiver to go to" in refusal(manager.update_weights(2))
+
+
+def test_generation_stops_everywhere_until_it_is_resumed_also_for_newcomers_and_across_a_sync() -> None:
+    _, receivers, manager = system(None, None)
+    new = FaultyReceiver("new")
+
+    async def run() -> None:
+        await manager.abort_generation()
+        assert not any(receiver.admitting for receiver in receivers)
+        await manager.update_weights(1)
+        await manager.add_receiver(new)
+        assert [r.sink.weight_version for r in (*receivers, new)] == [1, 1, 1]
+        assert not any(receiver.admitting for receiver in (*receivers, new))
+        await manager.resume_generation()
+        assert all(receiver.admitting for receiver in (*receivers, new))
+
+    asyncio.run(run())
+
+
+def test_one_that_does_not_stop_is_quarantined_and_when_none_does_it_is_an_error() -> None:
+    _, receivers, manager = system(None, Fault(pause=Fault.HANG))
+    asyncio.run(manager.abort_generation())
+    assert "pause: r1" in manager.quarantined["r1"]
+    receivers[0].fault = Fault(resume=WorkerError("died"))
+    assert "resume: r0" in refusal(manager.resume_generation())
+    assert manager.receivers == ("r0",)
+
+
+class SleepySink(Sink):
+    """Keeps a log of what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(model(0))
+        self.log: list[object] = []
+
+    async def pause(self) -> None:
+        self.log.append("pause")
+
+    async def resume(self) -> None:
+        self.log.append("resume")
+
+    async def sleep(self, level: int) -> None:
+        self.log.append(("sleep", level))
+
+    async def wake(self, part: str | None = None) -> None:
+        self.log.append(("wake", part))
+
+
+def sleepy() -> tuple[list[SleepySink], list[ReceiverEndpoint], CheckpointEngineManager]:
+    sinks = [SleepySink(), SleepySink()]
+    receivers = [ReceiverEndpoint(NaiveEngine(), sink, name=f"r{i}") for i, sink in enumerate(sinks)]
+    return sinks, receivers, CheckpointEngineManager(FaultySender(Source(model(1))), receivers)
+
+
+def test_replicas_sleep_wake_in_stages_and_end_what_runs() -> None:
+    sinks, receivers, manager = sleepy()
+
+    async def run() -> None:
+        await manager.release_kv_cache()
+        await manager.resume_kv_cache()
+        await manager.abort_generation()
+        await manager.resume_generation()
+
+    asyncio.run(run())
+    for sink in sinks:
+        assert sink.log == [("sleep", 1), ("wake", "weights"), ("wake", "kv_cache"), "pause", "resume"]
+    assert all(receiver.admitting for receiver in receivers)
+
+
+def test_weights_that_were_given_up_are_sent_before_anything_is_generated() -> None:
+    _, receivers, manager = sleepy()
+
+    async def run() -> None:
+        await manager.sleep(2)
+        assert not any(receiver.admitting for receiver in receivers)
+        await manager.wake("weights")
+        assert "has given its weights up" in await told(manager.resume_generation())
+        await manager.update_weights(1)
+        await manager.wake("kv_cache")
+
+    async def told(call) -> str:
+        with pytest.raises(WeightSyncError) as error:
+            await call
+        return str(error.value)
+
+    asyncio.run(run())
+    assert all(receiver.admitting and receiver._sink.weight_version == 1 for receiver in receivers)
+    assert not manager.quarantined
+
+
+def test_who_can_not_sleep_says_so() -> None:
+    _, receivers, manager = system(None)
+    assert "Sink keeps its memory" in refusal(manager.sleep())
+    assert "levels are 1 and 2" in refusal(manager.sleep(3))
+    assert receivers[0].admitting
+    plain = CheckpointEngineManager(FaultySender(Source(model(1))), [PlainHandle()])
+    with pytest.raises(
+        ConfigError, match="'plain' can't sleep or wake: its handle PlainHandle has no methods sleep and wake"
+    ):
+        asyncio.run(plain.wake())
+
+
+class PlainHandle:
+    """Only what every replica must offer."""
+
+    name = "plain"
+
+    async def receive(self, manifest: bytes, timeout_s: float) -> ReceiveAck: ...
+
+    async def activate(self, version: int, timeout_s: float) -> int: ...
+
+    async def pause(self, timeout_s: float) -> None: ...
+
+    async def resume(self, timeout_s: float) -> None: ...
 
 
 def test_names_must_differ() -> None:

@@ -53,9 +53,9 @@ def test_the_bar_draws_on_terminals_alone() -> None:
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
         bar = ProgressBar(stream)
-        bar(SyncProgress(3, "receive", 2.04))
+        bar(SyncProgress(3, "activate", 2.04))
         bar(SyncProgress(3, "done", 2.6))
     assert terminal.getvalue() == (
-        "\rweights 3 [########............] receive    2.0 s\rweights 3 [####################] done       2.6 s\n"
+        "\rweights 3 [########....] activate   2.0 s\rweights 3 [############] done       2.6 s\n"
     )
     assert file.getvalue() == ""

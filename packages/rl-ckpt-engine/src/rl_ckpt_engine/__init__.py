@@ -1,7 +1,14 @@
 """Weight synchronisation from trainer to rollout: manifest, engines, registry and manager."""
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
-from rl_ckpt_engine.endpoints import AdapterReceiver, DirectSender, ReceiverEndpoint, SenderEndpoint
+from rl_ckpt_engine.endpoints import (
+    AdapterReceiver,
+    DirectSender,
+    PausableReceiver,
+    ReceiverEndpoint,
+    SenderEndpoint,
+    SleepingReceiver,
+)
 from rl_ckpt_engine.engine import (
     ENGINE_API_VERSION,
     Capabilities,
@@ -16,9 +23,11 @@ from rl_ckpt_engine.handles import (
     CachingHandle,
     GroupHandle,
     GroupSenderHandle,
+    Memory,
     ReceiveAck,
     ReceiverHandle,
     SenderHandle,
+    SleepingHandle,
 )
 from rl_ckpt_engine.manager import CheckpointEngineManager
 from rl_ckpt_engine.manifest import Manifest, TensorEntry, WeightKind, plan
@@ -45,6 +54,8 @@ __all__ = [
     "GroupHandle",
     "GroupSenderHandle",
     "Manifest",
+    "Memory",
+    "PausableReceiver",
     "PluginPolicy",
     "ProgressBar",
     "ReceiveAck",
@@ -52,6 +63,8 @@ __all__ = [
     "ReceiverHandle",
     "SenderEndpoint",
     "SenderHandle",
+    "SleepingHandle",
+    "SleepingReceiver",
     "SyncProgress",
     "TensorEntry",
     "TensorSpec",

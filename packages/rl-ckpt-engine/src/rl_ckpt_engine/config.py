@@ -29,7 +29,7 @@ class CheckpointEngineConfig:
     enabled: bool = field(default=True, metadata={"help": "false: rollout keeps the initial weights; the run says so"})
     timeout_s: float = field(
         default=60.0,
-        metadata={"help": "deadline in seconds of each phase: pause, send, receive, activate, resume"},
+        metadata={"help": "deadline in seconds of each phase: send, receive, activate"},
     )
 
     bucket_mb: float = field(

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from rl_ckpt_engine.cast import cast_all, check_cast
 from rl_ckpt_engine.engine import CheckpointEngine, CheckpointEngineWithCache, DirectEngine, GroupEngine, TensorSpec
-from rl_ckpt_engine.handles import ReceiveAck
+from rl_ckpt_engine.handles import Memory, ReceiveAck
 from rl_ckpt_engine.manifest import Manifest, WeightKind
 from rl_protocol.errors import ConfigError, WeightSyncError
 from rl_protocol.ports import WeightReceiver, WeightSender
 from rl_protocol.weights import WeightTensor
+
+_TORN = "may hold weights of two versions, a load broke off midway"
 
 
 @runtime_checkable
@@ -38,6 +41,32 @@ class DirectSender(Protocol):
 
     def write_weights(self, room: Sequence[npt.NDArray[np.uint8]]) -> None:
         """Write the newest weights: for each tensor of the layout its bytes, in C order, into uint8 [nbytes]."""
+        ...
+
+
+@runtime_checkable
+class PausableReceiver(Protocol):
+    """A sink whose running requests can be ended."""
+
+    async def pause(self) -> None:
+        """End what runs and admit nothing."""
+        ...
+
+    async def resume(self) -> None:
+        """Admit requests again."""
+        ...
+
+
+@runtime_checkable
+class SleepingReceiver(Protocol):
+    """A sink that can give memory back."""
+
+    async def sleep(self, level: Literal[1, 2]) -> None:
+        """See SleepingHandle.sleep."""
+        ...
+
+    async def wake(self, part: Memory | None = None) -> None:
+        """See SleepingHandle.wake."""
         ...
 
 
@@ -166,8 +195,9 @@ class SenderEndpoint(_Endpoint):
 class ReceiverEndpoint(_Endpoint):
     """Methods of ReceiverHandle over an engine and whoever generates.
 
-    The owner asks `admitting` before it takes a request. A load that broke off midway leaves weights of no version: then `resume`
-    refuses until a later activation succeeds.
+    The owner asks `admitting` before it takes a request. It may not be while a version is loaded, after one that could not be, and while the
+    endpoint is paused. A load that broke off midway leaves weights of no version: then `resume` refuses until a later activation succeeds. A
+    sink that is a PausableReceiver or a SleepingReceiver is asked to do those things itself.
 
     Args:
         engine: one of this endpoint's own; closed with it.
@@ -184,8 +214,9 @@ class ReceiverEndpoint(_Endpoint):
         self._name = name
         self._sender = b""
         self._staged: tuple[Manifest, list[WeightTensor]] | None = None
-        self._admitting = True
-        self._torn = False
+        self._paused = False
+        self._behind = False
+        self._unfit = ""  # why the weights are of no version
 
     @property
     def name(self) -> str:
@@ -195,12 +226,14 @@ class ReceiverEndpoint(_Endpoint):
     @property
     def admitting(self) -> bool:
         """Whether requests may be taken."""
-        return self._admitting
+        return not (self._paused or self._behind or self._unfit)
 
     async def pause(self, timeout_s: float) -> None:
-        """Stop admitting. The owner lets requests that run finish, or aborts them, before it forwards this call."""
-        del timeout_s
-        self._admitting = False
+        """Stop admitting, and end what runs where the sink can do that."""
+        self._paused = True
+        if isinstance(self._sink, PausableReceiver):
+            async with asyncio.timeout(timeout_s):
+                await self._sink.pause()
 
     async def receive(self, manifest: bytes, timeout_s: float) -> ReceiveAck:
         """Get and verify the weights of the manifest, and keep them aside.
@@ -235,11 +268,14 @@ class ReceiverEndpoint(_Endpoint):
     async def activate(self, version: int, timeout_s: float) -> int:
         """Load what was received and drop it; returns the version. Loading runs in the calling thread and is not interrupted.
 
+        Nothing is admitted after a failure, until `resume` or an activation that succeeds.
+
         Raises:
             WeightSyncError: `version` was not received, the sender has given it up, or the sink refuses it. The active weights stay,
                 except when the sender gave it up during loading: the message says so, and `resume` refuses.
         """
         del timeout_s
+        self._behind = True
         staged, self._staged = self._staged, None
         if staged is None or staged[0].version != version:
             held = "nothing" if staged is None else f"version {staged[0].version}"
@@ -250,27 +286,55 @@ class ReceiverEndpoint(_Endpoint):
         try:
             self._engine.confirm(manifest)
         except WeightSyncError as error:
-            self._torn = True
+            self._unfit = _TORN
             raise WeightSyncError(f"Replica {self._name!r} was loading version {version}. {error}") from error
         if self._sink.weight_version != version:
-            self._torn = True
+            self._unfit = _TORN
             raise WeightSyncError(
                 f"Replica {self._name!r} loaded version {version}, yet reports version {self._sink.weight_version}."
             )
+        self._behind = False
         return version
 
     async def resume(self, timeout_s: float) -> None:
         """Admit requests again.
 
         Raises:
-            WeightSyncError: the last load broke off midway.
+            WeightSyncError: the last load broke off midway, or the weights were given up.
         """
-        del timeout_s
-        if self._torn:
+        if self._unfit:
+            raise WeightSyncError(f"Replica {self._name!r} {self._unfit}; it admits nothing until a sync succeeds.")
+        if self._paused and isinstance(self._sink, PausableReceiver):
+            async with asyncio.timeout(timeout_s):
+                await self._sink.resume()
+        self._paused = self._behind = False
+
+    async def sleep(self, level: int, timeout_s: float) -> None:
+        """Give memory back; see SleepingHandle.
+
+        Raises:
+            WeightSyncError: the sink keeps its memory, or knows no such level.
+            RLError: whatever the sink raises.
+        """
+        if level not in (1, 2):
+            raise WeightSyncError(f"Replica {self._name!r}: there is no level {level} of sleep; levels are 1 and 2.")
+        async with asyncio.timeout(timeout_s):
+            await self._sleeper.sleep(level)
+        if level == 2:
+            self._unfit = "has given its weights up"
+
+    async def wake(self, part: Memory | None, timeout_s: float) -> None:
+        """Have memory again; errors as of `sleep`."""
+        async with asyncio.timeout(timeout_s):
+            await self._sleeper.wake(part)
+
+    @property
+    def _sleeper(self) -> SleepingReceiver:
+        if not isinstance(self._sink, SleepingReceiver):
             raise WeightSyncError(
-                f"Replica {self._name!r} may hold weights of two versions, a load broke off midway; it admits nothing until a sync succeeds."
+                f"Replica {self._name!r} can't sleep or wake: {type(self._sink).__name__} keeps its memory; it has no methods sleep and wake."
             )
-        self._admitting = True
+        return self._sink
 
     async def republish(self, timeout_s: float) -> bytes:
         """Serve what was received last to late joiners; see CheckpointEngineWithCache.
@@ -297,7 +361,7 @@ class ReceiverEndpoint(_Endpoint):
             self._sender = sender
 
     def _load(self, kind: WeightKind, weights: list[WeightTensor], version: int) -> None:
-        was_torn, self._torn = self._torn, True
+        before, self._unfit = self._unfit, _TORN
         try:
             if kind == "full":
                 self._sink.load_weights(weights, version)
@@ -308,9 +372,9 @@ class ReceiverEndpoint(_Endpoint):
                     f"Replica {self._name!r} can't take version {version}, an adapter: {type(self._sink).__name__} has no load_adapter. Merge "
                     "the adapter into the weights before they are sent."
                 )
-            self._torn = False
+            self._unfit = ""
         except WeightSyncError:  # the sink's promise: the old weights stay
-            self._torn = was_torn
+            self._unfit = before
             raise
 
 

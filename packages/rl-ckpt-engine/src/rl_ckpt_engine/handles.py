@@ -6,9 +6,12 @@ ReceiverEndpoint. A method MUST raise only RLError, TimeoutError or OSError: tra
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
+
+Memory: TypeAlias = Literal["weights", "kv_cache"]
+"""What a replica gives back when it sleeps, in the order in which it is had again."""
 
 
 class ReceiveAck(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -47,20 +50,34 @@ class ReceiverHandle(Protocol):
         """Unique among the replicas."""
         ...
 
-    async def pause(self, timeout_s: float) -> None:
-        """Stop admitting requests, and return when weights may be replaced."""
-        ...
-
     async def receive(self, manifest: bytes, timeout_s: float) -> ReceiveAck:
-        """Get and verify the weights; the active ones stay."""
+        """Get and verify the weights, beside requests that run; the active weights stay."""
         ...
 
     async def activate(self, version: int, timeout_s: float) -> int:
-        """Load what was received; returns the version that is active now."""
+        """Admit nothing, load what was received, admit requests again; returns the version that is active now. Not while paused: then nothing
+        is admitted until `resume`."""
+        ...
+
+    async def pause(self, timeout_s: float) -> None:
+        """Admit no requests and end those that run, until `resume`."""
         ...
 
     async def resume(self, timeout_s: float) -> None:
         """Admit requests again."""
+        ...
+
+
+@runtime_checkable
+class SleepingHandle(ReceiverHandle, Protocol):
+    """A replica that can give memory back to others on its device; offering this is optional."""
+
+    async def sleep(self, level: int, timeout_s: float) -> None:
+        """Give memory back until `wake`: at level 1 the weights are kept aside, at level 2 they are given up and must be sent again."""
+        ...
+
+    async def wake(self, part: Memory | None, timeout_s: float) -> None:
+        """Have one part of the memory again, or all of it."""
         ...
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.engine import CheckpointEngine
 from rl_ckpt_engine.groups import mover
-from rl_ckpt_engine.handles import CachingHandle, ReceiverHandle, SenderHandle
+from rl_ckpt_engine.handles import CachingHandle, Memory, ReceiverHandle, SenderHandle, SleepingHandle
 from rl_ckpt_engine.manifest import Manifest
-from rl_ckpt_engine.phases import call_one, listed
+from rl_ckpt_engine.phases import call_all, call_one, listed
 from rl_ckpt_engine.progress import Tell, told
 from rl_ckpt_engine.rounds import SyncRound, catch_up
 from rl_protocol.errors import ConfigError, WeightSyncError
@@ -22,15 +22,19 @@ from rl_protocol.ports import WeightSyncReport
 
 _log = logging.getLogger(__name__)
 _GIB = 1 << 30
+H = TypeVar("H", bound=ReceiverHandle)
 
 
 class CheckpointEngineManager:
     """Implements the port WeightSync over one sender and named receivers.
 
-    A sync pauses all, sends once, lets everybody receive and verify, activates where that worked, and resumes whatever happens. A
-    receiver that fails while another succeeds is quarantined: it stays paused, is never called again, and is named in `quarantined`
-    until it is removed or added anew. When nobody succeeds the fault lies with the version rather than with them: all go on with their
-    old weights and `update_weights` raises. Only a receiver that can't even resume is quarantined then.
+    A sync sends once, lets everybody receive and verify, and activates where that worked; until then replicas generate with what they had. A
+    receiver that fails while another succeeds is quarantined: it is told to stop, never called again, and named in `quarantined` until it
+    is removed or added anew. When nobody succeeds the fault lies with the version rather than with them: all go on with their old weights
+    and `update_weights` raises. Only a receiver that can't even resume is quarantined then.
+
+    Between syncs all replicas can be told to stop generating, and to give memory back to others on their devices. The same rules hold: who
+    fails while another succeeds is quarantined, and when nobody succeeds it is an error.
 
     Args:
         sender: has the newest weights.
@@ -66,6 +70,7 @@ class CheckpointEngineManager:
         self._rejoined = 0
         self._lock = asyncio.Lock()
         self._syncing: int | None = None
+        self._stopped = False
         self._committed: Manifest | None = None
         self._last_report: WeightSyncReport | None = None
         self._metrics: dict[str, float] = {}
@@ -119,6 +124,50 @@ class CheckpointEngineManager:
         finally:
             self._syncing = None
 
+    async def abort_generation(self) -> None:
+        """Have every replica end what runs and admit nothing until `resume_generation`; a sync in between changes that as little as a newcomer does.
+
+        Raises:
+            WeightSyncError: no replica could.
+        """
+        self._stopped = True
+        await self._everywhere("pause", self._receivers, lambda handle: handle.pause(self._config.timeout_s))
+
+    async def resume_generation(self) -> None:
+        """Have every replica admit requests again.
+
+        Raises:
+            WeightSyncError: no replica could.
+        """
+        self._stopped = False
+        await self._everywhere("resume", self._receivers, lambda handle: handle.resume(self._config.timeout_s))
+
+    async def sleep(self, level: int = 1) -> None:
+        """Have every replica end what runs and give its memory back until `wake`.
+
+        Args:
+            level: 1: weights are kept aside, keys and values forgotten; 2: weights are given up as well, and must be sent between
+                `wake("weights")` and `wake("kv_cache")`.
+
+        Raises:
+            ConfigError: a replica's handle offers no sleep.
+            WeightSyncError: no replica could.
+        """
+        await self._everywhere("sleep", self._sleepers(), lambda handle: handle.sleep(level, self._config.timeout_s))
+
+    async def wake(self, part: Memory | None = None) -> None:
+        """Have every replica take one part of its memory again, or all of it; errors as of `sleep`."""
+        await self._everywhere("wake", self._sleepers(), lambda handle: handle.wake(part, self._config.timeout_s))
+
+    async def release_kv_cache(self) -> None:
+        """Have every replica end what runs and give back the memory of keys and values alone; errors as of `sleep`."""
+        await self.sleep(1)
+        await self.wake("weights")
+
+    async def resume_kv_cache(self) -> None:
+        """Have every replica take room for keys and values again, and admit requests; errors as of `sleep`."""
+        await self.wake("kv_cache")
+
     async def add_receiver(self, handle: ReceiverHandle) -> None:
         """Take in a replica, new or back from quarantine, and bring it to the version committed last. Waits for a sync that runs.
 
@@ -128,8 +177,13 @@ class CheckpointEngineManager:
         """
         async with self._lock:
             self._check_new(handle.name)
-            if self._committed is not None and self._config.enabled:
-                await self._catch_up(handle, self._committed)
+            limit, committed = self._config.timeout_s, self._committed if self._config.enabled else None
+            if committed is not None:
+                await self._catch_up(handle, committed)
+            if self._stopped:
+                await call_one("pause", handle.name, limit, handle.pause(limit))
+            elif committed is not None:
+                await call_one("resume", handle.name, limit, handle.resume(limit))
             self._rejoined += self._quarantined.pop(handle.name, None) is not None
             self._receivers[handle.name] = handle
 
@@ -166,8 +220,6 @@ class CheckpointEngineManager:
             self._quarantine(sync.stuck)
         self._quarantine(sync.failed)
         lag, self._committed = version - (self.version or 0), sync.manifest
-        if not sync.active:
-            raise WeightSyncError(f"Version {version} is active, yet no receiver resumed.{listed(sync.stuck)}")
         return self._report(sync, time.monotonic() - start, lag)
 
     def _report(self, sync: SyncRound, seconds: float, lag: int) -> WeightSyncReport:
@@ -194,6 +246,22 @@ class CheckpointEngineManager:
             if self._receivers.pop(name, None) is not None:  # it may have been removed meanwhile
                 self._quarantined[name] = reason
                 _log.warning("Receiver %s is quarantined: %s.", name, reason)
+
+    def _sleepers(self) -> dict[str, SleepingHandle]:
+        sleepers = {name: handle for name, handle in self._receivers.items() if isinstance(handle, SleepingHandle)}
+        for name in self._receivers.keys() - sleepers.keys():
+            raise ConfigError(
+                f"Receiver {name!r} can't sleep or wake: its handle {type(self._receivers[name]).__name__} has no methods sleep and wake."
+            )
+        return sleepers
+
+    async def _everywhere(self, what: str, handles: Mapping[str, H], call: Callable[[H], Awaitable[None]]) -> None:
+        """The same call of every replica, not during a sync."""
+        async with self._lock:
+            outcome = await call_all(what, handles, self._config.timeout_s, call)
+            if outcome.failed and not outcome.done:
+                raise WeightSyncError(f"No replica did what it was asked to.{listed(outcome.failed)}")
+            self._quarantine(outcome.failed)
 
     async def _catch_up(self, handle: ReceiverHandle, committed: Manifest) -> None:
         """From the sender, or else from whoever keeps the version for others."""

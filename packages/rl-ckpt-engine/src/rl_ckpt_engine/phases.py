@@ -11,6 +11,7 @@ from rl_ckpt_engine.handles import ReceiverHandle
 from rl_protocol.errors import RLError, WeightSyncError
 
 T = TypeVar("T")
+H = TypeVar("H", bound=ReceiverHandle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,9 @@ async def call_one(phase: str, peer: str, timeout_s: float, call: Awaitable[T]) 
 
 async def call_all(
     phase: str,
-    receivers: Mapping[str, ReceiverHandle],
+    receivers: Mapping[str, H],
     timeout_s: float,
-    call: Callable[[ReceiverHandle], Awaitable[T]],
+    call: Callable[[H], Awaitable[T]],
 ) -> Outcome[T]:
     """The same call of every receiver, concurrently; the failure of one does not touch the others.
 

@@ -13,7 +13,7 @@ from typing import TextIO, TypeAlias
 QUIET_S = 2.0
 """A sync that is over by then says nothing."""
 _EVERY_S = 0.5
-PHASES = ("pause", "send", "receive", "activate", "resume")
+PHASES = ("send", "receive", "activate")
 
 
 @dataclass(frozen=True, slots=True)

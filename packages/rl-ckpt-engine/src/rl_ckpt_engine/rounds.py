@@ -1,4 +1,4 @@
-"""One synchronisation from pause to resume."""
+"""One synchronisation, from the weights of the trainer to replicas that generate with them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rl_protocol.errors import WeightSyncError
 
 _log = logging.getLogger(__name__)
 _SENDER = "the sender"
+_TOLD_WITHIN_S = 5.0  # a replica that is out is asked to stop, and not waited for as one that is needed
 T = TypeVar("T")
 
 
@@ -30,9 +31,9 @@ class SyncRound:
 
     Attributes:
         manifest: what was sent; None when sending failed.
-        active: names of the receivers that have the version and admit requests.
+        active: names of the receivers that generate with the version.
         failed: name -> why it does not have the version.
-        stuck: name -> why it does not admit requests, although it was asked to.
+        stuck: name -> why it does not go on with its old weights, although nobody has new ones.
         seconds: phase -> seconds until its slowest receiver answered; `receive` also as its parts `move` and `verify`.
         phase: that has begun last.
     """
@@ -55,13 +56,14 @@ class SyncRound:
         self.failed: dict[str, str] = {}
         self.stuck: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
-        self.phase = "pause"
+        self.phase = "send"
         self._moved = False
 
     async def run(self) -> None:
-        """Pause, send, receive and verify, activate; then, whatever happened, resume, and finalize or abort the sender.
+        """Send, receive and verify, activate; then, whatever happened, finalize or abort the sender.
 
-        Resumed are the receivers that activated the version, or all with their old weights when none did.
+        Replicas generate with their old weights until they activate the new ones. One that did not is told to stop when another did; when
+        none did, all go on with their old weights.
 
         Raises:
             WeightSyncError: the sender failed, or no receiver activated the version; names each and why.
@@ -70,17 +72,16 @@ class SyncRound:
             await self._transfer()
         finally:
             try:
-                await self._resume()
+                await (self._stop_the_failed() if self.active else self._resume())
             finally:
                 await self._settle()
 
     async def _transfer(self) -> None:
         limit = self._timeout_s
-        paused = await self._phase(
-            "pause", tuple(self._receivers), lambda handles: call_all("pause", handles, limit, lambda h: h.pause(limit))
-        )
         data, manifest = await self._send()
-        acks = await self._phase("receive", tuple(paused), lambda handles: self._mover.move(data, handles, limit))
+        acks = await self._phase(
+            "receive", tuple(self._receivers), lambda handles: self._mover.move(data, handles, limit)
+        )
         self.seconds["verify"] = max(ack.verify_seconds for ack in acks.values())
         self.seconds["move"] = max(ack.seconds - ack.verify_seconds for ack in acks.values())
         verified = [name for name, ack in acks.items() if self._agrees(name, ack, manifest)]
@@ -137,14 +138,20 @@ class SyncRound:
                 failed=dict(self.failed),
             )
 
+    async def _stop_the_failed(self) -> None:
+        """The others have left them behind; whoever does not hear it is in quarantine all the same."""
+        limit = min(self._timeout_s, _TOLD_WITHIN_S)
+        await call_all(
+            "pause", {name: self._receivers[name] for name in self.failed}, limit, lambda handle: handle.pause(limit)
+        )
+
     async def _resume(self) -> None:
-        names = self.active or tuple(self._receivers)
-        self.phase, start = "resume", time.monotonic()
-        handles = {name: self._receivers[name] for name in names}
-        outcome = await call_all("resume", handles, self._timeout_s, lambda handle: handle.resume(self._timeout_s))
+        start = time.monotonic()
+        outcome = await call_all(
+            "resume", self._receivers, self._timeout_s, lambda handle: handle.resume(self._timeout_s)
+        )
         self.seconds["resume"] = time.monotonic() - start
         self.stuck = outcome.failed
-        self.active = tuple(name for name in self.active if name in outcome.done)
 
     async def _settle(self) -> None:
         """Let the sender use the memory of older versions again, or take this one back; a failure is logged and met again at the next send."""
@@ -156,7 +163,7 @@ class SyncRound:
 
 
 async def catch_up(handle: ReceiverHandle, manifest: Manifest, timeout_s: float, mover: Mover) -> None:
-    """Bring one receiver to a version that is there already: pause, receive, activate, resume.
+    """Bring one receiver to a version that is there already: pause, receive, activate.
 
     Raises:
         WeightSyncError: names the phase; the receiver stays paused.
@@ -171,4 +178,3 @@ async def catch_up(handle: ReceiverHandle, manifest: Manifest, timeout_s: float,
     active = await call_one("activate", name, timeout_s, handle.activate(version, timeout_s))
     if active != version:
         raise WeightSyncError(f"activate: {name} reports version {active}")
-    await call_one("resume", name, timeout_s, handle.resume(timeout_s))

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from rl_ckpt_engine import PluginPolicy
+from rl_ckpt_engine import Memory, PluginPolicy
 
 Role = Literal["rollout", "reward", "actor", "ref", "critic"]
 
@@ -36,6 +36,10 @@ class WeightCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     manifest: bytes = b""
     member: bytes = b""
     """Part of the topology of a group, for its member."""
+    level: int = 1
+    """Of sleep."""
+    part: Memory | None = None
+    """Of the memory that is had again; None: all of it."""
     timeout_s: float = 60.0
 
 

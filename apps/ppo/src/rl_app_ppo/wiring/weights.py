@@ -16,6 +16,7 @@ from rl_ckpt_engine import (
     CheckpointEngineConfig,
     CheckpointEngineManager,
     CheckpointEngineRegistry,
+    Memory,
     PluginPolicy,
     ReceiveAck,
     ReceiverEndpoint,
@@ -157,6 +158,10 @@ async def _answer_receiver(end: ReceiverEndpoint, method: str, call: WeightCall)
             return msgspec.msgpack.encode(await end.activate(call.version, call.timeout_s))
         case "resume":
             await end.resume(call.timeout_s)
+        case "sleep":
+            await end.sleep(call.level, call.timeout_s)
+        case "wake":
+            await end.wake(call.part, call.timeout_s)
         case _:
             return await _answer_any(end, method, call)
     return b""
@@ -222,7 +227,7 @@ class RemoteSender:
 
 
 class RemoteReceiver:
-    """ReceiverHandle, GroupHandle and CachingHandle over a worker process."""
+    """SleepingHandle, GroupHandle and CachingHandle over a worker process."""
 
     def __init__(self, worker: WorkerHandle) -> None:
         self._worker = worker
@@ -231,10 +236,6 @@ class RemoteReceiver:
     def name(self) -> str:
         """Name of the replica."""
         return self._worker.name
-
-    async def pause(self, timeout_s: float) -> None:
-        """Stop admitting requests."""
-        await _call(self._worker, "pause", WeightCall(timeout_s=timeout_s))
 
     async def receive(self, manifest: bytes, timeout_s: float) -> ReceiveAck:
         """Fetch and verify into staging."""
@@ -246,9 +247,21 @@ class RemoteReceiver:
         answer = await _call(self._worker, "activate", WeightCall(version=version, timeout_s=timeout_s))
         return msgspec.msgpack.decode(answer, type=int)
 
+    async def pause(self, timeout_s: float) -> None:
+        """End what runs and admit nothing."""
+        await _call(self._worker, "pause", WeightCall(timeout_s=timeout_s))
+
     async def resume(self, timeout_s: float) -> None:
         """Admit requests again."""
         await _call(self._worker, "resume", WeightCall(timeout_s=timeout_s))
+
+    async def sleep(self, level: int, timeout_s: float) -> None:
+        """Give memory back."""
+        await _call(self._worker, "sleep", WeightCall(level=level, timeout_s=timeout_s))
+
+    async def wake(self, part: Memory | None, timeout_s: float) -> None:
+        """Have memory again."""
+        await _call(self._worker, "wake", WeightCall(part=part, timeout_s=timeout_s))
 
     async def republish(self, timeout_s: float) -> bytes:
         """Serve the active version to late joiners; returns the manifest."""
