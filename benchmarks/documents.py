@@ -37,12 +37,14 @@ class Kind:
         identity: fields that every such row has and that tell it from the others of a file.
         better: measured fields, and which way is better. Fields that a row may lack are compared where both sides have them.
         needed: measured fields that every such row has, all above zero.
+        shares: measured fields that every such row has, all from 0 to 1.
     """
 
     name: str
     identity: tuple[str, ...]
     better: Mapping[str, Direction] = field(default_factory=dict)
     needed: tuple[str, ...] = ()
+    shares: tuple[str, ...] = ()
 
 
 POINT = ("family", "layout", "mib", "workers", "compute", "compute_s", "plane")
@@ -67,7 +69,8 @@ KINDS = (
         name="learning",
         identity=("algorithm", "overrides"),
         better={"final_accuracy": "higher", "seconds_per_step": "lower", "driver_bytes_per_step_max": "lower"},
-        needed=("final_accuracy", "steps", "seconds_per_step", "driver_bytes_per_step_max"),
+        needed=("steps", "seconds_per_step", "driver_bytes_per_step_max"),
+        shares=("final_accuracy",),
     ),
     Kind(
         name="operation",
@@ -139,6 +142,9 @@ def check(document: Document) -> None:
         for name in kind.needed:
             if not isinstance(row.get(name), int | float) or row[name] <= 0:
                 raise ValueError(f"{identity(row)}: {name} must be a number above zero; got {row.get(name)!r}")
+        for name in kind.shares:
+            if not isinstance(row.get(name), int | float) or not 0 <= row[name] <= 1:
+                raise ValueError(f"{identity(row)}: {name} must be a number from 0 to 1; got {row.get(name)!r}")
         for name, value in numbers(row):
             if not math.isfinite(value):
                 raise ValueError(f"{identity(row)}: {name} is {value}")

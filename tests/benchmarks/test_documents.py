@@ -47,6 +47,13 @@ STEP = {
 }  # fmt: skip
 
 
+LEARNT = {
+    **dict.fromkeys(("algorithm", "overrides"), "x"),
+    **dict.fromkeys(("steps", "seconds_per_step", "driver_bytes_per_step_max"), 1.0),
+    "final_accuracy": 0.0,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -60,10 +67,12 @@ STEP = {
         ({"rows": [{**VERDICT, "figures": {"a": [1.0, float("inf")]}}]}, r"figures\.a\[1\] is inf"),
         ({"rows": [{**STEP, "step_s": 0.0}]}, "step_s must be a number above zero"),
         ({"rows": [{k: v for k, v in STEP.items() if k != "driver_mib"}]}, "driver_mib must be a number"),
+        ({"rows": [{**LEARNT, "final_accuracy": 1.1}]}, "final_accuracy must be a number from 0 to 1"),
     ],
 )
 def test_what_is_empty_or_broken_is_an_error(changes: dict[str, Any], message: str):
     check(broken())
+    check(broken(rows=[LEARNT]))
     with pytest.raises(ValueError, match=message):
         check(broken(**changes))
 

@@ -22,6 +22,8 @@ from rl_protocol import RLError, WorkerDiedError, WorkerError
 
 logger = logging.getLogger(__name__)
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
+TASK_EVENTS = "RAY_task_events_report_interval_ms"
+"""0: Ray keeps no record of every call, which the timeline of profiled steps is made from and which costs the driver time in each step."""
 OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MiB; batches do not travel through it
 
 
@@ -151,6 +153,8 @@ async def ray_session(config: RayConfig, trainer: TrainerConfig) -> AsyncGenerat
     """
     os.environ["OMP_NUM_THREADS"] = str(trainer.threads_per_worker)  # the workers inherit it
     local = config.address == "local"
+    if local and not trainer.profile_steps:
+        os.environ.setdefault(TASK_EVENTS, "0")
     sizes: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False} if local else {}
     try:
         async with asyncio.timeout(config.start_timeout_s):
