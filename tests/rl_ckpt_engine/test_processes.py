@@ -17,7 +17,7 @@ from rl_protocol.errors import WeightSyncError
 
 
 def shm_names() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
 
 
 def test_manager_moves_weights_between_processes_and_survives_the_death_of_one() -> None:
