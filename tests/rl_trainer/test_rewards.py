@@ -29,7 +29,7 @@ from rl_trainer.rewards import (
     parse_terms,
 )
 from rl_trainer.rewards.outcomes import outcome_of
-from rl_trainer.rewards.pool import MOST_LATE, Turns
+from rl_trainer.rewards.pool import LATE_S, MOST_LATE, Turns
 
 
 def samples(*texts, truth="t"):
@@ -227,7 +227,7 @@ def test_a_late_call_that_returns_has_its_score_and_no_more_processes_stay_than_
 def test_turns_are_given_up_within_bounds_and_what_is_late_follows_from_what_is_usual():
     async def run():
         turns, held = Turns(1), []
-        assert turns.late_after() == 1.0
+        assert turns.late_after() == LATE_S
         async with AsyncExitStack() as stack:
             for _ in range(MOST_LATE):
                 held.append(await asyncio.wait_for(stack.enter_async_context(turns.take()), 60))

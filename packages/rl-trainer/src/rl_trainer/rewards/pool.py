@@ -30,7 +30,7 @@ MOST_BYTES = 2**28
 _PROGRAM = "from rl_trainer.rewards.child import main; main()"
 _GRACE_S = 1.0
 """An async function is stopped by its own process first."""
-LATE_S = 1.0
+LATE_S = 0.25
 """A call of a single function that takes longer than this, and than ten times the mean, gives its turn to the next one and goes on beside it."""
 MOST_LATE = 8
 """Calls for each worker that may go on in that way; each has a process."""
@@ -147,6 +147,8 @@ class ScorerPool:
         self._turns = Turns(workers)
         self._idle: list[_Child] = []
         """Processes that have nothing to do, at most `workers`."""
+        self._spare: asyncio.Task[_Child] | None = None
+        """One more than are at work: the call that comes after a late one, or after one that killed its process, need not wait for a start."""
 
     @classmethod
     async def open(cls, name: str, *, workers: int, timeout_s: float, memory_mb: int) -> ScorerPool:
@@ -178,6 +180,12 @@ class ScorerPool:
 
     async def close(self) -> None:
         """Kill all processes; safe to call twice. No call may be under way."""
+        if self._spare is not None:
+            spare, self._spare = self._spare, None
+            spare.cancel()  # too late for one that has started
+            await asyncio.wait({spare})
+            if not spare.cancelled() and spare.exception() is None:
+                self._idle.append(spare.result())
         while self._idle:
             await self._idle.pop().kill()
 
@@ -193,7 +201,7 @@ class ScorerPool:
             child: _Child | None = None
             good = False
             try:
-                child = self._idle.pop() if self._idle else await self._start()
+                child = self._idle.pop() if self._idle else await self._another()
                 outcomes = await self._call(child, samples, turn)
                 good = True
                 return outcomes
@@ -204,7 +212,7 @@ class ScorerPool:
             except ConfigError as error:  # a process that can't be started again
                 failure = Failure(kind="died", message=str(error))
             finally:
-                if child is not None and good and len(self._idle) < self._workers:
+                if child is not None and good and not turn.late and len(self._idle) < self._workers:
                     self._idle.append(child)
                 elif child is not None:
                     await asyncio.shield(child.kill())
@@ -227,6 +235,11 @@ class ScorerPool:
     def _give_up(self, turn: Turn, child: _Child) -> None:
         if self._turns.give_up(turn):
             child.step_back()
+
+    async def _another(self) -> _Child:
+        """The spare one, or a new one where there is none; and a spare one for the next time."""
+        spare, self._spare = self._spare, asyncio.create_task(self._start())
+        return await (self._start() if spare is None else spare)
 
     async def _start(self) -> _Child:
         return await _Child.start(self._name, self._timeout_s, self._memory_mb)
