@@ -282,7 +282,10 @@ def test_workers_are_told_what_the_driver_may_load():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["checkpoint_engine.backend=carrier_pigeon"], "no checkpoint engine 'carrier_pigeon'; there are disk, gloo"),
+        (
+            ["checkpoint_engine.backend=carrier_pigeon"],
+            "no checkpoint engine 'carrier_pigeon'; there are cuda_ipc, disk, gloo",
+        ),
         (["checkpoint_engine.backend=delta-pigeon"], "no checkpoint engine 'pigeon'"),
         (["checkpoint_engine.backend=naive"], "works within one process"),
         (["checkpoint_engine.backend=delta-naive"], "works within one process"),
