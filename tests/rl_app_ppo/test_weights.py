@@ -210,7 +210,7 @@ def test_a_dead_worker_is_named_and_the_others_go_on(parts):
 
 
 @pytest.mark.parametrize("parts", ["shm"], indirect=True)
-def test_a_replica_that_missed_a_version_generates_nothing(parts):
+def test_a_replica_that_missed_a_version_generates_nothing_until_it_has_caught_up(parts):
     parts.policy.step()
     asyncio.run(parts.manager.update_weights(1))
     failing = parts.ends[1]
@@ -218,9 +218,16 @@ def test_a_replica_that_missed_a_version_generates_nothing(parts):
     parts.rollouts[0].load_weights = lambda weights, version: (_ for _ in ()).throw(WeightSyncError("out of memory"))
     parts.policy.step()
     assert asyncio.run(parts.manager.update_weights(2)).receivers == ("rollout-1",)
-    with pytest.raises(WorkerError, match="'rollout' was called on a replica whose last weight synchronisation failed"):
+    with pytest.raises(
+        WorkerError,
+        match=r"'rollout' was called on a replica whose last weight sync.* failed.*once a synchronisation has succeeded",
+    ):
         require_admission(failing, "rollout")
     require_admission(parts.ends[2], "rollout")
+    del parts.rollouts[0].load_weights
+    asyncio.run(parts.manager.add_receiver(RemoteReceiver(parts.workers[0])))
+    require_admission(failing, "rollout")
+    assert parts.equal(0, 1)
 
 
 @pytest.mark.parametrize("backend", ["shm", "delta-shm"])
@@ -275,7 +282,10 @@ def test_workers_are_told_what_the_driver_may_load():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["checkpoint_engine.backend=carrier_pigeon"], "no checkpoint engine 'carrier_pigeon'; there are disk, gloo"),
+        (
+            ["checkpoint_engine.backend=carrier_pigeon"],
+            "no checkpoint engine 'carrier_pigeon'; there are cuda_ipc, disk, gloo",
+        ),
         (["checkpoint_engine.backend=delta-pigeon"], "no checkpoint engine 'pigeon'"),
         (["checkpoint_engine.backend=naive"], "works within one process"),
         (["checkpoint_engine.backend=delta-naive"], "works within one process"),

@@ -10,21 +10,29 @@ import sys
 from pathlib import Path
 
 from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineRegistry, ReceiverEndpoint, SenderEndpoint
+from rl_ckpt_engine.engines.cuda_ipc import CudaIpcEngine
 from rl_ckpt_engine.testing import make_weights
 from rl_protocol.errors import RLError
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from ckpt_device import SharedMemoryDevice
 from ckpt_fakes import Sink, Source
 
 SHAPES = [(1000, 100), (), (0,), (33,)]
 T = 20.0
 
 
+def over_a_stand_in(engine: str, config: CheckpointEngineConfig) -> CudaIpcEngine:
+    return CudaIpcEngine(config, SharedMemoryDevice())
+
+
 class Peer:
     def __init__(self, role: str, name: str, engine: str, directory: str) -> None:
+        stand_in = engine == "cuda_ipc"  # "cuda_ipc-gpu" is the engine on a GPU
+        engine = engine.removesuffix("-gpu")
         config = CheckpointEngineConfig(backend=engine, directory=directory)
-        create = CheckpointEngineRegistry().create
+        create = over_a_stand_in if stand_in else CheckpointEngineRegistry().create
         self.sink = Sink(make_weights(SHAPES))
         self.source = Source([])
         self.sender = SenderEndpoint(create(engine, config), self.source) if role == "sender" else None

@@ -179,7 +179,9 @@ def test_a_sender_that_dies_midway_is_an_error_and_its_successor_goes_on(tmp_pat
 
 def test_a_sender_that_stops_answering_is_a_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        member = msgspec.msgpack.encode(TcpMember(host="127.0.0.1", port=mute.getsockname()[1], token=bytes(16)))
+        member = msgspec.msgpack.encode(
+            TcpMember(host="127.0.0.1", port=mute.getsockname()[1], token=bytes(16), node="here")
+        )
         receiver, sender = TcpEngine(), TcpEngine()
         manifest = asyncio.run(sender.send_weights(WEIGHTS, 1, timeout_s=T))
         receiver.init_process_group(member)

@@ -128,7 +128,8 @@ def require_admission(end: WeightEnd | None, method: str) -> None:
     if isinstance(end, ReceiverEndpoint) and not end.admitting:
         raise WorkerError(
             f"{method!r} was called on a replica whose last weight synchronisation failed, which may hold old or torn weights. driver.log has "
-            "the reason; restart the run, with a higher checkpoint_engine.timeout_s if it was late."
+            "the reason. It generates again once a synchronisation has succeeded here, or its process was replaced; if it was late, set a "
+            "higher checkpoint_engine.timeout_s."
         )
 
 

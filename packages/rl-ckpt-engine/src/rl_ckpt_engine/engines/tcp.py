@@ -29,7 +29,7 @@ import socket
 import struct
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import msgspec
 
@@ -42,10 +42,12 @@ from rl_ckpt_engine.manifest import DIGEST_BYTES, Manifest, decode_struct
 from rl_ckpt_engine.staging import Bucket
 from rl_ckpt_engine.stream import Deadline
 from rl_protocol.errors import ConfigError, WeightSyncError
+from rl_protocol.hosts import this_host
 from rl_protocol.secret import PROOF_BYTES, Secret
 
 _log = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
 MAGIC = b"RLW1"
 NONCE_BYTES = 32
 HANDSHAKE_S = 5.0
@@ -61,6 +63,8 @@ class TcpMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     port: int
     token: bytes
     """Random name of the engine object."""
+    node: str
+    """Which host, see rl_protocol.hosts."""
 
 
 _decoder = msgspec.msgpack.Decoder(TcpMember)
@@ -92,12 +96,12 @@ class TcpEngine(CopyingEngine[Slot]):
         """See CheckpointEngine.prepare; listens from here on, unless `listen` is another host's address, as it is at receivers elsewhere."""
         if self._server is None:
             try:
-                self._server = Server(self._host, self._key, self._token, self._open)
+                self._server = Server(self._host, self._key, self._token, self._open, self._new_courier)
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise WeightSyncError(f"Engine 'tcp' can't listen at {self._host}: {error}.") from error
         port = 0 if self._server is None else self._server.port
-        return msgspec.msgpack.encode(TcpMember(host=self._host, port=port, token=self._token))
+        return msgspec.msgpack.encode(TcpMember(host=self._host, port=port, token=self._token, node=this_host()))
 
     def _identity(self) -> bytes:
         member = self.prepare()
@@ -110,7 +114,7 @@ class TcpEngine(CopyingEngine[Slot]):
     @classmethod
     def _check_members(cls, sender: bytes, receivers: Sequence[bytes]) -> None:
         for member in (sender, *receivers):
-            _member(member)
+            read_member(member, cls.name)
 
     def init_process_group(self, member: bytes) -> None:
         """See CheckpointEngine.init_process_group."""
@@ -129,6 +133,14 @@ class TcpEngine(CopyingEngine[Slot]):
     def _new_place(self) -> Slot:
         return Slot()
 
+    def _new_courier(self) -> Courier:
+        """Sender: for a connection that has begun."""
+        return FileCourier()
+
+    def _receiving(self, peer: socket.socket, target: memoryview) -> Receiving:
+        """Receiver: begin to take what a courier brings."""
+        return Receiving(peer, target)
+
     def _open(self, sync_id: bytes) -> int | None:
         """For the server's threads: a file descriptor of that sync's memory, to be closed by them."""
         with self._closing:
@@ -140,7 +152,7 @@ class TcpEngine(CopyingEngine[Slot]):
         try:
             with self._named(manifest.version, deadline):
                 async with deadline.timeout():
-                    peer = await self._dial(_member(manifest.sender))
+                    peer = await self._dial(read_member(manifest.sender, self.name))
             for number, bucket in enumerate(buckets):
                 ahead = buckets[number + (number > 0) : number + 2]
                 with self._named(manifest.version, deadline):
@@ -152,8 +164,7 @@ class TcpEngine(CopyingEngine[Slot]):
             if not finished:  # answers to what was asked for ahead may still be on their way
                 self._hang_up()
 
-    @staticmethod
-    async def _bucket(peer: socket.socket, manifest: Manifest, bucket: Bucket, ahead: Sequence[Bucket]) -> None:
+    async def _bucket(self, peer: socket.socket, manifest: Manifest, bucket: Bucket, ahead: Sequence[Bucket]) -> None:
         """Ask for some, and receive one that was asked for."""
         for wanted in ahead:
             request = _REQUEST.pack(manifest.sync_id, wanted.start, wanted.memory.nbytes)
@@ -163,7 +174,7 @@ class TcpEngine(CopyingEngine[Slot]):
                 f"Version {manifest.version} is not there any more: the sender took it back or went on to a later version. "
                 "A new sync is needed."
             )
-        receiving = _Receiving(peer, bucket.memory)
+        receiving = self._receiving(peer, bucket.memory)
         try:
             await receiving.done()
         finally:
@@ -213,17 +224,58 @@ class TcpEngine(CopyingEngine[Slot]):
             self._connection = None
 
 
+class Courier(Protocol):
+    """Brings the bytes of published memory to the receiver at the other end of one connection; used by the thread of that connection."""
+
+    def deliver(self, peer: socket.socket, fd: int, offset: int, size: int) -> None:
+        """Send `size` bytes of the file, from `offset` on.
+
+        Raises:
+            OSError: the connection broke, or has to end.
+        """
+        ...
+
+    def close(self) -> None:
+        """The connection has ended."""
+        ...
+
+
+class FileCourier:
+    """The bytes themselves."""
+
+    def deliver(self, peer: socket.socket, fd: int, offset: int, size: int) -> None:
+        """See Courier.deliver."""
+        end = offset + size
+        while offset < end:
+            sent = os.sendfile(peer.fileno(), fd, offset, end - offset)
+            if not sent:
+                raise ConnectionResetError("the memory ended")
+            offset += sent
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
 class Server:
     """Threads that write published memory to receivers; they read files alone and never touch the trainer's tensors.
 
     Args:
         open_sync: sync_id -> file descriptor of its memory, the caller's to close, or None.
+        new_courier: for each connection, to bring the bytes.
     """
 
-    def __init__(self, host: str, key: Secret, token: bytes, open_sync: Callable[[bytes], int | None]) -> None:
+    def __init__(
+        self,
+        host: str,
+        key: Secret,
+        token: bytes,
+        open_sync: Callable[[bytes], int | None],
+        new_courier: Callable[[], Courier],
+    ) -> None:
         self._key = key
         self._token = token
         self._open_sync = open_sync
+        self._new_courier = new_courier
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
         self._peers: set[socket.socket] = set()
@@ -258,12 +310,12 @@ class Server:
 
     def _serve(self, peer: socket.socket) -> None:
         try:
-            with peer:
+            with peer, contextlib.closing(self._new_courier()) as courier:
                 _prepare(peer)
                 peer.settimeout(HANDSHAKE_S)
                 if self._shake_hands(peer):
                     peer.settimeout(None)
-                    while self._answer(peer):
+                    while self._answer(peer, courier):
                         pass
         except OSError as error:  # the receiver left, which is its right
             _log.debug("A receiver's connection ended: %s.", error)
@@ -283,7 +335,7 @@ class Server:
         peer.sendall(b"\x01" + self._key.proof(b"sender:::", nonces, self._token))
         return True
 
-    def _answer(self, peer: socket.socket) -> bool:
+    def _answer(self, peer: socket.socket, courier: Courier) -> bool:
         request = _read_exactly(peer, _REQUEST.size)
         if not request:
             return False
@@ -297,19 +349,10 @@ class Server:
                 peer.sendall(b"\x00")
                 return False
             peer.sendall(b"\x01")
-            _send_file(peer, fd, PAYLOAD_START + offset, size)
+            courier.deliver(peer, fd, PAYLOAD_START + offset, size)
         finally:
             os.close(fd)
         return True
-
-
-def _send_file(peer: socket.socket, fd: int, offset: int, size: int) -> None:
-    end = offset + size
-    while offset < end:
-        sent = os.sendfile(peer.fileno(), fd, offset, end - offset)
-        if not sent:
-            raise ConnectionResetError("the memory ended")
-        offset += sent
 
 
 def _read_exactly(peer: socket.socket, count: int) -> bytes:
@@ -323,14 +366,18 @@ def _read_exactly(peer: socket.socket, count: int) -> bytes:
     return data
 
 
-class _Receiving:
-    """A bucket on its way into memory. The thread that fills it moves bytes alone, and is over before the memory is used for anything else."""
+class Receiving:
+    """A bucket on its way into memory. The thread that fills it moves bytes alone, and is over before the memory is used for anything else.
+
+    Made and awaited in an event loop.
+    """
 
     def __init__(self, peer: socket.socket, target: memoryview) -> None:
         self._peer = peer
-        self._work = asyncio.get_running_loop().run_in_executor(None, self._fill, target)
+        self._work = asyncio.get_running_loop().run_in_executor(None, self.fill, target)
 
-    def _fill(self, target: memoryview) -> None:
+    def fill(self, target: memoryview) -> None:
+        """In the thread: take bytes from the connection until the target is full."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._peer, selectors.EVENT_READ)
             while target:
@@ -408,5 +455,10 @@ def _listen_address(listen: str, key: Secret) -> str:
     return listen
 
 
-def _member(metadata: bytes) -> TcpMember:
-    return decode_struct(_decoder, metadata, "metadata of an engine 'tcp'")
+def read_member(metadata: bytes, engine: str) -> TcpMember:
+    """A member's metadata.
+
+    Raises:
+        WeightSyncError: they are of no engine that talks over TCP.
+    """
+    return decode_struct(_decoder, metadata, f"metadata of an engine {engine!r}")
