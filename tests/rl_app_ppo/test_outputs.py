@@ -47,7 +47,7 @@ def test_a_run_folder_is_new_and_empty(tmp_path):
     folder = create_run_folder(tmp_path / "outputs", "a", 0)
     assert folder.is_dir()
     assert not list(folder.iterdir())
-    with pytest.raises(OutputError, match=r"exists already.*trainer\.run_name"):
+    with pytest.raises(OutputError, match=r"^/.*/outputs/a exists already; .*trainer\.resume_mode=auto\.$"):
         create_run_folder(tmp_path / "outputs", "a", 0)
 
 

@@ -30,9 +30,9 @@ from rl_trainer.agents import (
     described,
 )
 from rl_trainer.agents.tools import answer
-from rl_trainer.agents.transcript import MOST_ABORTS
 from rl_trainer.course import course_metrics
 from rl_trainer.sessions import SessionRef, run_sessions
+from rl_trainer.turns import MOST_ABORTS
 
 EOS = 1
 LETTERS = Codec(

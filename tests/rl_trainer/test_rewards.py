@@ -198,6 +198,48 @@ def test_a_call_that_never_returns_holds_up_no_other(folder):
     _no_process_of(folder, set())
 
 
+PATIENT = """
+import os, time
+from pathlib import Path
+HERE = Path(__file__).parent
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    while solution_str == "hang" and not (HERE / "released").exists():
+        time.sleep(0.01)
+    (HERE / f"scored-{solution_str}").touch()
+    return 1.0
+def batch(data_sources, solution_strs, ground_truths, extra_infos):
+    if "hang" in solution_strs and len(solution_strs) > 1:
+        raise ValueError("not with such a one among them")
+    return [score("", text, "") for text in solution_strs]
+"""
+
+
+def appear(*paths):
+    deadline = time.monotonic() + 60
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("function", ["score", "batch"])
+def test_a_batch_goes_on_beside_a_call_that_hangs_and_ends_with_it(folder, function):
+    """With one worker, and the one that hangs first: all others are scored before it returns, then the batch is whole."""
+    path, fine = write(folder, PATIENT), [str(i) for i in range(20)]
+
+    async def run():
+        scoring = asyncio.create_task(
+            pooled(path, ["hang", *fine], function=function, workers=1, timeout_s=200, memory_mb=2048)
+        )
+        await asyncio.to_thread(appear, *(folder / f"scored-{text}" for text in fine))
+        assert not scoring.done()
+        assert not (folder / "scored-hang").exists()
+        (folder / "released").touch()
+        return await asyncio.wait_for(scoring, 60)
+
+    assert scores(asyncio.run(run())) == [1.0] * 21
+    _no_process_of(folder, set())
+
+
 def test_a_late_call_that_returns_has_its_score_and_no_more_processes_stay_than_workers(folder):
     path = write(
         folder,

@@ -7,23 +7,20 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from rl_protocol import OutputError
+from rl_protocol.durable import write_errors
 
-
-@contextmanager
-def writing(path: Path) -> Generator[None]:
-    """Turn a failing write into an OutputError that names the path and the remedy."""
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(
-            f"Can't write {path}: {error.strerror or error}. Free some space, make the folder writable, or set trainer.output_dir to another place."
-        ) from error
+writing = partial(
+    write_errors,
+    what="What the run puts out",
+    remedy="Free some space, make the folder writable, or set trainer.output_dir to another place.",
+)
+"""writing(path): of what is done within, see write_errors."""
 
 
 def create_run_folder(output_dir: Path, run_name: str, min_free_mb: int, *, go_on: bool = False) -> Path:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from fractions import Fraction
 
-from rl_trainer.rewards.countdown import OPERATORS, Countdown
+from rl_trainer.arithmetic import BINARY
+from rl_trainer.rewards.countdown import Countdown
 
 
 def puzzles(seed: int, count: int, size: int = 3, largest: int = 20) -> list[Countdown]:
@@ -16,7 +17,7 @@ def puzzles(seed: int, count: int, size: int = 3, largest: int = 20) -> list[Cou
         numbers = [draw.randint(1, largest) for _ in range(size)]
         value = Fraction(numbers[0])
         for number in numbers[1:]:
-            value = draw.choice(list(OPERATORS.values()))(value, Fraction(number))
+            value = draw.choice(list(BINARY.values()))(value, Fraction(number))
         draw.shuffle(numbers)
         if value.denominator == 1 and 0 < value <= 100:
             found[Countdown(tuple(numbers), int(value))] = None

@@ -9,16 +9,15 @@ from fractions import Fraction
 
 import msgspec
 
-_OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
+from rl_trainer.arithmetic import BINARY, evaluate
+
+_OPERATORS: Mapping[type[ast.AST], Callable[..., Fraction]] = {
+    **BINARY,
     ast.FloorDiv: lambda a, b: Fraction(a // b),
     ast.Mod: operator.mod,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
 }
-_LONGEST = 200
-"""Characters of an expression; without powers they bound the size of every number on the way."""
 
 
 class Expression(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,25 +44,5 @@ class Calculator:
             ValueError: it is no such expression, or longer than 200 characters.
             ArithmeticError: a division by 0.
         """
-        if len(arguments.expression) > _LONGEST:
-            raise ValueError(f"an expression may have {_LONGEST} characters; got {len(arguments.expression)}")
-        try:
-            tree = ast.parse(arguments.expression.strip(), mode="eval")
-        except SyntaxError as error:
-            raise ValueError(f"can't be read: {error.msg}") from error
-        value = _value(tree.body)
+        value = evaluate(arguments.expression, _OPERATORS, lambda number: Fraction(str(number)))
         return str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
-
-
-def _value(node: ast.expr) -> Fraction:
-    match node:
-        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return Fraction(str(number))
-        case ast.BinOp(op=op) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_value(node.left), _value(node.right))
-        case ast.UnaryOp(op=ast.USub()):
-            return -_value(node.operand)
-        case ast.UnaryOp(op=ast.UAdd()):
-            return _value(node.operand)
-        case _:
-            raise ValueError(f"{type(node).__name__} is not arithmetic")

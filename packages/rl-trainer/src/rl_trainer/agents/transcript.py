@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from rl_protocol.ports import Generation
 from rl_trainer.course import Course
 from rl_trainer.sessions import Generate, Trajectory
-
-MOST_ABORTS = 64
-"""Times one turn is continued after an abort, each an update of the weights in its middle."""
+from rl_trainer.turns import parts_of_turn
 
 
 class Transcript:
@@ -44,24 +42,17 @@ class Transcript:
         """
         budget = min(max_tokens or self.left, self.left)
         assert budget > 0, "a turn needs room for a token"
-        parts = [await self._ask(budget)]
-        while parts[-1].finish_reason == "abort" and len(parts) <= MOST_ABORTS:
-            budget -= len(parts[-1].response_ids)
-            if not budget:
-                break
-            parts.append(await self._ask(budget))
-        return Generation(
+        context = (*self._prompt, *self._ids)
+        parts, finish = await parts_of_turn(lambda made, left: self._generate((*context, *made), left), budget)
+        turn = Generation(
             response_ids=tuple(token for part in parts for token in part.response_ids),
             log_probs=tuple(value for part in parts for value in part.log_probs),
-            finish_reason=parts[-1].finish_reason if budget else "length",
+            finish_reason=finish,
             weight_version=min(part.weight_version for part in parts),
         )
-
-    async def _ask(self, budget: int) -> Generation:
-        part = await self._generate((*self._prompt, *self._ids), budget)
-        self._add(part.response_ids, part.log_probs, made=True)
-        self._versions.append(part.weight_version)
-        return part
+        self._add(turn.response_ids, turn.log_probs, made=True)
+        self._versions.append(turn.weight_version)
+        return turn
 
     def observe(self, ids: Sequence[int]) -> None:
         """Tell the policy something. It is not trained on having said it."""

@@ -15,22 +15,26 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from rl_protocol import OutputError
-from rl_protocol.durable import fsync
+from rl_protocol.durable import fsync, write_errors
 from rl_protocol.errors import UNREADABLE
 
 FORMAT = 1
 MANIFEST, CONFIG, RUN_STATE = "manifest.json", "config.yaml", "trainer.json"
 _NAME = re.compile(r"step-(\d{6,})")
+writing = partial(
+    write_errors,
+    what="The checkpoint",
+    remedy="Free some space, lower trainer.max_ckpt_to_keep, or set trainer.output_dir to another place.",
+)
+"""writing(path): of what is done within, see write_errors."""
 
 
 class FileFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,18 +99,6 @@ def step_of(name: str) -> int | None:
     """The step a folder of that name is of; None for any other folder."""
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else None
-
-
-@contextmanager
-def writing(path: Path) -> Generator[None]:
-    """Turn a failing write into an OutputError that names the path and the remedy."""
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(
-            f"The checkpoint can't be written to {path}: {error.strerror or error}. Free some space, lower trainer.max_ckpt_to_keep, "
-            "or set trainer.output_dir to another place."
-        ) from error
 
 
 def facts(path: Path) -> FileFacts:

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 import msgspec
 
-OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-_LONGEST = 200
-"""Characters of an expression that is looked at."""
+from rl_trainer.arithmetic import BINARY, evaluate
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +42,16 @@ def score(
 
 def _value(text: str, numbers: Sequence[int]) -> Fraction | None:
     """Of the expression; None where it is none, or does not use the numbers as it may."""
-    if len(text) > _LONGEST:
-        return None
+    used = Counter[int]()
+
+    def number(found: int | float) -> Fraction:
+        if not isinstance(found, int):
+            raise ValueError(f"{found} is no whole number")
+        used[found] += 1
+        return Fraction(found)
+
     try:
-        used = Counter[int]()
-        value = _evaluate(ast.parse(text, mode="eval").body, used)
-    except (SyntaxError, ValueError, ZeroDivisionError):
+        value = evaluate(text, BINARY, number)
+    except (ValueError, ZeroDivisionError):
         return None
     return value if used <= Counter(numbers) else None
-
-
-def _evaluate(node: ast.expr, used: Counter[int]) -> Fraction:
-    match node:
-        case ast.Constant(value=int() as number) if not isinstance(number, bool):
-            used[number] += 1
-            return Fraction(number)
-        case ast.BinOp() if type(node.op) in OPERATORS:
-            return OPERATORS[type(node.op)](_evaluate(node.left, used), _evaluate(node.right, used))
-        case _:
-            raise ValueError(f"not a number and none of the four operations: {ast.dump(node)[:80]}")

@@ -31,7 +31,7 @@ _PROGRAM = "from rl_trainer.rewards.child import main; main()"
 _GRACE_S = 1.0
 """An async function is stopped by its own process first."""
 LATE_S = 0.25
-"""A call of a single function that takes longer than this, and than ten times the mean, gives its turn to the next one and goes on beside it."""
+"""A call for one sample that takes longer than this, and than ten times the mean, gives its turn to the next one and goes on beside it."""
 MOST_LATE = 8
 """Calls for each worker that may go on in that way; each has a process."""
 _LATE_NICE = 5
@@ -134,6 +134,9 @@ class ScorerPool:
     process that is killed with many samples in it) every sample is tried again alone, so that only those that are to blame have failed.
 
     A call that is late (LATE_S) gives its turn to the next: calls that never return wait for their limit side by side, and no other waits for them.
+    So `score` returns, at the latest, timeout_s after the last call has begun, since each may take that long; with n > (MOST_LATE + 1) * workers that
+    never return they do so in n / ((MOST_LATE + 1) * workers) rounds. A function that takes many samples at once has its limit once more before
+    that, in the call that fails as a whole.
     """
 
     reads_tokens: bool = False
@@ -220,7 +223,8 @@ class ScorerPool:
 
     async def _call(self, child: _Child, samples: Sequence[Sample], turn: Turn) -> list[Outcome]:
         loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
-        if self._form == "single":  # others answer for many at once, which takes its time
+        alone = len(samples) == 1  # a call for many takes its time
+        if alone:
             timers.append(loop.call_later(self._turns.late_after(), self._give_up, turn, child))
         start = loop.time()
         try:
@@ -229,7 +233,8 @@ class ScorerPool:
         finally:
             for timer in timers:
                 timer.cancel()
-        self._turns.returned(loop.time() - start)
+        if alone:
+            self._turns.returned(loop.time() - start)
         return outcomes
 
     def _give_up(self, turn: Turn, child: _Child) -> None:
@@ -284,7 +289,7 @@ class Turns:
         return True
 
     def returned(self, seconds: float) -> None:
-        """A call took so long."""
+        """A call for one sample took so long."""
         self._calls += 1
         self._seconds += seconds
 

@@ -24,7 +24,7 @@ from aiohttp import web
 
 from rl_protocol import ConfigError, RLError, RolloutError, SchemaError
 from rl_protocol.errors import UNREADABLE
-from rl_protocol.ports import Generation, SamplingParams
+from rl_protocol.ports import SamplingParams
 from rl_protocol.secret import MIN_CHARACTERS, SecretSource
 from rl_trainer.dispatch import together
 from rl_trainer.serving.codec import TextCodec
@@ -37,6 +37,7 @@ from rl_trainer.serving.messages import (
 )
 from rl_trainer.serving.policies import Policy
 from rl_trainer.serving.recorder import Completion, Recorder
+from rl_trainer.turns import parts_of_turn
 
 ENDPOINT_KEY = SecretSource(
     "RL_ENDPOINT_KEY", "RL_ENDPOINT_KEY_FILE", "the rollout endpoint", "the endpoint and its agents"
@@ -261,16 +262,10 @@ class Endpoint:
         self, policy: Policy, context: tuple[int, ...], budget: int, asked: CompletionRequest | ChatRequest
     ) -> tuple[Completion, str]:
         """One completion; what was aborted on the way is asked for again, with what there is of it."""
-        ids: tuple[int, ...] = ()
-        log_probs: tuple[float, ...] = ()
-        versions: tuple[int, ...] = ()
-        finish = "abort"
-        while finish == "abort" and len(ids) < budget:
-            made: Generation = await policy((*context, *ids), budget - len(ids), asked.seed)
-            ids, log_probs = (*ids, *made.response_ids), (*log_probs, *made.log_probs)
-            versions = (*versions, *(made.weight_version,) * len(made.response_ids))
-            finish = made.finish_reason
-        finish = "length" if finish == "abort" else finish
+        parts, finish = await parts_of_turn(lambda made, left: policy((*context, *made), left, asked.seed), budget)
+        ids = tuple(token for part in parts for token in part.response_ids)
+        log_probs = tuple(value for part in parts for value in part.log_probs)
+        versions = tuple(part.weight_version for part in parts for _ in part.response_ids)
         kept = self._until_stop(ids, asked.stops)
         finish = "stop" if kept < len(ids) else finish
         whole = Completion(
