@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 import sys
+import time
 import uuid
 
 import psutil
@@ -14,7 +17,7 @@ from rl_protocol.ports import SamplingParams
 from rl_rollout_vllm import VLLMConfig, VLLMRolloutEngine
 from rl_trainer.serving import Endpoint, EndpointConfig, over_engine
 
-from .conftest import marked, shared_memory
+from .conftest import MARK, command, marked, processes_of, shared_memory
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -29,23 +32,100 @@ def mark():
     assert all(name.startswith("sem.mp-") for name in shared_memory() - memory)
 
 
-def test_the_app_trains_with_vllm(app):
+VLLM = ("rollout.name=vllm", "rollout.kv_cache_mb=64", "rollout.max_batch_size=64", "ray.start_timeout_s=400")
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def calls_now_and_then(tmp_path_factory):
+    """The calculator's policy after a warm-up of a few steps: what it writes is a call for some problems, and a guess for others."""
+    from rl_app_ppo.demo.demos import DEMOS
+    from rl_app_ppo.demo.settings import WarmUpSettings
+    from rl_app_ppo.demo.warmup import cached_base_model
+
+    share = DEMOS["calculator"].careless_share
+    settings = WarmUpSettings(demo="calculator", careless_share=share, max_steps=60, check_every=60, validation_size=32)
+    return cached_base_model(tmp_path_factory.mktemp("cache"), settings)
+
+
+def test_a_policy_with_a_tool_trains_with_an_engine_of_two_processes(app, calls_now_and_then):
+    """Several turns, whose observations vLLM is given as part of the next prompt; whole weights after every step, to every shard."""
     done = app(
-        "rollout.name=vllm",
-        "rollout.num_workers=1",
-        "rollout.kv_cache_mb=64",
-        "rollout.max_batch_size=64",
+        *VLLM,
+        "algorithm=grpo_calculator",
+        f"model.path={calls_now_and_then}",
+        "actor.use_kl_loss=false",
+        "rollout.tensor_model_parallel_size=2",
         "trainer.total_training_steps=3",
-        "ray.start_timeout_s=400",
+        "trainer.test_freq=0",
         timeout=550,
     )
     assert done.code == 0, done.err
     trained = done.metrics[1:]
     assert [m["weight_sync/version"] for m in trained] == [1, 2, 3]
     assert [m["training/policy_lag"] for m in trained] == [0, 0, 0]
-    # vLLM's log-probs under the weights of the last sync are the trainer's under its own
-    assert max(m["training/rollout_log_probs_diff_max"] for m in trained) < 1e-3
+    assert sum(m["agent/tool_calls/mean"] for m in trained) > 0
+    # vLLM's log-probs under the weights of the last sync are the trainer's under its own, in every turn
+    assert max(m["training/rollout_log_probs_diff_max"] for m in trained) < TOLERANCE
     assert all(m["actor/grad_norm"] > 0 for m in trained)
+
+
+def engine_of(worker: int) -> psutil.Process:
+    """The process of vLLM's engine below a rollout worker."""
+    (engine,) = (p for p in psutil.Process(worker).children(recursive=True) if "EngineCore" in " ".join(p.cmdline()))
+    return engine
+
+
+def test_adapters_of_megatron_are_served_and_an_engine_that_is_killed_is_replaced(tmp_path, base_model, mark):
+    """vLLM has the base since it started and is sent the adapter alone; what the killed engine had not handed over is generated anew."""
+    steps, folder = 6, tmp_path / "run"
+    run = subprocess.Popen(
+        command(
+            *VLLM,
+            f"model.path={base_model}",
+            f"trainer.output_dir={tmp_path}",
+            "trainer.run_name=run",
+            f"trainer.total_training_steps={steps}",
+            "trainer.val_before_train=false",
+            "trainer.test_freq=0",
+            "data.val_size=32",
+            "data.train_batch_size=8",
+            "actor.ppo_mini_batch_size=8",
+            "actor.use_kl_loss=false",
+            "actor.optim.lr=1e-2",
+            "rollout.num_workers=1",
+            "model_engine=megatron",
+            "lora.rank=8",
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, MARK: mark},
+    )
+    try:
+        metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 300
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):
+            assert run.poll() is None, run.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        engine_of(processes_of(folder, "rollout-0")[0]).kill()
+        out, err = run.communicate(timeout=300)
+    finally:
+        run.kill()
+    assert run.returncode == 0, (out, err)
+    log = (folder / "logs" / "driver.log").read_text()
+    assert "Receiver rollout-0 is quarantined: " in log
+    assert "The process of the vLLM engine is gone" in log
+    assert "Rollout worker rollout-0 gets a new process, 1 of 3 in a row." in log
+    trained = [line for line in map(json.loads, metrics.read_text().splitlines()) if line["step"]]
+    assert [m["weight_sync/version"] for m in trained] == list(range(1, steps + 1))
+    assert [m["training/policy_lag"] for m in trained] == [0] * steps
+    for m in trained:  # 8 responses to each of 8 prompts, as in every other step
+        assert m["perf/total_num_tokens"] == pytest.approx(64 * (m["prompt_length/mean"] + m["response_length/mean"]))
+    # rank 8 of two layers of the demo's model, float32: q, k, v and o of 128 by 128, gate and up of 256 by 128, down of 128 by 256
+    assert {m["weight_sync/bytes"] for m in trained} == {4 * 8 * 2 * (4 * (128 + 128) + 3 * (128 + 256))}
+    assert max(m["training/rollout_log_probs_diff_max"] for m in trained) < TOLERANCE
 
 
 AGENT = """
@@ -120,4 +200,4 @@ def test_an_agents_tokens_have_the_log_probs_of_the_version_that_made_them_acros
             tables[v][place, token].item()
             for place, (v, token) in enumerate(zip(versions, one.response_ids, strict=True))
         ]
-        assert one.log_probs == pytest.approx(by_hand, abs=1e-3)
+        assert one.log_probs == pytest.approx(by_hand, abs=TOLERANCE)

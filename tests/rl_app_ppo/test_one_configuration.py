@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -9,15 +10,18 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rl_app_ppo import preflight
 from rl_app_ppo.config import flat_settings, from_verl, load_config, options, resolve, to_yaml
 from rl_app_ppo.engines import require_installed
 from rl_app_ppo.explain import difference, explain, read_side
 from rl_app_ppo.main import main
 from rl_app_ppo.memory import check_memory, needed_bytes, parameters
+from rl_app_ppo.run import computing
 from rl_app_ppo.spellings import SPELLINGS
 from rl_app_ppo.unused import RULES
 from rl_app_ppo.verl import DEFAULTS, RENAMED, SPECIAL, import_verl
 from rl_app_ppo.wiring.roles import room_for_adapters
+from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
 from rl_trainer.engines import ENGINES, Engine, MegatronConfig
 
@@ -169,6 +173,23 @@ def test_vllm_makes_room_for_the_adapters_of_the_run():
     assert room_for_adapters(rooted).alpha / 16 == 8 / 4
 
 
+def test_vllms_processes_can_share_the_heads_of_the_model_and_get_a_cpu_each(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "require_vllm", lambda: None)
+
+    def config(size, *more):
+        return load_config(["rollout.name=vllm", f"rollout.tensor_model_parallel_size={size}", *more])
+
+    preflight.preflight(config(2), PluginPolicy())  # the demo's model has 4 heads
+    with pytest.raises(ConfigError, match=r"4 attention heads .* 3 processes .*rollout\.tensor_model_parallel_size"):
+        preflight.preflight(config(3), PluginPolicy())
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(heads))
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    with pytest.raises(ConfigError, match=r"6 attention heads and 3 for keys and values, which 2 processes"):
+        preflight.preflight(config(2, f"model.path={tmp_path}"), PluginPolicy())
+    assert [computing(role, config(2)) for role in ("rollout", "actor")] == [2, 1]
+
+
 # -- one LoRA block
 @pytest.mark.parametrize(
     ("overrides", "named"),
@@ -226,6 +247,7 @@ def test_an_override_of_another_engine_is_refused_and_not_lost(key):
         (["actor.use_kl_loss=false", "actor.kl_loss_coef=0.5"], r"actor\.kl_loss_coef=0\.5 has no effect"),
         (["algorithm.kl_ctrl.kl_coef=0.5"], r"algorithm\.use_kl_in_reward=true"),
         (["actor.tau_pos=2"], r"loss_mode=sapo"),
+        (["rollout.tensor_model_parallel_size=2"], r"without rollout\.name=vllm"),
         (["algorithm.filter_groups.metric=score"], r"filter_groups\.enable=true"),
         (["reward.overlong.penalty_factor=2"], r"reward\.overlong\.buffer_len greater than 0"),
         (["model.path=x", "model.cache_dir=y"], r"model\.path empty"),
@@ -400,6 +422,7 @@ actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.strat
 actor_rollout_ref.actor.fsdp_config.param_offload=True actor_rollout_ref.actor.fsdp_config.fsdp_size=-1
 actor_rollout_ref.actor.fsdp_config.dtype=bf16 actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4
 actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=16 actor_rollout_ref.rollout.temperature=1.0
+actor_rollout_ref.rollout.tensor_model_parallel_size=4
 actor_rollout_ref.rollout.top_k=-1 actor_rollout_ref.rollout.gpu_memory_utilization=0.8
 actor_rollout_ref.rollout.val_kwargs.n=32 actor_rollout_ref.rollout.val_kwargs.temperature=1.0
 reward.reward_manager.name=dapo +reward.reward_kwargs.overlong_buffer_cfg.enable=True
@@ -463,6 +486,7 @@ def test_a_whole_recipe_of_verl_means_here_what_it_meant_there(tmp_path):
             "rollout.n": 16,
             "rollout.response_length": 8192,
             "rollout.top_k": 0,
+            "rollout.tensor_model_parallel_size": 4,
             "rollout.val_kwargs.n": 32,
             "reward.overlong.buffer_len": 4096,
             "reward.overlong.penalty_factor": 0.5,

@@ -15,6 +15,7 @@ from rl_app_ppo.wiring.replicas import RESTARTS, Replica, ReplicaSync
 from rl_app_ppo.wiring.weights import RemoteSender, answer, make_engine, make_sync, require_admission
 from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineManager, PluginPolicy, ReceiverEndpoint
 from rl_protocol import WeightSyncError, WeightTensor, WorkerDiedError, WorkerError
+from rl_rollout_vllm import EngineDiedError
 
 NONE = PluginPolicy()
 
@@ -40,7 +41,7 @@ class Rollout:
 
 
 class Process:
-    """A worker whose process dies when it is told to: before it answers the next calls of one method."""
+    """A worker whose process dies when it is told to, before it answers the next calls of one method; or that of its engine."""
 
     bytes_moved = 0
 
@@ -48,6 +49,7 @@ class Process:
         self.name = name
         self.started = 0
         self.deaths: list[str] = []
+        self.engine_dies = False
         self._config = config
         self._dead = False
         self._end: ReceiverEndpoint | None = None
@@ -67,6 +69,8 @@ class Process:
         if self.deaths and method == self.deaths[0]:
             self.deaths.pop(0)
             self._dead = True
+        if self._dead and self.engine_dies:
+            raise EngineDiedError("The process of the vLLM engine is gone.")
         if self._dead:
             raise WorkerDiedError(f"Worker {self.name} died during {method}: it was killed. Its log: x")
         if method.startswith("weights."):
@@ -141,6 +145,20 @@ def test_one_that_dies_while_it_generates_is_replaced_and_generates_with_the_wei
         assert run.manager.metrics["weight_sync/rejoined"] == 1
 
     asyncio.run(steps())
+
+
+def test_one_whose_engine_dies_is_replaced_with_its_engine(run, caplog):
+    async def steps() -> None:
+        await run.update(1)
+        run.processes[0].engine_dies = True
+        run.processes[0].deaths = ["rollout"]
+        assert await run.generate() == ["row by 2 with 1", "row by 1 with 1"]
+        run.processes[0].deaths = ["rollout"] * (RESTARTS + 1)
+        with pytest.raises(EngineDiedError):
+            await run.generate()
+
+    asyncio.run(steps())
+    assert "Receiver rollout-0 is quarantined: The process of the vLLM engine is gone" in caplog.text
 
 
 @pytest.mark.parametrize("phase", ["receive", "activate"])

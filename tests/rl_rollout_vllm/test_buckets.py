@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from rl_protocol import ConfigError, WeightSyncError, WeightTensor
 from rl_rollout_vllm.buckets import Buckets, checked, split
-from rl_rollout_vllm.checkpoint import Checkpoint, read_checkpoint, read_tensors
+from rl_rollout_vllm.checkpoint import Checkpoint, read_checkpoint, read_tensors, require_shards
 from rl_rollout_vllm.config import VLLMConfig, environment
 from rl_rollout_vllm.worker import WeightUpdates
 
@@ -41,6 +42,19 @@ def test_generation_settings_come_before_the_models_and_several_stop_tokens_coun
         (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
     assert read_checkpoint(tmp_path).eos_ids == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "shared", "size", "fits"),
+    [(4, 4, 2, True), (4, 1, 2, True), (4, 2, 4, True), (4, 4, 3, False), (12, 4, 6, False), (12, 4, 12, True)],
+)
+def test_every_process_that_shares_a_layer_has_whole_heads(heads, shared, size, fits):
+    described = {"num_attention_heads": heads, "num_key_value_heads": shared}
+    if fits:
+        require_shards(described, size)
+    else:
+        with pytest.raises(ConfigError, match=rf"{heads} attention heads and {shared} .* {size} processes"):
+            require_shards(described, size)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 20, (5).to_bytes(8, "little") + b"hello"])
@@ -171,13 +185,18 @@ def test_a_worker_says_what_it_read_and_what_it_holds(buckets, memory_of_buckets
     assert memory_of_buckets() == 0
 
 
-def test_a_worker_loads_nothing_of_a_bucket_that_is_not_what_was_sent(buckets):
+def test_a_worker_tells_that_a_bucket_is_not_what_was_sent_and_holds_no_adapter_of_it(buckets, monkeypatch):
     worker, bucket = Worker(), buckets.fill([weight("a"), weight("b")])
     with Path(bucket.path).open("r+b") as file:
         file.write(b"\xff")
-    read, held = load(worker, bucket)
-    assert read != bucket.digest
-    assert (worker.loaded, held) == ({}, [])
+    held = []
+    monkeypatch.setattr(worker, "_rollout_hold_adapter", lambda *adapter: held.append(adapter))
+    read, _ = worker.rollout_load_adapter(bucket.path, bucket.entries, bucket.digest, 1, "{}")
+    assert load(worker, bucket)[0] == read != bucket.digest
+    assert held == []
+    whole = buckets.fill([weight("a")])
+    assert worker.rollout_load_adapter(whole.path, whole.entries, whole.digest, 1, "{}")[0] == whole.digest
+    assert len(held) == 1
 
 
 def test_what_a_worker_writes_into_a_bucket_is_its_own_and_is_found(buckets):
@@ -189,6 +208,7 @@ def test_what_a_worker_writes_into_a_bucket_is_its_own_and_is_found(buckets):
     buckets.answered(bucket, [])
     again = buckets.fill([weight("a")])
     assert load(worker, again)[0] != again.digest
+    worker.kept = None
     assert worker.rollout_buckets.held() == []
     assert load(worker, again)[0] == again.digest  # through a new mapping
 
@@ -208,9 +228,32 @@ def test_a_killed_process_leaves_no_memory_behind():
     assert not path.exists()
 
 
+RSS_AFTER = """
+import numpy, psutil
+before = psutil.Process().memory_info().rss
+numpy.ones(64 << 20, numpy.uint8)
+print((psutil.Process().memory_info().rss - before) >> 20)
+"""
+KEEPS = {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"}
+
+
+def test_memory_that_is_freed_stays_with_a_process_in_this_environment():
+    """An update prepacks all weights into fresh memory: half of its time would be page faults."""
+    cpu = environment(VLLMConfig(model_path="m"), "cpu")
+    ours = {name: value for name, value in os.environ.items() if name not in KEEPS}
+    left = [
+        subprocess.run([sys.executable, "-c", RSS_AFTER], env=ours | more, capture_output=True, check=True)
+        for more in ({}, {name: cpu[name] for name in KEEPS})
+    ]
+    usual, here = (int(done.stdout) for done in left)
+    assert usual < 8
+    assert here >= 60
+
+
 def test_the_environment_is_said_and_not_set():
     cpu = environment(VLLMConfig(model_path="m", threads=3), "cpu")
     assert cpu["OMP_NUM_THREADS"] == "3"
     assert cpu["TORCHDYNAMO_DISABLE"] == "1"
+    assert cpu.keys() >= KEEPS
     assert "TORCHDYNAMO_DISABLE" not in environment(VLLMConfig(model_path="m", enforce_eager=False), "cpu")
     assert "VLLM_CPU_OMP_THREADS_BIND" not in environment(VLLMConfig(model_path="m"), "cuda")

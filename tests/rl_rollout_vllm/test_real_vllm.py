@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -427,8 +428,10 @@ def test_the_engines_processes_do_not_outlive_one_that_was_killed(path, tmp_path
 # -- two processes that share each layer
 @pytest.fixture(scope="module")
 def sharded(path):
-    """An engine of two workers."""
+    """An engine of two workers, which leave nothing in /dev/shm: neither while they live nor when they are killed."""
+    before = {*Path("/dev/shm").glob("*-cpushm*")}
     with running(path, tensor_parallel_size=2) as engine:
+        assert {*Path("/dev/shm").glob("*-cpushm*")} == before
         yield engine
 
 

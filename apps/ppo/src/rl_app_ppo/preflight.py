@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_app_ppo.engines import require_installed
@@ -15,10 +16,12 @@ from rl_app_ppo.wiring.data import open_data
 from rl_app_ppo.wiring.weights import check_sync
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
-from rl_rollout_vllm import require_vllm
+from rl_rollout_vllm import require_shards, require_vllm
 from rl_trainer import StepGraph, build_graph
 from rl_trainer.hooks import named_hooks
 from rl_trainer.sessions import SESSIONS
+
+_ADVICE = "Give a folder written by save_pretrained, or leave model.path empty for the demo model."
 
 
 def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
@@ -36,13 +39,15 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
     require_installed(config.model_engine)
     check_rewards(config.reward)
     SESSIONS.get(config.rollout.session)
-    if config.rollout.name == "vllm":
-        require_vllm()
     check_sync(config.checkpoint_engine, plugins)
     check_installed(logger_names(config.trainer.logger))
     named_hooks(config.trainer.hooks)
-    path = given_model(config)
-    context = ModelSettings().context if path is None else _context(path)
+    path, demo = given_model(config), ModelSettings()
+    context = demo.context if path is None else _context(path)
+    if config.rollout.name == "vllm":
+        require_vllm()
+        model = {"num_attention_heads": demo.heads} if path is None else _described(path)
+        require_shards(model, config.rollout.tensor_model_parallel_size)
     longest = max(rows.longest for rows in open_data(config, path).values())
     if path is not None and config.ray.address == "local":
         check_memory(parameters(path), config, available_bytes())
@@ -67,15 +72,22 @@ def given_model(config: AppConfig) -> Path | None:
 
 def _context(path: Path) -> int:
     """Most tokens the model at `path` can see, after a look at whether it can be loaded at all."""
-    advice = "Give a folder written by save_pretrained, or leave model.path empty for the demo model."
-    try:
-        context: object = json.loads((path / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"model.path={str(path)!r} is no readable Hugging Face checkpoint folder: config.json: {error}. {advice}"
-        ) from error
+    context = _described(path).get("max_position_embeddings")
     if not isinstance(context, int):
-        raise ConfigError(f"model.path={str(path)!r}: config.json names no max_position_embeddings. {advice}")
+        raise ConfigError(f"model.path={str(path)!r}: config.json names no max_position_embeddings. {_ADVICE}")
     if not list(path.glob("*.safetensors")):
-        raise ConfigError(f"model.path={str(path)!r} holds no *.safetensors file. {advice}")
+        raise ConfigError(f"model.path={str(path)!r} holds no *.safetensors file. {_ADVICE}")
     return context
+
+
+def _described(path: Path) -> dict[str, Any]:
+    """The config.json of a checkpoint folder."""
+    try:
+        described: object = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        if isinstance(described, dict):
+            return cast("dict[str, Any]", described)
+        raise ValueError(f"it holds a {type(described).__name__}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path={str(path)!r} is no readable Hugging Face checkpoint folder: config.json: {error}. {_ADVICE}"
+        ) from error

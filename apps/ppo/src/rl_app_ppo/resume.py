@@ -37,6 +37,7 @@ FREE = (
     "transfer_queue.",
     "checkpoint_engine.",
     "rollout.num_workers",
+    "rollout.tensor_model_parallel_size",
     "rollout.max_batch_size",
     "rollout.val_kwargs.",
     "data.val_size",

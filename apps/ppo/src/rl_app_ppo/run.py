@@ -77,7 +77,7 @@ async def run(plan: RunPlan, screen: Screen) -> Recorder:
         plane_process = await stack.enter_async_context(_local_plane(config, files.logs))
         await stack.enter_async_context(ray_session(config.ray, config.trainer))
         roles = _roles(config)
-        await require_cpus(len(roles), config.ray.cpus_per_worker)
+        await require_cpus(sum(computing(role, config) for role in roles.values()), config.ray.cpus_per_worker)
         processes = _start_processes(roles, config, files.logs)
         stack.callback(_kill, processes)
         workers = _workers(processes, config)
@@ -186,7 +186,15 @@ def _has_reference(config: AppConfig) -> bool:
 
 def _start_processes(roles: Mapping[str, Role], config: AppConfig, logs: Path) -> dict[str, RayWorker]:
     threads, cpus = config.trainer.threads_per_worker, config.ray.cpus_per_worker
-    return {name: RayWorker(role, name, logs / f"{name}.log", threads, cpus) for name, role in roles.items()}
+    return {
+        name: RayWorker(role, name, logs / f"{name}.log", threads, cpus * computing(role, config))
+        for name, role in roles.items()
+    }
+
+
+def computing(role: Role, config: AppConfig) -> int:
+    """Processes that compute for a worker: itself, or those of its vLLM engine, which share every layer."""
+    return config.rollout.tensor_model_parallel_size if role == "rollout" else 1
 
 
 def _workers(processes: Mapping[str, RayWorker], config: AppConfig) -> Workers:

@@ -151,11 +151,13 @@ class GenerationConfig(RolloutConfig):
 
     name: str = option("hf", "what generates: hf (transformers), or vllm (its extra is installed apart)")
     kv_cache_mb: int = option(256, "memory of each vLLM replica for keys and values, MiB")
+    tensor_model_parallel_size: int = option(1, "processes of each vLLM replica that share every layer")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.name in ("hf", "vllm"), "rollout.name", "hf or vllm", self.name)
-        require(self.kv_cache_mb >= 1, "rollout.kv_cache_mb", "at least 1", self.kv_cache_mb)
+        for name in ("kv_cache_mb", "tensor_model_parallel_size"):
+            require(getattr(self, name) >= 1, f"rollout.{name}", "at least 1", getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)

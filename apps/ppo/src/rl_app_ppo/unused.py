@@ -106,7 +106,11 @@ RULES = (
         but=("checkpoint_engine.enabled",),
     ),
     Rule(("rollout.router",), lambda c: c.rollout.num_workers > 1, "rollout.num_workers greater than 1"),
-    Rule(("rollout.kv_cache_mb",), lambda c: c.rollout.name == "vllm", "rollout.name=vllm"),
+    Rule(
+        ("rollout.kv_cache_mb", "rollout.tensor_model_parallel_size"),
+        lambda c: c.rollout.name == "vllm",
+        "rollout.name=vllm",
+    ),
     Rule(("trainer.max_ckpt_to_keep",), lambda c: c.trainer.save_freq > 0, "trainer.save_freq greater than 0"),
     Rule(
         ("model.cache_dir",),

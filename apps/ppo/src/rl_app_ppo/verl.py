@@ -82,7 +82,17 @@ _ALGORITHM = [
     "rollout_correction.rollout_rs_threshold",
     "rollout_correction.bypass_mode",
 ]
-_ROLLOUT = ["name", "n", "temperature", "top_p", "dtype", "ignore_eos", "val_kwargs.n", "val_kwargs.temperature"]
+_ROLLOUT = [
+    "name",
+    "n",
+    "temperature",
+    "top_p",
+    "dtype",
+    "ignore_eos",
+    "tensor_model_parallel_size",
+    "val_kwargs.n",
+    "val_kwargs.temperature",
+]
 
 RENAMED: Mapping[str, str] = {
     **SPELLINGS,

@@ -1,6 +1,7 @@
 """vLLM as a rollout engine. Importing it loads neither vLLM nor torch: an engine does, when it starts."""
 
 from rl_rollout_vllm.availability import SUPPORTED, VLLMCapabilities, require_vllm
+from rl_rollout_vllm.checkpoint import require_shards
 from rl_rollout_vllm.config import RANKS, AdapterConfig, VLLMConfig
 from rl_rollout_vllm.engine import TokenRange, VLLMRolloutEngine, continued
 from rl_rollout_vllm.errors import EngineDiedError, TornWeightsError, VLLMUnavailableError
@@ -29,6 +30,7 @@ __all__ = [
     "VLLMUnavailableError",
     "continued",
     "request_seed",
+    "require_shards",
     "require_vllm",
     "required_logprobs_mode",
     "sampling_arguments",

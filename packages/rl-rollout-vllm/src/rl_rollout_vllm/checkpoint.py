@@ -82,6 +82,25 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     )
 
 
+def require_shards(model: Mapping[str, Any], size: int) -> None:
+    """That so many processes can share the layers of a model: each has whole attention heads, and whole or shared ones for keys and values.
+
+    Args:
+        model: its config.json.
+        size: number of processes.
+
+    Raises:
+        ConfigError: they can't.
+    """
+    heads = int(model.get("num_attention_heads") or size)
+    shared = int(model.get("num_key_value_heads") or heads)
+    if heads % size or (shared % size and size % shared):
+        raise ConfigError(
+            f"The model has {heads} attention heads and {shared} for keys and values, which {size} processes can't share evenly: change "
+            "VLLMConfig.tensor_parallel_size (rollout.tensor_model_parallel_size)."
+        )
+
+
 def read_tensors(file: Path) -> list[WeightTensor]:
     """All tensors of a safetensors file.
 

@@ -96,6 +96,9 @@ def environment(config: VLLMConfig, device: Device) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the engine's process: one process fewer
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else each engine takes the same first cores for itself
         "OMP_NUM_THREADS": str(config.threads),
+        # memory that is freed stays with the process: an update prepacks all weights anew, and page faults would be half of its time
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 60),
     }
     if config.enforce_eager:
         cpu["TORCHDYNAMO_DISABLE"] = "1"  # else the first log-probs are compiled all the same, and need a C++ compiler

@@ -16,7 +16,7 @@ from rl_protocol.ports import Generation, GenerationRequest, SamplingParams
 from rl_protocol.weights import WeightTensor
 from rl_rollout_vllm.adapters import Adapter, read_adapter, with_config
 from rl_rollout_vllm.buckets import Answer, Bucket, Buckets, checked, split
-from rl_rollout_vllm.checkpoint import Checkpoint, read_checkpoint
+from rl_rollout_vllm.checkpoint import Checkpoint, read_checkpoint, read_json, require_shards
 from rl_rollout_vllm.config import VLLMConfig
 from rl_rollout_vllm.errors import EngineDiedError, TornWeightsError
 from rl_rollout_vllm.front import Finish, Front, LoadedAdapter, Part, Piece, start_vllm
@@ -68,6 +68,7 @@ class VLLMRolloutEngine:
     ) -> None:
         self._config = config
         self._model = read_checkpoint(config.model_path)
+        require_shards(read_json(self._model.path / "config.json"), config.tensor_parallel_size)
         if config.max_model_len > self._model.context:
             raise ConfigError(
                 f"vLLM engine: max_model_len={config.max_model_len} is more than the context of {self._model.context} of {config.model_path}."
@@ -243,8 +244,7 @@ class VLLMRolloutEngine:
             if self._asleep:
                 raise RolloutError("The vLLM engine sleeps already; call wake.")
             self._gate.hold("sleep", "the engine sleeps, call wake")
-            await self._front.pause("abort")
-            await self._drain()
+            await self._quiet()
             self._asleep = ["weights", "kv_cache"]
             if level == 2:
                 self._gate.hold("weights", "sleep(2) has given the weights up, load them")
@@ -317,17 +317,17 @@ class VLLMRolloutEngine:
 
     def _take(self, adapter: Adapter, version: int) -> None:
         loaded = LoadedAdapter(f"policy-v{version}", next(self._numbers))
-        self._loop.run(self._update(lambda: self._load_adapter(adapter, loaded), version), self._config.call_timeout_s)
+        self._loop.run(
+            self._update(lambda: self._change_adapter(adapter, loaded), version), self._config.call_timeout_s
+        )
 
     async def _update(self, load: Callable[[], Awaitable[None]], version: int) -> None:
-        """Change the weights while nothing runs and nothing is admitted."""
+        """Change the weights while nothing is admitted; `load` awaits `_quiet` before it changes any."""
         async with self._changing:
             if "weights" in self._asleep:
                 raise RolloutError("The weights of the vLLM engine sleep: call wake('weights') before they are loaded.")
             self._gate.hold("update", f"version {version} of the weights is being loaded")
             with self._broken_unless_done(version):
-                await self._front.pause("abort")
-                await self._drain()
                 await load()
                 await self._front.reset_caches()
             self._version = version
@@ -354,8 +354,17 @@ class VLLMRolloutEngine:
             if not done:
                 self._gate.break_(broken)
 
+    async def _quiet(self) -> None:
+        """Abort what runs, and return when nothing does."""
+        await self._front.pause("abort")
+        await self._drain()
+
+    async def _begin_update(self) -> None:
+        await self._quiet()
+        await self._front.call("rollout_begin_update")
+
     async def _load_all(self, weights: Sequence[WeightTensor]) -> None:
-        working: Awaitable[object] = asyncio.ensure_future(self._front.call("rollout_begin_update"))
+        working: Awaitable[object] = asyncio.ensure_future(self._begin_update())
         for part in split(weights, self._config.bucket_bytes):
             try:
                 await asyncio.sleep(0)  # the workers hear of it, and work while the next bucket is filled
@@ -369,6 +378,10 @@ class VLLMRolloutEngine:
         if self._adapter is not None:
             await self._load_adapter(*self._adapter)
 
+    async def _change_adapter(self, adapter: Adapter, loaded: LoadedAdapter) -> None:
+        await self._quiet()
+        await self._load_adapter(adapter, loaded)
+
     async def _load_adapter(self, adapter: Adapter, loaded: LoadedAdapter) -> None:
         bucket = self._buckets.fill(adapter.weights)
         await self._send("rollout_load_adapter", bucket, loaded.number, json.dumps(adapter.config))
@@ -380,7 +393,7 @@ class VLLMRolloutEngine:
         for worker, (digest, inodes) in enumerate(cast("list[Answer]", answers)):
             if digest != bucket.digest:
                 raise RolloutError(
-                    f"Worker {worker} of the vLLM engine read other bytes than were sent; it loaded none of them."
+                    f"Worker {worker} of the vLLM engine read other bytes than were sent; none of them will be generated with."
                 )
             held.update(inodes)
         self._buckets.answered(bucket, held)

@@ -114,6 +114,7 @@ async def start_vllm(config: VLLMConfig, model: Checkpoint) -> Front:
         os.environ.setdefault(name, value)
     front = _start(config, model, capabilities)  # blocks its loop, which is nobody else's
     await front.call("rollout_end_with_parent", os.getpid())
+    await front.call("rollout_unlink_shared_memory")
     return front
 
 

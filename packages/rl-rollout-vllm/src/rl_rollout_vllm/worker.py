@@ -12,7 +12,9 @@ import signal
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +55,15 @@ class WeightUpdates:
             watch = threading.Thread(target=_end_engine, args=(os.pidfd_open(front), os.getppid()), daemon=True)
             watch.start()
 
+    def rollout_unlink_shared_memory(self) -> None:
+        """Take the names off the memory through which workers on CPU exchange what each has computed, which all have mapped by now.
+
+        vLLM leaves the files behind, in /dev/shm, however it ends.
+        """
+        if engine := os.environ.get("VLLM_DIST_IDENT"):  # set by vLLM's worker on CPU
+            for path in Path("/dev/shm").glob(f"{escape(engine)}-*-cpushm*"):
+                path.unlink(missing_ok=True)
+
     def rollout_release_kv_cache(self) -> int:
         """Give the memory of keys and values back to the system, on CPU; returns its bytes. It is there again, all zeros, when it is touched."""
         madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -85,12 +96,11 @@ class WeightUpdates:
         initialize_layerwise_reload(model)
 
     def rollout_load_bucket(self, path: str, entries: Iterable[Entry], digest: str) -> Answer:
-        """Load the tensors of a bucket, unless other bytes were read than were sent."""
-        tensors, read = self.rollout_buckets.read(path, entries, digest)
-        if tensors:
-            self.model_runner.get_model().load_weights(iter(tensors.items()))
+        """Load the tensors of a bucket while a thread digests them: when other bytes were read than were sent, the update must not finish."""
+        tensors, reading = self.rollout_buckets.read(path, entries)
+        self.model_runner.get_model().load_weights(iter(tensors.items()))
         del tensors
-        return read, self.rollout_buckets.held()
+        return self.rollout_buckets.verified(reading, digest), self.rollout_buckets.held()
 
     def rollout_forget_buckets(self) -> None:
         """Unmap the memory of buckets; what vLLM still holds of it stays until it lets go."""
@@ -114,8 +124,9 @@ class WeightUpdates:
 
         `peft` is its configuration, JSON.
         """
-        tensors, read = self.rollout_buckets.read(path, entries, digest)
-        if tensors:
+        tensors, reading = self.rollout_buckets.read(path, entries)
+        read = self.rollout_buckets.verified(reading, digest)
+        if read == digest:
             self._rollout_hold_adapter(tensors, number, peft)
         del tensors
         return read, self.rollout_buckets.held()
@@ -147,9 +158,10 @@ class MappedBuckets:
     def __init__(self) -> None:
         self._memories: dict[int, mmap.mmap] = {}
         self._views: dict[int, weakref.ref[memoryview]] = {}
+        self._reader = ThreadPoolExecutor(1, "rl-rollout-vllm-digest")
 
-    def read(self, path: str, entries: Iterable[Entry], sent: str) -> tuple[dict[str, torch.Tensor], str]:
-        """The tensors of a bucket, in its memory, and the DIGEST of their bytes; no tensors when another one was sent."""
+    def read(self, path: str, entries: Iterable[Entry]) -> tuple[dict[str, torch.Tensor], Future[str]]:
+        """The tensors of a bucket, in its memory, and the DIGEST of their bytes, which is still being computed."""
         inode = Path(path).stat().st_ino  # of memory that is mapped: nothing else has it
         if inode not in self._memories:
             self._memories[inode] = _map(path)
@@ -157,15 +169,18 @@ class MappedBuckets:
         self._views[inode] = weakref.ref(view)  # alive as long as a tensor of it is
         flat = torch.frombuffer(view, dtype=torch.uint8)
         tensors: dict[str, torch.Tensor] = {}
-        found = DIGEST()
+        spans: list[tuple[int, int]] = []
         for name, dtype, shape, offset, nbytes in entries:
             tensors[name] = flat[offset : offset + nbytes].view(getattr(torch, dtype)).reshape(tuple(shape))
-            found.update(view[offset : offset + nbytes])
-        digest = found.hexdigest()
+            spans.append((offset, offset + nbytes))
+        return tensors, self._reader.submit(_digest, self._memories[inode], spans)
+
+    def verified(self, reading: Future[str], sent: str) -> str:
+        """The DIGEST of what was read; when it is not the one that was sent, all memory is mapped anew from now on."""
+        digest = reading.result()
         if digest != sent:
             self.forget()  # what is wrong may be the mapping
-            return {}, digest
-        return tensors, digest
+        return digest
 
     def held(self) -> list[int]:
         """Inodes of the memory that somebody keeps tensors of."""
@@ -175,6 +190,14 @@ class MappedBuckets:
     def forget(self) -> None:
         """Map nothing any more; memory that somebody keeps tensors of goes with them."""
         self._memories.clear()
+
+
+def _digest(memory: mmap.mmap, spans: Iterable[tuple[int, int]]) -> str:
+    found = DIGEST()
+    with memoryview(memory) as view:  # not the one whose life says that a tensor lives
+        for begin, end in spans:
+            found.update(view[begin:end])
+    return found.hexdigest()
 
 
 def _map(path: str) -> mmap.mmap:

@@ -1,4 +1,4 @@
-"""Rollout workers that are replaced when they are lost: their process died, or a synchronisation left them behind."""
+"""Rollout workers that are replaced when they are lost: their process or that of their engine died, or a synchronisation left them behind."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rl_app_ppo.wiring.weights import RemoteReceiver
 from rl_ckpt_engine import CheckpointEngineManager
 from rl_protocol import WeightSyncError, WorkerDiedError
 from rl_protocol.ports import WeightSyncReport
+from rl_rollout_vllm import EngineDiedError
 from rl_trainer import WorkerHandle
 
 _log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class Replica:
 
     @property
     def lost(self) -> bool:
-        """Whether the process died, or is kept out by the manager."""
+        """Whether a process died, or the manager keeps the replica out."""
         return self._died or (self._manager is not None and self.name in self._manager.quarantined)
 
     async def call(self, method: str, payload: bytes, *, timeout_s: float) -> bytes:
@@ -67,13 +68,14 @@ class Replica:
 
         Raises:
             WorkerError: the worker failed or was late, or died once more after RESTARTS new processes in a row.
+            EngineDiedError: likewise, of the engine below it.
             WeightSyncError: the last of these could not be brought to the version of the others.
         """
         while True:
             try:
                 await self.replace_lost()
                 answer = await self._worker.call(method, payload, timeout_s=timeout_s)
-            except (WorkerDiedError, WeightSyncError) as error:
+            except (WorkerDiedError, EngineDiedError, WeightSyncError) as error:
                 if self._restarts == RESTARTS:
                     raise
                 self._lose(error)
@@ -97,7 +99,7 @@ class Replica:
             await self._manager.add_receiver(RemoteReceiver(self._worker))
         self._died = False
 
-    def _lose(self, error: WorkerDiedError | WeightSyncError) -> None:
+    def _lose(self, error: WorkerDiedError | EngineDiedError | WeightSyncError) -> None:
         self._died = True
         if self._manager is not None:
             self._manager.quarantine(self.name, error.message.rstrip("."))

@@ -101,6 +101,7 @@ def _generator(config: AppConfig, path: Path) -> RolloutEngine:
             kv_cache_bytes=rollout.kv_cache_mb << 20,
             logprobs_mode=required_logprobs_mode(sampling) or "processed_logprobs",
             threads=config.trainer.threads_per_worker,
+            tensor_parallel_size=rollout.tensor_model_parallel_size,
             adapter=room_for_adapters(config.lora) if config.sends_adapters else None,
             start_timeout_s=config.ray.start_timeout_s,
             call_timeout_s=config.trainer.stage_timeout_s,
