@@ -29,7 +29,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Each of these markers belongs to an environment of its own: a test with two would run where one of them can't."""
     for item in items:
-        if len(asked := [name for name in ("slow", "gpu", "vllm") if item.get_closest_marker(name)]) > 1:
+        if len(asked := [name for name in ("slow", "gpu", "vllm", "bridge") if item.get_closest_marker(name)]) > 1:
             raise pytest.UsageError(
                 f"{item.nodeid} is marked {' and '.join(asked)}: leave the one that says where it can run."
             )

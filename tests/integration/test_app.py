@@ -150,6 +150,28 @@ def test_ppo_over_two_ranks_per_model(app):
 
 
 @pytest.mark.slow
+def test_megatron_trains_all_weights_as_torch_does(app, base_model):
+    """Policy and reference are two processes each, which share every layer; whole weights go to rollout, and to the checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    done = app("model_engine=megatron", "megatron.tensor_model_parallel_size=2", "actor.use_kl_loss=true")
+    assert done.code == 0, done.err
+    assert {"actor-1.log", "ref-1.log"} <= {path.name for path in (done.folder / "logs").iterdir()}
+    alone = app("actor.use_kl_loss=true", "trainer.run_name=alone")
+    assert alone.code == 0, alone.err
+    torchs = map(yaml.safe_load, (done.folder.parent / "alone" / "metrics.jsonl").read_text().splitlines())
+    for ours, theirs in list(zip(done.metrics, torchs, strict=True))[1:]:
+        assert ours["weight_sync/version"] == ours["step"]
+        assert ours["training/rollout_log_probs_diff_max"] < 1e-4
+        for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm", "actor/ref_kl"):
+            assert ours[name] == pytest.approx(theirs[name], abs=1e-4), name
+    model, base = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (done.folder / "checkpoint", base_model)
+    )
+    assert not [name for name in base if base[name].equal(model[name])]
+
+
+@pytest.mark.slow
 def test_dynamic_filtering_refills_and_is_bounded(app):
     done = app(
         "algorithm.filter_groups.enable=true",

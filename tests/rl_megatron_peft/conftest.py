@@ -14,24 +14,36 @@ PROGRAM = Path(__file__).with_name("megatron_program.py")
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Folder with a model per family over 15 tokens (which two ranks can't share), each weight away from what it starts as."""
+    """Folder with a model per family over 15 tokens, which two ranks can't share, and `even`, a Qwen3 over 16."""
+    root = write_models(tmp_path_factory.mktemp("models"), vocab=15)
+    return write_models(root, vocab=16, even="qwen3")
+
+
+@pytest.fixture(scope="session")
+def even_models(tmp_path_factory):
+    """Folder with a model per family over 16 tokens, which two ranks can share."""
+    return write_models(tmp_path_factory.mktemp("even_models"), vocab=16)
+
+
+def write_models(root, vocab, **only):
+    """A model per family over that many tokens, each weight away from what it starts as; or of those families alone, by folder."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("models")
     classes = {
         "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
         "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 12, "tie_word_embeddings": False}),
     }
-    for seed, (name, (config, model, more)) in enumerate(classes.items()):
+    for seed, (name, family) in enumerate((only or dict(zip(classes, classes, strict=True))).items()):
+        config, model, more = classes[family]
         torch.manual_seed(seed)
         made = model(
             config(
-                vocab_size=15,
+                vocab_size=vocab,
                 hidden_size=32,
                 intermediate_size=48,
                 num_hidden_layers=2,

@@ -19,10 +19,10 @@ WORLDS = {
 CASES = {"some": (("llama", "fused"), ("qwen2", "canonical"), ("qwen3", "fused"))}
 CASES["rest"] = (("llama", "canonical"), ("qwen2", "fused"), ("qwen3", "canonical"))
 CASES["all"] = CASES["some"] + CASES["rest"]
-CURVES = {"some": (("qwen2", "fused", True), ("qwen3", "canonical", False)), "rest": (("qwen3", "canonical", True),)}
-CURVES["all"] = CURVES[
-    "rest"
-]  # family, kind, whether it is resumed half way: Megatron's writer takes longer than all else
+CURVES = {"some": (("qwen2", "fused", True, 0.0), ("qwen3", "canonical", False, 0.3))}
+CURVES["rest"] = (("qwen3", "canonical", True, 0.0), ("even", "whole", True, 0.0))
+CURVES["all"] = CURVES["rest"]
+# family, kind, whether it is resumed half way (Megatron's writer takes longer than all else), dropout
 BEFORE = {"one": "one", "tp2": "one", "pp2": "tp2", "dp2": "pp2", "tp2pp2": "dp2"}
 SIZES = {"one": 1, "two": 2, "four": 4}
 TARGETS = {"fused": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")}
@@ -60,13 +60,13 @@ def loss(log_prob, entropy, micro, counts):
     return share, {"entropy": (float((entropy.detach() * mask).sum()), float(mask.sum()))}
 
 
-def policy_of(path, ranks, kind, **more):
+def policy_of(path, ranks, kind, dropout=0.0, **more):
     from rl_megatron_peft import LoraConfig
     from rl_megatron_peft.backend.optimise import AdamConfig
     from rl_megatron_peft.backend.policy import MegatronPolicyBackend
 
-    lora = LoraConfig(rank=3, alpha=6, target_modules=TARGETS[kind])
-    adam = AdamConfig(lr=3e-2, weight_decay=0.01, grad_clip=0.5)
+    lora = None if kind == "whole" else LoraConfig(rank=3, alpha=6, target_modules=TARGETS[kind], dropout=dropout)
+    adam = AdamConfig(lr=3e-2 if lora else 1e-3, weight_decay=0.01, grad_clip=0.5)
     settings = {"lora": lora, "loss": loss, "adam": adam, "fused": kind == "fused", "micro_batch_rows": 3, "seed": 5}
     return MegatronPolicyBackend(path, ranks=ranks, **{**settings, **more})
 
@@ -75,9 +75,8 @@ def same_state(one, other):
     """Bit for bit: factors, moments and counters."""
     import torch
 
-    pairs = zip(one.optimiser.factors, other.optimiser.factors, strict=True)
-    states = [(one.optimiser.state(a), other.optimiser.state(b)) for a, b in pairs]
-    same = all(a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) for a, b in states)
+    pairs = zip(one.optimiser.state(), other.optimiser.state(), strict=True)
+    same = all(a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) for (_, a), (_, b) in pairs)
     return same and (one.optimiser.steps, one.updates) == (other.optimiser.steps, other.updates)
 
 
@@ -151,8 +150,8 @@ def curve(models, out, ranks, keep, curves):
 
     from rl_megatron_peft.backend.resume import load_checkpoint, save_checkpoint
 
-    for family, kind, resumed in curves:
-        policy = policy_of(models / family, ranks, kind)
+    for family, kind, resumed, dropout in curves:
+        policy = policy_of(models / family, ranks, kind, dropout)
         begin = steps_of(policy, 0, 5)
         if resumed:
             save_checkpoint(policy, out / f"{family}-5")

@@ -253,7 +253,7 @@ def test_a_bad_manifest_is_an_error(tmp_path: Path, text: str):
 
 def test_nothing_is_overwritten_and_nothing_is_left_behind(tmp_path: Path):
     write_adapter(tmp_path / "x", make())
-    with pytest.raises(OutputError, match="exists; an adapter is written to a new folder"):
+    with pytest.raises(OutputError, match="exists; only new folders are written"):
         write_adapter(tmp_path / "x", make())
     bad = dataclasses.replace(make(), pairs={})
     with pytest.raises(AdapterError, match="holds no adapter at all"):

@@ -70,13 +70,27 @@ def test_merged_weights_are_the_policy_and_unmerged_ones_are_as_before(case, mod
     assert np.abs(logits(model.eval(), program.batch_of(5, 99)) - found["trained"]).max() < TOLERANCE
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_ten_steps_are_the_same_however_ranks_share_the_work(runs, layout, family):
-    one, many = (np.load(runs / name / f"curve-{family}.npz") for name in ("one", layout))
+def check_same_curve(folder, layout, family):
+    one, many = (np.load(folder / name / f"curve-{family}.npz") for name in ("one", layout))
     assert np.ptp(one["actor/loss"]) > 0.1
     for name in one.files:
         assert np.abs(many[name] - one[name]).max() < TOLERANCE, name
+
+
+@pytest.mark.parametrize(("layout", "family"), [("tp2", "qwen2"), ("pp2", "qwen2"), ("dp2", "qwen2")])
+def test_ten_steps_are_the_same_however_ranks_share_the_work(runs, layout, family):
+    check_same_curve(runs, layout, family)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_what_dropout_drops_does_not_depend_on_how_a_model_is_cut(runs, layout):
+    check_same_curve(runs, layout, "qwen3")
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "tp2pp2"])
+def test_training_all_weights_is_the_same_however_ranks_share_the_work(more_runs, layout):
+    """Also the norms of queries and keys, of which each tensor-parallel rank sees its own heads alone."""
+    check_same_curve(more_runs, layout, "even")
 
 
 def check_resumed(folder, family):
@@ -94,5 +108,6 @@ def test_five_steps_and_five_of_a_resumed_run_equal_ten(runs, layout):
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2", "tp2pp2"])
-def test_canonical_adapters_resume_as_well(more_runs, layout):
-    check_resumed(more_runs / layout, "qwen3")
+@pytest.mark.parametrize("family", ["qwen3", "even"])
+def test_canonical_adapters_and_whole_models_resume_as_well(more_runs, layout, family):
+    check_resumed(more_runs / layout, family)

@@ -70,6 +70,14 @@ class TestMegatronPolicy(PolicyBackendSuite):
         yield policy
 
 
+class TestWholePolicy(TestMegatronPolicy):
+    """Without LoRA: all weights are trained."""
+
+    @pytest.fixture(autouse=True)
+    def _made_here(self, ranks, models, program):
+        self.make = lambda: program.policy_of(models / "qwen2", ranks, "whole")
+
+
 def state(policy):
     return {f.key: f.parameter.detach().numpy().tobytes() for lora in policy.adapters for f in lora.factors()}
 
@@ -148,7 +156,6 @@ def test_fused_adapters_do_not_take_an_a_of_each_part_own(policy, ranks, models,
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"dropout": 0.1}, "dropout must be 0 in the Megatron backend"),
         (
             {"target_modules": ("q_proj", "v_proj")},
             r"layers.0.self_attn.k_proj is no target. Target it, or set fused=False",
@@ -334,6 +341,187 @@ def test_the_adapter_travels_under_the_names_of_its_files(policy, program, tmp_p
     assert any(not np.array_equal(written[name], earlier[name]) for name in written)
 
 
+def test_a_mapping_that_is_not_installed_is_refused_and_ours_takes_its_place(
+    policy, ranks, models, program, monkeypatch
+):
+    import importlib.util
+
+    from rl_megatron_peft.backend import bridge
+    from rl_megatron_peft.backend.mapping import OwnMapping, best_mapping
+
+    assert isinstance(best_mapping(models / "llama", policy.shape, ranks), OwnMapping)
+    with pytest.raises(
+        ConfigError, match=r"not installed; install 'rl-megatron-peft\[bridge\]'; or leave the mapping to"
+    ):
+        program.policy_of(models / "llama", ranks, "fused", mapping=bridge.BridgeMapping)
+    spec = importlib.util.spec_from_loader("megatron.bridge", None)
+    monkeypatch.setattr(bridge, "find_spec", {"megatron.bridge": spec, "transformer_engine": None}.get)
+    for version, message in (("0.3.9", "without Transformer Engine"), ("0.4.2", "0.4.2 is installed, known are 0.3")):
+        monkeypatch.setattr(bridge.metadata, "version", {"megatron-bridge": version}.get)
+        assert message in bridge.bridge_problem(policy.shape, Layout())
+
+
+@pytest.fixture
+def whole(ranks, models, program):
+    return program.policy_of(models / "even", ranks, "whole")
+
+
+def test_all_weights_are_trained_sent_and_written_as_a_model(whole, models, program, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    before = {weight.name: weight.data.tobytes() for weight in whole.named_weights()}
+    whole.update(program.batch_of(6, 0), temperature=1.0)
+    sent = {weight.name: weight.data.tobytes() for weight in whole.named_weights()}
+    assert sent.keys() == before.keys()
+    assert not [name for name in sent if sent[name] == before[name]]
+    whole.save_pretrained(tmp_path / "trained")
+    write = whole.export()
+    batch = program.batch_of(3, 1)
+    want = whole.compute_log_probs(batch, temperature=1.0).ragged("log_probs").rows()
+    whole.update(program.batch_of(6, 1), temperature=1.0)
+    (tmp_path / "copy").mkdir()
+    write(tmp_path / "copy")  # as it was when it was copied
+    for folder in ("trained", "copy"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / folder).eval()
+        assert {name: t.numpy().tobytes() for name, t in model.state_dict().items()} == sent
+    for prompt, response, log_probs in zip(
+        batch.ragged("prompts").rows(), batch.ragged("responses").rows(), want, strict=True
+    ):
+        with torch.no_grad():
+            logits = model(torch.tensor([*prompt, *response])[None]).logits[0, len(prompt) - 1 : -1]
+        found = torch.log_softmax(logits, -1)[range(len(response)), list(response)]
+        np.testing.assert_allclose(found.numpy(), log_probs, atol=1e-5)
+    with pytest.raises(OutputError, match="exists; only new folders are written"):
+        whole.save_pretrained(tmp_path / "trained")
+
+
+def test_a_whole_policy_goes_on_from_its_snapshot_and_from_no_adapter(whole, policy, ranks, models, program, tmp_path):
+    whole.update(program.batch_of(4, 0), temperature=1.0)
+    whole.snapshot()(tmp_path)
+    again = program.policy_of(models / "even", ranks, "whole")
+    again.restore(tmp_path)
+    assert program.same_state(whole, again)
+    pairs = zip(whole.named_weights(), again.named_weights(), strict=True)
+    assert all(a.data.tobytes() == b.data.tobytes() for a, b in pairs)
+    with pytest.raises(AdapterError, match="base_model"):
+        policy.restore(tmp_path)
+    adapted = program.policy_of(models / "even", ranks, "fused")
+    with pytest.raises(AdapterError, match="rank is not the policy's 3"):
+        adapted.restore(tmp_path)
+    adapted.snapshot()(tmp_path)
+    with pytest.raises(AdapterError, match="trained is not the policy's 'all weights'"):
+        whole.restore(tmp_path)
+
+
+def test_a_whole_policy_has_no_adapter_and_no_past(whole, program, tmp_path):
+    for ask in (
+        whole.adapter,
+        lambda: list(whole.adapter_weights()),
+        lambda: whole.load_adapter(tmp_path),
+        lambda: whole.compute_reference_log_probs(program.batch_of(2, 0), temperature=1.0),
+    ):
+        with pytest.raises(ConfigError, match="it has no adapter, and does not know what it was before"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "message"),
+    [
+        ("qwen2", {"pipeline": 2}, "output layer is its embedding needs them in one stage; got pipeline=2"),
+        ("llama", {"tensor": 2}, "a vocabulary that its ranks divide; got 15 for tensor=2"),
+    ],
+)
+def test_layouts_in_which_not_all_weights_can_be_trained_are_refused(policy, ranks, models, family, layout, message):
+    import dataclasses
+
+    from rl_megatron_peft.backend.trained import trained_weights
+
+    cut = dataclasses.replace(ranks, layout=Layout(**layout))
+    with pytest.raises(ConfigError, match=message):
+        list(trained_weights(policy.model, ModelShape.read(models / family), cut))
+
+
+def test_dropout_keeps_the_mean_and_half_of_the_inputs(ranks, models, program):
+    import torch
+
+    from rl_megatron_peft.backend.lora import Draw, attach
+    from rl_megatron_peft.backend.model import build_model
+
+    shape, draw = ModelShape.read(models / "llama"), Draw()
+    config = LoraConfig(rank=1, alpha=1, dropout=0.5, target_modules=("down_proj",))
+    lora = attach(build_model(shape, ranks), config, shape, ranks, draw=draw)[0]
+    with torch.no_grad():
+        lora.a["down_proj"].fill_(1)
+        lora.b["down_proj"].fill_(1)
+
+    def total():
+        with torch.no_grad():
+            return float(lora(torch.ones(1, 1, shape.ffn))[0, 0, 0])
+
+    assert total() == shape.ffn == 48
+    sums = []
+    for step in range(400):
+        draw.pass_name = f"{step}/0/0"
+        sums.append(total())
+        assert sums[-1] == total()
+    assert {value % 2 for value in sums} == {0.0}  # each input is dropped or doubled
+    assert len(set(sums)) > 10
+    assert abs(np.mean(sums) - 48) < 1.5  # its deviation is sqrt(48 / 400), 0.35
+
+
+def test_dropout_is_of_training_alone_and_the_same_again(ranks, models, program):
+    def make(dropout, seed=5):
+        return program.policy_of(models / "llama", ranks, "fused", dropout, seed=seed)
+
+    trained = make(0.5)
+    for step in range(2):
+        trained.update(program.batch_of(6, step), temperature=1.0)
+    again, other = make(0.5), make(0.0)
+    for step in range(2):
+        again.update(program.batch_of(6, step), temperature=1.0)
+        other.update(program.batch_of(6, step), temperature=1.0)
+    assert state(again) == state(trained) != state(other)
+    for one, two in zip(other.adapters, trained.adapters, strict=True):
+        one.load_state_dict(two.state_dict())
+    batch = program.batch_of(4, 9)
+    found = [p.compute_log_probs(batch, temperature=1.0).ragged("log_probs").values for p in (trained, other)]
+    assert np.array_equal(*found)
+
+
+def test_bfloat16_computes_as_transformers_does_and_trains_in_float32(ranks, models, program):
+    """Both are rounded, in other orders: ours may be twice as far from float32 as transformers is."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    batch = program.batch_of(16, 3)
+
+    def reference(dtype):
+        model = AutoModelForCausalLM.from_pretrained(models / "even", dtype=dtype).eval()
+        found = []
+        for prompt, response in zip(batch.ragged("prompts").rows(), batch.ragged("responses").rows(), strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([*prompt, *response])[None]).logits[0, len(prompt) - 1 : -1].float()
+            found.append(torch.log_softmax(logits, -1)[range(len(response)), list(response)].numpy())
+        return np.concatenate(found)
+
+    exact, rounded = reference(torch.float32), reference(torch.bfloat16)
+    for kind in ("fused", "whole"):
+        half = program.policy_of(models / "even", ranks, kind, dtype=torch.bfloat16)
+        found = half.compute_log_probs(batch, temperature=1.0).ragged("log_probs").values
+        assert 0 < np.abs(found - exact).mean() < 2 * np.abs(rounded - exact).mean()
+        full = program.policy_of(models / "even", ranks, kind)
+        curves = [[p.update(batch, temperature=1.0)["actor/loss"] for _ in range(5)] for p in (half, full)]
+        np.testing.assert_allclose(*curves, atol=0.1)  # of a loss that falls by 0.7
+        for one, state in half.optimiser.state():
+            assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+            if kind == "whole":
+                held = one.joined([state[key] for key in one.keys])
+                assert one.parameter.dtype == torch.bfloat16
+                assert torch.equal(one.parameter, held.bfloat16())
+                assert not torch.equal(held, held.bfloat16().float())  # what the model can't hold is kept
+
+
 def test_an_exported_adapter_is_no_checkpoint(policy, tmp_path):
     from rl_megatron_peft.backend.resume import load_checkpoint
 
@@ -361,4 +549,4 @@ def test_torch_is_as_it_was_after_computing_on_the_cpu():
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(2, device="cuda")
     found = capabilities()
-    assert (found.device, found.distributed_optimizer, found.dropout) == ("cpu", False, False)
+    assert (found.device, found.distributed_optimizer, found.sequence_parallel) == ("cpu", False, False)

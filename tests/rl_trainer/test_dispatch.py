@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rl_protocol import BatchData, BatchError, KVBatchMeta, WorkerError, ragged
 from rl_protocol.testing.bigram import BigramPolicy
 from rl_protocol.testing.fakes import MemoryDataPlane
-from rl_trainer import ActorConfig, ActorWorker, AlgorithmConfig, CriticConfig, Workers, build_graph
+from rl_trainer import ActorConfig, ActorWorker, AlgorithmConfig, CriticConfig, ReferenceWorker, Workers, build_graph
 from rl_trainer.algorithms.batching import Schedule, schedule_rows, share_out
 from rl_trainer.dispatch import StepRows, forward, update
 from rl_trainer.messages import StageCall, StageResult
@@ -99,6 +99,10 @@ def test_ranks_of_one_replica_get_the_same_rows_and_one_of_them_writes():
     ranks = [Recording(f"r{i}") for i in range(4)]
     workers = Workers(rollout=[], reward=ranks[0], actor=ranks, replicas=shares, critic=ranks[:2])
     assert (workers.shares(ranks), list(workers.shares(ranks[1:3]))) == (shares, [0, 1])
+    references = [Recording(f"ref{i}") for i in range(4)]
+    assert (
+        Workers(rollout=[], reward=ranks[0], actor=ranks, replicas=shares, ref=references).shares(references) == shares
+    )
     asyncio.run(forward(ranks, "old_log_prob", 1, rows, 5, shares))
     first, again, second, third = (rank.calls[0] for rank in ranks)
     assert (first.batch, second.batch) == (again.batch, third.batch)
@@ -125,6 +129,12 @@ def test_what_is_not_to_be_written_is_computed_all_the_same():
         assert not (await plane.list_rows("train", fields=["old_log_probs"])).keys
         await worker.old_log_prob(StageCall(step=1, batch=batch))
         assert (await plane.list_rows("train", fields=["old_log_probs"])).keys == ("p/0/0",)
+        graph = build_graph(AlgorithmConfig(), ActorConfig(use_kl_loss=True))
+        reference = ReferenceWorker(plane, graph, policy, 1.0)
+        await reference.ref(StageCall(step=1, batch=batch, writes=False))
+        assert not (await plane.list_rows("train", fields=["ref_log_prob"])).keys
+        await reference.ref(StageCall(step=1, batch=batch))
+        assert (await plane.list_rows("train", fields=["ref_log_prob"])).keys == ("p/0/0",)
 
     asyncio.run(body())
 

@@ -19,13 +19,9 @@ def check_engine(config: AppConfig) -> None:
     if config.rollout.name == "vllm" and config.sends_adapters:
         _check_vllm(config.lora)
     engine = get_engine(config.model_engine)
-    if not engine.adapters_only:
+    if not engine.policies_only:
         return
     estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
-    if not config.lora.rank:
-        raise ConfigError(
-            f"model_engine={engine.name} trains LoRA adapters alone; got lora.rank=0. Set lora.rank=8, for instance, or model_engine=fsdp."
-        )
     if needs_critic(config.algorithm):
         raise ConfigError(
             f"model_engine={engine.name} has no critic, which {estimator} needs. Set algorithm=grpo, or model_engine=fsdp."

@@ -288,10 +288,9 @@ def _strategy(value: Value, verl: Mapping[str, Value]) -> Mapped | str:
     engines = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
     if value not in engines:
         return f"there is no {value} here.{nearest(str(value), engines)}"
-    adapters = any(verl.get(key) for key, ours in SPELLINGS.items() if ours == "lora.rank")
     critic = verl.get("algorithm.adv_estimator", DEFAULTS["algorithm.adv_estimator"]) == "gae"
-    if value == "megatron" and (critic or not adapters):
-        return "megatron trains LoRA adapters alone here, and no critic"
+    if value == "megatron" and critic:
+        return "megatron trains policies alone here, and no critic"
     return {"model_engine": engines[value]}
 
 

@@ -14,7 +14,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,8 @@ import safetensors
 from rl_megatron_peft.config import LoraConfig
 from rl_megatron_peft.errors import AdapterError
 from rl_megatron_peft.naming import HFModule
-from rl_protocol.durable import fsync
-from rl_protocol.errors import ConfigError, OutputError, SchemaError
+from rl_megatron_peft.writing import new_folder
+from rl_protocol.errors import ConfigError, SchemaError
 from rl_protocol.weights import WeightTensor
 
 CONFIG_FILE = "adapter_config.json"
@@ -134,22 +133,7 @@ def write_adapter(path: Path, adapter: Adapter) -> None:
         OutputError: `path` exists or can't be written.
     """
     verify_adapter(adapter, "the adapter to be written")
-    if path.exists():
-        raise OutputError(
-            f"{path} exists; an adapter is written to a new folder. Remove it or choose another.", path=str(path)
-        )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=f".{path.name}.", dir=path.parent, ignore_cleanup_errors=True
-        ) as scratch:
-            folder = Path(scratch) / path.name
-            folder.mkdir()
-            write_files(folder, adapter)
-            folder.rename(path)
-        fsync(path.parent)
-    except OSError as error:
-        raise OutputError(f"The adapter can't be written to {path}: {error}.", path=str(path)) from error
+    new_folder(path, lambda folder: write_files(folder, adapter))
 
 
 def write_files(folder: Path, adapter: Adapter) -> list[Path]:

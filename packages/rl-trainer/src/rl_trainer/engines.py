@@ -40,7 +40,7 @@ class FsdpConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronConfig:
-    """Megatron-Core: a model cut by layers and stages, and adapters on it (with model_engine=megatron)."""
+    """Megatron-Core: a model cut by layers and stages (with model_engine=megatron)."""
 
     tensor_model_parallel_size: int = option(1, "ranks that share each layer")
     pipeline_model_parallel_size: int = option(1, "stages that share the layers")
@@ -85,7 +85,7 @@ class Engine:
         group: the group of settings that it alone reads; empty: it has none.
         defaults: dotted key -> its default with this engine, where that is not the schema's. Only keys that say how to compute: what is
             learnt is the same with every engine.
-        adapters_only: it trains LoRA adapters of a policy; no model whole, so no critic either.
+        policies_only: it trains policies; there is no critic.
 
     Raises:
         ConfigError: a default for a key that no engine may change.
@@ -94,7 +94,7 @@ class Engine:
     name: str
     group: str = ""
     defaults: Mapping[str, object] = field(default_factory=dict[str, object])
-    adapters_only: bool = False
+    policies_only: bool = False
 
     def __post_init__(self) -> None:
         free = [f"{role}.{name}" for role in ("actor", "critic") for name in HOW]
@@ -115,7 +115,7 @@ ENGINES: Mapping[str, Engine] = {
             group="fsdp",
             defaults={"actor.use_remove_padding": True, "critic.use_remove_padding": True},
         ),
-        Engine(name="megatron", group="megatron", adapters_only=True),
+        Engine(name="megatron", group="megatron", policies_only=True),
     )
 }
 """By name: torch is one process on the CPU, fsdp is FSDP2, megatron is Megatron-Core."""

@@ -153,7 +153,8 @@ class ReferenceWorker(Worker):
         stage = self._graph["ref"]
         data = await read(self._plane, call.batch, stage)
         out = self._backend.compute_log_probs(data, temperature=self._temperature)
-        await store(self._plane, call.batch, stage, data, BatchData({"ref_log_prob": out["log_probs"]}))
+        if call.writes:
+            await store(self._plane, call.batch, stage, data, BatchData({"ref_log_prob": out["log_probs"]}))
         return StageResult()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+import rl_trainer
 from rl_app_ppo.schema import AppConfig
 from rl_megatron_peft import Layout, LoraConfig
 from rl_megatron_peft.backend.optimise import AdamConfig
@@ -40,6 +41,16 @@ class TrainerLoss:
         return share, means.parts()
 
 
+def _adapters(lora: rl_trainer.LoraConfig) -> LoraConfig:
+    return LoraConfig(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        target_modules=lora.targets(),
+        exclude=lora.excluded(),
+        dropout=lora.dropout,
+    )
+
+
 def megatron_policy(config: AppConfig, path: Path, *, rank: int, store: Path) -> MegatronPolicyBackend:
     """This rank's part of the policy, after it has met the others through the file `store`.
 
@@ -47,7 +58,7 @@ def megatron_policy(config: AppConfig, path: Path, *, rank: int, store: Path) ->
         ConfigError: a model or layout that Megatron-Core can't hold here; names the setting.
     """
     join_world(rank, config.ranks, store=store, device=resolve_device("auto"), timeout_s=config.trainer.stage_timeout_s)
-    megatron, actor, lora = config.megatron, config.actor, config.lora
+    megatron, actor = config.megatron, config.actor
     layout = Layout(tensor=megatron.tensor_model_parallel_size, pipeline=megatron.pipeline_model_parallel_size)
     schedule, optim = actor.schedule(config.rollout.n, config.trainer.seed), actor.optim
 
@@ -65,13 +76,7 @@ def megatron_policy(config: AppConfig, path: Path, *, rank: int, store: Path) ->
 
     return MegatronPolicyBackend(
         path,
-        lora=LoraConfig(
-            rank=lora.rank,
-            alpha=lora.alpha,
-            target_modules=lora.targets(),
-            exclude=lora.excluded(),
-            dropout=lora.dropout,
-        ),
+        lora=_adapters(config.lora) if config.lora.rank else None,
         loss=TrainerLoss(PolicyObjective(actor, config.algorithm.rollout_correction)),
         ranks=open_ranks(layout),
         fused=False,  # an A per module, as the other engines have it

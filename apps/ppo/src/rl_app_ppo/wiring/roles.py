@@ -125,6 +125,8 @@ def _trained(role: Role, config: AppConfig, call: BuildCall, plane: DataPlane, g
         from rl_app_ppo.wiring.megatron import megatron_policy  # Megatron comes with an extra of its own
 
         policy = megatron_policy(config, Path(call.model_path), rank=call.rank, store=Path(call.store))
+        if role == "ref":
+            return ReferenceWorker(plane, graph, policy, temperature), None
         return ActorWorker(plane, graph, policy, temperature), _sender(config, call, policy)
     from rl_trainer.backends.torch_critic import TorchCriticBackend  # torch: the reward process does without it
     from rl_trainer.backends.torch_policy import TorchPolicyBackend

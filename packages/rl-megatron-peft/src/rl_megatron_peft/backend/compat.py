@@ -27,7 +27,6 @@ class Capabilities:
         distributed_optimizer: Megatron's, which shards its state over the data-parallel ranks; its buffers are CUDA tensors.
         megatron_clipping: Megatron's gradient clipping, which asserts CUDA tensors; here `rl_megatron_peft.backend.optimise` clips.
         sequence_parallel: the local spec's norms refuse it, so it needs Transformer Engine's.
-        dropout: adapters' dropout needs Megatron's tracker of CUDA random states.
     """
 
     version: str
@@ -35,7 +34,6 @@ class Capabilities:
     distributed_optimizer: bool
     megatron_clipping: bool
     sequence_parallel: bool
-    dropout: bool
 
 
 def capabilities() -> Capabilities:
@@ -57,7 +55,6 @@ def capabilities() -> Capabilities:
         distributed_optimizer=gpu,
         megatron_clipping=gpu,
         sequence_parallel=False,
-        dropout=False,
     )
 
 

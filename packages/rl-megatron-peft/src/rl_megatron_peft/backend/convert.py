@@ -74,7 +74,7 @@ def _write(adapter: Adapter, target: Path, to: Format, base: Path, *, fused: boo
         scatter_adapter(
             adapter,
             policy.adapters,
-            policy.lora,
+            adapter.config,
             policy.shape,
             policy.ranks,
             fingerprint=policy.fingerprint,

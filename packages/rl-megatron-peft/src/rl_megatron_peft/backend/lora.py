@@ -24,13 +24,25 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 
-from rl_megatron_peft.backend.model import fused_order
+from rl_megatron_peft.backend.model import ADAPTER, fused_order
 from rl_megatron_peft.backend.parallel import Ranks
 from rl_megatron_peft.config import LoraConfig
 from rl_megatron_peft.family import ModelShape
 from rl_megatron_peft.layout import ROW_PARALLEL
 from rl_megatron_peft.naming import FUSED, MegatronModule
 from rl_protocol.errors import ConfigError
+
+
+@dataclass(slots=True)
+class Draw:
+    """Which dropout masks the adapters of a stage draw. Not a state that goes on: a mask depends on (seed, pass, layer) alone, so that it is the
+    same under any layout of tensors and stages, and after a resume.
+
+    Attributes:
+        pass_name: of the training pass under way; empty: nothing is dropped.
+    """
+
+    pass_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +70,7 @@ class Lora(torch.nn.Module):
         fused: the logical modules share one A.
         like: the layer's weight, for its device.
         seed: A depends on (seed, name) alone, whatever the layout; B is zero.
+        draw: what is dropped. Modules that Megatron fuses have their input dropped once for all, also where each has an A of its own.
     """
 
     def __init__(
@@ -70,10 +83,15 @@ class Lora(torch.nn.Module):
         fused: bool,
         like: torch.Tensor,
         seed: int,
+        draw: Draw,
     ) -> None:
         super().__init__()
         self.module = module
         self.enabled = True
+        self._dropout = config.dropout
+        self._seed = seed
+        self._draw = draw
+        self._shard = (ranks.tensor, ranks.layout.tensor) if module.fused in ROW_PARALLEL else (0, 1)
         self._scaling = config.scaling
         self._row_parallel = module.fused in ROW_PARALLEL
         self._names = {part.logical: part.name for part in module.parts}
@@ -95,6 +113,8 @@ class Lora(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., out] of this rank, in Megatron's order of rows, for [..., in] of this rank."""
+        if self._dropout and self._draw.pass_name:
+            x = x * self._mask(x)
         low = torch.nn.functional.linear(x, torch.cat(list(self.a.values())).to(x.dtype))
         if self._row_parallel:
             (b,) = self.b.values()
@@ -131,6 +151,14 @@ class Lora(torch.nn.Module):
         """(A, B) of a logical module on this rank."""
         return self.a[self._a_key(logical)], self.b[logical]
 
+    def _mask(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] of this rank: 0 with the probability of dropout, else what keeps the mean."""
+        rank, of = self._shard
+        generator = _generator(f"{self._seed}/{self._draw.pass_name}/{self.module.name}", x.device)
+        drawn = torch.rand(*x.shape[:-1], x.shape[-1] * of, generator=generator, device=x.device)
+        kept = drawn.chunk(of, dim=-1)[rank] >= self._dropout
+        return kept.to(x.dtype) / (1 - self._dropout)
+
     def _a_key(self, logical: str) -> str:
         return self.module.fused if self._fused else logical
 
@@ -140,9 +168,12 @@ class Lora(torch.nn.Module):
 
 def _first_a(name: str, rank: int, columns: int, seed: int) -> torch.Tensor:
     """As PEFT draws it: uniform within 1 / sqrt(columns)."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     bound = 1 / math.sqrt(columns)
-    return torch.empty(rank, columns).uniform_(-bound, bound, generator=generator)
+    return torch.empty(rank, columns).uniform_(-bound, bound, generator=_generator(f"{seed}/{name}"))
+
+
+def _generator(name: str, device: torch.device | None = None) -> torch.Generator:
+    return torch.Generator(device or "cpu").manual_seed(zlib.crc32(name.encode()))
 
 
 def _add(
@@ -153,24 +184,33 @@ def _add(
 
 
 def attach(
-    model: GPTModel, config: LoraConfig, shape: ModelShape, ranks: Ranks, *, fused: bool = True, seed: int = 0
+    model: GPTModel,
+    config: LoraConfig,
+    shape: ModelShape,
+    ranks: Ranks,
+    *,
+    fused: bool = True,
+    seed: int = 0,
+    draw: Draw | None = None,
 ) -> list[Lora]:
     """Give this stage's target layers an adapter each, which alone want gradients; fresh adapters change nothing.
 
     Args:
         model: without adapters.
-        config: what is adapted; `dropout` must be 0.
+        config: what is adapted.
         shape, ranks: of the model.
         fused: one A for q, k and v, and one for gate and up, as Megatron's own LoRA has it; False: one each, as PEFT has it.
-        seed: of their first weights.
+        seed: of their first weights and of dropout.
+        draw: names the training pass under way; None: nothing is ever dropped.
 
     Returns:
         This stage's adapters, by layer.
 
     Raises:
-        ConfigError: dropout, or fused adapters on part of a fused module.
+        ConfigError: fused adapters on part of a fused module.
     """
     check_targets(config, shape, fused=fused)
+    draw = Draw() if draw is None else draw
     found: list[Lora] = []
     layers: list[Any] = list(cast(Any, model.decoder).layers)
     for layer in layers:
@@ -183,8 +223,8 @@ def attach(
         for name, linear in linears.items():
             module = MegatronModule(layer.layer_number - 1, name)
             if any(config.covers(part.name) for part in module.parts):
-                lora = Lora(module, config, shape, ranks, fused=fused, like=linear.weight, seed=seed)
-                linear.add_module("lora", lora)
+                lora = Lora(module, config, shape, ranks, fused=fused, like=linear.weight, seed=seed, draw=draw)
+                linear.add_module(ADAPTER, lora)
                 linear.register_forward_hook(partial(_add, lora))
                 found.append(lora)
     return found
@@ -196,11 +236,6 @@ def check_targets(config: LoraConfig, shape: ModelShape, *, fused: bool) -> None
     Raises:
         ConfigError: names the setting.
     """
-    if config.dropout:
-        raise ConfigError(
-            f"LoRA dropout must be 0 in the Megatron backend, which draws no random numbers in its passes yet; got {config.dropout}.",
-            field="dropout",
-        )
     for name in FUSED if fused else ():
         for layer in range(shape.layers):
             parts = MegatronModule(layer, name).parts
@@ -230,7 +265,7 @@ def adapters_off(adapters: list[Lora]) -> Generator[None]:
 def merged(model: GPTModel) -> Generator[None]:
     """Within it the adapters are part of the layers' weights, and off beside them; afterwards the weights are bit-equal to before."""
     modules: list[Any] = list(model.modules())
-    layers: list[tuple[Any, Lora]] = [(m, m.lora) for m in modules if isinstance(getattr(m, "lora", None), Lora)]
+    layers: list[tuple[Any, Lora]] = [(m, lora) for m in modules if isinstance(lora := getattr(m, ADAPTER, None), Lora)]
     kept = [layer.weight.detach().clone() for layer, _ in layers]
     with torch.no_grad():
         for layer, lora in layers:

@@ -21,8 +21,8 @@ from rl_megatron_peft.layout import held_tensors, renumbered
 from rl_megatron_peft.naming import qkv_rows
 from rl_protocol.errors import ConfigError
 
-LORA = ".lora."
-"""In the name of every parameter of an adapter, and of no other."""
+ADAPTER = "adapter"
+"""Name of an adapter in the layer that it adapts, as Megatron-Bridge has it, which passes over parameters with it in their names."""
 
 
 def build_model(shape: ModelShape, ranks: Ranks, dtype: torch.dtype = torch.float32) -> GPTModel:
@@ -80,7 +80,9 @@ def build_model(shape: ModelShape, ranks: Ranks, dtype: torch.dtype = torch.floa
             position_embedding_type="rope",
             rotary_base=shape.rope_base,  # pyright: ignore[reportArgumentType]: declared int, raised to powers
         )
-    return model.requires_grad_(False).to(ranks.device).eval()
+    return (
+        model.requires_grad_(False).to(ranks.device, dtype).eval()
+    )  # the local spec makes its norms float32 whatever it is told
 
 
 def first_layer(shape: ModelShape, ranks: Ranks) -> int:
@@ -91,7 +93,7 @@ def first_layer(shape: ModelShape, ranks: Ranks) -> int:
 def base_parameters(model: GPTModel, shape: ModelShape, ranks: Ranks) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """This rank's parameters without those of adapters; layers are numbered as in the whole model."""
     for name, parameter in model.named_parameters():
-        if LORA not in name:
+        if f".{ADAPTER}." not in name:
             yield renumbered(name, first_layer(shape, ranks)), parameter
 
 

@@ -64,7 +64,7 @@ def open_ranks(layout: Layout) -> Ranks:
         parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
         model_parallel_cuda_manual_seed(
             0, inference_rng_tracker=True
-        )  # a tracker that tracks nothing: this backend draws nothing in passes
+        )  # a tracker that tracks nothing: Megatron itself draws nothing in passes
     return Ranks(
         layout=layout,
         tensor=parallel_state.get_tensor_model_parallel_rank(),
@@ -100,6 +100,14 @@ def from_stage(tensor: torch.Tensor, stage: int) -> torch.Tensor:
     group = _group(parallel_state.get_pipeline_model_parallel_group())
     if group.size() > 1:
         dist.broadcast(tensor, src=dist.get_global_rank(group, stage), group=group)
+    return tensor
+
+
+def sum_over_layer(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum over the tensor-parallel ranks, in place."""
+    group = _group(parallel_state.get_tensor_model_parallel_group())
+    if group.size() > 1:
+        dist.all_reduce(tensor, group=group)
     return tensor
 
 

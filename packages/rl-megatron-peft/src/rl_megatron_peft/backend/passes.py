@@ -73,6 +73,7 @@ def run_passes(
     then: Callable[[int, torch.Tensor], T],
     *,
     train: bool,
+    begin: Callable[[int], None] | None = None,
 ) -> list[T]:
     """Send the parts through the pipeline; all ranks that share the model call it with the same ones.
 
@@ -83,6 +84,7 @@ def run_passes(
         device: where the model is.
         then: (number of the part, its logits [T, vocab]) -> on the last stage, the share of the loss in training, else anything.
         train: accumulate gradients of the sum of the shares.
+        begin: called with the number of each part before this stage computes it.
 
     Returns:
         What `then` returned, by part; on all but the last stage nothing.
@@ -92,6 +94,8 @@ def run_passes(
 
     def step(numbers: Iterator[int], stage: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         number = next(numbers)
+        if begin is not None:
+            begin(number)
         tokens = token_places(parts[number], device)
         positions = torch.arange(tokens.ids.shape[1], device=device).expand_as(tokens.ids)
         return stage(tokens.ids, positions, None), partial(finish, number, tokens)

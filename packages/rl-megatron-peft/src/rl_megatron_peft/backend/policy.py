@@ -1,4 +1,4 @@
-"""The policy under training: a Megatron-Core model with LoRA adapters, behind the PolicyBackend port."""
+"""The policy under training: a Megatron-Core model, whole or with LoRA adapters, behind the PolicyBackend port."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -13,19 +14,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rl_megatron_peft.adapter import Adapter, read_adapter, tensors_of, write_adapter, write_files
+from rl_megatron_peft.adapter import Adapter, read_adapter, tensors_of, write_files
 from rl_megatron_peft.backend.compat import capabilities, runnable
 from rl_megatron_peft.backend.exchange import gather_adapter, scatter_adapter
-from rl_megatron_peft.backend.lora import Lora, adapters_off, attach
-from rl_megatron_peft.backend.model import base_weights, build_model, load_base
-from rl_megatron_peft.backend.optimise import AdamConfig, AdapterOptimiser, constant
+from rl_megatron_peft.backend.lora import Draw, Lora, adapters_off, attach
+from rl_megatron_peft.backend.mapping import MakeMapping, best_mapping
+from rl_megatron_peft.backend.model import build_model
+from rl_megatron_peft.backend.optimise import AdamConfig, Optimiser, constant
 from rl_megatron_peft.backend.parallel import Ranks, from_stage, gather_json
 from rl_megatron_peft.backend.passes import log_probs, run_passes
 from rl_megatron_peft.backend.snapshot import restore_snapshot, take_snapshot
+from rl_megatron_peft.backend.trained import trained_adapters, trained_weights
+from rl_megatron_peft.backend.whole import write_model
 from rl_megatron_peft.base_model import fingerprint
 from rl_megatron_peft.config import LoraConfig
 from rl_megatron_peft.family import ModelShape
-from rl_protocol import BatchData, OutputError, RaggedColumn, WeightTensor
+from rl_megatron_peft.writing import new_folder
+from rl_protocol import BatchData, ConfigError, OutputError, RaggedColumn, WeightTensor
 from rl_protocol.torch import to_weight
 
 
@@ -68,16 +73,17 @@ class MegatronPolicyBackend:
 
     Args:
         path: Hugging Face checkpoint folder of a Llama, Qwen2 or Qwen3 model.
-        lora: what is adapted.
+        lora: what is adapted; None: all weights are trained.
         loss: of the trainer.
         ranks: where this process stands, from `rl_megatron_peft.backend.parallel.open_ranks`.
         fused: see `rl_megatron_peft.backend.lora.attach`.
-        adam, schedule: see AdapterOptimiser.
+        adam, schedule: see Optimiser.
         mini_batches: (batch, number of the update) -> rows of each of its optimizer steps; None: one step over all rows.
         micro_batch_rows: rows per pass in updates; 0: the whole mini-batch.
         forward_rows: rows per pass when no gradient is needed.
-        seed: of fresh adapters.
-        dtype: of the base and of computation; adapters are float32.
+        seed: of fresh adapters and of dropout.
+        dtype: of the model and of computation; adapters, and the optimizer's copy of what it trains, are float32.
+        mapping: between `path` and the ranks.
 
     Raises:
         ConfigError: a model, layout or setting that is not supported; names the field.
@@ -87,7 +93,7 @@ class MegatronPolicyBackend:
         self,
         path: str | Path,
         *,
-        lora: LoraConfig,
+        lora: LoraConfig | None,
         loss: PolicyLoss,
         ranks: Ranks,
         fused: bool = True,
@@ -98,6 +104,7 @@ class MegatronPolicyBackend:
         forward_rows: int = 64,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
+        mapping: MakeMapping = best_mapping,
     ) -> None:
         capabilities()
         self.path = Path(path)
@@ -107,9 +114,16 @@ class MegatronPolicyBackend:
         self.fingerprint = fingerprint(self.path)
         self.ranks = ranks
         self.model = build_model(self.shape, self.ranks, dtype)
-        load_base(self.model, self.path, self.shape, self.ranks)
-        self.adapters: list[Lora] = attach(self.model, lora, self.shape, self.ranks, fused=fused, seed=seed)
-        self.optimiser = AdapterOptimiser(self.adapters, adam or AdamConfig(), self.ranks, schedule)
+        self._mapping = mapping(self.path, self.shape, self.ranks)
+        self._mapping.load(self.model)
+        self._draw = Draw()
+        self.adapters: list[Lora] = []
+        if lora is None:
+            trained = trained_weights(self.model, self.shape, ranks)
+        else:
+            self.adapters = attach(self.model, lora, self.shape, ranks, fused=fused, seed=seed, draw=self._draw)
+            trained = trained_adapters(self.adapters)
+        self.optimiser = Optimiser(list(trained), adam or AdamConfig(), ranks, schedule)
         self._loss = loss
         self._mini_batches = mini_batches
         self._micro_batch_rows = micro_batch_rows
@@ -137,7 +151,12 @@ class MegatronPolicyBackend:
         )
 
     def compute_reference_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
-        """`log_probs` and `entropy` of the policy before any training: this model with its adapters off."""
+        """`log_probs` and `entropy` of the policy before any training: this model with its adapters off.
+
+        Raises:
+            ConfigError: a policy without LoRA, whose first weights are gone.
+        """
+        self._adapted()
         with adapters_off(self.adapters):
             return self.compute_log_probs(batch, temperature=temperature)
 
@@ -171,13 +190,18 @@ class MegatronPolicyBackend:
 
         A collective: all ranks must go through it, from beginning to end.
         """
-        for name, weight in base_weights(self.model, self.shape, self.ranks, self._merged):
+        for name, weight in self._mapping.weights(self.model, self._merged):
             yield to_weight(name, weight.cpu())
 
     def adapter(self) -> Adapter:
-        """The whole adapter, as PEFT has it; a collective."""
+        """The whole adapter, as PEFT has it; a collective.
+
+        Raises:
+            ConfigError: a policy without LoRA.
+        """
+        lora = self._adapted()
         return gather_adapter(
-            self.adapters, self.lora, self.shape, self.ranks, base_model=str(self.path), fingerprint=self.fingerprint
+            self.adapters, lora, self.shape, self.ranks, base_model=str(self.path), fingerprint=self.fingerprint
         )
 
     def adapter_weights(self) -> Iterable[WeightTensor]:
@@ -187,6 +211,8 @@ class MegatronPolicyBackend:
 
     def facts(self) -> dict[str, object]:
         """What a checkpoint and the policy that goes on from it must have in common, as JSON."""
+        if self.lora is None:
+            return {"base_model": self.fingerprint, "trained": "all weights"}
         return {
             "base_model": self.fingerprint,
             "rank": self.lora.rank,
@@ -209,26 +235,34 @@ class MegatronPolicyBackend:
         self.updates = restore_snapshot(folder, self.optimiser, self.ranks, self.facts()).updates
 
     def export(self) -> Callable[[Path], Sequence[Path]]:
-        """Copy the adapter; the first rank then writes its PEFT files and the tokenizer of the base into an empty folder. A collective."""
-        adapter, writes = self.adapter(), dist.get_rank() == 0
+        """Copy what was trained; the first rank then writes it into an empty folder, with the tokenizer of the base. A collective.
+
+        With LoRA the adapter as PEFT has it, else the model as transformers has it.
+        """
+        write_trained = self._export()
 
         def write(folder: Path) -> Sequence[Path]:
-            return [*write_files(folder, adapter), *self._copy_tokenizer(folder)] if writes else []
+            return [*write_trained(folder), *self._copy_tokenizer(folder)] if dist.get_rank() == 0 else []
 
         return write
 
+    def _export(self) -> Callable[[Path], Sequence[Path]]:
+        if self.lora is not None:
+            return partial(write_files, adapter=self.adapter())
+        writes = dist.get_rank() == 0
+        weights = [dataclasses.replace(weight, data=weight.data.copy()) for weight in self.named_weights() if writes]
+        return partial(write_model, base=self.path, weights=weights)
+
     def save_pretrained(self, path: Path) -> None:
-        """Write the adapter as a new PEFT folder, with the tokenizer of the base; a collective.
+        """Write what `export` writes as a new folder, whole or not at all; a collective.
 
         Raises:
             OutputError: on every rank, where the first one could not write.
         """
-        adapter = self.adapter()
-        problem = ""
+        write, problem = self.export(), ""
         if dist.get_rank() == 0:
             try:
-                write_adapter(path, adapter)
-                self._copy_tokenizer(path)
+                new_folder(path, write)
             except OSError as error:
                 problem = str(error)
         problem = str(gather_json(problem, self.ranks.device)[0])
@@ -240,16 +274,26 @@ class MegatronPolicyBackend:
 
         Raises:
             AdapterError: damaged, of another base model, or not what was attached; names file and field, nothing was changed.
+            ConfigError: a policy without LoRA.
         """
+        lora = self._adapted()
         scatter_adapter(
             read_adapter(path),
             self.adapters,
-            self.lora,
+            lora,
             self.shape,
             self.ranks,
             fingerprint=self.fingerprint,
             source=str(path),
         )
+
+    def _adapted(self) -> LoraConfig:
+        if self.lora is None:
+            raise ConfigError(
+                "All weights of this policy are trained: it has no adapter, and does not know what it was before. Set a LoraConfig.",
+                field="lora",
+            )
+        return self.lora
 
     def _copy_tokenizer(self, folder: Path) -> list[Path]:
         return [Path(shutil.copyfile(file, folder / file.name)) for file in sorted(self.path.glob("*token*"))]
@@ -266,9 +310,15 @@ class MegatronPolicyBackend:
             _add(sums, {**reported, "loss": (float(loss.detach()), 0.0)})
             return loss
 
+        def begin(number: int) -> None:
+            self._draw.pass_name = f"{self.optimiser.steps}/{self.ranks.data}/{number}"
+
         self.optimiser.zero()
-        with runnable():
-            run_passes(self.model, parts, self.shape.vocab, self.ranks.device, share, train=True)
+        try:
+            with runnable():
+                run_passes(self.model, parts, self.shape.vocab, self.ranks.device, share, train=True, begin=begin)
+        finally:
+            self._draw.pass_name = ""
         total = {"loss": (0.0, 1.0)}
         for found in gather_json(sums if self.ranks.tensor == 0 else {}, self.ranks.device):
             _add(total, found)

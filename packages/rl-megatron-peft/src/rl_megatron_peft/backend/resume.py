@@ -1,7 +1,7 @@
-"""Checkpoints to go on from: Megatron's dist_checkpointing, of adapter, optimizer and random state alone.
+"""Checkpoints to go on from: Megatron's dist_checkpointing, of what is trained, optimizer and random state alone.
 
     <folder>/dist_ckpt/       tensors in Megatron's own format, cut as the ranks held them; any layout can read them
-    <folder>/manifest.json    steps, LoRA settings, fingerprint of the base, size and sha256 of every file; written last
+    <folder>/manifest.json    steps, what is trained, fingerprint of the base, size and sha256 of every file; written last
 
 A folder appears whole or not at all: it is written beside its place and renamed.
 """
@@ -80,29 +80,27 @@ def load_checkpoint(policy: MegatronPolicyBackend, path: Path) -> None:
     state = {key: torch.empty_like(tensor) for key, tensor in _state(policy).items()}
     with runnable():
         loaded = cast(dict[str, torch.Tensor], dist_checkpointing.load(_sharded(policy, state), str(path / TENSORS)))
-    optimiser = policy.optimiser
-    for factor in optimiser.factors:
-        optimiser.take_state(factor, loaded, int(found["steps"]))
+    policy.optimiser.take_state(loaded, int(found["steps"]))
     torch.set_rng_state(loaded[_RANDOM].cpu())
-    optimiser.steps, policy.updates = int(found["steps"]), int(found["updates"])
+    policy.updates = int(found["updates"])
 
 
 def _state(policy: MegatronPolicyBackend) -> dict[str, torch.Tensor]:
     """Everything this rank goes on from."""
     state: dict[str, torch.Tensor] = {_RANDOM: torch.get_rng_state()}
-    for factor in policy.optimiser.factors:
-        state |= policy.optimiser.state(factor)
+    for _, parts in policy.optimiser.state():
+        state |= parts
     return state
 
 
 def _sharded(policy: MegatronPolicyBackend, state: Mapping[str, torch.Tensor]) -> dict[str, ShardedTensor]:
     """Which part of which whole each tensor is, and which of its copies."""
     ranks, of = policy.ranks, policy.ranks.layout.tensor
-    splits = {factor.key: factor.split for factor in policy.optimiser.factors}
+    splits = {key: one.split for one in policy.optimiser.trained for key in one.keys}
     sharded: dict[str, ShardedTensor] = {}
     for key, tensor in state.items():
-        factor = next((key.removesuffix(f".{moment}") for moment in MOMENTS if key.endswith(f".{moment}")), key)
-        split = splits.get(factor)
+        tensor_key = next((key.removesuffix(f".{moment}") for moment in MOMENTS if key.endswith(f".{moment}")), key)
+        split = splits.get(tensor_key)
         cut = () if split is None else ((split, ranks.tensor, of),)
         copy = (ranks.pipeline if key == _RANDOM else 0, ranks.tensor if split is None else 0, ranks.data)
         sharded[key] = ShardedTensor.from_rank_offsets(key, tensor, *cut, replica_id=copy)

@@ -1,10 +1,10 @@
 """A policy's state as a trainer keeps it beside what it knows itself: copied at once, written from a thread, read back under any layout.
 
-    stage-<p>-shard-<t>.safetensors   the factors of one rank and their AdamW moments, by `<module>.lora_A` and `<module>.lora_A.exp_avg`
-    adapter_state.json                steps, updates, LoRA settings, fingerprint of the base
+    stage-<p>-shard-<t>.safetensors   what one rank trains and its AdamW moments, by `<module>.lora_A` and `<module>.lora_A.exp_avg`, for instance
+    adapter_state.json                steps, updates, what is trained, fingerprint of the base
 
-Only the first replica writes, and of what all tensor-parallel ranks hold alike only the first of them. The backend draws no random numbers
-after the adapters were made, so there is no random state to keep. (`rl_megatron_peft.backend.resume` writes Megatron's own format.)
+Only the first replica writes, and of what all tensor-parallel ranks hold alike only the first of them. Dropout depends on the
+number of the step, so there is no random state to keep. (`rl_megatron_peft.backend.resume` writes Megatron's own format.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from rl_megatron_peft.backend.optimise import AdapterOptimiser
+from rl_megatron_peft.backend.optimise import Optimiser
 from rl_megatron_peft.backend.parallel import Ranks
 from rl_megatron_peft.errors import AdapterError
 from rl_protocol import OutputError
@@ -37,20 +37,20 @@ class Counters:
 
 
 def take_snapshot(
-    optimiser: AdapterOptimiser, ranks: Ranks, facts: Mapping[str, object], updates: int
+    optimiser: Optimiser, ranks: Ranks, facts: Mapping[str, object], updates: int
 ) -> Callable[[Path], Sequence[Path]]:
     """Copy this rank's part; what is returned writes it into a folder, from any thread, and returns the files.
 
     Args:
-        optimiser: has the factors.
+        optimiser: has the state.
         ranks: where this process stands.
         facts: what a policy that goes on from it must have in common with this one.
         updates: made so far.
     """
     tensors: dict[str, torch.Tensor] = {}
-    for factor in optimiser.factors if not ranks.data else ():
-        if factor.split is not None or not ranks.tensor:
-            tensors |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in optimiser.state(factor).items()}
+    for one, parts in optimiser.state() if not ranks.data else ():
+        if one.split is not None or not ranks.tensor:
+            tensors |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in parts.items()}
     state = {**facts, "steps": optimiser.steps, "updates": updates}
     leads = not (ranks.data or ranks.tensor or ranks.pipeline)
 
@@ -72,7 +72,7 @@ def take_snapshot(
     return write
 
 
-def restore_snapshot(folder: Path, optimiser: AdapterOptimiser, ranks: Ranks, facts: Mapping[str, object]) -> Counters:
+def restore_snapshot(folder: Path, optimiser: Optimiser, ranks: Ranks, facts: Mapping[str, object]) -> Counters:
     """Take over this rank's part of what all ranks of a snapshot wrote, whatever their layout was.
 
     Raises:
@@ -82,21 +82,17 @@ def restore_snapshot(folder: Path, optimiser: AdapterOptimiser, ranks: Ranks, fa
     new: dict[str, torch.Tensor] = {}
     with ExitStack() as stack:
         holders = _open_all(folder, stack)
-        for factor in optimiser.factors:
-            for name, own in optimiser.state(factor).items():
+        for one, parts in optimiser.state():
+            for name, own in parts.items():
                 shards = [file.get_tensor(name) for file in holders.get(name, ())]
                 if not shards:
                     raise _bad(folder, name, "is in none of its safetensors files")
-                whole = shards[0] if factor.split is None else torch.cat(shards, dim=factor.split)
-                part = (
-                    whole if factor.split is None else whole.chunk(ranks.layout.tensor, dim=factor.split)[ranks.tensor]
-                )
+                whole = shards[0] if one.split is None else torch.cat(shards, dim=one.split)
+                part = whole if one.split is None else whole.chunk(ranks.layout.tensor, dim=one.split)[ranks.tensor]
                 if part.shape != own.shape:
                     raise _bad(folder, name, f"has shape {tuple(whole.shape)}, which does not fit")
                 new[name] = part
-    for factor in optimiser.factors:
-        optimiser.take_state(factor, new, state.steps)
-    optimiser.steps = state.steps
+    optimiser.take_state(new, state.steps)
     return state
 
 
