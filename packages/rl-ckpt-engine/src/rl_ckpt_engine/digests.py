@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import xxhash
 
 BLOCK_BYTES = 512 << 10
-"""Small enough to be copied from the cache after it was hashed."""
+"""Small enough to be hashed from the cache after it was copied."""
 
 
 def digest_of(data: bytes | memoryview) -> bytes:

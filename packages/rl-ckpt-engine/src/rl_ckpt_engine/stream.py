@@ -124,14 +124,13 @@ async def emit(weights: Iterable[WeightTensor], target: Target, deadline: Deadli
 
 
 def _take(chunk: memoryview, offset: int, target: Target, crew: Crew) -> list[bytes]:
-    """Hash the blocks of a chunk and write them while they are in the cache; returns their digests."""
+    """Write the blocks of a chunk, and hash each while it is in the cache; returns their digests."""
     parts = list(blocks(chunk))
 
     def take(number: int) -> bytes:
         start, block = parts[number]
-        digest = digest_of(block)
         target.write(offset + start, block)
-        return digest
+        return digest_of(block)
 
     return crew.map(take, len(parts)) if target.unordered else [take(number) for number in range(len(parts))]
 

@@ -17,7 +17,7 @@ import os
 import struct
 import weakref
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 
 import msgspec
 import numpy as np
@@ -28,7 +28,6 @@ from rl_protocol.errors import WeightSyncError
 from rl_protocol.weights import WeightTensor
 
 PAYLOAD_START = 4096
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
 _HEADER = struct.Struct("<8sQQ16s16s8x")
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"RLCKPT\x00\x01"
@@ -56,7 +55,6 @@ class Slot:
         self._fd = os.memfd_create("rl_ckpt_engine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, self._fd)
         self._readable = False
-        self._mapped: mmap.mmap | None = None
         self._bytes: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self._allocated = 0
         self._in_place = False
@@ -128,25 +126,13 @@ class Slot:
         if size > self._bytes.nbytes:
             length = max(size, 2 * self._bytes.nbytes)
             os.ftruncate(self._fd, length)  # takes up no memory
-            self._mapped = mmap.mmap(self._fd, length)
-            self._bytes = np.frombuffer(self._mapped, np.uint8)
+            self._bytes = np.frombuffer(mmap.mmap(self._fd, length), np.uint8)
         if size > self._allocated:
-            self._populate(size)
             os.posix_fallocate(self._fd, self._allocated, size - self._allocated)
             self._allocated = size
 
-    def _populate(self, size: int) -> None:
-        """Get huge pages up to there, if the kernel has any for shared memory: copies and digests of both ends spend less on translating
-        addresses. What it does not give, or is too old for, is left to posix_fallocate, which takes small pages and tells when there are none."""
-        assert self._mapped is not None, "the size was mapped"
-        start = self._allocated // mmap.PAGESIZE * mmap.PAGESIZE
-        with suppress(OSError):
-            self._mapped.madvise(mmap.MADV_HUGEPAGE)
-            self._mapped.madvise(_MADV_POPULATE_WRITE, start, size - start)
-
     def close(self) -> None:
         """Give the memory back once no reader maps it; safe to call twice."""
-        self._mapped = None
         self._bytes = np.empty(0, np.uint8)
         self._close()
 
