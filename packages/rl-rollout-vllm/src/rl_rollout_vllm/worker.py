@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
-from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,13 +55,14 @@ class WeightUpdates:
             watch.start()
 
     def rollout_unlink_shared_memory(self) -> None:
-        """Take the names off the memory through which workers on CPU exchange what each has computed, which all have mapped by now.
+        """Take the names off the memory through which several workers and their engine speak, which all of them have mapped by now.
 
-        vLLM leaves the files behind, in /dev/shm, however it ends.
+        vLLM's files in /dev/shm outlive processes that are killed, and some of them others as well.
         """
-        if engine := os.environ.get("VLLM_DIST_IDENT"):  # set by vLLM's worker on CPU
-            for path in Path("/dev/shm").glob(f"{escape(engine)}-*-cpushm*"):
-                path.unlink(missing_ok=True)
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            _, _, name = line.partition("/dev/shm/")
+            if name.startswith("psm_") or "-cpushm" in name:
+                Path("/dev/shm", name).unlink(missing_ok=True)
 
     def rollout_release_kv_cache(self) -> int:
         """Give the memory of keys and values back to the system, on CPU; returns its bytes. It is there again, all zeros, when it is touched."""
