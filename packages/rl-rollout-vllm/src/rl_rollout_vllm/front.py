@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
@@ -163,6 +164,7 @@ class VLLMFront:
     """Front over an AsyncLLM; `sleeps`: vLLM's own sleep gives memory back."""
 
     def __init__(self, engine: Any, timeout_s: float, sleep_levels: Sequence[int], *, sleeps: bool) -> None:
+        from psutil import NoSuchProcess  # vLLM's
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
@@ -176,6 +178,7 @@ class VLLMFront:
         self._lora_request: Any = LoRARequest
         self._kinds: Any = RequestOutputKind
         self._dead: type[Exception] = EngineDeadError
+        self._gone: type[Exception] = NoSuchProcess
 
     async def generate(
         self,
@@ -249,7 +252,8 @@ class VLLMFront:
     async def close(self) -> None:
         """See Front.close."""
         engine, self._engine = self._engine, None  # its finaliser wants modules that are gone when the interpreter ends
-        await asyncio.to_thread(engine.shutdown)
+        with suppress(self._gone):  # vLLM kills what takes its time, and wonders when that has just ended by itself
+            await asyncio.to_thread(engine.shutdown)
 
     async def _within(self, work: Any) -> Any:
         try:
