@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import uuid
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,14 +59,21 @@ def shared_memory() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir() if not entry.name.startswith("sem.")}
 
 
-@pytest.fixture
-def mark():
-    """Value of MARK for the runs of one test, which fails when a process or a shared-memory file outlives them."""
+@contextlib.contextmanager
+def nothing_left() -> Generator[str]:
+    """Value of MARK for some runs; fails when a process or a shared-memory file outlives them."""
     value, memory = uuid.uuid4().hex, shared_memory()
     yield value
     alive = psutil.wait_procs(marked(value), timeout=15)[1]
     assert not alive, [process.cmdline() for process in alive]
     assert shared_memory() <= memory
+
+
+@pytest.fixture
+def mark():
+    """See nothing_left: of the runs of one test."""
+    with nothing_left() as value:
+        yield value
 
 
 @pytest.fixture(scope="session")

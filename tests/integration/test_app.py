@@ -56,20 +56,6 @@ def test_the_checkpoint_is_a_hugging_face_one_and_can_be_trained_on(app, base_mo
 
 
 @pytest.mark.slow
-def test_ppo_trains_a_critic(app):
-    done = app("algorithm=ppo", "critic.warmup_steps=1")
-    assert done.code == 0, done.err
-    first, second = done.metrics[1:]
-    assert "actor/pg_loss" not in first  # the critic alone
-    assert "weight_sync/version" not in first  # so there is nothing to send
-    assert second["weight_sync/version"] == 1
-    assert "actor/pg_loss" in second
-    assert "critic/vf_loss" in second
-    assert "critic/values/mean" in second
-    assert "timing_s/values" in second
-
-
-@pytest.mark.slow
 def test_with_the_sync_off_the_run_says_so_and_the_lag_grows(app):
     done = app("checkpoint_engine.enabled=false", "trainer.total_training_steps=3")
     assert done.code == 0, done.err
@@ -136,20 +122,6 @@ def test_lora_trains_an_adapter_and_needs_no_reference_process(app, base_model, 
 
 
 @pytest.mark.slow
-def test_ppo_over_two_ranks_per_model(app):
-    """Actor, reference and critic are two processes each."""
-    done = app("algorithm=ppo", "actor.use_kl_loss=true", "model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu")
-    assert done.code == 0, done.err
-    names = {path.name for path in (done.folder / "logs").iterdir()}
-    assert {"actor-1.log", "ref-1.log", "critic-1.log"} <= names
-    alone = app("algorithm=ppo", "actor.use_kl_loss=true", "trainer.run_name=alone")
-    assert alone.code == 0, alone.err
-    one = (done.folder.parent / "alone" / "metrics.jsonl").read_text().splitlines()[1]
-    for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"):
-        assert done.metrics[1][name] == pytest.approx(yaml.safe_load(one)[name], abs=1e-4), name
-
-
-@pytest.mark.slow
 def test_megatron_trains_all_weights_as_torch_does(app, base_model):
     """Policy and reference are two processes each, which share every layer; whole weights go to rollout, and to the checkpoint."""
     from transformers import AutoModelForCausalLM
@@ -171,6 +143,7 @@ def test_megatron_trains_all_weights_as_torch_does(app, base_model):
     assert not [name for name in base if base[name].equal(model[name])]
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_dynamic_filtering_refills_and_is_bounded(app):
     done = app(

@@ -1,4 +1,7 @@
-"""A run that is killed goes on from its newest whole checkpoint, and ends with the weights and metrics it would have had."""
+"""PPO with two processes for each model: a run that is killed goes on from its newest whole checkpoint, and ends bit by bit as one that was not.
+
+One rank learns the same, and can go on from what two have saved.
+"""
 
 from __future__ import annotations
 
@@ -7,60 +10,126 @@ import os
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from .conftest import MARK, command, marked
+from rl_trainer.checkpoints.folder import Checkpoint, inspect, newest_whole, step_name
 
-STEPS = 6
+from .conftest import MARK, command, marked, nothing_left
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+TWO_RANKS = ("model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_killed_run_ends_as_one_that_was_not(tmp_path, base_model, mark):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, base_model):
+    """Folders of a run that was killed and gone on with, of one that was not, and of one on one rank that took its last step alone."""
+    root = tmp_path_factory.mktemp("runs")
+
     def arguments(name: str, *more: str) -> list[str]:
         return command(
+            "algorithm=ppo",
             f"model.path={base_model}",
-            f"trainer.output_dir={tmp_path}",
+            f"trainer.output_dir={root}",
             f"trainer.run_name={name}",
-            f"trainer.total_training_steps={STEPS}",
             "trainer.test_freq=2",
             "data.val_size=16",
             "data.train_batch_size=8",
             "actor.ppo_mini_batch_size=8",
+            "critic.ppo_mini_batch_size=8",
+            "critic.warmup_steps=1",
             "rollout.num_workers=1",
-            "actor.use_kl_loss=false",
+            "actor.use_kl_loss=true",  # so that there is a reference
             "actor.optim.lr=1e-3",
             *more,
         )
 
-    environment = {**os.environ, MARK: mark}
-    straight = subprocess.run(arguments("straight"), capture_output=True, text=True, timeout=120, env=environment)
-    assert straight.returncode == 0, straight.stderr
-    resumable = arguments("killed", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=2", "trainer.resume_mode=auto")
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(resumable, stdout=log, stderr=log, env=environment)
-    folder = tmp_path / "killed"
-    deadline = time.monotonic() + 120
-    while not (folder / "checkpoints" / "step-000002").exists():
-        assert process.poll() is None, (tmp_path / "log").read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    for victim in marked(mark):
-        victim.kill()
-    process.wait(timeout=30)
-    done = subprocess.run(resumable, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert "resumes after step " in done.stdout
-    weights = [load_file(tmp_path / name / "checkpoint" / "model.safetensors") for name in ("straight", "killed")]
+    with nothing_left() as mark:
+        environment = {**os.environ, MARK: mark}
+        kept = ("trainer.save_freq=1", "trainer.max_ckpt_to_keep=2", "trainer.resume_mode=auto", *TWO_RANKS)
+        with (root / "log").open("w") as log:
+            endless = arguments("killed", "trainer.total_training_steps=1000", *kept)
+            process = subprocess.Popen(endless, stdout=log, stderr=log, env=environment)
+        folder, deadline = root / "killed" / "checkpoints", time.monotonic() + 300
+        while not (folder / step_name(2)).exists():
+            assert process.poll() is None, (root / "log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for victim in marked(mark):
+            victim.kill()
+        process.wait(timeout=60)
+        found, _ = newest_whole(folder)
+        assert found is not None
+        total = found.manifest.step + 2
+
+        def finish(name: str, *more: str) -> str:
+            wanted = arguments(name, f"trainer.total_training_steps={total}", *more)
+            done = subprocess.run(wanted, capture_output=True, text=True, timeout=300, env=environment)
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        said = finish("killed", *kept)
+        finish("straight", f"trainer.save_freq={total}", *TWO_RANKS)
+        alone = finish("alone", f"trainer.resume_mode={folder / step_name(total - 1)}", "model_engine=torch")
+    return SimpleNamespace(root=root, total=total, from_step=found.manifest.step, said=said, alone=alone)
+
+
+def steps_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def checkpoint(run: Path, step: int) -> Checkpoint:
+    found = inspect(run / "checkpoints" / step_name(step))
+    assert isinstance(found, Checkpoint), found
+    return found
+
+
+def test_actor_reference_and_critic_are_two_processes_each_and_the_critic_learns_first(runs):
+    names = {path.name for path in (runs.root / "straight" / "logs").iterdir()}
+    assert {f"{role}{rank}.log" for role in ("actor", "ref", "critic") for rank in ("", "-1")} <= names
+    first, second = steps_of(runs.root / "straight")[1:3]
+    assert "actor/pg_loss" not in first
+    assert "weight_sync/version" not in first  # so there is nothing to send
+    assert second["weight_sync/version"] == 1
+    assert {"actor/pg_loss", "critic/vf_loss", "critic/values/mean", "timing_s/values", "actor/kl_loss"} <= set(second)
+
+
+def test_a_killed_run_ends_bit_by_bit_as_one_that_was_not(runs):
+    """Weights, optimizers, schedules and random generators of every rank, and the place in the data: all of the last checkpoints."""
+    assert f"resumes after step {runs.from_step} " in runs.said
+    killed, straight = (checkpoint(runs.root / name, runs.total) for name in ("killed", "straight"))
+    ranks = [f"{role}/rank-0000{n}-of-00002" for role in ("actor", "critic") for n in (0, 1)]
+    for name in [f"{rank}.safetensors" for rank in ranks] + ["trainer.json", "reward/worker.json"]:
+        assert killed.manifest.files[name] == straight.manifest.files[name], name
+    for rank in ranks:
+        one, other = (json.loads((found.folder / f"{rank}.json").read_text()) for found in (killed, straight))
+        assert one["random"].pop("torch") == other["random"].pop("torch")
+        assert {**one, "random": None} == {**other, "random": None}
+    weights = [(runs.root / name / "checkpoint" / "model.safetensors").read_bytes() for name in ("killed", "straight")]
+    assert weights[0] == weights[1]
+    every = list(range(runs.total + 1))
+    assert [one["step"] for one in steps_of(runs.root / "killed")] == every
+    assert [one["step"] for one in steps_of(runs.root / "straight")] == every
+
+
+def test_the_newest_and_the_best_checkpoint_stay(runs):
+    stay = sorted(path.name for path in (runs.root / "killed" / "checkpoints").iterdir())
+    assert stay[-2:] == [step_name(runs.total - 1), step_name(runs.total)]
+    assert len(stay) <= 3  # the best one may be an earlier one
+
+
+def test_one_rank_goes_on_from_two_and_learns_the_same(runs):
+    assert f"resumes after step {runs.total - 1} " in runs.alone
+    assert "model_engine: 'fsdp' -> 'torch'" in runs.alone
+    assert not (runs.root / "alone" / "logs" / "actor-1.log").exists()
+    one, two = (steps_of(runs.root / name)[-1] for name in ("alone", "straight"))
+    assert one["step"] == two["step"] == runs.total
+    for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"):
+        assert one[name] == pytest.approx(two[name], abs=1e-4), name
+    weights = [load_file(runs.root / name / "checkpoint" / "model.safetensors") for name in ("alone", "straight")]
     assert weights[0].keys() == weights[1].keys()
-    assert all(weights[0][name].tobytes() == weights[1][name].tobytes() for name in weights[0])
-    assert steps_of(folder) == steps_of(tmp_path / "straight") == list(range(STEPS + 1))
-    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert kept[-2:] == ["step-000005", "step-000006"]
-    assert len(kept) <= 3  # the best one may be an earlier one
-
-
-def steps_of(folder: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for name, value in weights[1].items():
+        assert np.abs(weights[0][name] - value).max() <= 1e-5 * max(1.0, np.abs(value).max()), name

@@ -7,12 +7,22 @@ import struct
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 
 from rl_app_ppo.config import load_config
-from rl_app_ppo.sinks import BackgroundSink, MlflowSink, RunFacts, SinkKind, WandbSink, logger_names, open_sinks
+from rl_app_ppo.sinks import (
+    BackgroundSink,
+    MlflowSink,
+    RunFacts,
+    SinkKind,
+    TrackioSink,
+    WandbSink,
+    logger_names,
+    open_sinks,
+)
 from rl_protocol import ConfigError
 from rl_protocol.testing.bigram import ListSink
 from rl_protocol.testing.metrics import MetricSinkSuite
@@ -186,4 +196,29 @@ def test_mlflow_records_into_files_and_goes_on_with_its_run(tmp_path, monkeypatc
     history = client.get_metric_history(run.info.run_id, "val-core/s/acc/mean_at_4")
     assert [(one.step, one.value) for one in history] == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert set(run.data.metrics) == {"val-core/s/acc/mean_at_4", "reward/extra/a_b.py:score/score"}
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.slow
+def test_trackio_records_into_the_run_folder_and_goes_on_with_its_run(tmp_path, monkeypatch, caplog):
+    """Its own reader finds what was logged. It comes with the dependency group `bench`."""
+    monkeypatch.setenv("TRACKIO_DIR", "undone after the test")
+    monkeypatch.delenv("TRACKIO_DIR")
+    facts = RunFacts(folder=tmp_path / "my run", config={"rollout.n": 4})
+    facts.folder.mkdir()
+    if find_spec("trackio") is None:  # its import reads the folder, so it is the sink's
+        pytest.skip("trackio is not installed: uv sync --group bench")
+    for steps in ((1, 2), (3,)):
+        sink = BackgroundSink("trackio", lambda: TrackioSink(facts), close_s=60)
+        for step in steps:
+            sink.log(step, {"val-core/s/acc/mean@4": step / 4})
+        sink.close()
+        assert sink.lost == 0, caplog.text
+    from trackio import Api
+    from trackio.sqlite_storage import SQLiteStorage
+
+    assert SQLiteStorage.get_project_db_path("rl-app-ppo").parent == facts.folder / "trackio"
+    assert [run.name for run in Api().runs("rl-app-ppo")] == ["my run"]
+    logs = SQLiteStorage.get_logs("rl-app-ppo", "my run")
+    assert [(one["step"], one["val-core/s/acc/mean@4"]) for one in logs] == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

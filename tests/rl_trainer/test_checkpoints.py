@@ -14,6 +14,7 @@ import pytest
 import torch
 from resumable_run import SCENARIOS, Run
 
+from rl_trainer.backends.state import RandomState, seed_generators
 from rl_trainer.checkpoints.folder import Checkpoint, inspect, newest_whole, step_name
 
 HERE = Path(__file__).parent
@@ -43,6 +44,16 @@ def test_two_and_two_steps_equal_four_bit_by_bit(model_path, tmp_path, scenario)
     assert sorted(second.metrics) == [3, 4]
     untimed = {k: v for k, v in straight.metrics[4].items() if not k.startswith(("timing", "perf", "checkpoint"))}
     assert untimed == {k: second.metrics[4][k] for k in untimed}
+
+
+def test_what_draws_without_a_seed_follows_from_the_key():
+    def drawn(*key):
+        seed_generators(*key)
+        return RandomState.now(), torch.rand(1).item(), np.random.random(), random.random()
+
+    first = drawn(3, 1)
+    assert drawn(3, 1) == first
+    assert not set(drawn(3, 2)[1:]) & set(first[1:])
 
 
 def test_a_checkpoint_is_whole_and_its_policy_loads(model_path, tmp_path):

@@ -173,7 +173,7 @@ class TrainerConfig(LoopConfig):
     max_ckpt_to_keep: int = option(3, "newest checkpoints that are kept, beside the best one; 0: all")
     logger: str = option(
         "console,tensorboard",
-        "where metrics go beside metrics.jsonl: comma-separated console, tensorboard, wandb, mlflow, or installed under rl_app_ppo.sinks",
+        "where metrics go beside metrics.jsonl: comma-separated console, tensorboard, wandb, mlflow, trackio, or installed under rl_app_ppo.sinks",
     )
     hooks: str = option("", "comma-separated hooks that are told what happens, installed under rl_trainer.hooks")
     profile_steps: str = option(

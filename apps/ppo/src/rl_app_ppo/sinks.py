@@ -115,6 +115,32 @@ class MlflowSink:
             self._client.set_terminated(self._id)
 
 
+class TrackioSink:
+    """MetricSink: trackio. Into a database in the run folder (or TRACKIO_DIR), which `trackio show` reads; never over the network. A run of the same
+    name is gone on with."""
+
+    def __init__(self, facts: RunFacts) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str(facts.folder / "trackio"))  # read when it is imported
+        from trackio.run import Run  # pyright: ignore[reportMissingImports]: an extra that is in no default group
+
+        self._run: Any = Run(  # trackio.init prints, and looks for servers in the environment
+            url=None,
+            client=None,
+            project="rl-app-ppo",
+            name=facts.folder.name,
+            run_id=facts.folder.name,
+            config=dict(facts.config),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Have trackio write what it holds; safe to call twice."""
+        self._run.finish()
+
+
 def _mlflow_name(name: str) -> str:
     plain = re.sub(r"[^\w\-. /:]", "_", name.replace("@", "_at_"))
     return "/".join(part for part in plain.split("/") if part.strip("."))
@@ -128,6 +154,7 @@ SINKS: Registry[SinkKind] = Registry(
         "tensorboard": SinkKind(lambda facts: TensorBoardSink(facts.folder / "tensorboard", facts.after)),
         "wandb": SinkKind(WandbSink),
         "mlflow": SinkKind(MlflowSink),
+        "trackio": SinkKind(TrackioSink),
     },
     {},
 )
@@ -245,7 +272,7 @@ def check_installed(names: tuple[str, ...]) -> None:
     """
     from importlib.util import find_spec
 
-    for name in ("wandb", "mlflow"):
+    for name in ("wandb", "mlflow", "trackio"):
         if name in names and find_spec(name) is None:
             raise ConfigError(
                 f"trainer.logger={name} needs the package {name}; install rl-app-ppo[{name}], or take it out."

@@ -280,7 +280,7 @@ def _clip_ratio(value: Value, verl: Mapping[str, Value]) -> Mapped:
 
 def _loggers(value: Value, _: Mapping[str, Value]) -> Mapped | str:
     names = [name.strip() for name in str(plain(value)).split(",")]
-    known = [name for name in names if name in ("console", "tensorboard", "wandb", "mlflow")]
+    known = [name for name in names if name in ("console", "tensorboard", "wandb", "mlflow", "trackio")]
     return {"trainer.logger": ",".join(known)} if known else f"there is no logger {plain(value)} here"
 
 

@@ -93,7 +93,7 @@ def open_data(config: AppConfig, model_path: Path | None) -> Mapping[str, Prompt
 
 def _from_files(config: AppConfig, model_path: Path | None) -> Mapping[str, Prompts]:
     from rl_trainer.data.chat import PromptEncoder
-    from rl_trainer.data.files import DataFiles, open_files  # datasets and pyarrow: the demo does without them
+    from rl_trainer.data.files import DataFiles, open_files  # pyarrow: the demo does without it
 
     data, splits = config.data, dict[str, Prompts]()
     encoder = (

@@ -128,11 +128,13 @@ def _trained(role: Role, config: AppConfig, call: BuildCall, plane: DataPlane, g
         if role == "ref":
             return ReferenceWorker(plane, graph, policy, temperature), None
         return ActorWorker(plane, graph, policy, temperature), _sender(config, call, policy)
-    from rl_trainer.backends.torch_critic import TorchCriticBackend  # torch: the reward process does without it
+    from rl_trainer.backends.state import seed_generators  # torch: the reward process does without it
+    from rl_trainer.backends.torch_critic import TorchCriticBackend
     from rl_trainer.backends.torch_policy import TorchPolicyBackend
 
     path, engine = Path(call.model_path), _engine(config, call)
     n, seed = config.rollout.n, config.trainer.seed
+    seed_generators(seed, call.rank, ("actor", "ref", "critic").index(role))
     if role == "critic":
         critic = TorchCriticBackend(path, config.critic, rollout_n=n, seed=seed, engine=engine)
         return CriticWorker(plane, graph, critic), None

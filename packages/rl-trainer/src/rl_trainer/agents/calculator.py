@@ -11,12 +11,17 @@ import msgspec
 
 from rl_trainer.arithmetic import BINARY, evaluate
 
+
+def _floor(a: Fraction, b: Fraction) -> Fraction:
+    return Fraction(a // b)
+
+
 _OPERATORS: Mapping[type[ast.AST], Callable[..., Fraction]] = {
     **BINARY,
-    ast.FloorDiv: lambda a, b: Fraction(a // b),
+    ast.FloorDiv: _floor,
     ast.Mod: operator.mod,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
+    ast.USub: Fraction.__neg__,
+    ast.UAdd: Fraction.__pos__,
 }
 
 

@@ -62,6 +62,14 @@ class RandomState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         random.setstate(self.python)
 
 
+def seed_generators(*key: int) -> None:
+    """Have what draws in this process without a seed of its own (adapter dropout) draw the same whenever the key is the same; else it does not."""
+    of_torch, of_numpy, of_python = (int(one) for one in np.random.SeedSequence(key).generate_state(3))
+    torch.manual_seed(of_torch)
+    np.random.seed(of_numpy)
+    random.seed(of_python)
+
+
 class RankState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a rank knows beside tensors; but for the random state all ranks know the same."""
 
@@ -84,7 +92,7 @@ def snapshot(model: torch.nn.Module, optimiser: Optimiser, updates: int, world: 
     def write(folder: Path) -> Sequence[Path]:
         data, facts = folder / f"{stem}.safetensors", folder / f"{stem}.json"
         try:
-            save_file(tensors, data, metadata={PLACES: json.dumps(places)})
+            save_file(tensors, data, metadata={PLACES: json.dumps(places, sort_keys=True)})
         except SafetensorError as error:
             raise OutputError(f"The checkpoint can't be written to {data}: {error}. Free some space.") from error
         facts.write_bytes(msgspec.json.encode(rank))

@@ -18,12 +18,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from rl_protocol import ConfigError, OutputError, SchemaError
+from rl_protocol import ConfigError, SchemaError
+from rl_protocol.durable import write_errors
 from rl_protocol.errors import UNREADABLE
 from rl_trainer.data.chat import PromptEncoder
 from rl_trainer.data.prompts import PromptRow
 from rl_trainer.data.rows import VerlRow, parse_row
-from rl_trainer.data.tables import BATCH_ROWS, open_prompts, parquet_rows, prompt_writer, saved_rows
+from rl_trainer.data.tables import BATCH_ROWS, PromptTable, parquet_rows, prompt_writer, saved_rows
 
 logger = logging.getLogger(__name__)
 FORMAT = 2
@@ -71,7 +72,7 @@ class FilePrompts:
 
     def __init__(self, folder: Path) -> None:
         self.report = msgspec.json.decode((folder / "report.json").read_bytes(), type=Report)
-        self._rows: Any = open_prompts(folder / "rows.arrow")
+        self._rows = PromptTable(folder / "rows.arrow")
 
     @property
     def rows_of_files(self) -> tuple[int, ...]:
@@ -105,12 +106,8 @@ def open_files(files: DataFiles, encoder: PromptEncoder, cache_dir: Path) -> Fil
     """
     folder = cache_dir / f"data-{_fingerprint(files, encoder)[:24]}"
     if not (folder / "report.json").exists():
-        try:
+        with write_errors(folder, "The prompts", "Free some space there, or set model.cache_dir to another place."):
             _publish(folder, files, encoder)
-        except OSError as error:
-            raise OutputError(
-                f"Prompts can't be written to {folder}: {error.strerror or error}. Free some space there, or set model.cache_dir to another place."
-            ) from error
     prompts = FilePrompts(folder)
     if prompts.report.bad:
         logger.warning("%s", prompts.report)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
+from bisect import bisect_right
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Dataset, load_from_disk
 
 from rl_protocol import SchemaError
 
@@ -48,6 +50,8 @@ def saved_rows(folder: Path) -> Iterator[Raw]:
     Raises:
         SchemaError: it holds no such data set.
     """
+    from datasets import load_from_disk  # a second to import, and nothing else needs it
+
     try:
         data: Any = load_from_disk(str(folder))
         for batch in data.with_format("arrow").iter(BATCH_ROWS):
@@ -90,6 +94,34 @@ def prompt_writer(path: Path) -> Generator[PromptWriter]:
         yield PromptWriter(writer)
 
 
-def open_prompts(path: Path) -> Dataset:
-    """The prompts that `prompt_writer` wrote, memory-mapped: processes share the pages, and only what is looked at is read."""
-    return Dataset.from_file(str(path))
+class PromptTable:
+    """The prompts that `prompt_writer` wrote, memory-mapped: processes share the pages, and only what is looked at is read.
+
+    Pages that were looked at are given back now and then, and are still in the cache of the file system: what stays resident does not grow with
+    the file, however many rows are asked for.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        with pa.ipc.open_stream(pa.py_buffer(self._map)) as reader:
+            self._batches = list(reader)
+        self._starts = list(accumulate((batch.num_rows for batch in self._batches), initial=0))
+        self._looked_at = 0
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        """The fields of a row, as they were written.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        if self._looked_at % BATCH_ROWS == 0:
+            self._map.madvise(mmap.MADV_DONTNEED)
+        self._looked_at += 1
+        place = bisect_right(self._starts, row) - 1
+        return self._batches[place].slice(row - self._starts[place], 1).to_pylist()[0]
