@@ -1,0 +1,84 @@
+"""The policy on Megatron-Core as the app makes it, against the one on plain torch: the same losses, gradients and weights."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+from rl_app_ppo.config import load_config
+from rl_protocol import BatchData, ragged
+
+pytestmark = [  # as in tests/rl_megatron_peft/test_policy.py
+    pytest.mark.filterwarnings("ignore:.*not installed"),
+    pytest.mark.filterwarnings("ignore:.*deprecated"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A Llama: it has no biases of keys, whose gradients are rounding alone and which Adam makes large."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "tie_word_embeddings": False}
+    LlamaForCausalLM(LlamaConfig(**shape, **heads, **ends, initializer_range=0.3)).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def batch_for(policy):
+    """16 ragged trajectories; the log-probs of before are a little away from the policy's."""
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(2, 9, 16)
+    batch = BatchData(
+        {
+            "prompts": ragged([rng.integers(2, 16, 3).tolist() for _ in lengths], "int64"),
+            "responses": ragged([rng.integers(1, 16, n).tolist() for n in lengths], "int64"),
+            "response_mask": ragged([(rng.random(n) < 0.9).tolist() for n in lengths], "bool"),
+            "advantages": ragged([rng.normal(size=n).tolist() for n in lengths], "float32"),
+        }
+    )
+    found = policy.compute_log_probs(batch, temperature=0.9).ragged("log_probs")
+    moved = [(row + rng.normal(scale=0.2, size=len(row))).tolist() for row in found.rows()]
+    return BatchData({**batch.columns, "old_log_probs": ragged(moved, "float32")})
+
+
+def test_all_weights_are_trained_as_on_plain_torch(model, tmp_path):
+    import torch.distributed as dist
+
+    from rl_trainer.backends.torch_policy import TorchPolicyBackend
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what Megatron-Core and what it imports say at import
+        from rl_app_ppo.wiring.megatron import megatron_policy
+        from rl_megatron_peft.backend.parallel import close_ranks
+
+    small = [
+        "actor.use_kl_loss=false",
+        "data.train_batch_size=8",
+        "actor.ppo_mini_batch_size=4",
+        "rollout.n=2",
+        "actor.ppo_micro_batch_size=3",
+    ]
+    config = load_config(["model_engine=megatron", "actor.optim.lr=1e-3", *small])
+    ours = megatron_policy(config, model, rank=0, store=tmp_path / "store")
+    try:
+        theirs = TorchPolicyBackend(model, config.actor, rollout_n=config.rollout.n, seed=config.trainer.seed)
+        batch = batch_for(theirs)
+        for _ in range(2):
+            one, other = (policy.update(batch, temperature=0.9) for policy in (ours, theirs))
+            assert {name: one[name] for name in other} == pytest.approx(other, abs=1e-5)
+        assert other["actor/pg_clipfrac"] > 0
+        weights = {weight.name: weight.data.view("float32") for weight in theirs.named_weights()}
+        for weight in ours.named_weights():
+            np.testing.assert_allclose(weight.data.view("float32"), weights.pop(weight.name), atol=1e-5)
+        assert not weights
+    finally:
+        close_ranks()
+        dist.destroy_process_group()
