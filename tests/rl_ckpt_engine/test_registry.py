@@ -99,7 +99,8 @@ def test_a_plug_in_is_loaded_when_its_name_is_asked_for_and_no_other(points: Poi
     [
         (
             "missing",
-            "no checkpoint engine 'missing'; there are alias, broken, cuda_ipc, disk, future, gloo, naive, nccl, nixl, plugin, ray, shm, tcp, wrong",
+            "no checkpoint engine 'missing'; there are alias, broken, cuda_ipc, disk, future, gloo, mooncake, naive, nccl, nixl, plugin, "
+            "ray, shm, tcp, wrong",
         ),
         ("future", "API version 2; this is version 1"),
         ("wrong", "no subclass of CheckpointEngine"),

@@ -23,7 +23,7 @@ class CheckpointEngineConfig:
     backend: str = field(
         default="shm",
         metadata={
-            "help": "short name of a checkpoint engine: naive, shm, tcp, disk, gloo, nccl, ray, nixl, cuda_ipc, that of a package, or delta-<engine>"
+            "help": "short name of an engine: naive, shm, tcp, disk, gloo, nccl, ray, nixl, mooncake, cuda_ipc, that of a package, or delta-<engine>"
         },
     )
     enabled: bool = field(default=True, metadata={"help": "false: rollout keeps the initial weights; the run says so"})

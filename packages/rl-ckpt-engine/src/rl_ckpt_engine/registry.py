@@ -22,6 +22,7 @@ _BUILT_IN = {
     "nccl": (f"{_ENGINES}.torch_group", "NcclEngine", "torch"),
     "ray": (f"{_ENGINES}.ray_objects", "RayEngine", "ray"),
     "nixl": (f"{_ENGINES}.nixl", "NixlEngine", "nixl"),
+    "mooncake": (f"{_ENGINES}.mooncake", "MooncakeEngine", "mooncake"),
     "cuda_ipc": (f"{_ENGINES}.cuda_ipc", "CudaIpcEngine", "cuda"),
 }
 """Name -> module, class, extra of this package that it needs. Imported when asked for."""

@@ -1,9 +1,8 @@
-"""Engine `nixl` over UCX on loopback, where NIXL is installed (rl-ckpt-engine[nixl]; no GPU is needed)."""
+"""Engines `nixl` (UCX on loopback) and `mooncake` (TCP), where their libraries are installed; no GPU is needed."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import signal
 import time
@@ -11,44 +10,73 @@ from contextlib import AsyncExitStack
 
 import psutil
 import pytest
-from ckpt_remote import SHAPES, started
+from ckpt_remote import SHAPES, loads, started
 
 from rl_ckpt_engine import CheckpointEngine, CheckpointEngineConfig, CheckpointEngineRegistry, Manifest
 from rl_ckpt_engine.testing import EngineConformance, assert_same, make_weights, refusal
 from rl_protocol.errors import ConfigError, WeightSyncError
 
-INSTALLED = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13"))
-needs_nixl = pytest.mark.skipif(not INSTALLED, reason="NIXL is not installed: rl-ckpt-engine[nixl]")
+NIXL, MOONCAKE = loads("nixl_cu12", "nixl_cu13"), loads("mooncake.engine")
+needs_nixl = pytest.mark.skipif(not NIXL, reason="NIXL is not installed: rl-ckpt-engine[nixl]")
+needs_mooncake = pytest.mark.skipif(not MOONCAKE, reason="Mooncake is not installed: rl-ckpt-engine[mooncake]")
+each_engine = pytest.mark.parametrize(
+    "engine", [pytest.param("nixl", marks=needs_nixl), pytest.param("mooncake", marks=needs_mooncake)]
+)
 T = 20.0
 
 
-def make() -> CheckpointEngine:
+@pytest.fixture(autouse=True)
+def operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Says that nobody but the test reaches this host."""
+    monkeypatch.setenv("RL_CKPT_TRUSTED_NETWORK", "1")
+
+
+def make(engine: str) -> CheckpointEngine:
     """Small buckets: tensors cross their borders."""
-    return CheckpointEngineRegistry().create("nixl", CheckpointEngineConfig(bucket_mb=0.1))
+    return CheckpointEngineRegistry().create(engine, CheckpointEngineConfig(bucket_mb=0.1))
 
 
 def joined(manifest: Manifest) -> CheckpointEngine:
-    receiver = make()
+    receiver = make(manifest.engine)
     receiver.init_process_group(type(receiver).build_topology(manifest.sender, [receiver.prepare()]).receivers[0])
     return receiver
 
 
-@pytest.mark.skipif(INSTALLED, reason="NIXL is installed")
-def test_without_nixl_the_error_says_what_to_install() -> None:
-    with pytest.raises(ConfigError, match=r"rl-ckpt-engine\[nixl\]"):
-        make()
+@pytest.mark.parametrize(("engine", "installed"), [("nixl", NIXL), ("mooncake", MOONCAKE)])
+def test_without_its_library_the_error_says_what_to_install(engine: str, installed: bool) -> None:
+    if installed:
+        pytest.skip("it is installed")
+    with pytest.raises(ConfigError, match=rf"rl-ckpt-engine\[{engine}\]"):
+        make(engine)
+
+
+@needs_mooncake
+@pytest.mark.parametrize("said", ["", "0", "yes"])
+def test_mooncake_starts_only_where_the_operator_trusts_the_network(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    monkeypatch.setenv("RL_CKPT_TRUSTED_NETWORK", said)
+    before = listening()
+    with pytest.raises(ConfigError, match=r"listens at all addresses .* RL_CKPT_TRUSTED_NETWORK=1"):
+        make("mooncake")
+    assert listening() == before
 
 
 @needs_nixl
 @pytest.mark.slow
 class TestNixl(EngineConformance):
     def make_engine(self) -> CheckpointEngine:
-        return make()
+        return make("nixl")
 
 
-@needs_nixl
-def test_memory_may_grow_between_versions_and_the_registration_follows() -> None:
-    sender = make()
+@needs_mooncake
+@pytest.mark.slow
+class TestMooncake(EngineConformance):
+    def make_engine(self) -> CheckpointEngine:
+        return make("mooncake")
+
+
+@each_engine
+def test_memory_may_grow_between_versions_and_the_registration_follows(engine: str) -> None:
+    sender = make(engine)
     sender.init_process_group(type(sender).build_topology(sender.prepare(), []).sender)
     receiver: CheckpointEngine | None = None
     for version, shapes in enumerate([[(10,)], [(10,)], [(300_000,), (0,)], [(900_000,)], [(7,)]], start=1):
@@ -62,9 +90,9 @@ def test_memory_may_grow_between_versions_and_the_registration_follows() -> None
     sender.close()
 
 
-@needs_nixl
-def test_a_byte_that_changes_in_the_senders_memory_is_noticed() -> None:
-    sender = make()
+@each_engine
+def test_a_byte_that_changes_in_the_senders_memory_is_noticed(engine: str) -> None:
+    sender = make(engine)
     sender.init_process_group(type(sender).build_topology(sender.prepare(), []).sender)
     weights = make_weights(SHAPES, seed=1)
     manifest = asyncio.run(sender.send_weights(weights, 1, timeout_s=T))
@@ -82,26 +110,30 @@ def test_a_byte_that_changes_in_the_senders_memory_is_noticed() -> None:
     sender.close()
 
 
+def listening():
+    return {c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
+
+
 @needs_nixl
-def test_it_listens_at_loopback_alone_and_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nixl_listens_at_loopback_alone_and_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
-    before = {c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
-    sender = make()
+    before = listening()
+    sender = make("nixl")
     asyncio.run(sender.send_weights(make_weights([(3,)]), 1, timeout_s=T))
-    listening = {c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN} - before
-    assert listening
-    assert {address.ip for address in listening} == {"127.0.0.1"}
+    new = listening() - before
+    assert new
+    assert {address.ip for address in new} == {"127.0.0.1"}
     assert "UCX_NET_DEVICES" not in os.environ
     sender.close()
 
 
-@needs_nixl
+@each_engine
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["stopped", "killed"])
-def test_a_sender_that_stops_or_dies_is_a_named_error_and_another_takes_its_place(how: str) -> None:
+def test_a_sender_that_stops_or_dies_is_a_named_error_and_another_takes_its_place(engine: str, how: str) -> None:
     async def run() -> None:
         async with AsyncExitStack() as stack:
-            sender, other = [await stack.enter_async_context(started("sender", n, "nixl")) for n in ("s", "other")]
+            sender, other = [await stack.enter_async_context(started("sender", n, engine)) for n in ("s", "other")]
             first = Manifest.decode(await sender.send(1, T))
             receiver = joined(first)
             if how == "killed":
