@@ -9,31 +9,12 @@ import pytest
 ACCURACY = "val-core/three_digit_multiplication/acc/mean@1"
 
 
-@pytest.fixture(scope="module")
-def knows_the_syntax(tmp_path_factory):
-    """A model that seldom calls, and mostly guesses."""
-    from rl_app_ppo.demo.demos import DEMOS
-    from rl_app_ppo.demo.settings import WarmUpSettings
-    from rl_app_ppo.demo.warmup import cached_base_model
-
-    demo = DEMOS["calculator"]
-    settings = WarmUpSettings(
-        demo="calculator",
-        careless_share=demo.careless_share,
-        target_probability=demo.target_probability,
-        max_steps=80,
-        check_every=20,
-        validation_size=128,
-    )
-    return cached_base_model(tmp_path_factory.mktemp("cache"), settings)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_score_rises_because_of_the_tool(app, knows_the_syntax):
+def test_the_score_rises_because_of_the_tool(app, calculator_model):
     common = (
         "algorithm=grpo_calculator",
-        f"model.path={knows_the_syntax}",
+        f"model.path={calculator_model}",
         "data.val_size=64",
         "data.train_batch_size=32",
         "trainer.test_freq=0",

@@ -36,24 +36,12 @@ VLLM = ("rollout.name=vllm", "rollout.kv_cache_mb=64", "rollout.max_batch_size=6
 TOLERANCE = 1e-3
 
 
-@pytest.fixture(scope="module")
-def calls_now_and_then(tmp_path_factory):
-    """The calculator's policy after a warm-up of a few steps: what it writes is a call for some problems, and a guess for others."""
-    from rl_app_ppo.demo.demos import DEMOS
-    from rl_app_ppo.demo.settings import WarmUpSettings
-    from rl_app_ppo.demo.warmup import cached_base_model
-
-    share = DEMOS["calculator"].careless_share
-    settings = WarmUpSettings(demo="calculator", careless_share=share, max_steps=60, check_every=60, validation_size=32)
-    return cached_base_model(tmp_path_factory.mktemp("cache"), settings)
-
-
-def test_a_policy_with_a_tool_trains_with_an_engine_of_two_processes(app, calls_now_and_then):
+def test_a_policy_with_a_tool_trains_with_an_engine_of_two_processes(app, calculator_model):
     """Several turns, whose observations vLLM is given as part of the next prompt; whole weights after every step, to every shard."""
     done = app(
         *VLLM,
         "algorithm=grpo_calculator",
-        f"model.path={calls_now_and_then}",
+        f"model.path={calculator_model}",
         "actor.use_kl_loss=false",
         "rollout.tensor_model_parallel_size=2",
         "trainer.val_before_train=false",

@@ -1,4 +1,5 @@
-"""Every engine that runs here, in the real app: versions go up, all replicas have them, and what they generate with is what was trained."""
+"""Engines of both kinds, each replica for itself and all in a group, in the real app: versions go up, all replicas have them, and what they
+generate with is what was trained."""
 
 from __future__ import annotations
 
@@ -11,11 +12,14 @@ FULL = 4 * PARAMETERS
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("engine", ["tcp", "disk", "gloo"])
-def test_an_engine_carries_the_weights_of_a_run(app, tmp_path, engine):
-    shared = tmp_path / "shared"
-    more = ["rollout.num_workers=2", *([f"checkpoint_engine.directory={shared}"] if engine == "disk" else [])]
-    done = app(f"checkpoint_engine.backend={engine}", "trainer.total_training_steps=3", "actor.optim.lr=1e-3", *more)
+@pytest.mark.parametrize("engine", ["tcp", "gloo"])
+def test_an_engine_carries_the_weights_of_a_run(app, engine):
+    done = app(
+        f"checkpoint_engine.backend={engine}",
+        "trainer.total_training_steps=3",
+        "actor.optim.lr=1e-3",
+        "rollout.num_workers=2",
+    )
     assert done.code == 0, done.err
     trained = done.metrics[1:]
     assert [m["weight_sync/version"] for m in trained] == [1, 2, 3]
@@ -28,8 +32,6 @@ def test_an_engine_carries_the_weights_of_a_run(app, tmp_path, engine):
     assert all(m["actor/grad_norm"] > 0 for m in trained)
     assert max(m["perf/driver_bytes"] for m in trained) < 256 * 1024
     assert engine in done.out
-    if engine == "disk":
-        assert (shared / "LATEST").read_text().startswith("v000000000003-")
 
 
 @pytest.mark.slow
