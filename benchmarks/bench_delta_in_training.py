@@ -40,7 +40,6 @@ def run(lr: str, steps: int, folder: Path) -> dict[str, Any]:
         "trainer.total_training_steps": steps,
         "trainer.test_freq": 0,
         "trainer.val_before_train": "false",
-        "model.cache_dir": folder / "cache",
         "trainer.output_dir": folder,
         "trainer.run_name": f"lr{lr}",
     }
