@@ -292,6 +292,26 @@ def test_generation_stops_everywhere_until_it_is_resumed_also_for_newcomers_and_
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    "fault", [{"sender": Fault(send=OSError("x"))}, {"receiver": Fault(activate=WorkerError("no"))}]
+)
+def test_a_sync_that_fails_while_generation_is_stopped_starts_it_nowhere(fault: dict[str, Fault]) -> None:
+    sender, (receiver,), manager = system(fault.get("receiver"), sender=fault.get("sender"))
+
+    async def run() -> None:
+        await manager.abort_generation()
+        with pytest.raises(WeightSyncError):
+            await manager.update_weights(1)
+        assert not receiver.admitting
+        await manager.resume_generation()
+        assert receiver.admitting
+        assert receiver.sink.weight_version == 0
+
+    asyncio.run(run())
+    assert not manager.quarantined
+    assert sender.calls == ["send", "abort"]
+
+
 def test_one_that_does_not_stop_is_quarantined_and_when_none_does_it_is_an_error() -> None:
     _, receivers, manager = system(None, Fault(pause=Fault.HANG))
     asyncio.run(manager.abort_generation())

@@ -212,7 +212,8 @@ class CheckpointEngineManager:
         if not self._receivers:
             raise WeightSyncError(f"Version {version} has no receiver to go to; add one.{listed(self._quarantined)}")
         start = time.monotonic()
-        sync = SyncRound(self._sender, self._receivers, version, self._config.timeout_s, self._mover)
+        limit = self._config.timeout_s
+        sync = SyncRound(self._sender, self._receivers, version, limit, self._mover, stopped=self._stopped)
         try:
             async with told(self._progress, version, lambda: sync.phase):
                 await sync.run()

@@ -28,6 +28,7 @@ class SyncRound:
         version: to be sent.
         timeout_s: deadline of each phase in seconds.
         mover: gets the bytes to the receivers.
+        stopped: receivers were told to generate nothing; nobody is resumed.
 
     Attributes:
         manifest: what was sent; None when sending failed.
@@ -45,12 +46,15 @@ class SyncRound:
         version: int,
         timeout_s: float,
         mover: Mover,
+        *,
+        stopped: bool = False,
     ) -> None:
         self._sender = sender
         self._receivers = dict(receivers)
         self._version = version
         self._timeout_s = timeout_s
         self._mover = mover
+        self._stopped = stopped
         self.manifest: Manifest | None = None
         self.active: tuple[str, ...] = ()
         self.failed: dict[str, str] = {}
@@ -72,7 +76,10 @@ class SyncRound:
             await self._transfer()
         finally:
             try:
-                await (self._stop_the_failed() if self.active else self._resume())
+                if self.active:
+                    await self._stop_the_failed()
+                elif not self._stopped:
+                    await self._resume()
             finally:
                 await self._settle()
 
@@ -146,11 +153,8 @@ class SyncRound:
         )
 
     async def _resume(self) -> None:
-        start = time.monotonic()
-        outcome = await call_all(
-            "resume", self._receivers, self._timeout_s, lambda handle: handle.resume(self._timeout_s)
-        )
-        self.seconds["resume"] = time.monotonic() - start
+        limit = self._timeout_s
+        outcome = await call_all("resume", self._receivers, limit, lambda handle: handle.resume(limit))
         self.stuck = outcome.failed
 
     async def _settle(self) -> None:
