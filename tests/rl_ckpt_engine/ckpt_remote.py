@@ -28,6 +28,11 @@ def loads(*names: str) -> bool:
     return False
 
 
+def shared_memory() -> set[str]:
+    """Names of files in shared memory, without semaphores, which other programs have."""
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
+
+
 class RemotePeer:
     """Both handles over the pipes of one process."""
 

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from ckpt_remote import RemotePeer, loads, started
+from ckpt_remote import RemotePeer, loads, shared_memory, started
 
 from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineManager
 from rl_protocol.errors import WeightSyncError
@@ -51,11 +51,6 @@ class Doomed:
             return await running
 
         return call
-
-
-def shared_memory() -> set[str]:
-    """Names of files in shared memory, without semaphores, which other programs have."""
-    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
 
 
 @pytest.mark.parametrize("engine", ENGINES)

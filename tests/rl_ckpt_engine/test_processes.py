@@ -5,19 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import pytest
-from ckpt_remote import SHAPES, started
+from ckpt_remote import SHAPES, shared_memory, started
 
 from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineManager, Manifest, ReceiverEndpoint
 from rl_ckpt_engine.engines.shm import ShmEngine
 from rl_ckpt_engine.testing import assert_same, make_weights
 from rl_protocol.errors import WeightSyncError
-
-
-def shm_names() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
 
 
 def test_manager_moves_weights_between_processes_and_survives_the_death_of_one() -> None:
@@ -46,9 +41,9 @@ def test_manager_moves_weights_between_processes_and_survives_the_death_of_one()
             assert time.monotonic() - start < 5
             assert await one.has(5), "old weights stay"
 
-    before = shm_names()
+    before = shared_memory()
     asyncio.run(run())
-    assert shm_names() == before
+    assert shared_memory() == before
 
 
 def test_receiver_notices_a_killed_sender() -> None:
