@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+import time
 import uuid
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -36,6 +37,29 @@ class Finished:
 
 def command(*overrides: str) -> list[str]:
     return ["uv", "run", "--no-sync", "--project", str(ROOT), str(ROOT / "apps" / "ppo"), *overrides]
+
+
+def started(mark: str, folder: Path, *overrides: str, lines: int, timeout_s: float = 120.0) -> subprocess.Popen[str]:
+    """A run in a process group of its own, as a shell starts it, that has written so many lines of metrics into `folder` and goes on."""
+    process = subprocess.Popen(
+        command(f"trainer.output_dir={folder.parent}", f"trainer.run_name={folder.name}", *overrides),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder.parent,
+        start_new_session=True,
+        env={**os.environ, MARK: mark},
+    )
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + timeout_s
+    try:
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= lines):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    except BaseException:
+        process.kill()
+        raise
+    return process
 
 
 def marked(mark: str) -> list[psutil.Process]:

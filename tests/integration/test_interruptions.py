@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import time
 
 import pytest
 
-from .conftest import MARK, command, marked, processes_of
+from .conftest import marked, processes_of, started
 
 
 @pytest.fixture
 def long_run(tmp_path, base_model, mark):
-    """A run of many steps, started in a process group of its own, as a shell would."""
-    arguments = command(
+    """A run of many steps, and its metrics."""
+    process = started(
+        mark,
+        tmp_path / "run",
         f"model.path={base_model}",
-        f"trainer.output_dir={tmp_path}",
-        "trainer.run_name=run",
         "trainer.total_training_steps=100000",
         "data.val_size=16",
         "data.train_batch_size=8",
@@ -27,22 +25,9 @@ def long_run(tmp_path, base_model, mark):
         "rollout.num_workers=1",
         "actor.use_kl_loss=false",
         "trainer.stage_timeout_s=60",
-    )
-    process = subprocess.Popen(
-        arguments,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        start_new_session=True,
-        env={**os.environ, MARK: mark},
+        lines=3,
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
     yield process, metrics
     if process.poll() is None:
         process.kill()

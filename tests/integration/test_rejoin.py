@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import time
 
 import pytest
 
-from .conftest import MARK, command, processes_of
+from .conftest import processes_of, started
 
 STEPS = 8
 
@@ -19,30 +17,19 @@ STEPS = 8
 @pytest.mark.timeout(300)
 def test_a_killed_rollout_worker_is_replaced_and_the_run_goes_on(tmp_path, base_model, mark):
     folder = tmp_path / "run"
-    run = subprocess.Popen(
-        command(
-            f"model.path={base_model}",
-            f"trainer.output_dir={tmp_path}",
-            "trainer.run_name=run",
-            f"trainer.total_training_steps={STEPS}",
-            "data.val_size=16",
-            "data.train_batch_size=8",
-            "actor.ppo_mini_batch_size=8",
-            "actor.use_kl_loss=false",
-            "actor.optim.lr=1e-3",
-        ),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, MARK: mark},
+    run = started(
+        mark,
+        folder,
+        f"model.path={base_model}",
+        f"trainer.total_training_steps={STEPS}",
+        "data.val_size=16",
+        "data.train_batch_size=8",
+        "actor.ppo_mini_batch_size=8",
+        "actor.use_kl_loss=false",
+        "actor.optim.lr=1e-3",
+        lines=3,
     )
     try:
-        metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
-        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
-            assert run.poll() is None, run.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
         os.kill(processes_of(folder, "rollout-1")[0], signal.SIGKILL)
         out, err = run.communicate(timeout=150)
     finally:
@@ -54,7 +41,7 @@ def test_a_killed_rollout_worker_is_replaced_and_the_run_goes_on(tmp_path, base_
     assert "Worker rollout-1 died during" in log
     assert "Rollout worker rollout-1 gets a new process, 1 of 3 in a row." in log
 
-    _, *trained = [json.loads(line) for line in metrics.read_text().splitlines()]
+    _, *trained = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [m["training/global_step"] for m in trained] == list(range(1, STEPS + 1))
     assert [m["weight_sync/version"] for m in trained] == list(range(1, STEPS + 1))
     assert (trained[-1]["weight_sync/receivers"], trained[-1]["weight_sync/rejoined"]) == (2, 1)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
-import time
-import uuid
 
 import psutil
 import pytest
@@ -17,19 +13,9 @@ from rl_protocol.ports import SamplingParams
 from rl_rollout_vllm import VLLMConfig, VLLMRolloutEngine
 from rl_trainer.serving import Endpoint, EndpointConfig, over_engine
 
-from .conftest import MARK, command, marked, processes_of, shared_memory
+from .conftest import processes_of, started
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-
-
-@pytest.fixture
-def mark():
-    """As for other runs, but for the semaphore of vLLM's own, which a process that is killed can't unlink (32 bytes)."""
-    value, memory = uuid.uuid4().hex, shared_memory()
-    yield value
-    alive = psutil.wait_procs(marked(value), timeout=15)[1]
-    assert not alive, [process.cmdline() for process in alive]
-    assert all(name.startswith("sem.mp-") for name in shared_memory() - memory)
 
 
 VLLM = ("rollout.name=vllm", "rollout.kv_cache_mb=64", "rollout.max_batch_size=64", "ray.start_timeout_s=400")
@@ -68,36 +54,26 @@ def engine_of(worker: int) -> psutil.Process:
 def test_adapters_of_megatron_are_served_and_an_engine_that_is_killed_is_replaced(tmp_path, base_model, mark):
     """vLLM has the base since it started and is sent the adapter alone; what the killed engine had not handed over is generated anew."""
     steps, folder = 6, tmp_path / "run"
-    run = subprocess.Popen(
-        command(
-            *VLLM,
-            f"model.path={base_model}",
-            f"trainer.output_dir={tmp_path}",
-            "trainer.run_name=run",
-            f"trainer.total_training_steps={steps}",
-            "trainer.val_before_train=false",
-            "trainer.test_freq=0",
-            "data.val_size=32",
-            "data.train_batch_size=8",
-            "actor.ppo_mini_batch_size=8",
-            "actor.use_kl_loss=false",
-            "actor.optim.lr=1e-2",
-            "rollout.num_workers=1",
-            "model_engine=megatron",
-            "lora.rank=8",
-        ),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, MARK: mark},
+    run = started(
+        mark,
+        folder,
+        *VLLM,
+        f"model.path={base_model}",
+        f"trainer.total_training_steps={steps}",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=0",
+        "data.val_size=32",
+        "data.train_batch_size=8",
+        "actor.ppo_mini_batch_size=8",
+        "actor.use_kl_loss=false",
+        "actor.optim.lr=1e-2",
+        "rollout.num_workers=1",
+        "model_engine=megatron",
+        "lora.rank=8",
+        lines=2,
+        timeout_s=300,
     )
     try:
-        metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 300
-        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):
-            assert run.poll() is None, run.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
         engine_of(processes_of(folder, "rollout-0")[0]).kill()
         out, err = run.communicate(timeout=300)
     finally:
@@ -107,7 +83,7 @@ def test_adapters_of_megatron_are_served_and_an_engine_that_is_killed_is_replace
     assert "Receiver rollout-0 is quarantined: " in log
     assert "The process of the vLLM engine is gone" in log
     assert "Rollout worker rollout-0 gets a new process, 1 of 3 in a row." in log
-    trained = [line for line in map(json.loads, metrics.read_text().splitlines()) if line["step"]]
+    trained = [line for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if line["step"]]
     assert [m["weight_sync/version"] for m in trained] == list(range(1, steps + 1))
     assert [m["training/policy_lag"] for m in trained] == [0] * steps
     for m in trained:  # 8 responses to each of 8 prompts, as in every other step

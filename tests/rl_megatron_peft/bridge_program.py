@@ -6,13 +6,11 @@ Every rank of every layout writes <out>/<layout>-<family>-<rank>.json: what is t
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from megatron_program import batch_of, policy_of
+from megatron_program import batch_of, in_ranks, policy_of, through_layouts
 
 LAYOUTS = {1: {"one": (1, 1)}, 2: {"tp2": (2, 1), "pp2": (1, 2)}}
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -47,30 +45,10 @@ def compare(path, ranks):
     return found | {"names": trained.keys() == fresh.keys(), "trained": trained == exported(own) != fresh}
 
 
-def rank_main(size, rank, models, out):
-    import datetime
-
-    import torch
-    import torch.distributed as dist
-
-    from rl_megatron_peft.backend.parallel import close_ranks, open_ranks
-    from rl_megatron_peft.layout import Layout
-
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{out / f'store-{size}'}",
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=120),
-    )
-    for name, (tensor, pipeline) in LAYOUTS[size].items():
-        ranks = open_ranks(Layout(tensor=tensor, pipeline=pipeline))
+def rank_main(rank, size, models, out):
+    for name, ranks in through_layouts(LAYOUTS[size], rank, size, out / f"store-{size}"):
         for family in FAMILIES:
             (out / f"{name}-{family}-{rank}.json").write_text(json.dumps(compare(models / family, ranks)))
-        close_ranks()
-    dist.destroy_process_group()
 
 
 def main():
@@ -80,15 +58,8 @@ def main():
     models, out = Path(sys.argv[1]), Path(sys.argv[2])
     if problem := bridge_problem(ModelShape.read(models / "llama"), Layout()):  # and it is imported, once for all ranks
         sys.exit(problem)
-    fork = multiprocessing.get_context("fork")
     for size in LAYOUTS:
-        processes = [fork.Process(target=rank_main, args=(size, rank, models, out)) for rank in range(size)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        if any(process.exitcode for process in processes):
-            sys.exit(1)
+        in_ranks(size, rank_main, size, models, out)
 
 
 if __name__ == "__main__":

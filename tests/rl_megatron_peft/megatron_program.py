@@ -173,7 +173,8 @@ def curve(models, out, ranks, keep, curves):
             np.savez(out / f"{name}.npz", **table)
 
 
-def rank_main(world, rank, models, out, cases):
+def through_layouts(layouts, rank, size, store):
+    """(name, ranks) of each layout in turn, in one of `size` processes that find each other through the file `store`."""
     import datetime
 
     import torch
@@ -184,23 +185,34 @@ def rank_main(world, rank, models, out, cases):
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    size = SIZES[world]
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{out / world}-store",
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=120),
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=120)
     )
-    for name, (tensor, pipeline) in WORLDS[world].items():
+    for name, (tensor, pipeline) in layouts.items():
+        yield name, open_ranks(Layout(tensor=tensor, pipeline=pipeline))
+        close_ranks()
+    dist.destroy_process_group()
+
+
+def in_ranks(size, main, *arguments):
+    """Call main(rank, *arguments) in so many forks of this process, and end it when one of them fails."""
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=main, args=(rank, *arguments)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        sys.exit(1)
+
+
+def rank_main(rank, world, models, out, cases):
+    for name, ranks in through_layouts(WORLDS[world], rank, SIZES[world], out / f"{world}-store"):
         folder = out / name
         folder.mkdir(exist_ok=True)
-        ranks = open_ranks(Layout(tensor=tensor, pipeline=pipeline))
         if name != "dp2":
             grid(models, folder, ranks, keep=rank == 0, cases=CASES[cases])
         curve(models, folder, ranks, keep=rank == 0, curves=CURVES[cases])
-        close_ranks()
-    dist.destroy_process_group()
 
 
 def killed_main(models, out):
@@ -263,21 +275,12 @@ def kill_at_ten_moments(fork, models, out):
 def main():
     import rl_megatron_peft.backend.resume  # noqa: F401 - before the fork, once for all ranks
 
-    models, out = Path(sys.argv[1]), Path(sys.argv[2])
-    fork = multiprocessing.get_context("fork")
-    if sys.argv[4] == "killed":
-        kill_at_ten_moments(fork, models, out)
+    models, out, cases, *worlds = Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
+    if worlds == ["killed"]:
+        kill_at_ten_moments(multiprocessing.get_context("fork"), models, out)
         return
-    for world in sys.argv[4:]:
-        processes = [
-            fork.Process(target=rank_main, args=(world, rank, models, out, sys.argv[3])) for rank in range(SIZES[world])
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        if any(process.exitcode for process in processes):
-            sys.exit(1)
+    for world in worlds:
+        in_ranks(SIZES[world], rank_main, world, models, out, cases)
 
 
 if __name__ == "__main__":
