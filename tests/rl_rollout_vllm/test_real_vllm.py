@@ -6,11 +6,14 @@ One engine at a time, and few: a start takes a quarter of a minute and more.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+import time
+import warnings
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -88,14 +91,45 @@ def generate(engine, requests=REQUESTS, **params):
     return asyncio.run(engine.generate(requests, SamplingParams(**{"max_new_tokens": 24, **params})))
 
 
+def of_zmq():
+    """Threads of ZeroMQ, which Python does not know, and what they wait on: numbers of threads and of descriptors."""
+    threads, open_files = [], []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # has ended meanwhile
+            threads.append((task / "comm").read_text())
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the listing's own
+            open_files.append(str(fd.readlink()))
+    return sum(name.startswith("ZMQ") for name in threads), sum(
+        name.startswith(("socket:", "anon_inode:")) for name in open_files
+    )
+
+
+@contextmanager
+def nothing_left():
+    """What an engine took of this process is given back when it is closed, and not by the garbage collector."""
+    before = of_zmq()
+    yield
+    deadline = time.monotonic() + 60
+    while of_zmq() != before and time.monotonic() < deadline:  # a thread that has ended is listed a little longer
+        time.sleep(0.05)
+    assert of_zmq() == before
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        gc.collect()
+    assert not [str(each.message) for each in heard if "Unclosed" in str(each.message)]
+
+
 @contextmanager
 def running(path, **settings):
+    """An engine, closed at the end, which leaves nothing."""
     small = {"max_num_seqs": 32, "kv_cache_bytes": 64 << 20, "bucket_bytes": 16 << 10, "call_timeout_s": 120.0}
-    engine = VLLMRolloutEngine(VLLMConfig(model_path=str(path), **{**small, **settings}))
-    try:
-        yield engine
-    finally:
-        engine.close()
+    with nothing_left():
+        engine = VLLMRolloutEngine(VLLMConfig(model_path=str(path), **{**small, **settings}))
+        try:
+            yield engine
+        finally:
+            engine.close()
 
 
 @pytest.fixture(scope="module")

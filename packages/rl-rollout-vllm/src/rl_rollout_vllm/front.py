@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import threading
 from collections.abc import AsyncGenerator, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
@@ -25,7 +26,12 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _BATCHED_TOKENS = 4096
 """Tokens of one step where prompts can't be computed in parts; more when one prompt may be longer."""
 
+_CONTEXT_TIMEOUT_S = 10.0
+"""Longest wait for vLLM's ZeroMQ context to end."""
+
 WORKER_EXTENSION = "rl_rollout_vllm.worker.WeightUpdates"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +155,17 @@ def _start(config: VLLMConfig, model: Checkpoint, capabilities: VLLMCapabilities
     from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
+    levels = () if capabilities.sleep_frees_memory and not config.sleep_mode else capabilities.sleep_levels
     try:
         arguments = AsyncEngineArgs(**engine_arguments(config, model, capabilities))
-        engine: Any = AsyncLLM.from_engine_args(arguments)
+        # The engine has no name here: something that is imported above keeps this frame, and what it names, for good.
+        return VLLMFront(
+            AsyncLLM.from_engine_args(arguments), config.call_timeout_s, levels, sleeps=capabilities.sleep_frees_memory
+        )
     except (ValueError, NotImplementedError, OSError) as error:
         raise ConfigError(f"vLLM can't serve {model.path} with these settings: {error}") from error
     except RuntimeError as error:  # the engine's process says why in its own output
         raise RolloutError(f"The vLLM engine for {model.path} did not start: {error}") from error
-    levels = () if capabilities.sleep_frees_memory and not config.sleep_mode else capabilities.sleep_levels
-    return VLLMFront(engine, config.call_timeout_s, levels, sleeps=capabilities.sleep_frees_memory)
 
 
 class VLLMFront:
@@ -252,8 +260,12 @@ class VLLMFront:
     async def close(self) -> None:
         """See Front.close."""
         engine, self._engine = self._engine, None  # its finaliser wants modules that are gone when the interpreter ends
-        with suppress(self._gone):  # vLLM kills what takes its time, and wonders when that has just ended by itself
+        resources = engine.engine_core.resources
+        try:
             await asyncio.to_thread(engine.shutdown)
+        except self._gone:  # vLLM kills what takes its time, and wonders when that has just ended by itself
+            await asyncio.to_thread(resources)  # what it did not come to: it asks this loop to close its sockets
+        await _terminated(resources.ctx)
 
     async def _within(self, work: Any) -> Any:
         try:
@@ -270,6 +282,19 @@ class VLLMFront:
         return EngineDiedError(
             "The process of the vLLM engine is gone; its last words are in this process's error output. Start a new engine."
         )
+
+
+async def _terminated(context: Any) -> None:
+    """End vLLM's ZeroMQ context, its I/O threads and file descriptors, which vLLM leaves to the garbage collector.
+
+    That waits for the context's sockets, which this loop closes meanwhile. Should one stay open, the context lives until the process ends: a
+    daemon thread holds up nobody.
+    """
+    ending = threading.Thread(target=context.term, name="rl-rollout-vllm-zmq", daemon=True)
+    ending.start()
+    await asyncio.to_thread(ending.join, _CONTEXT_TIMEOUT_S)
+    if ending.is_alive():
+        _log.warning("vLLM has not closed all of its sockets within %g s; their threads live on.", _CONTEXT_TIMEOUT_S)
 
 
 def _piece(output: Any) -> Piece:

@@ -1,0 +1,35 @@
+"""What of the front needs no vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from types import SimpleNamespace
+
+import rl_rollout_vllm.front as front
+
+
+def test_a_context_is_ended_by_another_thread_while_the_loop_closes_its_sockets(caplog):
+    """Pitfall: a ZeroMQ context waits for its sockets, and vLLM closes them on the loop."""
+    closed, ended = threading.Event(), []
+
+    async def scenario():
+        asyncio.get_running_loop().call_later(0.05, closed.set)
+        await front._terminated(SimpleNamespace(term=lambda: ended.append(closed.wait(60))))
+
+    asyncio.run(scenario())
+    assert ended == [True]
+    assert not caplog.records
+
+
+def test_a_context_whose_socket_stays_open_holds_nobody_up(monkeypatch, caplog):
+    monkeypatch.setattr(front, "_CONTEXT_TIMEOUT_S", 0.05)
+    closed = threading.Event()
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(front._terminated(SimpleNamespace(term=closed.wait)))
+    assert "not closed all of its sockets within 0.05 s" in caplog.text
+    (waiting,) = (each for each in threading.enumerate() if each.name == "rl-rollout-vllm-zmq")
+    assert waiting.daemon
+    closed.set()
+    waiting.join(60)
