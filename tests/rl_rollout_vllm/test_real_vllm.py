@@ -32,6 +32,7 @@ pytestmark = [
 
 TOLERANCE = 1e-3
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTER = AdapterConfig(rank=8, alpha=16, target_modules=LINEAR)
 REQUESTS = [
     GenerationRequest(uid=f"p{i}", session=0, prompt_ids=tuple(2 + (7 * i + k) % 11 for k in range(1 + i % 9)))
     for i in range(16)
@@ -142,7 +143,7 @@ def path(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(path):
     """The engine of most tests. Each leaves it working, with weights of its own."""
-    with running(path, adapter=AdapterConfig(rank=8, alpha=16, target_modules=LINEAR)) as engine:
+    with running(path, adapter=ADAPTER) as engine:
         yield engine
 
 
@@ -371,34 +372,37 @@ def adapter_of(wrapped):
     return [to_weight(name, tensor) for name, tensor in peft.get_peft_model_state_dict(wrapped).items()]
 
 
-@pytest.fixture
-def without_adapter(engine):
-    yield
-    engine._adapter = None  # there is no way back to the base model in an engine's life; the other tests are about it
-
-
-def test_adapters_from_memory_and_folder_change_by_step_and_outlive_an_update_of_the_base(
-    engine, tmp_path, without_adapter
-):
-    """Pitfalls: a reload drops every adapter, and the next request with one ends the engine; the base must stay as it was."""
-    worst = 0.0
-    for version in (1, 2, 3):
-        wrapped = adapted(version)
-        engine.load_adapter(adapter_of(wrapped), version)
+def adapters_by_step(engine, folder):
+    """Three adapters from memory, the base again, one from a folder, and none: largest distance from what PEFT computes."""
+    try:
+        worst = 0.0
+        for version in (1, 2, 3):
+            wrapped = adapted(version)
+            engine.load_adapter(adapter_of(wrapped), version)
+            made = generate(engine)
+            assert {g.weight_version for g in made} == {version}
+            worst = max(worst, difference(wrapped, REQUESTS, made))
+        assert difference(adapted(2), REQUESTS, made) > 0.01
+        engine.load_weights(weights_of(model(0)), 4)
+        worst = max(worst, difference(wrapped, REQUESTS, generate(engine)))
+        other = adapted(5)
+        other.save_pretrained(folder)
+        engine.load_adapter_folder(folder, 5)
         made = generate(engine)
-        assert {g.weight_version for g in made} == {version}
-        worst = max(worst, difference(wrapped, REQUESTS, made))
-    assert difference(adapted(2), REQUESTS, made) > 0.01
-    engine.load_weights(weights_of(model(0)), 4)
-    worst = max(worst, difference(wrapped, REQUESTS, generate(engine)))
-    folder = adapted(5)
-    folder.save_pretrained(tmp_path)
-    engine.load_adapter_folder(tmp_path, 5)
-    worst = max(worst, difference(folder, REQUESTS, generate(engine)))
+        assert {g.weight_version for g in made} == {5}
+        worst = max(worst, difference(other, REQUESTS, made))
+    finally:
+        engine._adapter = (
+            None  # there is no way back to the base model in an engine's life; the other tests are about it
+        )
+    return max(worst, difference(model(0), REQUESTS, generate(engine)))
+
+
+def test_adapters_from_memory_and_folder_change_by_step_and_outlive_an_update_of_the_base(engine, tmp_path):
+    """Pitfalls: a reload drops every adapter, and the next request with one ends the engine; the base must stay as it was."""
+    worst = adapters_by_step(engine, tmp_path)
     tell(f"adapters: max |difference| {worst:.1e}")
     assert worst < TOLERANCE
-    engine._adapter = None
-    assert difference(model(0), REQUESTS, generate(engine)) < TOLERANCE
 
 
 # -- other engines, one after the other; the last one is killed
@@ -464,7 +468,7 @@ def test_the_engines_processes_do_not_outlive_one_that_was_killed(path, tmp_path
 def sharded(path):
     """An engine of two workers, whose memory has no names in /dev/shm that could outlive them."""
     before = {*Path("/dev/shm").iterdir()}
-    with running(path, tensor_parallel_size=2) as engine:
+    with running(path, tensor_parallel_size=2, adapter=ADAPTER) as engine:
         assert all(file.name.startswith("sem.mp-") for file in {*Path("/dev/shm").iterdir()} - before)
         yield engine
 
@@ -496,6 +500,27 @@ def test_two_workers_generate_what_one_does_before_and_after_updates(engine, sha
         assert difference(newest, REQUESTS, two) < TOLERANCE
     tell(f"one worker against two: max |difference| {worst:.1e}")
     assert worst < 1e-4
+
+
+def test_two_workers_are_each_handed_whole_adapters_and_keep_their_shard(sharded, tmp_path, monkeypatch):
+    """All of them say what they have read, of adapters too. Keys and values have one head, of which each worker keeps a copy."""
+    front, read = sharded._front, []
+    whole = type(front).call
+
+    async def noting(self, method, *arguments):
+        answers = await whole(self, method, *arguments)
+        if method == "rollout_load_adapter":
+            sent = arguments[2]
+            read.append([digest == sent for digest, _ in answers])
+        return answers
+
+    sharded.load_weights(weights_of(model(0)), 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(front), "call", noting)
+        worst = adapters_by_step(sharded, tmp_path)
+    tell(f"adapters of two workers: max |difference| {worst:.1e}")
+    assert read == [[True, True]] * 5  # three, one again after the update of the base, one from the folder
+    assert worst < TOLERANCE
 
 
 def test_models_that_vllm_does_not_serve_are_refused_before_a_process_starts(tmp_path):
