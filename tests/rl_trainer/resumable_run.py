@@ -49,8 +49,9 @@ OPTIM = OptimConfig(lr=3e-3, lr_warmup_steps=2, lr_scheduler_type="cosine", lr_d
 SCENARIOS = {
     "gae": {"estimator": "gae", "kl": KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=1e-3, horizon=64)},
     "lora": {"lora": LoraConfig(rank=4, alpha=8, dropout=0.2)},
+    "curriculum": {"curriculum": True},
 }
-"""With a critic and an adaptive coefficient; with adapters whose dropout draws from the random state of the process."""
+"""With a critic and an adaptive coefficient; with adapters whose dropout draws from the random state of the process; in an order of its own."""
 
 
 class Digits:
@@ -62,6 +63,16 @@ class Digits:
     def __getitem__(self, row):
         ids = tuple(2 + int(c) for c in f"{row:02d}")
         return PromptRow(prompt_ids=ids, data_source="digits", ground_truth=str(row % 10))
+
+
+class OddFirst:
+    """Odd answers, then even ones, and the other way round in every second epoch; drawn anew within each half."""
+
+    def __init__(self, rows):
+        self._odd = np.array([int(rows[i].ground_truth) % 2 for i in range(len(rows))])
+
+    def epoch(self, number, rng):
+        return np.lexsort((rng.random(self._odd.size), self._odd == number % 2))
 
 
 class LocalWorker:
@@ -92,7 +103,19 @@ class Run:
     """Everything of one run; `folder` is where checkpoints are, None: none are written."""
 
     def __init__(
-        self, path, folder, *, steps, save_freq=1, keep=0, estimator="grpo", lora=None, kl=None, validate=0, hooks=None
+        self,
+        path,
+        folder,
+        *,
+        steps,
+        save_freq=1,
+        keep=0,
+        estimator="grpo",
+        lora=None,
+        kl=None,
+        validate=0,
+        hooks=None,
+        curriculum=False,
     ):
         more = {"use_kl_in_reward": True, "kl_ctrl": kl} if kl else {}
         algorithm = AlgorithmConfig(adv_estimator=estimator, **more)
@@ -127,7 +150,7 @@ class Run:
                 plane=plane,
                 workers=workers,
                 weight_sync=self.sync,
-                train_order=PromptOrder(20, 4, 0),
+                train_order=PromptOrder(20, 4, 0, OddFirst(data["train"]) if curriculum else None),
                 validation_size=20,
                 rollout=rollout,
                 actor=actor,

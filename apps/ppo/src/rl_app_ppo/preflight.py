@@ -12,7 +12,7 @@ from rl_app_ppo.memory import available_bytes, check_memory, parameters
 from rl_app_ppo.rewards import check_rewards
 from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.sinks import check_installed, logger_names
-from rl_app_ppo.wiring.data import open_data
+from rl_app_ppo.wiring.data import open_data, train_order
 from rl_app_ppo.wiring.weights import check_sync
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
@@ -48,7 +48,9 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
         require_vllm()
         model = {"num_attention_heads": demo.heads} if path is None else _described(path)
         require_shards(model, config.rollout.tensor_model_parallel_size)
-    longest = max(rows.longest for rows in open_data(config, path).values())
+    data = open_data(config, path)
+    train_order(config, data["train"]).rows(0)  # a curriculum that can't order these rows says so
+    longest = max(rows.longest for rows in data.values())
     if path is not None and config.ray.address == "local":
         check_memory(parameters(path), config, available_bytes())
     if longest + config.rollout.response_length > context:

@@ -38,6 +38,10 @@ class DataConfig:
         "files to train on, comma-separated, with shares as in 0.7*a.jsonl,0.3*b.parquet, or folders of save_to_disk; empty: the demo",
     )
     val_files: str = option("", "files to validate with, likewise, without shares")
+    curriculum: str = option(
+        "",
+        "order of prompts: sequential, or one installed under rl_trainer.curricula; empty: each epoch shuffled, in the shares of train_files",
+    )
     prompt_key: str = option("prompt", "field of a row that holds the prompt, a list of messages")
     max_prompt_length: int = option(512, "most tokens of a prompt from a file")
     filter_overlong_prompts: bool = option(True, "leave longer prompts out; otherwise they are bad rows")
@@ -67,6 +71,12 @@ class DataConfig:
             len(set(self.files("train"))) == len(self.files("train")),
             "data.train_files",
             "different files",
+            self.train_files,
+        )
+        require(
+            not (self.curriculum and self.shares()),
+            "data.train_files",
+            f"files without shares with data.curriculum={self.curriculum!r}, which alone says how often a row comes",
             self.train_files,
         )
         require(bool(self.prompt_key), "data.prompt_key", "the name of a field", self.prompt_key)

@@ -16,7 +16,7 @@ from rl_trainer.config import (
     ValidationSampling,
 )
 from rl_trainer.course import Course
-from rl_trainer.data import Curriculum, Mixture, PromptDataset, PromptOrder, PromptRow
+from rl_trainer.data import Curriculum, CurriculumKind, Mixture, PromptDataset, PromptOrder, PromptRow
 from rl_trainer.dispatch import WorkerHandle, Workers
 from rl_trainer.engines import ENGINES, Engine, FsdpConfig, MegatronConfig, get_engine
 from rl_trainer.hooks import Hook
@@ -49,6 +49,7 @@ __all__ = [
     "CriticConfig",
     "CriticWorker",
     "Curriculum",
+    "CurriculumKind",
     "Engine",
     "FilterGroupsConfig",
     "FsdpConfig",

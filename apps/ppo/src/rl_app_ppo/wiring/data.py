@@ -14,6 +14,7 @@ from rl_app_ppo.demo.vocabulary import demo_tokenizer
 from rl_app_ppo.schema import AppConfig
 from rl_protocol import ConfigError
 from rl_trainer import Mixture, PromptDataset, PromptOrder, PromptRow
+from rl_trainer.data.curricula import NamedCurriculum
 from rl_trainer.sessions import Codec
 
 
@@ -112,10 +113,17 @@ def _from_files(config: AppConfig, model_path: Path | None) -> Mapping[str, Prom
 
 
 def train_order(config: AppConfig, rows: Prompts) -> PromptOrder:
-    """The order of training prompts, with the shares of data.train_files."""
-    shares = config.data.shares()
-    mixture = Mixture(rows.rows_of_files, shares) if shares else None
-    return PromptOrder(len(rows), config.data.train_batch_size, config.trainer.seed, mixture)
+    """The order of training prompts: that of data.curriculum, or shuffled, in the shares of data.train_files.
+
+    Raises:
+        ConfigError: the curriculum or the shares can't be used with these rows.
+    """
+    data, curriculum = config.data, None
+    if data.curriculum:
+        curriculum = NamedCurriculum(data.curriculum, rows)
+    elif shares := data.shares():
+        curriculum = Mixture(rows.rows_of_files, shares)
+    return PromptOrder(len(rows), data.train_batch_size, config.trainer.seed, curriculum)
 
 
 def decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:

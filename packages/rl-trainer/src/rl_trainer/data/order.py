@@ -36,6 +36,18 @@ class Shuffle:
         return rng.permutation(self._size)
 
 
+class Sequential:
+    """Every row once, in the order of the data set."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def epoch(self, number: int, rng: np.random.Generator) -> IntArray:
+        """See Curriculum."""
+        del number, rng
+        return np.arange(self._size)
+
+
 class Mixture:
     """Parts of the data set in given shares: of every epoch, part i makes up weights[i] / sum(weights), rounded so that they add up.
 

@@ -1,0 +1,53 @@
+"""A run takes its prompts in the order of an installed curriculum. That it goes on with it is in tests/rl_trainer/test_checkpoints.py."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+PACKAGE = """
+import numpy as np
+from rl_trainer import CurriculumKind
+
+class EasyFirst:
+    def __init__(self, rows):
+        self.difficulty = [rows[i].extra_info["difficulty"] for i in range(len(rows))]
+
+    def epoch(self, number, rng):
+        return np.argsort(self.difficulty, kind="stable")
+
+easy_first = CurriculumKind(EasyFirst)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_trains_on_easy_prompts_first(app, install_plugins, tmp_path, monkeypatch):
+    site = install_plugins("rl_trainer.curricula", easy_first="someones_curriculum:easy_first")
+    (site / "someones_curriculum.py").write_text(PACKAGE)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    difficulties = [i * 7 % 16 for i in range(16)]
+    with (tmp_path / "sums.jsonl").open("w") as file:
+        for difficulty in difficulties:
+            row = {
+                "data_source": "two_digit_addition",
+                "prompt": [{"role": "user", "content": f"{10 + difficulty}+10="}],
+                "reward_model": {"ground_truth": str(20 + difficulty)[::-1]},
+                "extra_info": {"difficulty": difficulty},
+            }
+            file.write(json.dumps(row) + "\n")
+    done = app(
+        *(f"data.{split}_files={tmp_path / 'sums.jsonl'}" for split in ("train", "val")),
+        f"model.cache_dir={tmp_path / 'cache'}",
+        "data.curriculum=easy_first",
+        "data.val_size=512",  # of the demo: as it is by default, for nothing reads it here
+        "data.train_batch_size=4",
+        "actor.ppo_mini_batch_size=4",
+        "rollout.n=2",
+        "trainer.test_freq=1",
+    )
+    assert done.code == 0, done.err
+    for step in (1, 2):
+        lines = (done.folder / "samples" / f"train-{step}.jsonl").read_text().splitlines()
+        assert {json.loads(line)["prompt"] for line in lines} == {f"{10 + 4 * (step - 1) + i}+10=" for i in range(4)}
