@@ -1,4 +1,4 @@
-"""The policy on Megatron-Core as the app makes it, against the one on plain torch: the same losses, gradients and weights."""
+"""Policy and critic on Megatron-Core as the app makes them, against those on plain torch: the same losses, gradients and weights."""
 
 from __future__ import annotations
 
@@ -32,53 +32,79 @@ def model(tmp_path):
     return tmp_path / "model"
 
 
-def batch_for(policy):
-    """16 ragged trajectories; the log-probs of before are a little away from the policy's."""
-    rng = np.random.default_rng(1)
-    lengths = rng.integers(2, 9, 16)
-    batch = BatchData(
-        {
-            "prompts": ragged([rng.integers(2, 16, 3).tolist() for _ in lengths], "int64"),
-            "responses": ragged([rng.integers(1, 16, n).tolist() for n in lengths], "int64"),
-            "response_mask": ragged([(rng.random(n) < 0.9).tolist() for n in lengths], "bool"),
-            "advantages": ragged([rng.normal(size=n).tolist() for n in lengths], "float32"),
-        }
-    )
-    found = policy.compute_log_probs(batch, temperature=0.9).ragged("log_probs")
-    moved = [(row + rng.normal(scale=0.2, size=len(row))).tolist() for row in found.rows()]
-    return BatchData({**batch.columns, "old_log_probs": ragged(moved, "float32")})
-
-
-def test_all_weights_are_trained_as_on_plain_torch(model, tmp_path):
+@pytest.fixture
+def alone():
+    """Whoever joins the other ranks in a test leaves them after it."""
     import torch.distributed as dist
-
-    from rl_trainer.backends.torch_policy import TorchPolicyBackend
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Megatron-Core and what it imports say at import
-        from rl_app_ppo.wiring.megatron import megatron_policy
+        import rl_app_ppo.wiring.megatron  # noqa: F401
         from rl_megatron_peft.backend.parallel import close_ranks
+    yield
+    close_ranks()
+    dist.destroy_process_group()
 
-    small = [
-        "actor.use_kl_loss=false",
-        "data.train_batch_size=8",
-        "actor.ppo_mini_batch_size=4",
-        "rollout.n=2",
-        "actor.ppo_micro_batch_size=3",
-    ]
-    config = load_config(["model_engine=megatron", "actor.optim.lr=1e-3", *small])
+
+def trajectories():
+    """16 ragged ones."""
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(2, 9, 16)
+    columns = {
+        "prompts": ragged([rng.integers(2, 16, 3).tolist() for _ in lengths], "int64"),
+        "responses": ragged([rng.integers(1, 16, n).tolist() for n in lengths], "int64"),
+        "response_mask": ragged([(rng.random(n) < 0.9).tolist() for n in lengths], "bool"),
+        "advantages": ragged([rng.normal(size=n).tolist() for n in lengths], "float32"),
+        "returns": ragged([rng.normal(size=n).tolist() for n in lengths], "float32"),
+    }
+    return BatchData(columns)
+
+
+def moved(column, scale):
+    """A ragged column, a little away from what it was."""
+    rng = np.random.default_rng(2)
+    return ragged([(row + rng.normal(scale=scale, size=len(row))).tolist() for row in column.rows()], "float32")
+
+
+SMALL = ["model_engine=megatron", "data.train_batch_size=8", "actor.ppo_mini_batch_size=4", "rollout.n=2"]
+
+
+def test_all_weights_are_trained_as_on_plain_torch(model, tmp_path, alone):
+    from rl_app_ppo.wiring.megatron import megatron_policy
+    from rl_trainer.backends.torch_policy import TorchPolicyBackend
+
+    passes = ["actor.ppo_micro_batch_size=3"]
+    config = load_config([*SMALL, *passes, "actor.optim.lr=1e-3", "actor.use_kl_loss=false"])
     ours = megatron_policy(config, model, rank=0, store=tmp_path / "store")
-    try:
-        theirs = TorchPolicyBackend(model, config.actor, rollout_n=config.rollout.n, seed=config.trainer.seed)
-        batch = batch_for(theirs)
-        for _ in range(2):
-            one, other = (policy.update(batch, temperature=0.9) for policy in (ours, theirs))
-            assert {name: one[name] for name in other} == pytest.approx(other, abs=1e-5)
-        assert other["actor/pg_clipfrac"] > 0
-        weights = {weight.name: weight.data.view("float32") for weight in theirs.named_weights()}
-        for weight in ours.named_weights():
-            np.testing.assert_allclose(weight.data.view("float32"), weights.pop(weight.name), atol=1e-5)
-        assert not weights
-    finally:
-        close_ranks()
-        dist.destroy_process_group()
+    theirs = TorchPolicyBackend(model, config.actor, rollout_n=config.rollout.n, seed=config.trainer.seed)
+    batch = trajectories()
+    before = theirs.compute_log_probs(batch, temperature=0.9).ragged("log_probs")
+    batch = BatchData({**batch.columns, "old_log_probs": moved(before, 0.2)})
+    for _ in range(2):
+        one, other = (policy.update(batch, temperature=0.9) for policy in (ours, theirs))
+        assert {name: one[name] for name in other} == pytest.approx(other, abs=1e-5)
+    assert other["actor/pg_clipfrac"] > 0
+    weights = {weight.name: weight.data.view("float32") for weight in theirs.named_weights()}
+    for weight in ours.named_weights():
+        np.testing.assert_allclose(weight.data.view("float32"), weights.pop(weight.name), atol=1e-5)
+    assert not weights
+
+
+def test_a_critic_learns_as_on_plain_torch(model, tmp_path, alone):
+    from rl_app_ppo.wiring.megatron import megatron_critic
+    from rl_trainer.backends.torch_critic import TorchCriticBackend
+
+    passes = ["critic.ppo_mini_batch_size=4", "critic.ppo_micro_batch_size=3"]
+    config = load_config(["algorithm=ppo", *SMALL, *passes, "critic.optim.lr=1e-2", "critic.cliprange_value=0.1"])
+    ours = megatron_critic(config, model, rank=0, store=tmp_path / "store")
+    theirs = TorchCriticBackend(model, config.critic, rollout_n=config.rollout.n, seed=config.trainer.seed)
+    batch = trajectories()
+    for _ in range(4):
+        columns = {"values": moved(theirs.compute_values(batch).ragged("values"), 0.05)}
+        batch = BatchData({**batch.columns, **columns})
+        one, other = (critic.update(batch) for critic in (ours, theirs))
+        assert one == pytest.approx(other, abs=1e-4)
+        values = [critic.compute_values(batch).ragged("values").values for critic in (ours, theirs)]
+        np.testing.assert_allclose(*values, atol=1e-4)
+    assert np.ptp(values[0]) > 0.1
+    assert 0 < other["critic/vf_clipfrac"] < 1

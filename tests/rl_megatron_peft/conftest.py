@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ PROGRAM = Path(__file__).with_name("megatron_program.py")
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Folder with a model per family over 15 tokens, which two ranks can't share, and `even`, a Qwen3 over 16."""
+    """Folder with a model per family over 15 tokens, which two ranks can't share, and over 16 `even`, a Qwen3, and `tied`, a Qwen2."""
     root = write_models(tmp_path_factory.mktemp("models"), vocab=15)
-    return write_models(root, vocab=16, even="qwen3")
+    return write_models(root, vocab=16, even="qwen3", tied="qwen2")
 
 
 @pytest.fixture(scope="session")
@@ -105,3 +106,25 @@ def program():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """A lone rank."""
+    import torch
+    import torch.distributed as dist
+
+    from rl_megatron_peft import Layout
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what Megatron-Core and what it imports say at import
+        import rl_megatron_peft.backend.resume  # noqa: F401
+        from rl_megatron_peft.backend.parallel import close_ranks, open_ranks
+
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        yield open_ranks(Layout())
+        close_ranks()
+        dist.destroy_process_group()

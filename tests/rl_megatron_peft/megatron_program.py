@@ -23,8 +23,12 @@ CURVES = {"some": (("qwen2", "fused", True, 0.0), ("qwen3", "canonical", False, 
 CURVES["rest"] = (("qwen3", "canonical", True, 0.0), ("even", "whole", True, 0.0))
 CURVES["all"] = CURVES["rest"]
 # family, kind, whether it is resumed half way (Megatron's writer takes longer than all else), dropout
+CRITICS = {"some": (("tied", "whole", True), ("llama", "fused", False)), "rest": (("even", "whole", False),)}
+CRITICS["all"] = CRITICS["rest"]
+# family, kind, whether Megatron's writer is used as well
 BEFORE = {"one": "one", "tp2": "one", "pp2": "tp2", "dp2": "pp2", "tp2pp2": "dp2"}
 SIZES = {"one": 1, "two": 2, "four": 4}
+HEAD = {"value_head.weight": [[0.1 * (-1) ** i for i in range(32)]], "value_head.bias": [0.3]}
 TARGETS = {"fused": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")}
 TARGETS["canonical"] = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 
@@ -61,14 +65,48 @@ def loss(log_prob, entropy, micro, counts):
 
 
 def policy_of(path, ranks, kind, dropout=0.0, **more):
+    from rl_megatron_peft.backend.policy import MegatronPolicyBackend
+
+    settings = {**settings_of(kind, dropout), "loss": loss}
+    return MegatronPolicyBackend(path, ranks=ranks, **{**settings, **more})
+
+
+def settings_of(kind, dropout=0.0):
     from rl_megatron_peft import LoraConfig
     from rl_megatron_peft.backend.optimise import AdamConfig
-    from rl_megatron_peft.backend.policy import MegatronPolicyBackend
 
     lora = None if kind == "whole" else LoraConfig(rank=3, alpha=6, target_modules=TARGETS[kind], dropout=dropout)
     adam = AdamConfig(lr=3e-2 if lora else 1e-3, weight_decay=0.01, grad_clip=0.5)
-    settings = {"lora": lora, "loss": loss, "adam": adam, "fused": kind == "fused", "micro_batch_rows": 3, "seed": 5}
-    return MegatronPolicyBackend(path, ranks=ranks, **{**settings, **more})
+    return {"lora": lora, "adam": adam, "fused": kind == "fused", "micro_batch_rows": 3, "seed": 5}
+
+
+def value_loss(values, micro, counts):
+    """Squared error, where the advantages stand for the returns: stands for the trainer's loss."""
+    import torch
+
+    mask = torch.tensor(micro.ragged("response_mask").values)
+    error = values - torch.tensor(micro.ragged("advantages").values)
+    share = 0.5 * (error.square() * mask).sum() / max(counts.tokens, 1)
+    return share, {"vf_loss": (float(0.5 * (error.detach().square() * mask).sum()), float(mask.sum()))}
+
+
+def critic_of(path, ranks, kind, **more):
+    """With a head that has learnt something."""
+    import torch
+
+    from rl_megatron_peft.backend.critic import MegatronCriticBackend
+
+    critic = MegatronCriticBackend(path, ranks=ranks, **{**settings_of(kind), "loss": value_loss, **more})
+    with torch.no_grad():
+        for one in critic.optimiser.trained:
+            if one.keys[0] in HEAD:
+                one.parameter.copy_(torch.tensor(HEAD[one.keys[0]]))
+    return critic
+
+
+def values_of(critic):
+    """[T] of all response tokens of a batch, on every rank."""
+    return critic.compute_values(batch_of(5, 99)).ragged("values").values
 
 
 def same_state(one, other):
@@ -140,7 +178,8 @@ def grid(models, out, ranks, keep, cases):
 def steps_of(policy, first, last):
     """What steps first..last-1 reported: the same mini-batches in every layout, a replica's share of them."""
     share = (policy.ranks.data, policy.ranks.replicas)
-    reports = [policy.update(batch_of(7, step % 3, share), temperature=0.9) for step in range(first, last)]
+    how = {} if policy.values else {"temperature": 0.9}
+    reports = [policy.update(batch_of(7, step % 3, share), **how) for step in range(first, last)]
     return {name: [report[name] for report in reports] for name in reports[0]}
 
 
@@ -171,6 +210,35 @@ def curve(models, out, ranks, keep, curves):
             found[f"restored-{family}"] = steps_of(other, 5, 10)
         for name, table in found.items() if keep else ():
             np.savez(out / f"{name}.npz", **table)
+
+
+def critics(models, out, ranks, keep, cases):
+    """Values before and after six steps, which are gone on with from step three of the layout before."""
+    import numpy as np
+
+    from rl_megatron_peft.backend.resume import load_checkpoint, save_checkpoint
+
+    for family, kind, written in cases:
+        critic, name = critic_of(models / family, ranks, kind), f"critic-{family}"
+        before = out.parent / BEFORE.get(out.name, out.name)
+        found = {"before": values_of(critic)}
+        begin = steps_of(critic, 0, 3)
+        (out / name).mkdir(exist_ok=True)
+        critic.snapshot()(out / name)
+        if written:
+            save_checkpoint(critic, out / f"{name}-3")
+        end = steps_of(critic, 3, 6)
+        found |= {"after": values_of(critic), **{metric: begin[metric] + end[metric] for metric in begin}}
+        again = critic_of(models / family, ranks, kind, seed=77)
+        again.restore(before / name)
+        if written:
+            other = critic_of(models / family, ranks, kind, seed=78)
+            load_checkpoint(other, before / f"{name}-3")
+            assert same_state(again, other)
+        steps_of(again, 3, 6)
+        found["again"] = values_of(again)
+        if keep:
+            np.savez(out / f"{name}.npz", **found)
 
 
 def through_layouts(layouts, rank, size, store):
@@ -213,6 +281,7 @@ def rank_main(rank, world, models, out, cases):
         if name != "dp2":
             grid(models, folder, ranks, keep=rank == 0, cases=CASES[cases])
         curve(models, folder, ranks, keep=rank == 0, curves=CURVES[cases])
+        critics(models, folder, ranks, keep=rank == 0, cases=CRITICS[cases])
 
 
 def killed_main(models, out):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 from contextlib import contextmanager
 
 import numpy as np
@@ -31,26 +30,6 @@ pytestmark = [  # Megatron-Core 0.16 says once what it does without Transformer 
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    """A lone rank."""
-    import torch
-    import torch.distributed as dist
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what Megatron-Core and what it imports say at import
-        import rl_megatron_peft.backend.resume  # noqa: F401
-        from rl_megatron_peft.backend.parallel import close_ranks, open_ranks
-
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        yield open_ranks(Layout())
-        close_ranks()
-        dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -253,7 +232,7 @@ def flip(path):
 @pytest.mark.parametrize(
     ("damage", "field", "message"),
     [
-        (lambda path: edit_manifest(path, rank=8), "rank", r"manifest.json: rank is 8, the policy's is 3"),
+        (lambda path: edit_manifest(path, rank=8), "rank", r"manifest.json: rank is 8, the model's is 3"),
         (lambda path: edit_manifest(path, base_model="f00"), "base_model", "base_model is 'f00'"),
         (lambda path: edit_manifest(path, fused=False), "fused", "fused is False"),
         (lambda path: edit_manifest(path, steps=None), "steps", "steps is missing or no int"),
@@ -407,10 +386,10 @@ def test_a_whole_policy_goes_on_from_its_snapshot_and_from_no_adapter(whole, pol
     with pytest.raises(AdapterError, match="base_model"):
         policy.restore(tmp_path)
     adapted = program.policy_of(models / "even", ranks, "fused")
-    with pytest.raises(AdapterError, match="rank is not the policy's 3"):
+    with pytest.raises(AdapterError, match="rank is not the model's 3"):
         adapted.restore(tmp_path)
     adapted.snapshot()(tmp_path)
-    with pytest.raises(AdapterError, match="trained is not the policy's 'all weights'"):
+    with pytest.raises(AdapterError, match="trained is not the model's 'all weights'"):
         whole.restore(tmp_path)
 
 

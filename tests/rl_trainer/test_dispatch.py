@@ -97,12 +97,9 @@ def test_every_rank_is_sent_its_own_keys_and_one_rank_all_of_them():
 def test_ranks_of_one_replica_get_the_same_rows_and_one_of_them_writes():
     rows, shares = step_rows(12), (0, 0, 1, 1)
     ranks = [Recording(f"r{i}") for i in range(4)]
-    workers = Workers(rollout=[], reward=ranks[0], actor=ranks, replicas=shares, critic=ranks[:2])
-    assert (workers.shares(ranks), list(workers.shares(ranks[1:3]))) == (shares, [0, 1])
-    references = [Recording(f"ref{i}") for i in range(4)]
-    assert (
-        Workers(rollout=[], reward=ranks[0], actor=ranks, replicas=shares, ref=references).shares(references) == shares
-    )
+    critics = [Recording(f"critic{i}") for i in range(4)]
+    assert Workers(rollout=[], reward=ranks[0], actor=ranks, replicas=shares, critic=critics).shares(critics) == shares
+    assert list(Workers(rollout=[], reward=ranks[0], actor=ranks).shares(ranks)) == [0, 1, 2, 3]
     asyncio.run(forward(ranks, "old_log_prob", 1, rows, 5, shares))
     first, again, second, third = (rank.calls[0] for rank in ranks)
     assert (first.batch, second.batch) == (again.batch, third.batch)

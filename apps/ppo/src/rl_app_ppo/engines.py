@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from rl_app_ppo.schema import AppConfig
 from rl_protocol import ConfigError
 from rl_rollout_vllm import RANKS
-from rl_trainer import LoraConfig, get_engine, needs_critic, needs_sum_pi_squared
+from rl_trainer import LoraConfig, get_engine, needs_sum_pi_squared
 
 
 def check_engine(config: AppConfig) -> None:
@@ -19,14 +19,8 @@ def check_engine(config: AppConfig) -> None:
     if config.rollout.name == "vllm" and config.sends_adapters:
         _check_vllm(config.lora)
     engine = get_engine(config.model_engine)
-    if not engine.policies_only:
-        return
-    estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
-    if needs_critic(config.algorithm):
-        raise ConfigError(
-            f"model_engine={engine.name} has no critic, which {estimator} needs. Set algorithm=grpo, or model_engine=fsdp."
-        )
-    if needs_sum_pi_squared(config.algorithm):
+    if needs_sum_pi_squared(config.algorithm) and not engine.sum_pi_squared:
+        estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
         raise ConfigError(
             f"model_engine={engine.name} does not compute what {estimator} needs of each token. Set another estimator, or model_engine=fsdp."
         )

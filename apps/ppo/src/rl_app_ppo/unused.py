@@ -39,7 +39,11 @@ RULES = (
     Rule(("fsdp.",), lambda c: c.model_engine == "fsdp", "model_engine=fsdp"),
     Rule(("megatron.",), lambda c: c.model_engine == "megatron", "model_engine=megatron"),
     Rule(
-        ("actor.use_remove_padding", "actor.ppo_max_token_len", "lora.use_rslora", "lora.use_dora"),
+        (
+            *(f"{role}.{name}" for role in ("actor", "critic") for name in ("use_remove_padding", "ppo_max_token_len")),
+            "lora.use_rslora",
+            "lora.use_dora",
+        ),
         lambda c: c.model_engine != "megatron",
         "model_engine=torch or fsdp",
     ),

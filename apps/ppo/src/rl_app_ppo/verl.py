@@ -284,13 +284,10 @@ def _loggers(value: Value, _: Mapping[str, Value]) -> Mapped | str:
     return {"trainer.logger": ",".join(known)} if known else f"there is no logger {plain(value)} here"
 
 
-def _strategy(value: Value, verl: Mapping[str, Value]) -> Mapped | str:
+def _strategy(value: Value, _: Mapping[str, Value]) -> Mapped | str:
     engines = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
     if value not in engines:
         return f"there is no {value} here.{nearest(str(value), engines)}"
-    critic = verl.get("algorithm.adv_estimator", DEFAULTS["algorithm.adv_estimator"]) == "gae"
-    if value == "megatron" and critic:
-        return "megatron trains policies alone here, and no critic"
     return {"model_engine": engines[value]}
 
 

@@ -49,16 +49,15 @@ class Workers:
     reward: WorkerHandle
     actor: Sequence[WorkerHandle]
     replicas: Sequence[int] = ()
-    """Of each actor, and of each reference, the number of its share of the rows, from 0: those that share one replica of the model compute with
-    the same rows. None: each has rows of its own."""
+    """Of each actor, and of each reference and critic, the number of its share of the rows, from 0: those that share one replica of the model
+    compute with the same rows. None: each has rows of its own."""
     ref: Sequence[WorkerHandle] = ()
     """None: there is no reference; the actors themselves: they know what they were before training."""
     critic: Sequence[WorkerHandle] = ()
 
     def shares(self, ranks: Sequence[WorkerHandle]) -> Sequence[int]:
-        """`replicas` of these ranks, which are the actors, the references or others."""
-        policies = any(ranks[0] is first for first in (*self.actor[:1], *self.ref[:1]))
-        return self.replicas if self.replicas and policies else range(len(ranks))
+        """`replicas`, or a share for each of these ranks."""
+        return self.replicas or range(len(ranks))
 
     def all(self) -> list[WorkerHandle]:
         """Every worker once."""

@@ -85,7 +85,7 @@ class Engine:
         group: the group of settings that it alone reads; empty: it has none.
         defaults: dotted key -> its default with this engine, where that is not the schema's. Only keys that say how to compute: what is
             learnt is the same with every engine.
-        policies_only: it trains policies; there is no critic.
+        sum_pi_squared: its policies compute that column.
 
     Raises:
         ConfigError: a default for a key that no engine may change.
@@ -94,7 +94,7 @@ class Engine:
     name: str
     group: str = ""
     defaults: Mapping[str, object] = field(default_factory=dict[str, object])
-    policies_only: bool = False
+    sum_pi_squared: bool = True
 
     def __post_init__(self) -> None:
         free = [f"{role}.{name}" for role in ("actor", "critic") for name in HOW]
@@ -115,7 +115,7 @@ ENGINES: Mapping[str, Engine] = {
             group="fsdp",
             defaults={"actor.use_remove_padding": True, "critic.use_remove_padding": True},
         ),
-        Engine(name="megatron", group="megatron", policies_only=True),
+        Engine(name="megatron", group="megatron", sum_pi_squared=False),
     )
 }
 """By name: torch is one process on the CPU, fsdp is FSDP2, megatron is Megatron-Core."""

@@ -364,7 +364,7 @@ class PPOTrainer:
             return await update(ranks, name, step, rows, schedule, self._version, timeout_s, shares)
         if name == "update_critic":
             schedule = p.critic.schedule(p.rollout.n, p.loop.seed)
-            return await update(ranks, name, step, rows, schedule, self._critic_updates, timeout_s)
+            return await update(ranks, name, step, rows, schedule, self._critic_updates, timeout_s, shares)
         return await forward(ranks, name, step, rows, timeout_s, shares)
 
     async def _score(self, step: int, batch: KVBatchMeta) -> RewardResult:

@@ -176,7 +176,9 @@ class CriticWorker(StatefulWorker):
         """Write `values` under the critic before its update."""
         stage = self._graph["values"]
         data = await read(self._plane, call.batch, stage)
-        await store(self._plane, call.batch, stage, data, self._backend.compute_values(data))
+        out = self._backend.compute_values(data)
+        if call.writes:
+            await store(self._plane, call.batch, stage, data, out)
         return StageResult()
 
     async def update_critic(self, call: StageCall) -> StageResult:

@@ -1,8 +1,8 @@
-"""The policy on Megatron-Core with the trainer's loss: where rl-megatron-peft and rl-trainer meet. Imports torch and Megatron."""
+"""Policy and critic on Megatron-Core with the trainer's loss: where rl-megatron-peft and rl-trainer meet. Imports torch and Megatron."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -10,15 +10,18 @@ import torch
 import rl_trainer
 from rl_app_ppo.schema import AppConfig
 from rl_megatron_peft import Layout, LoraConfig
+from rl_megatron_peft.backend.critic import MegatronCriticBackend
+from rl_megatron_peft.backend.learner import MiniBatchCounts, Reported
 from rl_megatron_peft.backend.optimise import AdamConfig
-from rl_megatron_peft.backend.parallel import open_ranks
-from rl_megatron_peft.backend.policy import MegatronPolicyBackend, MiniBatchCounts, Reported
+from rl_megatron_peft.backend.parallel import Ranks, open_ranks, sum_over_replicas
+from rl_megatron_peft.backend.policy import MegatronPolicyBackend
 from rl_protocol import BatchData
-from rl_trainer.algorithms.batching import schedule_rows
-from rl_trainer.algorithms.losses import BatchCounts, PolicyObjective
+from rl_trainer import OptimConfig
+from rl_trainer.algorithms.batching import Schedule, schedule_rows
+from rl_trainer.algorithms.losses import BatchCounts, PolicyObjective, ValueObjective, value_fit
 from rl_trainer.algorithms.schedules import lr_factor
 from rl_trainer.backends.engine import resolve_device
-from rl_trainer.backends.tokens import lengths_of, token_columns
+from rl_trainer.backends.tokens import lengths_of, token_columns, value_columns
 from rl_trainer.backends.world import join_world
 from rl_trainer.metrics import WeightedMeans
 
@@ -33,12 +36,80 @@ class TrainerLoss:
         self, log_prob: torch.Tensor, entropy: torch.Tensor, micro: BatchData, counts: MiniBatchCounts
     ) -> tuple[torch.Tensor, Reported]:
         """See rl_megatron_peft.backend.policy.PolicyLoss."""
-        lengths = torch.from_numpy(micro.ragged("responses").lengths).to(log_prob.device)
-        row = torch.arange(len(micro), device=log_prob.device).repeat_interleave(lengths)
         means = WeightedMeans()
-        sizes = BatchCounts(tokens=counts.tokens, sequences=counts.sequences)
-        share = self._objective(log_prob, entropy, token_columns(micro, row), sizes, means)
-        return share, means.parts()
+        columns = token_columns(micro, _row(micro, log_prob.device))
+        return self._objective(log_prob, entropy, columns, _sizes(counts), means), means.parts()
+
+
+class TrainerValueLoss:
+    """ValueLoss of the Megatron backend over the trainer's objective."""
+
+    def __init__(self, objective: ValueObjective) -> None:
+        self._objective = objective
+
+    def __call__(
+        self, values: torch.Tensor, micro: BatchData, counts: MiniBatchCounts
+    ) -> tuple[torch.Tensor, Reported]:
+        """See rl_megatron_peft.backend.critic.ValueLoss."""
+        means = WeightedMeans()
+        columns = value_columns(micro, _row(micro, values.device))
+        return self._objective(values, columns, _sizes(counts), means), means.parts()
+
+
+class TrainerCritic(MegatronCriticBackend):
+    """With the metric that the trainer's own critic has of the whole batch."""
+
+    def update_share(self, batch: BatchData, mini_batches: Sequence[Sequence[int]]) -> dict[str, float]:
+        """See rl_trainer.workers.RankedCritic.update_share."""
+        return super().update_share(batch, mini_batches) | value_fit(batch, self._total)
+
+    def _total(self, values: Sequence[float]) -> list[float]:
+        numbers = torch.tensor(values, dtype=torch.float64, device=self.ranks.device)
+        return sum_over_replicas(numbers).tolist()
+
+
+def megatron_policy(config: AppConfig, path: Path, *, rank: int, store: Path) -> MegatronPolicyBackend:
+    """This rank's part of the policy, after it has met the others through the file `store`.
+
+    Raises:
+        ConfigError: a model or layout that Megatron-Core can't hold here; names the setting.
+    """
+    actor = config.actor
+    return MegatronPolicyBackend(
+        path,
+        lora=_adapters(config.lora) if config.lora.rank else None,
+        loss=TrainerLoss(PolicyObjective(actor, config.algorithm.rollout_correction)),
+        ranks=_join(config, rank, store),
+        fused=False,  # an A per module, as the other engines have it
+        adam=_adam(actor.optim),
+        schedule=_factor(actor.optim),
+        mini_batches=_mini_batches(actor.schedule(config.rollout.n, config.trainer.seed)),
+        micro_batch_rows=actor.ppo_micro_batch_size,
+        seed=config.trainer.seed,
+    )
+
+
+def megatron_critic(config: AppConfig, path: Path, *, rank: int, store: Path) -> TrainerCritic:
+    """This rank's part of the critic, of which all weights are trained, as with the other engines; see `megatron_policy`."""
+    critic = config.critic
+    return TrainerCritic(
+        path,
+        lora=None,
+        loss=TrainerValueLoss(ValueObjective(critic)),
+        ranks=_join(config, rank, store),
+        adam=_adam(critic.optim),
+        schedule=_factor(critic.optim),
+        mini_batches=_mini_batches(critic.schedule(config.rollout.n, config.trainer.seed)),
+        micro_batch_rows=critic.ppo_micro_batch_size,
+    )
+
+
+def _join(config: AppConfig, rank: int, store: Path) -> Ranks:
+    join_world(rank, config.ranks, store=store, device=resolve_device("auto"), timeout_s=config.trainer.stage_timeout_s)
+    megatron = config.megatron
+    return open_ranks(
+        Layout(tensor=megatron.tensor_model_parallel_size, pipeline=megatron.pipeline_model_parallel_size)
+    )
 
 
 def _adapters(lora: rl_trainer.LoraConfig) -> LoraConfig:
@@ -51,20 +122,17 @@ def _adapters(lora: rl_trainer.LoraConfig) -> LoraConfig:
     )
 
 
-def megatron_policy(config: AppConfig, path: Path, *, rank: int, store: Path) -> MegatronPolicyBackend:
-    """This rank's part of the policy, after it has met the others through the file `store`.
+def _adam(optim: OptimConfig) -> AdamConfig:
+    return AdamConfig(
+        lr=optim.lr,
+        beta1=optim.beta1,
+        beta2=optim.beta2,
+        weight_decay=optim.weight_decay,
+        grad_clip=optim.grad_clip,
+    )
 
-    Raises:
-        ConfigError: a model or layout that Megatron-Core can't hold here; names the setting.
-    """
-    join_world(rank, config.ranks, store=store, device=resolve_device("auto"), timeout_s=config.trainer.stage_timeout_s)
-    megatron, actor = config.megatron, config.actor
-    layout = Layout(tensor=megatron.tensor_model_parallel_size, pipeline=megatron.pipeline_model_parallel_size)
-    schedule, optim = actor.schedule(config.rollout.n, config.trainer.seed), actor.optim
 
-    def mini_batches(batch: BatchData, update: int) -> Sequence[Sequence[int]]:
-        return list(schedule_rows(lengths_of(batch), schedule, update))
-
+def _factor(optim: OptimConfig) -> Callable[[int], float]:
     def factor(step: int) -> float:
         return lr_factor(
             optim.lr_scheduler_type,
@@ -74,21 +142,21 @@ def megatron_policy(config: AppConfig, path: Path, *, rank: int, store: Path) ->
             least=optim.min_lr_ratio,
         )
 
-    return MegatronPolicyBackend(
-        path,
-        lora=_adapters(config.lora) if config.lora.rank else None,
-        loss=TrainerLoss(PolicyObjective(actor, config.algorithm.rollout_correction)),
-        ranks=open_ranks(layout),
-        fused=False,  # an A per module, as the other engines have it
-        adam=AdamConfig(
-            lr=optim.lr,
-            beta1=optim.beta1,
-            beta2=optim.beta2,
-            weight_decay=optim.weight_decay,
-            grad_clip=optim.grad_clip,
-        ),
-        schedule=factor,
-        mini_batches=mini_batches,
-        micro_batch_rows=actor.ppo_micro_batch_size,
-        seed=config.trainer.seed,
-    )
+    return factor
+
+
+def _mini_batches(schedule: Schedule) -> Callable[[BatchData, int], Sequence[Sequence[int]]]:
+    def mini_batches(batch: BatchData, update: int) -> Sequence[Sequence[int]]:
+        return list(schedule_rows(lengths_of(batch), schedule, update))
+
+    return mini_batches
+
+
+def _row(micro: BatchData, device: torch.device) -> torch.Tensor:
+    """int64 [T], trajectory of each response token."""
+    lengths = torch.from_numpy(micro.ragged("responses").lengths).to(device)
+    return torch.arange(len(micro), device=device).repeat_interleave(lengths)
+
+
+def _sizes(counts: MiniBatchCounts) -> BatchCounts:
+    return BatchCounts(tokens=counts.tokens, sequences=counts.sequences)

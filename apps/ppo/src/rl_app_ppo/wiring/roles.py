@@ -122,8 +122,14 @@ def _trained(role: Role, config: AppConfig, call: BuildCall, plane: DataPlane, g
     temperature = config.rollout.temperature
     policy: TrainedPolicy
     if config.model_engine == "megatron":
-        from rl_app_ppo.wiring.megatron import megatron_policy  # Megatron comes with an extra of its own
+        from rl_app_ppo.wiring.megatron import (  # Megatron comes with an extra of its own
+            megatron_critic,
+            megatron_policy,
+        )
 
+        if role == "critic":
+            value = megatron_critic(config, Path(call.model_path), rank=call.rank, store=Path(call.store))
+            return CriticWorker(plane, graph, value), None
         policy = megatron_policy(config, Path(call.model_path), rank=call.rank, store=Path(call.store))
         if role == "ref":
             return ReferenceWorker(plane, graph, policy, temperature), None

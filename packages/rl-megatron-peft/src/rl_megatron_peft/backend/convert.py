@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from rl_megatron_peft.adapter import Adapter, read_adapter, write_adapter
 from rl_megatron_peft.backend.exchange import scatter_adapter
+from rl_megatron_peft.backend.learner import MiniBatchCounts, Reported
 from rl_megatron_peft.backend.legacy import read_legacy
 from rl_megatron_peft.backend.parallel import close_ranks, open_ranks
-from rl_megatron_peft.backend.policy import MegatronPolicyBackend, MiniBatchCounts, Reported
+from rl_megatron_peft.backend.policy import MegatronPolicyBackend
 from rl_megatron_peft.backend.resume import load_checkpoint, save_checkpoint
 from rl_megatron_peft.config import LoraConfig
 from rl_megatron_peft.errors import AdapterError

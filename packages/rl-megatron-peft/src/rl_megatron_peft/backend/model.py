@@ -24,6 +24,9 @@ from rl_protocol.errors import ConfigError
 ADAPTER = "adapter"
 """Name of an adapter in the layer that it adapts, as Megatron-Bridge has it, which passes over parameters with it in their names."""
 
+VALUE = "value"
+"""Name of the linear layer in a value head."""
+
 
 def build_model(shape: ModelShape, ranks: Ranks, dtype: torch.dtype = torch.float32) -> GPTModel:
     """The model of this rank, with weights that are not set, on its device.
@@ -91,9 +94,9 @@ def first_layer(shape: ModelShape, ranks: Ranks) -> int:
 
 
 def base_parameters(model: GPTModel, shape: ModelShape, ranks: Ranks) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters without those of adapters; layers are numbered as in the whole model."""
+    """This rank's parameters without those of adapters and value heads; layers are numbered as in the whole model."""
     for name, parameter in model.named_parameters():
-        if f".{ADAPTER}." not in name:
+        if f".{ADAPTER}." not in name and f".{VALUE}." not in name:
             yield renumbered(name, first_layer(shape, ranks)), parameter
 
 

@@ -68,7 +68,7 @@ def log_probs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -
 def run_passes(
     model: GPTModel,
     parts: Sequence[BatchData],
-    vocab: int,
+    vocab: int | None,
     device: torch.device,
     then: Callable[[int, torch.Tensor], T],
     *,
@@ -80,9 +80,9 @@ def run_passes(
     Args:
         model: this rank's stage.
         parts: micro-batches of at least one row and one response token each.
-        vocab: number of logits that are real; those behind them pad the vocabulary.
+        vocab: number of logits that are real; those behind them pad the vocabulary. None: it puts out values, which ranks do not share.
         device: where the model is.
-        then: (number of the part, its logits [T, vocab]) -> on the last stage, the share of the loss in training, else anything.
+        then: (number of the part, its logits [T, vocab] or values [T, 1]) -> on the last stage, the share of the loss in training, else anything.
         train: accumulate gradients of the sum of the shares.
         begin: called with the number of each part before this stage computes it.
 
@@ -101,8 +101,10 @@ def run_passes(
         return stage(tokens.ids, positions, None), partial(finish, number, tokens)
 
     def finish(number: int, tokens: TokenPlaces, out: torch.Tensor, non_loss_data: bool = False) -> Any:
-        logits = gather_from_tensor_model_parallel_region(out[tokens.row, tokens.place])[:, :vocab]
-        result = then(number, logits)
+        found = out[tokens.row, tokens.place]
+        if vocab is not None:
+            found = gather_from_tensor_model_parallel_region(found)[:, :vocab]
+        result = then(number, found)
         if non_loss_data:
             return result
         return result * len(parts), result.detach()  # pyright: ignore[reportAttributeAccessIssue, reportOperatorIssue]: Megatron divides by it

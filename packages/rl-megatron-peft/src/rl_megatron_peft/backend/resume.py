@@ -22,9 +22,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from rl_megatron_peft.backend.compat import runnable
+from rl_megatron_peft.backend.learner import MegatronLearner
 from rl_megatron_peft.backend.optimise import MOMENTS
 from rl_megatron_peft.backend.parallel import gather_json
-from rl_megatron_peft.backend.policy import MegatronPolicyBackend
 from rl_megatron_peft.errors import AdapterError
 from rl_megatron_peft.folders import FORMAT, MANIFEST, refuse_unless_resumable
 from rl_protocol import OutputError
@@ -35,7 +35,7 @@ _RANDOM = "random_state"
 _CHUNK = 1 << 22
 
 
-def save_checkpoint(policy: MegatronPolicyBackend, path: Path) -> None:
+def save_checkpoint(learner: MegatronLearner[Any], path: Path) -> None:
     """Write a new folder, whole or not at all; a collective over all ranks, all of which reach the same file system.
 
     Raises:
@@ -53,7 +53,7 @@ def save_checkpoint(policy: MegatronPolicyBackend, path: Path) -> None:
         (scratch / TENSORS).mkdir(parents=True)
 
     def finish() -> None:
-        manifest = {"format": FORMAT, **policy.facts(), "steps": policy.optimiser.steps, "updates": policy.updates}
+        manifest = {"format": FORMAT, **learner.facts(), "steps": learner.optimiser.steps, "updates": learner.updates}
         files = {str(file.relative_to(scratch)): _sum(file) for file in sorted((scratch / TENSORS).iterdir())}
         with (scratch / MANIFEST).open("x") as out:
             json.dump({**manifest, "files": files}, out, indent=2, sort_keys=True)
@@ -62,41 +62,41 @@ def save_checkpoint(policy: MegatronPolicyBackend, path: Path) -> None:
         scratch.rename(path)
         fsync(path.parent)
 
-    _on_first_rank(policy, path, prepare)
+    _on_first_rank(learner, path, prepare)
     with runnable():
-        dist_checkpointing.save(_sharded(policy, _state(policy)), str(scratch / TENSORS))
-    _on_first_rank(policy, path, finish)
+        dist_checkpointing.save(_sharded(learner, _state(learner)), str(scratch / TENSORS))
+    _on_first_rank(learner, path, finish)
 
 
-def load_checkpoint(policy: MegatronPolicyBackend, path: Path) -> None:
+def load_checkpoint(learner: MegatronLearner[Any], path: Path) -> None:
     """Go on from a checkpoint, which may have been written under another layout; a collective over all ranks.
 
     Raises:
         AdapterError: another layout of files, damaged, of another base model or with other LoRA settings; names file and field. Nothing
             was changed.
     """
-    _on_first_rank(policy, path, lambda: _verify(policy, path))
+    _on_first_rank(learner, path, lambda: _verify(learner, path))
     found = _manifest(path / MANIFEST)
-    state = {key: torch.empty_like(tensor) for key, tensor in _state(policy).items()}
+    state = {key: torch.empty_like(tensor) for key, tensor in _state(learner).items()}
     with runnable():
-        loaded = cast(dict[str, torch.Tensor], dist_checkpointing.load(_sharded(policy, state), str(path / TENSORS)))
-    policy.optimiser.take_state(loaded, int(found["steps"]))
+        loaded = cast(dict[str, torch.Tensor], dist_checkpointing.load(_sharded(learner, state), str(path / TENSORS)))
+    learner.optimiser.take_state(loaded, int(found["steps"]))
     torch.set_rng_state(loaded[_RANDOM].cpu())
-    policy.updates = int(found["updates"])
+    learner.updates = int(found["updates"])
 
 
-def _state(policy: MegatronPolicyBackend) -> dict[str, torch.Tensor]:
+def _state(learner: MegatronLearner[Any]) -> dict[str, torch.Tensor]:
     """Everything this rank goes on from."""
     state: dict[str, torch.Tensor] = {_RANDOM: torch.get_rng_state()}
-    for _, parts in policy.optimiser.state():
+    for _, parts in learner.optimiser.state():
         state |= parts
     return state
 
 
-def _sharded(policy: MegatronPolicyBackend, state: Mapping[str, torch.Tensor]) -> dict[str, ShardedTensor]:
+def _sharded(learner: MegatronLearner[Any], state: Mapping[str, torch.Tensor]) -> dict[str, ShardedTensor]:
     """Which part of which whole each tensor is, and which of its copies."""
-    ranks, of = policy.ranks, policy.ranks.layout.tensor
-    splits = {key: one.split for one in policy.optimiser.trained for key in one.keys}
+    ranks, of = learner.ranks, learner.ranks.layout.tensor
+    splits = {key: one.split for one in learner.optimiser.trained for key in one.keys}
     sharded: dict[str, ShardedTensor] = {}
     for key, tensor in state.items():
         tensor_key = next((key.removesuffix(f".{moment}") for moment in MOMENTS if key.endswith(f".{moment}")), key)
@@ -107,14 +107,14 @@ def _sharded(policy: MegatronPolicyBackend, state: Mapping[str, torch.Tensor]) -
     return sharded
 
 
-def _verify(policy: MegatronPolicyBackend, path: Path) -> None:
+def _verify(learner: MegatronLearner[Any], path: Path) -> None:
     refuse_unless_resumable(path)
     file = path / MANIFEST
     manifest = _manifest(file)
-    for field, want in policy.facts().items():
+    for field, want in learner.facts().items():
         if manifest.get(field) != want:
             raise AdapterError(
-                f"{file}: {field} is {manifest.get(field)!r}, the policy's is {want!r}.", file=str(file), field=field
+                f"{file}: {field} is {manifest.get(field)!r}, the model's is {want!r}.", file=str(file), field=field
             )
     for name, want in manifest["files"].items():
         part = path / name
@@ -144,7 +144,7 @@ def _sum(file: Path) -> dict[str, object]:
     return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def _on_first_rank(policy: MegatronPolicyBackend, path: Path, work: Callable[[], None]) -> None:
+def _on_first_rank(learner: MegatronLearner[Any], path: Path, work: Callable[[], None]) -> None:
     """Done by the first rank while the others wait; what went wrong there goes wrong on all of them."""
     problem: dict[str, str] = {}
     if dist.get_rank() == 0:
@@ -154,7 +154,7 @@ def _on_first_rank(policy: MegatronPolicyBackend, path: Path, work: Callable[[],
             problem = {"message": str(error), "file": error.file, "field": error.field}
         except OSError as error:
             problem = {"message": f"The checkpoint can't be written to {path}: {error}"}
-    problem = gather_json(problem, policy.ranks.device)[0]
+    problem = gather_json(problem, learner.ranks.device)[0]
     if "field" in problem:
         raise AdapterError(problem["message"], file=problem["file"], field=problem["field"])
     if problem:

@@ -1,4 +1,4 @@
-"""A policy's state as a trainer keeps it beside what it knows itself: copied at once, written from a thread, read back under any layout.
+"""A model's state as a trainer keeps it beside what it knows itself: copied at once, written from a thread, read back under any layout.
 
     stage-<p>-shard-<t>.safetensors   what one rank trains and its AdamW moments, by `<module>.lora_A` and `<module>.lora_A.exp_avg`, for instance
     adapter_state.json                steps, updates, what is trained, fingerprint of the base
@@ -44,7 +44,7 @@ def take_snapshot(
     Args:
         optimiser: has the state.
         ranks: where this process stands.
-        facts: what a policy that goes on from it must have in common with this one.
+        facts: what a model that goes on from it must have in common with this one.
         updates: made so far.
     """
     tensors: dict[str, torch.Tensor] = {}
@@ -76,7 +76,7 @@ def restore_snapshot(folder: Path, optimiser: Optimiser, ranks: Ranks, facts: Ma
     """Take over this rank's part of what all ranks of a snapshot wrote, whatever their layout was.
 
     Raises:
-        AdapterError: it is of another policy, or can't be read; names file and field. Nothing was changed.
+        AdapterError: it is of another model, or can't be read; names file and field. Nothing was changed.
     """
     state = _read_state(folder / STATE, facts)
     new: dict[str, torch.Tensor] = {}
@@ -118,7 +118,7 @@ def _read_state(file: Path, facts: Mapping[str, object]) -> Counters:
         ) from error
     for field, want in facts.items():
         if not isinstance(state, dict) or state.get(field) != want:
-            raise _bad(file, field, f"is not the policy's {want!r}")
+            raise _bad(file, field, f"is not the model's {want!r}")
     for field in ("steps", "updates"):
         if not isinstance(state.get(field), int):
             raise _bad(file, field, "is missing or no int")

@@ -11,7 +11,7 @@ import torch
 from rl_protocol import BatchData, BatchError
 from rl_protocol.columns import AnyArray
 from rl_trainer.algorithms.episodes import IntArray
-from rl_trainer.algorithms.losses import TokenColumns
+from rl_trainer.algorithms.losses import TokenColumns, ValueColumns
 
 CPU = torch.device("cpu")
 
@@ -133,4 +133,15 @@ def token_columns(micro: BatchData, row: torch.Tensor) -> TokenColumns:
         ref_log_prob=optional("ref_log_prob"),
         weights=optional("rollout_is_weights"),
         chosen=flag(micro, "chosen_tokens", row.device) if "chosen_tokens" in micro else None,
+    )
+
+
+def value_columns(micro: BatchData, row: torch.Tensor) -> ValueColumns:
+    """What the loss of the value function looks at; `row` as in `token_columns`."""
+    return ValueColumns(
+        values=flat(micro, "values", row.device),
+        returns=flat(micro, "returns", row.device),
+        mask=mask_of(micro, row.device),
+        row=row,
+        rows=len(micro),
     )

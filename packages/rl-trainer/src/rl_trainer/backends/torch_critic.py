@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from rl_protocol import BatchData
 from rl_trainer.algorithms.batching import schedule_rows
-from rl_trainer.algorithms.losses import BatchCounts, aggregate, value_loss
+from rl_trainer.algorithms.losses import BatchCounts, ValueObjective, value_fit
 from rl_trainer.backends.engine import ModelEngine, PlainEngine
 from rl_trainer.backends.loading import layer_names, load_model
 from rl_trainer.backends.optimise import Optimiser
 from rl_trainer.backends.passes import Passes, per_token
 from rl_trainer.backends.state import restore, snapshot
-from rl_trainer.backends.tokens import TokenBatch, flat, lengths_of, mask_of, token_batch
+from rl_trainer.backends.tokens import TokenBatch, lengths_of, token_batch, value_columns
 from rl_trainer.checkpoints.stateful import Write
 from rl_trainer.config import CriticConfig
-from rl_trainer.metrics import WeightedMeans, explained_variance
+from rl_trainer.metrics import WeightedMeans
 
 
 class ValueModel(torch.nn.Module):
@@ -68,6 +67,7 @@ class TorchCriticBackend:
         self._model = ValueModel(path, packed=config.use_remove_padding).eval()
         self._engine.prepare(self._model, self._model.layers)
         self._schedule = config.schedule(rollout_n, seed)
+        self._objective = ValueObjective(config)
         world, tokens = self._engine.world, config.ppo_max_token_len
         self._forward = Passes(world=world, max_rows=forward_rows, max_tokens=tokens)
         passes = Passes(world=world, max_rows=config.ppo_micro_batch_size, max_tokens=tokens)
@@ -86,11 +86,7 @@ class TorchCriticBackend:
         """See rl_trainer.workers.RankedCritic.update_share."""
         found = self._optimiser.run(batch, mini_batches, self._loss)
         self._updates += 1
-        mask = batch.ragged("response_mask").values.astype(np.bool_)
-        old = batch.ragged("values").values.astype(np.float64)[mask]
-        returns = batch.ragged("returns").values.astype(np.float64)[mask]
-        metrics = {f"critic/{name}": value for name, value in found.items()}
-        return metrics | {"critic/vf_explained_var": explained_variance(old, returns, self._engine.world.total)}
+        return {f"critic/{name}": value for name, value in found.items()} | value_fit(batch, self._engine.world.total)
 
     def snapshot(self) -> Write:
         """See rl_trainer.checkpoints.stateful.Resumable."""
@@ -106,12 +102,5 @@ class TorchCriticBackend:
         )
 
     def _loss(self, micro: BatchData, counts: BatchCounts, means: WeightedMeans) -> torch.Tensor:
-        device = self._engine.device
-        tokens, mask = self._tokens(micro), mask_of(micro, device)
-        values = self._model(tokens)
-        loss, clipped = value_loss(
-            values, flat(micro, "values", device), flat(micro, "returns", device), self._config.cliprange_value
-        )
-        sums = {"vf_loss": loss, "vf_clipfrac": clipped, "vpred_mean": values}
-        means.add({name: float(value.detach()[mask].sum()) for name, value in sums.items()}, float(mask.sum()))
-        return aggregate(loss, mask, tokens.row, len(micro), counts, self._config.loss_agg_mode)
+        tokens = self._tokens(micro)
+        return self._objective(self._model(tokens), value_columns(micro, tokens.row), counts, means)

@@ -17,6 +17,7 @@ from rl_trainer.algorithms.losses.tokenwise import (
     sapo,
     vanilla,
 )
+from rl_trainer.algorithms.losses.values import ValueColumns, ValueObjective, value_fit
 
 __all__ = [
     "BatchCounts",
@@ -25,6 +26,8 @@ __all__ = [
     "PolicyObjective",
     "TokenColumns",
     "TokenLoss",
+    "ValueColumns",
+    "ValueObjective",
     "aggregate",
     "cispo",
     "clip_cov",
@@ -41,6 +44,7 @@ __all__ = [
     "sapo",
     "sum_pi_squared",
     "token_log_probs",
+    "value_fit",
     "value_loss",
     "vanilla",
 ]
