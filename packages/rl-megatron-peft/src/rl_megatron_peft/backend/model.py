@@ -38,10 +38,11 @@ def _layers(shape: ModelShape, ranks: Ranks) -> TransformerBlockSubmodules:
     """This stage's layers: the local spec's with our norms."""
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     layer: Any = spec.submodules
+    norm: Any = RankNorm  # declared ModuleSpec, documented as a class as well
     layer.input_layernorm = layer.pre_mlp_layernorm = RankNorm
     if shape.qk_norm:
         layer.self_attention.submodules.q_layernorm = layer.self_attention.submodules.k_layernorm = RankNorm
-    return TransformerBlockSubmodules([spec] * (shape.layers // ranks.layout.pipeline), layer_norm=RankNorm)
+    return TransformerBlockSubmodules([spec] * (shape.layers // ranks.layout.pipeline), layer_norm=norm)
 
 
 def build_model(shape: ModelShape, ranks: Ranks, dtype: torch.dtype = torch.float32) -> GPTModel:
