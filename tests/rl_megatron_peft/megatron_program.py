@@ -13,8 +13,8 @@ from pathlib import Path
 
 WORLDS = {
     "one": {"one": (1, 1)},
-    "two": {"tp2": (2, 1), "pp2": (1, 2), "dp2": (1, 1)},
-    "four": {"tp2pp2": (2, 2)},
+    "two": {"tp2": (2, 1), "pp2": (1, 2), "dp2": (1, 1), "sp2": (2, 1, True)},
+    "four": {"tp2pp2": (2, 2), "sp2pp2": (2, 2, True)},
 }
 CASES = {"some": (("llama", "fused"), ("qwen2", "canonical"), ("qwen3", "fused"))}
 CASES["rest"] = (("llama", "canonical"), ("qwen2", "fused"), ("qwen3", "canonical"))
@@ -256,8 +256,8 @@ def through_layouts(layouts, rank, size, store):
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=120)
     )
-    for name, (tensor, pipeline) in layouts.items():
-        yield name, open_ranks(Layout(tensor=tensor, pipeline=pipeline))
+    for name, layout in layouts.items():
+        yield name, open_ranks(Layout(**dict(zip(("tensor", "pipeline", "sequence_parallel"), layout, strict=False))))
         close_ranks()
     dist.destroy_process_group()
 
@@ -278,9 +278,11 @@ def rank_main(rank, world, models, out, cases):
     for name, ranks in through_layouts(WORLDS[world], rank, SIZES[world], out / f"{world}-store"):
         folder = out / name
         folder.mkdir(exist_ok=True)
-        if name != "dp2":
+        tokens_shared = name.startswith("sp")  # nothing is stored in another way
+        if name != "dp2" and not tokens_shared:
             grid(models, folder, ranks, keep=rank == 0, cases=CASES[cases])
-        curve(models, folder, ranks, keep=rank == 0, curves=CURVES[cases])
+        curves = [(*what, resumed and not tokens_shared, dropout) for *what, resumed, dropout in CURVES[cases]]
+        curve(models, folder, ranks, keep=rank == 0, curves=curves)
         critics(models, folder, ranks, keep=rank == 0, cases=CRITICS[cases])
 
 

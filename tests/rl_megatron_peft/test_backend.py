@@ -77,20 +77,26 @@ def check_same_curve(folder, layout, family):
         assert np.abs(many[name] - one[name]).max() < TOLERANCE, name
 
 
-@pytest.mark.parametrize(("layout", "family"), [("tp2", "qwen2"), ("pp2", "qwen2"), ("dp2", "qwen2")])
+@pytest.mark.parametrize(("layout", "family"), [("tp2", "qwen2"), ("pp2", "qwen2"), ("dp2", "qwen2"), ("sp2", "qwen2")])
 def test_ten_steps_are_the_same_however_ranks_share_the_work(runs, layout, family):
     check_same_curve(runs, layout, family)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "sp2"])
 def test_what_dropout_drops_does_not_depend_on_how_a_model_is_cut(runs, layout):
     check_same_curve(runs, layout, "qwen3")
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "tp2pp2"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "sp2", "tp2pp2", "sp2pp2"])
 def test_training_all_weights_is_the_same_however_ranks_share_the_work(more_runs, layout):
-    """Also the norms of queries and keys, of which each tensor-parallel rank sees its own heads alone."""
+    """Also the norms of queries and keys, of which each tensor-parallel rank sees its own heads alone, and with sequence parallelism the
+    other norms, of which it sees its own tokens alone."""
     check_same_curve(more_runs, layout, "even")
+
+
+@pytest.mark.parametrize("layout", ["sp2", "sp2pp2"])
+def test_adapters_are_trained_the_same_where_ranks_share_tokens(more_runs, layout):
+    check_same_curve(more_runs, layout, "qwen3")
 
 
 def check_resumed(folder, family):

@@ -65,6 +65,8 @@ def test_layouts_that_do_not_divide_are_refused():
         Layout(pipeline=3).check(shape)
     with pytest.raises(ConfigError, match="tensor must be at least 1; got 0"):
         Layout(tensor=0)
+    with pytest.raises(ConfigError, match=r"got tensor=1\. Set tensor to 2"):
+        Layout(pipeline=2, sequence_parallel=True)
 
 
 @pytest.mark.parametrize(

@@ -527,5 +527,4 @@ def test_torch_is_as_it_was_after_computing_on_the_cpu():
     assert (torch.cuda.current_device, torch.cuda.synchronize) == before
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(2, device="cuda")
-    found = capabilities()
-    assert (found.device, found.distributed_optimizer, found.sequence_parallel) == ("cpu", False, False)
+    assert capabilities().device == "cpu"

@@ -33,17 +33,26 @@ class HFTensor:
 class Layout:
     """How many ranks share a layer (`tensor`) and how many stages share the layers (`pipeline`); all others are replicas of the data.
 
+    With `sequence_parallel` the ranks that share a layer share the tokens between its parts as well (Korthikanti et al. 2022,
+    arXiv:2205.05198): norms and residuals of a token are on one of them. What is held where is the same.
+
     Raises:
-        ConfigError: numbers below 1.
+        ConfigError: numbers below 1; sequence_parallel where no ranks share a layer.
     """
 
     tensor: int = 1
     pipeline: int = 1
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"Layout.{name} must be at least 1; got {getattr(self, name)}.", field=name)
+        if self.sequence_parallel and self.tensor == 1:
+            raise ConfigError(
+                "Layout.sequence_parallel shares tokens among the ranks that share a layer; got tensor=1. Set tensor to 2 or more.",
+                field="sequence_parallel",
+            )
 
     def check(self, shape: ModelShape) -> None:
         """That the model can be cut up so.

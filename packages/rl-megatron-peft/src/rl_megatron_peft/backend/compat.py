@@ -24,9 +24,9 @@ class Capabilities:
     Attributes:
         version: of Megatron-Core.
         device: cuda where there is one, and cpu elsewhere.
-        distributed_optimizer: Megatron's, which shards its state over the data-parallel ranks; its buffers are CUDA tensors.
+        distributed_optimizer: Megatron's, which shards its state over the data-parallel ranks; it takes CUDA tensors alone, and is not used here.
         megatron_clipping: Megatron's gradient clipping, which asserts CUDA tensors; here `rl_megatron_peft.backend.optimise` clips.
-        sequence_parallel: the local spec's norms refuse it, so it needs Transformer Engine's.
+        sequence_parallel: everywhere: the local spec's norms refuse it, those of `rl_megatron_peft.backend.model` take their place.
     """
 
     version: str
@@ -54,7 +54,7 @@ def capabilities() -> Capabilities:
         device="cuda" if gpu else "cpu",
         distributed_optimizer=gpu,
         megatron_clipping=gpu,
-        sequence_parallel=False,
+        sequence_parallel=True,
     )
 
 

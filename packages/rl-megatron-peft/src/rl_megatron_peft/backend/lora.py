@@ -4,7 +4,8 @@ Every logical module has a B of its own, with its rows in the order of the Huggi
 module as well; fused ones share the A of those that Megatron fuses. So an adapter is exported by gathering, without any reordering.
 
 Tensor parallelism cuts B of linear_qkv and linear_fc1 in its rows, and A of linear_proj and linear_fc2 in its columns; the other factor
-is the same on every rank and gets the same gradient there. Both are float32 whatever the model computes in, as optimizers want them.
+is the same on every rank and gets the same gradient there, or with sequence parallelism that of the rank's tokens. Both are float32
+whatever the model computes in, as optimizers want them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
 )
 
 from rl_megatron_peft.backend.model import ADAPTER, fused_order
@@ -53,11 +56,13 @@ class LoraFactor:
         key: name in the whole model: `<Hugging Face or fused module>.lora_A` or `.lora_B`.
         parameter: this rank's part.
         split: dimension that tensor parallelism cuts; None: every rank has the whole.
+        partial: every tensor-parallel rank has a share of its gradient.
     """
 
     key: str
     parameter: torch.nn.Parameter
     split: int | None
+    partial: bool
 
 
 class Lora(torch.nn.Module):
@@ -91,9 +96,11 @@ class Lora(torch.nn.Module):
         self._dropout = config.dropout
         self._seed = seed
         self._draw = draw
-        self._shard = (ranks.tensor, ranks.layout.tensor) if module.fused in ROW_PARALLEL else (0, 1)
         self._scaling = config.scaling
         self._row_parallel = module.fused in ROW_PARALLEL
+        self._sequence_parallel = ranks.layout.sequence_parallel
+        cut = self._row_parallel or self._sequence_parallel  # the input: in its features, or in its tokens
+        self._shard = (ranks.tensor, ranks.layout.tensor) if cut else (0, 1)
         self._names = {part.logical: part.name for part in module.parts}
         self._fused = fused and len(self._names) > 1
         targets = [part.logical for part in module.parts if config.covers(part.name)]
@@ -112,20 +119,19 @@ class Lora(torch.nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., out] of this rank, in Megatron's order of rows, for [..., in] of this rank."""
+        """[..., out] of this rank, in Megatron's order of rows, for [..., in] of this rank; tokens are the first dimension."""
         if self._dropout and self._draw.pass_name:
             x = x * self._mask(x)
         low = torch.nn.functional.linear(x, torch.cat(list(self.a.values())).to(x.dtype))
         if self._row_parallel:
             (b,) = self.b.values()
-            return self._scaling * torch.nn.functional.linear(
-                reduce_from_tensor_model_parallel_region(low), b.to(x.dtype)
-            )
-        low_of = dict(zip(self.a, copy_to_tensor_model_parallel_region(low).chunk(len(self.a), dim=-1), strict=True))
+            return self._scaling * torch.nn.functional.linear(self._summed(low), b.to(x.dtype))
+        low = self._of_all(low)
+        low_of = dict(zip(self.a, low.chunk(len(self.a), dim=-1), strict=True))
         parts = [
             torch.nn.functional.linear(low_of[self._a_key(name)], self.b[name].to(x.dtype))
             if name in self.b
-            else x.new_zeros(*x.shape[:-1], rows)
+            else x.new_zeros(*low.shape[:-1], rows)
             for name, rows in self._rows.items()
         ]
         return self._scaling * self._ordered(torch.cat(parts, dim=-1), -1)
@@ -143,20 +149,38 @@ class Lora(torch.nn.Module):
         """Its parameters in a fixed order; a shared A comes once, under the name of the fused module."""
         for key, parameter in self.a.items():
             name = self.module.name if self._fused else self._names[key]
-            yield LoraFactor(f"{name}.lora_A", parameter, 1 if self._row_parallel else None)
+            yield self._factor(f"{name}.lora_A", parameter, 1 if self._row_parallel else None)
         for key, parameter in self.b.items():
-            yield LoraFactor(f"{self._names[key]}.lora_B", parameter, None if self._row_parallel else 0)
+            yield self._factor(f"{self._names[key]}.lora_B", parameter, None if self._row_parallel else 0)
 
     def pair(self, logical: str) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
         """(A, B) of a logical module on this rank."""
         return self.a[self._a_key(logical)], self.b[logical]
 
+    def _factor(self, key: str, parameter: torch.nn.Parameter, split: int | None) -> LoraFactor:
+        return LoraFactor(key, parameter, split, partial=self._sequence_parallel and split is None)
+
+    def _of_all(self, low: torch.Tensor) -> torch.Tensor:
+        """What every rank computes from: with sequence parallelism each has had its tokens alone."""
+        across = (
+            gather_from_sequence_parallel_region if self._sequence_parallel else copy_to_tensor_model_parallel_region
+        )
+        return across(low)
+
+    def _summed(self, low: torch.Tensor) -> torch.Tensor:
+        """Summed over the ranks: of all tokens, or with sequence parallelism of this rank's."""
+        if self._sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(low)
+        return reduce_from_tensor_model_parallel_region(low)
+
     def _mask(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] of this rank: 0 with the probability of dropout, else what keeps the mean."""
+        """[..., in] of this rank: 0 with the probability of dropout, else what keeps the mean. It is drawn for all ranks at once."""
+        dim = 0 if self._sequence_parallel and not self._row_parallel else -1
         rank, of = self._shard
+        size = list(x.shape)
+        size[dim] *= of
         generator = _generator(f"{self._seed}/{self._draw.pass_name}/{self.module.name}", x.device)
-        drawn = torch.rand(*x.shape[:-1], x.shape[-1] * of, generator=generator, device=x.device)
-        kept = drawn.chunk(of, dim=-1)[rank] >= self._dropout
+        kept = torch.rand(size, generator=generator, device=x.device).chunk(of, dim=dim)[rank] >= self._dropout
         return kept.to(x.dtype) / (1 - self._dropout)
 
     def _a_key(self, logical: str) -> str:

@@ -13,6 +13,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from rl_megatron_peft.backend.compat import runnable
 from rl_megatron_peft.backend.parallel import Ranks, from_stage, whole_of_layer
@@ -26,6 +27,25 @@ ADAPTER = "adapter"
 
 VALUE = "value"
 """Name of the linear layer in a value head."""
+
+
+class RankNorm(torch.nn.RMSNorm):
+    """RMSNorm over what a rank has. That of the local spec is the same but refuses sequence parallelism, which leaves a norm every number of
+    its tokens; its weight then gets a share of the gradient on each rank, which `rl_megatron_peft.backend.trained` knows."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+
+
+def _layers(shape: ModelShape, ranks: Ranks) -> TransformerBlockSubmodules:
+    """This stage's layers: the local spec's with our norms."""
+    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    layer: Any = spec.submodules
+    norm: Any = RankNorm  # declared ModuleSpec, documented as a class as well
+    layer.input_layernorm = layer.pre_mlp_layernorm = RankNorm
+    if shape.qk_norm:
+        layer.self_attention.submodules.q_layernorm = layer.self_attention.submodules.k_layernorm = RankNorm
+    return TransformerBlockSubmodules([spec] * (shape.layers // ranks.layout.pipeline), layer_norm=norm)
 
 
 def build_model(shape: ModelShape, ranks: Ranks, dtype: torch.dtype = torch.float32) -> GPTModel:
@@ -57,6 +77,7 @@ def build_model(shape: ModelShape, ranks: Ranks, dtype: torch.dtype = torch.floa
         attention_softmax_in_fp32=True,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        sequence_parallel=layout.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         variable_seq_lengths=True,
@@ -73,7 +94,7 @@ def build_model(shape: ModelShape, ranks: Ranks, dtype: torch.dtype = torch.floa
     with runnable():
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm"),
+            _layers(shape, ranks),  # pyright: ignore[reportArgumentType]: declared ModuleSpec, documented as either
             vocab_size=layout.padded_vocab(shape),
             max_sequence_length=shape.positions,
             pre_process=ranks.first,
@@ -83,9 +104,7 @@ def build_model(shape: ModelShape, ranks: Ranks, dtype: torch.dtype = torch.floa
             position_embedding_type="rope",
             rotary_base=shape.rope_base,  # pyright: ignore[reportArgumentType]: declared int, raised to powers
         )
-    return (
-        model.requires_grad_(False).to(ranks.device, dtype).eval()
-    )  # the local spec makes its norms float32 whatever it is told
+    return model.requires_grad_(False).to(ranks.device, dtype).eval()
 
 
 def first_layer(shape: ModelShape, ranks: Ranks) -> int:

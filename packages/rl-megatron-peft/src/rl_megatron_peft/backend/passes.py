@@ -34,8 +34,8 @@ class TokenPlaces:
     targets: torch.Tensor
 
 
-def token_places(batch: BatchData, device: torch.device) -> TokenPlaces:
-    """Join `prompts` and `responses` of every row.
+def token_places(batch: BatchData, device: torch.device, multiple: int = 1) -> TokenPlaces:
+    """Join `prompts` and `responses` of every row; L is a multiple of `multiple`.
 
     Raises:
         BatchError: an empty prompt: nothing would predict the first response token.
@@ -44,7 +44,7 @@ def token_places(batch: BatchData, device: torch.device) -> TokenPlaces:
     p, r = prompts.lengths, responses.lengths
     if (p == 0).any():
         raise BatchError(f"Row {int(np.argmin(p))} has an empty prompt; every prompt needs at least one token.")
-    ids = np.zeros((len(batch), int((p + r).max(initial=1))), np.int64)
+    ids = np.zeros((len(batch), _padded(int((p + r).max(initial=1)), multiple)), np.int64)
     columns = np.arange(ids.shape[1])[None, :]
     ids[columns < p[:, None]] = prompts.values
     ids[(columns >= p[:, None]) & (columns < (p + r)[:, None])] = responses.values
@@ -57,6 +57,10 @@ def token_places(batch: BatchData, device: torch.device) -> TokenPlaces:
         place=torch.from_numpy(place).to(device),
         targets=torch.tensor(targets, device=device),
     )
+
+
+def _padded(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
 
 
 def log_probs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,11 +96,14 @@ def run_passes(
     if not parts:
         return []
 
+    config = model.config
+    multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+
     def step(numbers: Iterator[int], stage: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         number = next(numbers)
         if begin is not None:
             begin(number)
-        tokens = token_places(parts[number], device)
+        tokens = token_places(parts[number], device, multiple)
         positions = torch.arange(tokens.ids.shape[1], device=device).expand_as(tokens.ids)
         return stage(tokens.ids, positions, None), partial(finish, number, tokens)
 
@@ -115,7 +122,7 @@ def run_passes(
         data_iterator=iter(range(len(parts))),
         model=model,
         num_microbatches=len(parts),
-        seq_length=longest,
+        seq_length=_padded(longest, multiple),
         micro_batch_size=max(len(part) for part in parts),
         forward_only=not train,
         collect_non_loss_data=not train,

@@ -41,7 +41,7 @@ def trained_adapters(adapters: Sequence[Lora]) -> Iterator[Trained]:
     """The factors of this stage's adapters."""
     for lora in adapters:
         for factor in lora.factors():
-            yield Trained(parameter=factor.parameter, keys=(factor.key,), split=factor.split)
+            yield Trained(parameter=factor.parameter, keys=(factor.key,), split=factor.split, partial=factor.partial)
 
 
 def trained_weights(model: GPTModel, shape: ModelShape, ranks: Ranks) -> Iterator[Trained]:
@@ -70,7 +70,8 @@ def trained_weights(model: GPTModel, shape: ModelShape, ranks: Ranks) -> Iterato
             parameter=parameter,
             keys=tuple(tensor.name for tensor in held),
             split=held[0].split,
-            partial=fused in ("q_layernorm", "k_layernorm"),  # of this rank's heads
+            partial=fused in ("q_layernorm", "k_layernorm")  # of this rank's heads
+            or (layout.sequence_parallel and fused.endswith("layernorm")),  # of this rank's tokens
             apart=partial(unfuse, fused=fused, shape=shape, tensor=layout.tensor),
             joined=partial(fuse, fused=fused, shape=shape, tensor=layout.tensor),
         )
