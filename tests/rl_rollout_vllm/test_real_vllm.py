@@ -92,29 +92,24 @@ def generate(engine, requests=REQUESTS, **params):
     return asyncio.run(engine.generate(requests, SamplingParams(**{"max_new_tokens": 24, **params})))
 
 
-def of_zmq():
-    """Threads of ZeroMQ, which Python does not know, and what they wait on: numbers of threads and of descriptors."""
-    threads, open_files = [], []
+def threads_of_zmq():
+    """How many this process has; Python does not know them."""
+    names = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # has ended meanwhile
-            threads.append((task / "comm").read_text())
-    for fd in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the listing's own
-            open_files.append(str(fd.readlink()))
-    return sum(name.startswith("ZMQ") for name in threads), sum(
-        name.startswith(("socket:", "anon_inode:")) for name in open_files
-    )
+            names.append((task / "comm").read_text())
+    return sum(name.startswith("ZMQ") for name in names)
 
 
 @contextmanager
 def nothing_left():
     """What an engine took of this process is given back when it is closed, and not by the garbage collector."""
-    before = of_zmq()
+    before = threads_of_zmq()
     yield
     deadline = time.monotonic() + 60
-    while of_zmq() != before and time.monotonic() < deadline:  # a thread that has ended is listed a little longer
+    while threads_of_zmq() != before and time.monotonic() < deadline:  # one that has ended is listed a little longer
         time.sleep(0.05)
-    assert of_zmq() == before
+    assert threads_of_zmq() == before
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         gc.collect()
