@@ -44,6 +44,6 @@ def put_value_head(model: GPTModel, ranks: Ranks) -> Iterator[Trained]:
         return
     config: Any = model.config
     head = ValueHead(config.hidden_size, ranks.device, sequence_parallel=config.sequence_parallel)
-    model.output_layer = head
+    model.output_layer = head  # pyright: ignore[reportAttributeAccessIssue]: declared as the layer that it had
     for name, parameter in head.get_submodule(VALUE).named_parameters():
         yield Trained(parameter=parameter, keys=(f"value_head.{name}",), split=None)
