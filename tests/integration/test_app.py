@@ -121,19 +121,25 @@ def test_lora_trains_an_adapter_and_needs_no_reference_process(app, base_model, 
 
 
 @pytest.mark.slow
-def test_megatron_trains_all_weights_beside_a_reference(app, base_model):
-    """Policy and reference are two processes each, which share every layer; whole weights go to rollout, and to the checkpoint."""
+def test_megatron_trains_all_weights_beside_a_reference_and_a_critic(app, base_model):
+    """Policy, reference and critic are two processes each, which share every layer; whole weights go to rollout, and to the checkpoint."""
     from transformers import AutoModelForCausalLM
 
     more = ["megatron.tensor_model_parallel_size=2", "actor.use_kl_loss=true", "actor.optim.lr=1e-3"]
-    done = app("model_engine=megatron", *more)
+    done = app("model_engine=megatron", "algorithm=ppo", "trainer.save_freq=2", *more, timeout=300)
     assert done.code == 0, done.err
-    assert {"actor-1.log", "ref-1.log"} <= {path.name for path in (done.folder / "logs").iterdir()}
+    assert {"actor-1.log", "ref-1.log", "critic-1.log"} <= {path.name for path in (done.folder / "logs").iterdir()}
     first, second = done.metrics[1:]
     assert [m["weight_sync/version"] for m in (first, second)] == [1, 2]
     assert max(m["training/rollout_log_probs_diff_max"] for m in (first, second)) < 1e-4
     assert first["actor/ref_kl"] == pytest.approx(0, abs=1e-6)
     assert second["actor/ref_kl"] > 1e-6
+    assert first["critic/vpred_mean"] == 0
+    assert second["critic/vpred_mean"] != 0
+    assert first["critic/vf_loss"] > 0
+    shards = {f"stage-00000-shard-0000{rank}.safetensors" for rank in range(2)}
+    (critic,) = done.folder.glob("checkpoints/*/critic")
+    assert {path.name for path in critic.iterdir()} == {"adapter_state.json", *shards}
     model, base = (
         AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (done.folder / "checkpoint", base_model)
     )

@@ -98,7 +98,7 @@ def test_every_engines_keys_are_known_and_explained_whichever_is_chosen():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["algorithm=ppo"], r"no critic, which algorithm\.adv_estimator=gae needs"),
+        (["algorithm=ppo", "critic.use_remove_padding=true"], r"critic\.use_remove_padding=True has no effect"),
         (["lora.rank=8", "algorithm.adv_estimator=optimal_token_baseline"], "Set another estimator"),
         (["lora.rank=8", "lora.use_dora=true"], r"lora\.use_dora=True has no effect: .* model_engine=torch or fsdp"),
         (["lora.rank=8", "actor.use_remove_padding=true"], r"actor\.use_remove_padding=True has no effect"),
@@ -589,15 +589,14 @@ def test_an_engine_we_do_not_have_is_listed(tmp_path):
     assert "# not mapped: actor_rollout_ref.actor.strategy: there is no veomni here" in from_verl(file)
 
 
-def test_megatron_of_verl_is_ours_where_there_is_no_critic(tmp_path):
+def test_megatron_of_verl_is_ours(tmp_path):
     file, ours = tmp_path / "verl.txt", tmp_path / "ours.yaml"
     whole = "actor_rollout_ref.actor.strategy=megatron actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
     file.write_text(whole)
-    lines = [line for line in from_verl(file).splitlines() if line.startswith("#")]
-    assert lines == [
-        "# not mapped: actor_rollout_ref.actor.strategy: megatron trains policies alone here, and no critic",
-        "# left out: megatron.tensor_model_parallel_size: nothing reads it without model_engine=megatron",
-    ]
+    ours.write_text(from_verl(file))
+    assert "#" not in ours.read_text()
+    config = load_config([], ours)
+    assert (config.model_engine, config.ranks, config.algorithm.adv_estimator) == ("megatron", 2, "gae")
     file.write_text(whole := f"{whole} algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4")
     ours.write_text(from_verl(file))
     assert (load_config([], ours).model_engine, load_config([], ours).lora.rank) == ("megatron", 0)

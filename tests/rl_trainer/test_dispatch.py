@@ -12,9 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_protocol import BatchData, BatchError, KVBatchMeta, WorkerError, ragged
-from rl_protocol.testing.bigram import BigramPolicy
+from rl_protocol.testing.bigram import BigramCritic, BigramPolicy
 from rl_protocol.testing.fakes import MemoryDataPlane
-from rl_trainer import ActorConfig, ActorWorker, AlgorithmConfig, CriticConfig, ReferenceWorker, Workers, build_graph
+from rl_trainer import (
+    ActorConfig,
+    ActorWorker,
+    AlgorithmConfig,
+    CriticConfig,
+    CriticWorker,
+    ReferenceWorker,
+    Workers,
+    build_graph,
+)
 from rl_trainer.algorithms.batching import Schedule, schedule_rows, share_out
 from rl_trainer.dispatch import StepRows, forward, update
 from rl_trainer.messages import StageCall, StageResult
@@ -120,18 +129,17 @@ def test_what_is_not_to_be_written_is_computed_all_the_same():
         plane = MemoryDataPlane()
         batch = await plane.put("train", ["p/0/0"], BatchData({"responses": ragged([[4, 1]], "int64")}))
         await plane.put("train/prompts", ["p"], BatchData({"prompts": ragged([[2, 3]], "int64")}))
-        policy = BigramPolicy()
-        worker = ActorWorker(plane, build_graph(AlgorithmConfig(), ActorConfig()), policy, 1.0)
-        await worker.old_log_prob(StageCall(step=1, batch=batch, writes=False))
-        assert not (await plane.list_rows("train", fields=["old_log_probs"])).keys
-        await worker.old_log_prob(StageCall(step=1, batch=batch))
-        assert (await plane.list_rows("train", fields=["old_log_probs"])).keys == ("p/0/0",)
-        graph = build_graph(AlgorithmConfig(), ActorConfig(use_kl_loss=True))
-        reference = ReferenceWorker(plane, graph, policy, 1.0)
-        await reference.ref(StageCall(step=1, batch=batch, writes=False))
-        assert not (await plane.list_rows("train", fields=["ref_log_prob"])).keys
-        await reference.ref(StageCall(step=1, batch=batch))
-        assert (await plane.list_rows("train", fields=["ref_log_prob"])).keys == ("p/0/0",)
+        graph = build_graph(AlgorithmConfig(adv_estimator="gae"), ActorConfig(use_kl_loss=True))
+        policy, critic = BigramPolicy(), CriticWorker(plane, graph, BigramCritic())
+        for compute, column in (
+            (ActorWorker(plane, graph, policy, 1.0).old_log_prob, "old_log_probs"),
+            (ReferenceWorker(plane, graph, policy, 1.0).ref, "ref_log_prob"),
+            (critic.values, "values"),
+        ):
+            await compute(StageCall(step=1, batch=batch, writes=False))
+            assert not (await plane.list_rows("train", fields=[column])).keys
+            await compute(StageCall(step=1, batch=batch))
+            assert (await plane.list_rows("train", fields=[column])).keys == ("p/0/0",)
 
     asyncio.run(body())
 

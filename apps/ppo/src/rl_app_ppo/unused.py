@@ -39,15 +39,16 @@ RULES = (
     Rule(("fsdp.",), lambda c: c.model_engine == "fsdp", "model_engine=fsdp"),
     Rule(("megatron.",), lambda c: c.model_engine == "megatron", "model_engine=megatron"),
     Rule(
-        (
-            *(f"{role}.{name}" for role in ("actor", "critic") for name in ("use_remove_padding", "ppo_max_token_len")),
-            "lora.use_rslora",
-            "lora.use_dora",
-        ),
+        ("actor.use_remove_padding", "actor.ppo_max_token_len", "lora.use_rslora", "lora.use_dora"),
         lambda c: c.model_engine != "megatron",
         "model_engine=torch or fsdp",
     ),
     Rule(("critic.",), lambda c: needs_critic(c.algorithm), "an estimator with a critic, algorithm.adv_estimator=gae"),
+    Rule(
+        ("critic.use_remove_padding", "critic.ppo_max_token_len"),
+        lambda c: c.model_engine != "megatron",
+        "model_engine=torch or fsdp",
+    ),
     Rule(("algorithm.lam",), lambda c: needs_critic(c.algorithm), "algorithm.adv_estimator=gae"),
     Rule(("actor.kl_loss_coef", "actor.kl_loss_type"), lambda c: c.actor.use_kl_loss, "actor.use_kl_loss=true"),
     Rule(

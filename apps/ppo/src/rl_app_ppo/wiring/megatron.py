@@ -68,6 +68,16 @@ class TrainerCritic(MegatronCriticBackend):
         return sum_over_replicas(numbers).tolist()
 
 
+def _adapters(lora: rl_trainer.LoraConfig) -> LoraConfig:
+    return LoraConfig(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        target_modules=lora.targets(),
+        exclude=lora.excluded(),
+        dropout=lora.dropout,
+    )
+
+
 def megatron_policy(config: AppConfig, path: Path, *, rank: int, store: Path) -> MegatronPolicyBackend:
     """This rank's part of the policy, after it has met the others through the file `store`.
 
@@ -109,16 +119,6 @@ def _join(config: AppConfig, rank: int, store: Path) -> Ranks:
     megatron = config.megatron
     return open_ranks(
         Layout(tensor=megatron.tensor_model_parallel_size, pipeline=megatron.pipeline_model_parallel_size)
-    )
-
-
-def _adapters(lora: rl_trainer.LoraConfig) -> LoraConfig:
-    return LoraConfig(
-        rank=lora.rank,
-        alpha=lora.alpha,
-        target_modules=lora.targets(),
-        exclude=lora.excluded(),
-        dropout=lora.dropout,
     )
 
 
