@@ -28,19 +28,23 @@ def site(tmp_path, monkeypatch) -> Path:
         timeout=120,
     )
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    monkeypatch.delenv("RL_CKPT_PLUGINS", raising=False)
+    monkeypatch.delenv("RL_PLUGINS", raising=False)
     return folder
 
 
 def allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an operator does: pin what is installed now."""
     printed = subprocess.run(
-        [sys.executable, "-m", "rl_ckpt_engine.plugins"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-m", "rl_protocol.plugins", "rl_ckpt_engine"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     ).stdout
     assert printed.count('distribution = "ckpt-example-plugin"') == printed.count("sha256 = ") == 2
     file = tmp_path / "plugins.toml"
     file.write_text(printed)
-    monkeypatch.setenv("RL_CKPT_PLUGINS", str(file))
+    monkeypatch.setenv("RL_PLUGINS", str(file))
 
 
 @pytest.mark.slow

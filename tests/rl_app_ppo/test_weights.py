@@ -38,8 +38,8 @@ from rl_ckpt_engine import (
     ReceiverEndpoint,
     progress,
 )
-from rl_ckpt_engine.plugins import ALLOW_FILE
 from rl_protocol import ConfigError, WeightSyncError, WeightTensor, WorkerError
+from rl_protocol.plugins import ALLOW_FILE
 
 NONE = PluginPolicy()
 

@@ -28,9 +28,10 @@ from rl_ckpt_engine import (
     SenderEndpoint,
     load_policy,
 )
-from rl_ckpt_engine.plugins import ALLOW_FILE, Allowed, fingerprint, load_plugin
+from rl_ckpt_engine.plugins import load_plugin
 from rl_ckpt_engine.testing import EngineConformance
 from rl_protocol.errors import ConfigError
+from rl_protocol.plugins import ALLOW_FILE, Allowed, fingerprint
 
 EXAMPLE = Path(__file__).with_name("example_plugin")
 MODULE = "ckpt_example_plugin"
@@ -65,9 +66,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[module]
 
 
-def allowed(**facts: str) -> PluginPolicy:
-    entry = Allowed(distribution="ckpt_example_plugin", **facts)
-    return PluginPolicy(backends={"example": entry}, managers={"example": entry})
+def allowed(distribution: str = "ckpt_example_plugin", **facts: str) -> PluginPolicy:
+    entry = {"example": Allowed(distribution=distribution, **facts)}
+    return PluginPolicy(allowed={"rl_ckpt_engine": {"backends": entry, "managers": entry}})
 
 
 def pin() -> str:
@@ -113,7 +114,7 @@ def test_what_is_installed_and_not_allowed_does_not_load(site: Path) -> None:
     install(site)
     message = refused(PluginPolicy())
     assert "is installed but not allowed" in message
-    assert '[backends.example] distribution = "ckpt-example-plugin"' in message
+    assert '[rl_ckpt_engine.backends.example] distribution = "ckpt-example-plugin"' in message
     with pytest.raises(ConfigError, match="not allowed"):
         CheckpointEngineRegistry().get("example")
     assert "example" in CheckpointEngineRegistry().names()
@@ -123,10 +124,7 @@ def test_another_version_distribution_or_content_is_refused(site: Path) -> None:
     package = install(site)
     good = pin()
     assert "has version 1.0; allowed is 2.0" in refused(allowed(version="2.0"))
-    entry = Allowed(distribution="somebody-elses")
-    assert "comes from another distribution" in refused(
-        PluginPolicy(backends={"example": entry}, managers={"example": entry})
-    )
+    assert "comes from another distribution" in refused(allowed("somebody-elses"))
     with (package / "__init__.py").open("a") as file:
         file.write("\n")
     message = refused(allowed(sha256=good))
@@ -265,17 +263,22 @@ def test_settings_hold_names_and_no_code(value: str) -> None:
 
 def test_the_allow_list_is_a_file_of_the_operator(tmp_path: Path) -> None:
     file = tmp_path / "plugins.toml"
-    file.write_text('[backends.example]\ndistribution = "ckpt-example-plugin"\nversion = "1.0"\nsha256 = "ab"\n')
+    file.write_text(
+        '[rl_ckpt_engine.backends.example]\ndistribution = "ckpt-example-plugin"\nversion = "1.0"\nsha256 = "ab"\n'
+        '[rl_trainer.hooks.other]\ndistribution = "of-another-package"\n'
+    )
     policy = load_policy({ALLOW_FILE: str(file)})
-    assert policy.backends == {"example": Allowed(distribution="ckpt-example-plugin", version="1.0", sha256="ab")}
-    assert policy.managers == {}
+    entry = Allowed(distribution="ckpt-example-plugin", version="1.0", sha256="ab")
+    assert policy.allowed == {"rl_ckpt_engine": {"backends": {"example": entry}}}, (
+        "what workers are told is what concerns them"
+    )
     assert load_policy({}) == PluginPolicy()
     for text, message in [
-        ('[backend.x]\ndistribution = "y"', "unknown field `backend`"),
-        ('[backends.x]\ndist = "y"', "unknown field `dist`"),
-        ("[backends.x]", "distribution"),
+        ('[backends.x]\ndistribution = "y"', r"Expected `object`, got `str`"),
+        ('[rl_ckpt_engine.backends.x]\ndist = "y"', "unknown field `dist`"),
+        ("[rl_ckpt_engine.backends.x]", "missing required field `distribution`"),
         ("= nonsense", "can't be read"),
-        ("allow_unsafe_plugins = true", "belongs on the command line"),
+        ("allow_unsafe_plugins = true", r"Expected `object`, got `bool`"),
     ]:
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):
@@ -316,7 +319,7 @@ def test_driver_and_workers_load_the_same_by_policy_or_by_environment(site: Path
     policy = msgspec.json.encode(allowed(sha256=pin())).decode()
     assert worker(policy) == "ExampleEngine ExampleManager"
     printed = subprocess.run(
-        [sys.executable, "-m", "rl_ckpt_engine.plugins"],
+        [sys.executable, "-m", "rl_protocol.plugins", "rl_ckpt_engine"],
         env=environment,
         capture_output=True,
         text=True,

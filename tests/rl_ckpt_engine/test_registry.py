@@ -14,8 +14,9 @@ import rl_ckpt_engine
 from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineRegistry
 from rl_ckpt_engine.engines.naive import NaiveEngine
 from rl_ckpt_engine.engines.shm import ShmEngine
-from rl_ckpt_engine.plugins import Allowed, PluginPolicy
+from rl_ckpt_engine.plugins import PluginPolicy
 from rl_protocol.errors import ConfigError
+from rl_protocol.plugins import Allowed
 
 
 class PluginEngine(NaiveEngine):
@@ -57,9 +58,13 @@ class Points:
 
 
 EVERYTHING = PluginPolicy(
-    backends={
-        name: Allowed(distribution=f"pkg_{name}", version="1.2")
-        for name in ("plugin", "future", "wrong", "broken", "alias")
+    allowed={
+        "rl_ckpt_engine": {
+            "backends": {
+                name: Allowed(distribution=f"pkg_{name}", version="1.2")
+                for name in ("plugin", "future", "wrong", "broken", "alias")
+            }
+        }
     }
 )
 

@@ -61,12 +61,16 @@ broken = rltq_ghost:Backend
 wrong = rltq_directory:Path
 twice = rltq_directory:Backend
 """
-TWICE = "[rl_transferqueue.backends]\ntwice = rltq_directory:Store\n"
+TWICE = "[rl_transferqueue.backends]\ntwice = rltq_directory:Store\nsly = rltq_directory:Backend\n"
+ALLOWED = "".join(
+    f'[rl_transferqueue.backends.{name}]\ndistribution = "{package}"\n'
+    for name, package in (("directory", "rltq_directory"), ("broken", "rltq_directory"), ("wrong", "rltq_directory"))
+)
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Packages with backends, as if installed, here and in child processes; a folder for blocks."""
+    """Packages with backends, as if installed and allowed but for `sly`, here and in child processes; a folder for blocks."""
     site = tmp_path_factory.mktemp("site")
     (site / "rltq_directory.py").write_text(DIRECTORY_BACKEND)
     for name, points in (("rltq_directory", ENTRY_POINTS), ("rltq_other", TWICE)):
@@ -76,9 +80,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (info / "entry_points.txt").write_text(points)
     blocks = site / "blocks"
     blocks.mkdir()
+    (site / "plugins.toml").write_text(ALLOWED)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(site)
         patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
+        patch.setenv("RL_PLUGINS", str(site / "plugins.toml"))
         yield blocks
     importlib.invalidate_caches()
 
@@ -97,9 +103,40 @@ def test_names_that_nobody_offers_are_answered_with_those_there_are(tmp_path: Pa
 
 def test_backends_that_can_not_be_loaded_say_why(installed: Path) -> None:
     assert "directory" in backend_names()
-    for name, match in (("broken", "rltq_ghost"), ("wrong", "no Backend"), ("twice", "Several packages")):
+    for name, match in (
+        (
+            "broken",
+            r"'broken' \(rltq_ghost:Backend of rltq_directory 1\.0\) can't be loaded: No module named 'rltq_ghost'",
+        ),
+        ("wrong", r"'wrong' \(rltq_directory:Path of rltq_directory 1\.0\) is .*Path\('\.'\), which is no Backend"),
+        ("twice", r"Several packages offer a backend 'twice': rltq_.*:.* of rltq_.* 1\.0, rltq_"),
+    ):
         with pytest.raises(ConfigError, match=match):
             load_backend(name)
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        ("", r'\[rl_transferqueue\.backends\.sly\] distribution = "rltq_other"'),
+        ('distribution = "rltq_directory"', "comes from another distribution than allowed"),
+        ('distribution = "rltq_other"\nversion = "2.0"', r"has version 1\.0; allowed is 2\.0"),
+        (f'distribution = "rltq_other"\nsha256 = "{"0" * 64}"', r"can't be pinned, it is installed without a list"),
+    ],
+)
+def test_a_backend_loads_where_the_operator_allows_it_and_no_plane_starts_without(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, message: str
+) -> None:
+    monkeypatch.setenv("RL_PLUGINS", str(tmp_path / "plugins.toml"))
+    (tmp_path / "plugins.toml").write_text(f"[rl_transferqueue.backends.sly]\n{listed}\n" if listed else "")
+    runtime = tmp_path / "runtime"
+    runtime.mkdir()
+    monkeypatch.delitem(sys.modules, "rltq_directory", raising=False)
+    for asked in (lambda: load_backend("sly"), lambda: start_local_plane(TransferQueueConfig(backend="sly"), runtime)):
+        with pytest.raises(ConfigError, match=message):
+            asked()
+    assert "rltq_directory" not in sys.modules, "nothing of it was imported"
+    assert list(runtime.iterdir()) == []
 
 
 def test_a_backend_that_can_not_be_hosted_ends_the_start(installed: Path, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_all_equals_reality() -> None:
 def test_import_loads_nothing_heavy_and_does_nothing() -> None:
     code = (
         "import sys, threading, rl_transferqueue, rl_transferqueue.serve, logging\n"
-        "print(sorted({'torch', 'ray', 'tensordict', 'pytest', 'zmq.asyncio', 'pickle5', 'cloudpickle'} & set(sys.modules)),"
+        "print(sorted({'torch', 'ray', 'tensordict', 'pytest', 'zmq.asyncio', 'pickle5', 'cloudpickle', 'rl_protocol.plugins'} & set(sys.modules)),"
         " threading.active_count(), logging.getLogger().handlers)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -1,15 +1,12 @@
 """Which code of others may run as an engine or as the manager, and how it is loaded: the same on the driver and in every worker.
 
 A plug-in is an entry point of an installed distribution, in group `rl_ckpt_engine.backends` or `rl_ckpt_engine.managers`. The settings of a run
-name it; whether it may load says the operator, in a file that the environment variable RL_CKPT_PLUGINS names:
+name it; whether it may load says the operator, in the file that RL_PLUGINS names (`rl_protocol.plugins`, which also says how it is checked):
 
-    [backends.my_engine]               # name of the entry point
+    [rl_ckpt_engine.backends.my_engine]
     distribution = "my-package"
-    version = "1.2.0"                  # optional: exactly this one
-    sha256 = "..."                     # optional: of the installed files, as `python -m rl_ckpt_engine.plugins` prints it
 
-What the entries mean and how they are checked is said in `rl_protocol.plugins`. Module paths load only with `allow_unsafe_plugins`, which is an
-argument and no setting: it belongs on the command line.
+Module paths load only with `allow_unsafe_plugins`, which is an argument and no setting: it belongs on the command line.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import sys
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Literal, TypeAlias
@@ -25,46 +21,29 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from rl_protocol.errors import ConfigError
-from rl_protocol.plugins import Allowed, check, fingerprint, listing, load, owner, read_allow_file
+from rl_protocol.plugins import AllowList, check, load, owner, read_allow_list
 
-__all__ = [
-    "ALLOW_FILE",
-    "Allowed",
-    "PluginKind",
-    "PluginPolicy",
-    "entry_points",
-    "fingerprint",
-    "load_plugin",
-    "load_policy",
-    "owner",
-    "plugin_names",
-]
-
-ALLOW_FILE = "RL_CKPT_PLUGINS"
 PluginKind: TypeAlias = Literal["backends", "managers"]
+_PACKAGE = "rl_ckpt_engine"
 _log = logging.getLogger(__name__)
 
 
 class PluginPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What may load, by name of the entry point. The driver reads it once and hands it to its workers."""
+    """What may load. The driver reads it once and hands it to its workers."""
 
-    backends: dict[str, Allowed] = {}
-    managers: dict[str, Allowed] = {}
+    allowed: AllowList = {}
     allow_unsafe_plugins: bool = False
 
 
 def load_policy(environment: Mapping[str, str] = os.environ, *, allow_unsafe_plugins: bool = False) -> PluginPolicy:
-    """What the operator allows; nothing when RL_CKPT_PLUGINS is not set.
+    """What the operator allows; nothing when RL_PLUGINS is not set.
 
     Raises:
         ConfigError: the file can't be read, others may write it, or it says something unknown.
     """
-    policy = read_allow_file(ALLOW_FILE, PluginPolicy, environment) or PluginPolicy()
-    if policy.allow_unsafe_plugins:
-        raise ConfigError(
-            f"{ALLOW_FILE}: allow_unsafe_plugins can't be set in {environment[ALLOW_FILE]}; it belongs on the command line."
-        )
-    return msgspec.structs.replace(policy, allow_unsafe_plugins=allow_unsafe_plugins)
+    listed = read_allow_list(environment)
+    own = {package: listed[package] for package in (_PACKAGE,) if package in listed}
+    return PluginPolicy(allowed=own, allow_unsafe_plugins=allow_unsafe_plugins)
 
 
 def load_plugin(kind: PluginKind, name: str, policy: PluginPolicy) -> object:
@@ -92,8 +71,7 @@ def load_plugin(kind: PluginKind, name: str, policy: PluginPolicy) -> object:
         owners = ", ".join(owner(point) for point in points)
         raise ConfigError(f"Several packages offer {name!r} in group {_group(kind)}: {owners}. Uninstall all but one.")
     (point,) = points
-    allowed: dict[str, Allowed] = getattr(policy, kind)
-    return load(point, pinned=check(point, allowed.get(point.name), variable=ALLOW_FILE, table=kind))
+    return load(point, pinned=check(point, policy.allowed))
 
 
 def entry_points(kind: PluginKind, name: str) -> list[metadata.EntryPoint]:
@@ -123,15 +101,4 @@ def _load_unsafe(kind: PluginKind, path: str, policy: PluginPolicy) -> object:
 
 
 def _group(kind: PluginKind) -> str:
-    return f"rl_ckpt_engine.{kind}"
-
-
-def main() -> None:
-    """Print an allow-list of all installed plug-ins, pinned, for an operator to read and shorten."""
-    kinds: tuple[PluginKind, ...] = ("backends", "managers")
-    points = [(kind, point) for kind in kinds for point in metadata.entry_points(group=_group(kind))]
-    sys.stdout.write(listing(points))
-
-
-if __name__ == "__main__":
-    main()
+    return f"{_PACKAGE}.{kind}"

@@ -8,8 +8,9 @@ from inspect import isclass
 from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.engine import ENGINE_API_VERSION, CheckpointEngine
 from rl_ckpt_engine.manager import CheckpointEngineManager
-from rl_ckpt_engine.plugins import PluginPolicy, entry_points, load_plugin, load_policy, owner, plugin_names
+from rl_ckpt_engine.plugins import PluginPolicy, entry_points, load_plugin, load_policy, plugin_names
 from rl_protocol.errors import ConfigError
+from rl_protocol.plugins import owner
 
 ENTRY_POINT_GROUP = "rl_ckpt_engine.backends"
 _ENGINES = "rl_ckpt_engine.engines"
@@ -36,7 +37,7 @@ class CheckpointEngineRegistry:
     'ShmEngine'
 
     Args:
-        policy: which plug-ins may load; what RL_CKPT_PLUGINS says by default.
+        policy: which plug-ins may load; what RL_PLUGINS says by default.
     """
 
     def __init__(self, policy: PluginPolicy | None = None) -> None:

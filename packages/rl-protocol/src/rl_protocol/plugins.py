@@ -1,7 +1,7 @@
 """Which code of installed packages may run, and how it is loaded: the same on the driver and in every worker.
 
-A plug-in is an entry point of an installed distribution. The settings of a run name it; whether it may load says the operator of the host, in a file
-that the environment variable RL_PLUGINS names:
+A plug-in is an entry point of an installed distribution. The settings of a run name it; whether it may load says the operator of the host, in one
+file for all packages of the stack, which the environment variable RL_PLUGINS names:
 
     [rl_trainer.hooks.stopwatch]       # group and name of the entry point
     distribution = "my-package"
@@ -24,14 +24,12 @@ from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from rl_protocol.errors import UNREADABLE, ConfigError
 
 ALLOW_FILE = "RL_PLUGINS"
-T = TypeVar("T")
 STACK = frozenset(
     {"rl-app-ppo", "rl-ckpt-engine", "rl-megatron-peft", "rl-rollout-vllm", "rl-trainer", "rl-transferqueue"}
 )
@@ -51,25 +49,25 @@ class Allowed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 AllowList = dict[str, dict[str, dict[str, Allowed]]]
-"""The two parts of the group's name, and the name of the entry point -> what may load."""
+"""The two parts of the group's name, and the name of the entry point -> what may load. Can be sent to processes elsewhere."""
 
 
-def read_allow_file(variable: str, kind: type[T], environment: Mapping[str, str]) -> T | None:
-    """The TOML file that an environment variable names; None when it is not set.
+def read_allow_list(environment: Mapping[str, str] = os.environ) -> AllowList:
+    """What the TOML file in RL_PLUGINS says; nothing is allowed when that is not set.
 
     Raises:
         ConfigError: the file can't be read, others may write it, or it says something unknown.
     """
-    name = environment.get(variable, "")
+    name = environment.get(ALLOW_FILE, "")
     if not name:
-        return None
+        return {}
     try:
         mode, data = Path(name).stat().st_mode, Path(name).read_bytes()
-        found = msgspec.toml.decode(data, type=kind)
+        found = msgspec.toml.decode(data, type=AllowList)
     except (OSError, *UNREADABLE) as error:
-        raise ConfigError(f"{variable}: {name} can't be read: {error}.") from error
+        raise ConfigError(f"{ALLOW_FILE}: {name} can't be read: {error}.") from error
     if mode & 0o002:
-        raise ConfigError(f"{variable}: everybody may write {name}; run chmod o-w {name}.")
+        raise ConfigError(f"{ALLOW_FILE}: everybody may write {name}; run chmod o-w {name}.")
     return found
 
 
@@ -77,14 +75,9 @@ def check_installed(point: metadata.EntryPoint, environment: Mapping[str, str] =
     """Check that RL_PLUGINS allows it, or that it is of the stack; nothing is imported. Returns whether it is pinned by its files.
 
     Raises:
-        ConfigError: as `check`.
+        ConfigError: as `check` and `read_allow_list`.
     """
-    if point.dist is not None and _canonical(point.dist.name) in STACK:
-        return False
-    package, _, kind = point.group.partition(".")
-    listed: AllowList = read_allow_file(ALLOW_FILE, AllowList, environment) or {}
-    allowed = listed.get(package, {}).get(kind, {}).get(point.name)
-    return check(point, allowed, variable=ALLOW_FILE, table=point.group)
+    return check(point, read_allow_list(environment))
 
 
 def load_installed(point: metadata.EntryPoint, environment: Mapping[str, str] = os.environ) -> object:
@@ -96,23 +89,21 @@ def load_installed(point: metadata.EntryPoint, environment: Mapping[str, str] = 
     return load(point, pinned=check_installed(point, environment))
 
 
-def check(point: metadata.EntryPoint, allowed: Allowed | None, *, variable: str, table: str) -> bool:
+def check(point: metadata.EntryPoint, listed: AllowList) -> bool:
     """Check an entry point against its entry in an allow-list; nothing is imported. Returns whether it is pinned by its files.
-
-    Args:
-        point: of an installed distribution.
-        allowed: its entry; None: it has none.
-        variable: names the file with the list, for messages.
-        table: of that file, for messages.
 
     Raises:
         ConfigError: it is not allowed, or its distribution or version or files are not those allowed. Says which, what was found, and what to do.
     """
     dist, what = point.dist, f"The plug-in {point.name!r} ({owner(point)})"
+    if dist is not None and _canonical(dist.name) in STACK:
+        return False
+    package, _, kind = point.group.partition(".")
+    allowed = listed.get(package, {}).get(kind, {}).get(point.name)
     if allowed is None or dist is None:
         raise ConfigError(
-            f"{what} is installed but not allowed. If you trust it, let the file that {variable} names say "
-            f'[{table}.{point.name}] distribution = "{dist.name if dist is not None else "..."}".'
+            f"{what} is installed but not allowed. If you trust it, let the file that {ALLOW_FILE} names say "
+            f'[{point.group}.{point.name}] distribution = "{dist.name if dist is not None else "..."}".'
         )
     if _canonical(dist.name) != _canonical(allowed.distribution):
         raise ConfigError(
@@ -137,7 +128,7 @@ def load(point: metadata.EntryPoint, *, pinned: bool) -> object:
     try:
         with _without_byte_code() if pinned else nullcontext():
             return point.load()
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, OSError) as error:  # OSError: a shared library
         raise ConfigError(
             f"The plug-in {point.name!r} ({owner(point)}) can't be loaded: {error}. Install what it needs."
         ) from error
@@ -174,17 +165,17 @@ def fingerprint(distribution: metadata.Distribution) -> str:
     return total.hexdigest()
 
 
-def listing(points: Iterable[tuple[str, metadata.EntryPoint]]) -> str:
-    """An allow-list of these entry points, each with its table, pinned: for an operator to read and shorten."""
+def listing(points: Iterable[metadata.EntryPoint]) -> str:
+    """An allow-list of these entry points, pinned: for an operator to read and shorten."""
     entries: list[str] = []
-    for table, point in points:
+    for point in points:
         assert point.dist is not None, "entry points of installed packages know their distribution"
         try:
             pin = f'sha256 = "{fingerprint(point.dist)}"\n'
         except ConfigError as error:
             pin = f"# {error}\n"
         entries.append(
-            f'[{table}.{point.name}]\ndistribution = "{point.dist.name}"\nversion = "{point.dist.version}"\n{pin}\n'
+            f'[{point.group}.{point.name}]\ndistribution = "{point.dist.name}"\nversion = "{point.dist.version}"\n{pin}\n'
         )
     return "".join(entries)
 
@@ -224,9 +215,7 @@ def _without_byte_code() -> Generator[None]:
 def main() -> None:
     """Print an allow-list of what is installed for the packages that the arguments name, such as rl_trainer and rl_app_ppo."""
     groups = [group for group in metadata.entry_points().groups if group.partition(".")[0] in sys.argv[1:]]
-    sys.stdout.write(
-        listing((group, point) for group in sorted(groups) for point in metadata.entry_points(group=group))
-    )
+    sys.stdout.write(listing(point for group in sorted(groups) for point in metadata.entry_points(group=group)))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 `simple` (storage units with shared-memory arenas) and `memory` (the same in threads of this process) are part of the plane. Any other backend is
 a `Backend`: the controller and one unit process per share of the memory keep the books as ever (who has which row, how much room there is, who
-waits, what may go), and the blocks lie in the backend's stores.
+waits, what may go), and the blocks lie in the backend's stores. Those of other packages load where the operator allows it (`rl_protocol.plugins`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rl_protocol.errors import ConfigError
 from rl_protocol.wire import Buffer
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoints
+    from importlib.metadata import EntryPoint, EntryPoints
 
 ENTRY_POINT_GROUP = "rl_transferqueue.backends"
 BUILT_IN = ("memory", "simple")
@@ -73,39 +73,51 @@ def _entry_points() -> EntryPoints:
 
 
 def backend_names() -> tuple[str, ...]:
-    """Every name that may be set; nothing is imported to find out."""
+    """Every name that may be set, allowed or not; nothing is imported to find out."""
     return tuple(sorted({*BUILT_IN, *(point.name for point in _entry_points())}))
 
 
 def check_backend(name: str) -> None:
-    """Raise ConfigError if nobody offers the name."""
-    names = backend_names()
-    if name not in names:
-        close = difflib.get_close_matches(name, names, 1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(
-            f"transfer_queue.backend: there is no backend {name!r}.{hint} Installed are {', '.join(names)}; others come with packages that "
-            f"offer an entry point in group {ENTRY_POINT_GROUP}."
-        )
+    """Check, without importing anything of it, that there is one backend of that name and that it may load.
+
+    Raises:
+        ConfigError: nobody offers it, several do, or the operator does not allow it (`rl_protocol.plugins`).
+    """
+    if name not in BUILT_IN:
+        from rl_protocol.plugins import check_installed  # as slow to load, and the built-in ones do without
+
+        check_installed(_offered(name))
 
 
 def load_backend(name: str) -> Backend:
     """The backend of that name, which is none of those built in.
 
     Raises:
-        ConfigError: nobody offers it, several do, or what it needs is not installed.
+        ConfigError: as `check_backend`, or what it needs is not installed, or it is no Backend.
     """
-    check_backend(name)
-    points = [point for point in _entry_points() if point.name == name]
-    if len(points) != 1:
-        owners = ", ".join(point.value for point in points)
-        raise ConfigError(f"Several packages offer a backend {name!r}: {owners}. Uninstall all but one.")
-    try:
-        backend = points[0].load()()
-    except (ImportError, OSError) as error:
-        raise ConfigError(
-            f"The backend {name!r} ({points[0].value}) can't be loaded: {error}. Install what it needs, see the README of rl-transferqueue."
-        ) from error
+    from rl_protocol.plugins import load_installed, owner  # see check_backend
+
+    point = _offered(name)
+    kind = load_installed(point)
+    backend: object = kind() if callable(kind) else kind
     if not isinstance(backend, Backend):
-        raise ConfigError(f"The backend {name!r} ({points[0].value}) is {backend!r}, which is no Backend.")
+        raise ConfigError(f"The backend {name!r} ({owner(point)}) is {backend!r}, which is no Backend.")
     return backend
+
+
+def _offered(name: str) -> EntryPoint:
+    from rl_protocol.plugins import owner
+
+    points = [point for point in _entry_points() if point.name == name]
+    if len(points) == 1:
+        return points[0]
+    if points:
+        owners = ", ".join(owner(point) for point in points)
+        raise ConfigError(f"Several packages offer a backend {name!r}: {owners}. Uninstall all but one.")
+    names = backend_names()
+    close = difflib.get_close_matches(name, names, 1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(
+        f"transfer_queue.backend: there is no backend {name!r}.{hint} Installed are {', '.join(names)}; others come with packages that "
+        f"offer an entry point in group {ENTRY_POINT_GROUP}."
+    )
