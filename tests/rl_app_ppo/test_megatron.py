@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -49,26 +50,39 @@ def batch_for(policy):
     return BatchData({**batch.columns, "old_log_probs": ragged(moved, "float32")})
 
 
-def test_all_weights_are_trained_as_on_plain_torch(model, tmp_path):
-    import torch.distributed as dist
+SMALL = [
+    "model_engine=megatron",
+    "actor.use_kl_loss=false",
+    "data.train_batch_size=8",
+    "actor.ppo_mini_batch_size=4",
+    "rollout.n=2",
+    "actor.ppo_micro_batch_size=3",
+]
 
-    from rl_trainer.backends.torch_policy import TorchPolicyBackend
+
+@contextmanager
+def opened(config, model, store):
+    """The policy that the app makes of a configuration, alone in its process group."""
+    import torch.distributed as dist
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Megatron-Core and what it imports say at import
         from rl_app_ppo.wiring.megatron import megatron_policy
         from rl_megatron_peft.backend.parallel import close_ranks
 
-    small = [
-        "actor.use_kl_loss=false",
-        "data.train_batch_size=8",
-        "actor.ppo_mini_batch_size=4",
-        "rollout.n=2",
-        "actor.ppo_micro_batch_size=3",
-    ]
-    config = load_config(["model_engine=megatron", "actor.optim.lr=1e-3", *small])
-    ours = megatron_policy(config, model, rank=0, store=tmp_path / "store")
+    policy = megatron_policy(config, model, rank=0, store=store)
     try:
+        yield policy
+    finally:
+        close_ranks()
+        dist.destroy_process_group()
+
+
+def test_all_weights_are_trained_as_on_plain_torch(model, tmp_path):
+    from rl_trainer.backends.torch_policy import TorchPolicyBackend
+
+    config = load_config([*SMALL, "actor.optim.lr=1e-3"])
+    with opened(config, model, tmp_path / "store") as ours:
         theirs = TorchPolicyBackend(model, config.actor, rollout_n=config.rollout.n, seed=config.trainer.seed)
         batch = batch_for(theirs)
         for _ in range(2):
@@ -79,6 +93,21 @@ def test_all_weights_are_trained_as_on_plain_torch(model, tmp_path):
         for weight in ours.named_weights():
             np.testing.assert_allclose(weight.data.view("float32"), weights.pop(weight.name), atol=1e-5)
         assert not weights
-    finally:
-        close_ranks()
-        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("lora", [["lora.rank=2"], []], ids=["adapters", "all weights"])
+def test_bfloat16_is_what_is_computed_in_and_float32_what_is_trained(model, tmp_path, lora):
+    import torch
+
+    from rl_ckpt_engine.cast import cast
+
+    config = load_config([*SMALL, *lora, "actor.optim.lr=1e-2", "megatron.param_dtype=bfloat16"])
+    with opened(config, model, tmp_path / "store") as policy:
+        assert {p.dtype for name, p in policy.model.named_parameters() if ".adapter." not in name} == {torch.bfloat16}
+        before = {weight.name: weight.data.tobytes() for weight in policy.named_weights()}
+        policy.update(batch_for(policy), temperature=0.9)
+        assert {t.dtype for _, parts in policy.optimiser.state() for t in parts.values()} == {torch.float32}
+        sent = list(policy.named_weights())
+        assert {weight.name for weight in sent if weight.data.tobytes() != before[weight.name]}
+        # a rollout in float32 takes whole weights in its own type: what the app sends is cast to it, without loss
+        assert all(cast(cast(w, "float32"), "bfloat16").data.tobytes() == w.data.tobytes() for w in sent)

@@ -14,6 +14,7 @@ from rl_megatron_peft.backend.optimise import AdamConfig
 from rl_megatron_peft.backend.parallel import open_ranks
 from rl_megatron_peft.backend.policy import MegatronPolicyBackend, MiniBatchCounts, Reported
 from rl_protocol import BatchData
+from rl_protocol.torch import TORCH_DTYPES
 from rl_trainer.algorithms.batching import schedule_rows
 from rl_trainer.algorithms.losses import BatchCounts, PolicyObjective
 from rl_trainer.algorithms.schedules import lr_factor
@@ -91,4 +92,5 @@ def megatron_policy(config: AppConfig, path: Path, *, rank: int, store: Path) ->
         mini_batches=mini_batches,
         micro_batch_rows=actor.ppo_micro_batch_size,
         seed=config.trainer.seed,
+        dtype=TORCH_DTYPES[config.megatron.param_dtype],
     )
