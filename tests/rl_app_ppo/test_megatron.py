@@ -111,3 +111,24 @@ def test_bfloat16_is_what_is_computed_in_and_float32_what_is_trained(model, tmp_
         assert {weight.name for weight in sent if weight.data.tobytes() != before[weight.name]}
         # a rollout in float32 takes whole weights in its own type: what the app sends is cast to it, without loss
         assert all(cast(cast(w, "float32"), "bfloat16").data.tobytes() == w.data.tobytes() for w in sent)
+
+
+@pytest.mark.parametrize("dora", ["false", "true"])
+def test_a_rollout_makes_the_policys_weights_of_the_adapter_it_is_sent(model, tmp_path, dora):
+    """Under the names, of the shapes and with the meaning that the rollout on transformers knows."""
+    from transformers import AutoModelForCausalLM
+
+    from rl_protocol.torch import from_weight
+    from rl_trainer.backends.lora import MergedAdapter
+
+    config = load_config([*SMALL, "lora.rank=2", f"lora.use_dora={dora}", "actor.optim.lr=1e-2"])
+    rollout = MergedAdapter(AutoModelForCausalLM.from_pretrained(model), config.lora)
+    with opened(config, model, tmp_path / "store") as policy:
+        policy.update(batch_for(policy), temperature=0.9)
+        sent = {weight.name: from_weight(weight) for weight in policy.adapter_weights()}
+        assert {name: tuple(tensor.shape) for name, tensor in sent.items()} == rollout.shapes()
+        wanted = {weight.name: from_weight(weight).clone() for weight in policy.named_weights()}
+    made = dict(rollout.weights(sent))
+    assert len(made) == 14
+    for name, weight in made.items():
+        np.testing.assert_allclose(weight, wanted[name], atol=1e-5)

@@ -49,6 +49,7 @@ def _adapters(lora: rl_trainer.LoraConfig) -> LoraConfig:
         target_modules=lora.targets(),
         exclude=lora.excluded(),
         dropout=lora.dropout,
+        use_dora=lora.use_dora,
     )
 
 

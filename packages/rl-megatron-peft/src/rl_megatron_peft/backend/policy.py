@@ -205,9 +205,9 @@ class MegatronPolicyBackend:
         )
 
     def adapter_weights(self) -> Iterable[WeightTensor]:
-        """The tensors of the adapter under PEFT's names, without the base; a collective."""
+        """The tensors of the adapter under PEFT's names in a model, which all end in `.weight`, without the base; a collective."""
         for name, factor in tensors_of(self.adapter()).items():
-            yield dataclasses.replace(factor, name=name)
+            yield dataclasses.replace(factor, name=name if name.endswith(".weight") else f"{name}.weight")
 
     def facts(self) -> dict[str, object]:
         """What a checkpoint and the policy that goes on from it must have in common, as JSON."""
@@ -219,6 +219,7 @@ class MegatronPolicyBackend:
             "alpha": self.lora.alpha,
             "target_modules": sorted(self.lora.target_modules),
             "exclude": sorted(self.lora.exclude),
+            "use_dora": self.lora.use_dora,
             "fused": self.fused,
         }
 
@@ -338,7 +339,7 @@ class MegatronPolicyBackend:
         module, _, leaf = name.rpartition(".")
         for lora in self.adapters if leaf == "weight" else ():
             if lora.module.name == module:
-                return parameter.detach() + lora.weight().detach().to(parameter.dtype)
+                return lora.merged(parameter.detach())
         return parameter.detach()
 
 
