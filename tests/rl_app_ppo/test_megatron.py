@@ -67,19 +67,24 @@ def moved(column, scale):
 
 
 SMALL = ["model_engine=megatron", "data.train_batch_size=8", "actor.ppo_mini_batch_size=4", "rollout.n=2"]
+TRAINED = [*SMALL, "actor.ppo_micro_batch_size=3", "actor.use_kl_loss=false"]
+
+
+def measured_by(policy):
+    """Trajectories whose log-probs of before are a little away from the policy's."""
+    batch = trajectories()
+    before = policy.compute_log_probs(batch, temperature=0.9).ragged("log_probs")
+    return BatchData({**batch.columns, "old_log_probs": moved(before, 0.2)})
 
 
 def test_all_weights_are_trained_as_on_plain_torch(model, tmp_path, alone):
     from rl_app_ppo.wiring.megatron import megatron_policy
     from rl_trainer.backends.torch_policy import TorchPolicyBackend
 
-    passes = ["actor.ppo_micro_batch_size=3"]
-    config = load_config([*SMALL, *passes, "actor.optim.lr=1e-3", "actor.use_kl_loss=false"])
+    config = load_config([*TRAINED, "actor.optim.lr=1e-3"])
     ours = megatron_policy(config, model, rank=0, store=tmp_path / "store")
     theirs = TorchPolicyBackend(model, config.actor, rollout_n=config.rollout.n, seed=config.trainer.seed)
-    batch = trajectories()
-    before = theirs.compute_log_probs(batch, temperature=0.9).ragged("log_probs")
-    batch = BatchData({**batch.columns, "old_log_probs": moved(before, 0.2)})
+    batch = measured_by(theirs)
     for _ in range(2):
         one, other = (policy.update(batch, temperature=0.9) for policy in (ours, theirs))
         assert {name: one[name] for name in other} == pytest.approx(other, abs=1e-5)
@@ -108,3 +113,44 @@ def test_a_critic_learns_as_on_plain_torch(model, tmp_path, alone):
         np.testing.assert_allclose(*values, atol=1e-4)
     assert np.ptp(values[0]) > 0.1
     assert 0 < other["critic/vf_clipfrac"] < 1
+
+
+@pytest.mark.parametrize("lora", [["lora.rank=2"], []], ids=["adapters", "all weights"])
+def test_bfloat16_is_what_is_computed_in_and_float32_what_is_trained(model, tmp_path, alone, lora):
+    import torch
+
+    from rl_app_ppo.wiring.megatron import megatron_policy
+    from rl_ckpt_engine.cast import cast
+
+    config = load_config([*TRAINED, *lora, "actor.optim.lr=1e-2", "megatron.param_dtype=bfloat16"])
+    policy = megatron_policy(config, model, rank=0, store=tmp_path / "store")
+    assert {p.dtype for name, p in policy.model.named_parameters() if ".adapter." not in name} == {torch.bfloat16}
+    before = {weight.name: weight.data.tobytes() for weight in policy.named_weights()}
+    policy.update(measured_by(policy), temperature=0.9)
+    assert {t.dtype for _, parts in policy.optimiser.state() for t in parts.values()} == {torch.float32}
+    sent = list(policy.named_weights())
+    assert {weight.name for weight in sent if weight.data.tobytes() != before[weight.name]}
+    # a rollout in float32 takes whole weights in its own type: what the app sends is cast to it, without loss
+    assert all(cast(cast(w, "float32"), "bfloat16").data.tobytes() == w.data.tobytes() for w in sent)
+
+
+@pytest.mark.parametrize("dora", ["false", "true"])
+def test_a_rollout_makes_the_policys_weights_of_the_adapter_it_is_sent(model, tmp_path, alone, dora):
+    """Under the names, of the shapes and with the meaning that the rollout on transformers knows."""
+    from transformers import AutoModelForCausalLM
+
+    from rl_app_ppo.wiring.megatron import megatron_policy
+    from rl_protocol.torch import from_weight
+    from rl_trainer.backends.lora import MergedAdapter
+
+    config = load_config([*TRAINED, "lora.rank=2", f"lora.use_dora={dora}", "actor.optim.lr=1e-2"])
+    rollout = MergedAdapter(AutoModelForCausalLM.from_pretrained(model), config.lora)
+    policy = megatron_policy(config, model, rank=0, store=tmp_path / "store")
+    policy.update(measured_by(policy), temperature=0.9)
+    sent = {weight.name: from_weight(weight) for weight in policy.adapter_weights()}
+    assert {name: tuple(tensor.shape) for name, tensor in sent.items()} == rollout.shapes()
+    wanted = {weight.name: from_weight(weight).clone() for weight in policy.named_weights()}
+    made = dict(rollout.weights(sent))
+    assert len(made) == 14
+    for name, weight in made.items():
+        np.testing.assert_allclose(weight, wanted[name], atol=1e-5)

@@ -100,7 +100,8 @@ def test_every_engines_keys_are_known_and_explained_whichever_is_chosen():
     [
         (["algorithm=ppo", "critic.use_remove_padding=true"], r"critic\.use_remove_padding=True has no effect"),
         (["lora.rank=8", "algorithm.adv_estimator=optimal_token_baseline"], "Set another estimator"),
-        (["lora.rank=8", "lora.use_dora=true"], r"lora\.use_dora=True has no effect: .* model_engine=torch or fsdp"),
+        (["lora.rank=8", "lora.use_rslora=true"], r"use_rslora=True has no effect: .* model_engine=torch or fsdp"),
+        (["lora.rank=8", "lora.use_dora=true", "lora.dropout=0.1"], r"DoRA without dropout; got lora\.dropout=0\.1"),
         (["lora.rank=8", "actor.use_remove_padding=true"], r"actor\.use_remove_padding=True has no effect"),
         (["lora.rank=8", "fsdp.world_size=2"], r"nothing reads it without model_engine=fsdp"),
         (
@@ -605,3 +606,4 @@ def test_megatron_of_verl_is_ours(tmp_path):
     config = load_config([], ours)
     assert (config.model_engine, config.megatron.tensor_model_parallel_size, config.ranks) == ("megatron", 2, 2)
     assert (config.lora.rank, config.lora.merge, config.actor.use_remove_padding) == (8, True, False)
+    assert config.megatron.param_dtype == "bfloat16"  # verl's default

@@ -16,11 +16,11 @@ WORLDS = {
     "two": {"tp2": (2, 1), "pp2": (1, 2), "dp2": (1, 1), "sp2": (2, 1, True)},
     "four": {"tp2pp2": (2, 2), "sp2pp2": (2, 2, True)},
 }
-CASES = {"some": (("llama", "fused"), ("qwen2", "canonical"), ("qwen3", "fused"))}
-CASES["rest"] = (("llama", "canonical"), ("qwen2", "fused"), ("qwen3", "canonical"))
+CASES = {"some": (("llama", "fused"), ("qwen2", "canonical"), ("qwen3", "fused"), ("qwen2", "fused-dora"))}
+CASES["rest"] = (("llama", "canonical"), ("qwen2", "fused"), ("qwen3", "canonical"), ("llama", "canonical-dora"))
 CASES["all"] = CASES["some"] + CASES["rest"]
 CURVES = {"some": (("qwen2", "fused", True, 0.0), ("qwen3", "canonical", False, 0.3))}
-CURVES["rest"] = (("qwen3", "canonical", True, 0.0), ("even", "whole", True, 0.0))
+CURVES["rest"] = (("qwen3", "canonical-dora", True, 0.0), ("even", "whole", True, 0.0))
 CURVES["all"] = CURVES["rest"]
 # family, kind, whether it is resumed half way (Megatron's writer takes longer than all else), dropout
 CRITICS = {"some": (("tied", "whole", True), ("llama", "fused", False)), "rest": (("even", "whole", False),)}
@@ -31,6 +31,7 @@ SIZES = {"one": 1, "two": 2, "four": 4}
 HEAD = {"value_head.weight": [[0.1 * (-1) ** i for i in range(32)]], "value_head.bias": [0.3]}
 TARGETS = {"fused": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")}
 TARGETS["canonical"] = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+TARGETS |= {f"{kind}-dora": targets for kind, targets in TARGETS.items()}
 
 
 def batch_of(rows, seed, share=(0, 1)):
@@ -75,9 +76,10 @@ def settings_of(kind, dropout=0.0):
     from rl_megatron_peft import LoraConfig
     from rl_megatron_peft.backend.optimise import AdamConfig
 
-    lora = None if kind == "whole" else LoraConfig(rank=3, alpha=6, target_modules=TARGETS[kind], dropout=dropout)
+    how = {"dropout": dropout, "use_dora": kind.endswith("-dora")}
+    lora = None if kind == "whole" else LoraConfig(rank=3, alpha=6, target_modules=TARGETS[kind], **how)
     adam = AdamConfig(lr=3e-2 if lora else 1e-3, weight_decay=0.01, grad_clip=0.5)
-    return {"lora": lora, "adam": adam, "fused": kind == "fused", "micro_batch_rows": 3, "seed": 5}
+    return {"lora": lora, "adam": adam, "fused": kind.startswith("fused"), "micro_batch_rows": 3, "seed": 5}
 
 
 def value_loss(values, micro, counts):

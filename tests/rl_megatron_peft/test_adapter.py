@@ -35,6 +35,7 @@ def make(rank: int = 2, layers: int = 2, dtype: str = "bfloat16", **more: Any) -
         name: LoraPair(
             a=tensor(dtype, rank, SIZES[name.rsplit(".", 1)[-1]][0], seed=i),
             b=tensor(dtype, SIZES[name.rsplit(".", 1)[-1]][1], rank, seed=i + 100),
+            magnitude=tensor("float32", SIZES[name.rsplit(".", 1)[-1]][1], seed=i + 200) if config.use_dora else None,
         )
         for i, name in enumerate(names)
         if config.covers(name)
@@ -46,7 +47,8 @@ def facts(adapter: Adapter) -> Any:
     def of(weight: WeightTensor) -> Any:
         return weight.dtype, weight.shape, weight.data.tobytes()
 
-    return adapter.base_model, adapter.config, {m: (of(p.a), of(p.b)) for m, p in adapter.pairs.items()}
+    pairs = {m: {side: of(tensor) for side, tensor in p.tensors().items()} for m, p in adapter.pairs.items()}
+    return adapter.base_model, adapter.config, pairs
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -55,6 +57,28 @@ def test_round_trip(tmp_path: Path, dtype: str):
     write_adapter(tmp_path / "deep" / "adapter", adapter)
     assert facts(read_adapter(tmp_path / "deep" / "adapter")) == facts(adapter)
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["adapter"]
+
+
+def test_dora_has_a_magnitude_of_each_row(tmp_path: Path):
+    adapter = make(use_dora=True)
+    write_adapter(tmp_path / "a", adapter)
+    assert facts(read_adapter(tmp_path / "a")) == facts(adapter)
+    written = safetensors.deserialize((tmp_path / "a" / "adapter_model.safetensors").read_bytes())
+    vectors = {name: entry["shape"] for name, entry in written if name.endswith(".lora_magnitude_vector")}
+    assert len(vectors) == len(adapter.pairs)
+    assert vectors[f"base_model.model.{MODULE}.lora_magnitude_vector"] == [SIZES["q_proj"][1]]
+    (tmp_path / "a" / "adapter_manifest.json").unlink()
+    edit(tmp_path / "a", use_dora=False)
+    with pytest.raises(AdapterError, match="is there, but use_dora is False"):
+        read_adapter(tmp_path / "a")
+    pair = adapter.pairs[MODULE]
+    for wrong, message in (
+        (tensor("float32", 5), r"has shape \(5,\), but lora_B has 8"),
+        (tensor("int32", 8), "int32"),
+    ):
+        pairs = {**adapter.pairs, MODULE: dataclasses.replace(pair, magnitude=wrong)}
+        with pytest.raises(AdapterError, match=message):
+            verify_adapter(dataclasses.replace(adapter, pairs=pairs))
 
 
 @given(st.integers(1, 9), st.integers(1, 3), st.floats(0.01, 1e6), st.sampled_from(["bfloat16", "float32"]))
@@ -147,7 +171,8 @@ def edit(folder: Path, **fields: Any) -> None:
         ({"lora_dropout": 2}, "lora_dropout", "below 1"),
         ({"peft_type": "IA3"}, "peft_type", "must be 'LORA'; got 'IA3'"),
         ({"peft_type": ...}, "peft_type", "got None"),
-        ({"use_dora": True}, "use_dora", "can't honour"),
+        ({"use_dora": True}, ".*lora_magnitude_vector", "is missing, but use_dora is True"),
+        ({"use_dora": 1}, "use_dora", "must be true or false; got 1"),
         ({"use_rslora": True}, "use_rslora", "can't honour"),
         ({"bias": "all"}, "bias", "expected 'none'"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern", "can't honour"),

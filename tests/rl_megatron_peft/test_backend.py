@@ -11,9 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.slow  # every test looks at what processes of several layouts have put out
-SOME = {("llama", "fused"), ("qwen2", "canonical"), ("qwen3", "fused")}
+SOME = {("llama", "fused"), ("qwen2", "canonical"), ("qwen3", "fused"), ("qwen2", "fused-dora")}
 LAYOUTS = ("one", "tp2", "pp2", "tp2pp2")
 GRID = list(itertools.product(LAYOUTS, ("llama", "qwen2", "qwen3"), ("fused", "canonical")))
+GRID += [(layout, *dora) for layout in LAYOUTS for dora in (("qwen2", "fused-dora"), ("llama", "canonical-dora"))]
 TOLERANCE = 1e-4
 
 
@@ -94,8 +95,9 @@ def test_training_all_weights_is_the_same_however_ranks_share_the_work(more_runs
     check_same_curve(more_runs, layout, "even")
 
 
-@pytest.mark.parametrize("layout", ["sp2", "sp2pp2"])
-def test_adapters_are_trained_the_same_where_ranks_share_tokens(more_runs, layout):
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "sp2", "tp2pp2", "sp2pp2"])
+def test_dora_is_trained_the_same_however_ranks_share_the_work(more_runs, layout):
+    """Also of linear_proj and linear_fc2, of whose rows each tensor-parallel rank has a part."""
     check_same_curve(more_runs, layout, "qwen3")
 
 
@@ -115,5 +117,5 @@ def test_five_steps_and_five_of_a_resumed_run_equal_ten(runs, layout):
 
 @pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2", "tp2pp2"])
 @pytest.mark.parametrize("family", ["qwen3", "even"])
-def test_canonical_adapters_and_whole_models_resume_as_well(more_runs, layout, family):
+def test_dora_of_canonical_adapters_and_whole_models_resume_as_well(more_runs, layout, family):
     check_resumed(more_runs / layout, family)

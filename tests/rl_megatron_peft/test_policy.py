@@ -82,7 +82,11 @@ def changed(adapter, **config):
         array = array[: new.rank] if axis == 0 else array[:, : new.rank]
         return WeightTensor(weight.name, "float32", array.shape, array.copy().reshape(-1).view("uint8"))
 
-    pairs = {name: LoraPair(a=cut(p.a, 0), b=cut(p.b, 1)) for name, p in adapter.pairs.items() if new.covers(name)}
+    def long(b: WeightTensor) -> WeightTensor | None:
+        return WeightTensor(b.name, "float32", b.shape[:1], b.data[: 4 * b.shape[0]]) if new.use_dora else None
+
+    kept = {name: pair for name, pair in adapter.pairs.items() if new.covers(name)}
+    pairs = {name: LoraPair(a=cut(p.a, 0), b=cut(p.b, 1), magnitude=long(p.b)) for name, p in kept.items()}
     return Adapter(base_model="x", config=new, pairs=pairs, fingerprint=adapter.fingerprint)
 
 
@@ -94,6 +98,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
     [
         ({"rank": 2}, "rank", "rank is 2, the model's is 3"),
         ({"alpha": 3.0}, "alpha", "alpha is 3.0, the model's is 6"),
+        ({"use_dora": True}, "use_dora", "use_dora is True, the model's is False"),
         ({"target_modules": ATTENTION}, "model.layers.0.mlp.down_proj", "it lacks .*model.layers.1.mlp.up_proj"),
     ],
 )
@@ -235,6 +240,7 @@ def flip(path):
         (lambda path: edit_manifest(path, rank=8), "rank", r"manifest.json: rank is 8, the model's is 3"),
         (lambda path: edit_manifest(path, base_model="f00"), "base_model", "base_model is 'f00'"),
         (lambda path: edit_manifest(path, fused=False), "fused", "fused is False"),
+        (lambda path: edit_manifest(path, use_dora=True), "use_dora", "use_dora is True"),
         (lambda path: edit_manifest(path, steps=None), "steps", "steps is missing or no int"),
         (lambda path: edit_manifest(path, format="other"), "layout", "expected manifest.json of format"),
         (flip, "file", r"\.distcp: file is not what manifest.json says"),
@@ -466,6 +472,47 @@ def test_dropout_is_of_training_alone_and_the_same_again(ranks, models, program)
     batch = program.batch_of(4, 9)
     found = [p.compute_log_probs(batch, temperature=1.0).ragged("log_probs").values for p in (trained, other)]
     assert np.array_equal(*found)
+
+
+@pytest.mark.parametrize("kind", ["fused-dora", "canonical-dora"])
+def test_the_gradients_of_dora_are_those_of_peft(ranks, models, program, tmp_path, kind):
+    """Of A, B and magnitudes, away from where they start, where B A is 0 and nothing depends on what passes gradients on."""
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from rl_megatron_peft.backend.optimise import AdamConfig
+    from rl_megatron_peft.backend.policy import MiniBatchCounts
+
+    policy = program.policy_of(models / "qwen2", ranks, kind, adam=AdamConfig(lr=3e-2, grad_clip=1e9))
+    for step in range(2):
+        policy.update(program.batch_of(6, step), temperature=1.0)
+    policy.save_pretrained(tmp_path / "a")
+    batch = program.batch_of(6, 2)
+    policy.update(batch, temperature=1.0)
+    base = AutoModelForCausalLM.from_pretrained(models / "qwen2")
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "a", is_trainable=True).eval()
+    log_p = []
+    for prompt, response in zip(batch.ragged("prompts").rows(), batch.ragged("responses").rows(), strict=True):
+        logits = model(torch.tensor([*prompt, *response])[None]).logits[0, len(prompt) - 1 : -1, :15]
+        log_p.append(torch.log_softmax(logits, -1))
+    log_p = torch.cat(log_p)
+    taken = log_p.gather(-1, torch.tensor(batch.ragged("responses").values)[:, None])[:, 0]
+    counts = MiniBatchCounts(tokens=int(batch.ragged("response_mask").values.sum()), sequences=6)
+    program.loss(taken, -(log_p.exp() * log_p).sum(-1), batch, counts)[0].backward()
+    theirs = {name.removeprefix("base_model.model."): p.grad for name, p in model.named_parameters() if p.requires_grad}
+    ours = {factor.key: factor.parameter.grad for lora in policy.adapters for factor in lora.factors()}
+    for name, want in theirs.items():
+        key = name.removesuffix(".default.weight")
+        if key in ours:  # a shared A has the sum of their gradients
+            torch.testing.assert_close(ours.pop(key), want, atol=1e-5, rtol=1e-3, msg=lambda m, key=key: f"{key}: {m}")
+    assert all(".linear_" in key and key.endswith(".lora_A") for key in ours)
+    assert bool(ours) == (kind == "fused-dora")
+
+
+def test_dora_with_dropout_is_refused(ranks, models, program):
+    with pytest.raises(ConfigError, match=r"without dropout here.*got dropout=0\.1\. Set it to 0"):
+        program.policy_of(models / "llama", ranks, "canonical-dora", dropout=0.1)
 
 
 def test_bfloat16_computes_as_transformers_does_and_trains_in_float32(ranks, models, program):

@@ -1,7 +1,8 @@
 """Adapter folders in the format of Hugging Face PEFT, read and written without torch.
 
     adapter_config.json            rank, alpha, targets: PEFT's LoraConfig as JSON
-    adapter_model.safetensors      base_model.model.<module>.lora_A.weight [rank, in], .lora_B.weight [out, rank]
+    adapter_model.safetensors      base_model.model.<module>.lora_A.weight [rank, in], .lora_B.weight [out, rank]; of DoRA also
+                                   .lora_magnitude_vector [out]
     adapter_manifest.json          size and sha256 of both, fingerprint of the base; ours, PEFT does not look at it; written last
 
 A folder appears whole or not at all: it is written beside its place and renamed. A folder with a manifest is checked against it; one
@@ -36,12 +37,11 @@ PREFIX = "base_model.model."
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CODES = {name: code for code, name in _DTYPES.items()}
-_SIDES = {".lora_A.weight": "a", ".lora_B.weight": "b"}
+_SIDES = {".lora_A.weight": "a", ".lora_B.weight": "b", ".lora_magnitude_vector": "magnitude"}
 _NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
     "bias": (None, "none"),
     "fan_in_fan_out": (None, False),
     "use_rslora": (None, False),
-    "use_dora": (None, False),
     "lora_bias": (None, False),
     "modules_to_save": (None, []),
     "layers_to_transform": (None, []),
@@ -56,10 +56,17 @@ _NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraPair:
-    """The two factors of one module: `a` [rank, in] and `b` [out, rank], of one element type."""
+    """The two factors of one module: `a` [rank, in] and `b` [out, rank], of one element type; with DoRA also `magnitude` [out], the lengths of
+    the rows of the weight that it amounts to."""
 
     a: WeightTensor
     b: WeightTensor
+    magnitude: WeightTensor | None = None
+
+    def tensors(self) -> dict[str, WeightTensor]:
+        """Those that there are, by name of the attribute."""
+        named = {"a": self.a, "b": self.b, "magnitude": self.magnitude}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +107,7 @@ def verify_adapter(adapter: Adapter, file: str = WEIGHTS_FILE) -> None:
                 module,
                 f"is adapted, but target_modules is {list(config.target_modules)}, exclude {list(config.exclude)}",
             )
-        _verify_pair(file, module, pair, config.rank)
+        _verify_pair(file, module, pair, config)
     wanted = [HFModule(layer, name).name for layer in sorted(layers) for name in config.target_modules]
     for module in wanted:
         if config.covers(module) and module not in adapter.pairs:
@@ -112,7 +119,8 @@ def verify_adapter(adapter: Adapter, file: str = WEIGHTS_FILE) -> None:
             raise _bad(file, "target_modules", f"names {name!r}, but no module of that name is adapted")
 
 
-def _verify_pair(file: str, module: str, pair: LoraPair, rank: int) -> None:
+def _verify_pair(file: str, module: str, pair: LoraPair, config: LoraConfig) -> None:
+    rank = config.rank
     for side, tensor, axis in (("lora_A", pair.a, 0), ("lora_B", pair.b, 1)):
         field = f"{module}.{side}"
         if tensor.dtype not in _CODES:
@@ -123,6 +131,19 @@ def _verify_pair(file: str, module: str, pair: LoraPair, rank: int) -> None:
             raise _bad(file, field, f"has shape {tensor.shape}, but r is {rank}: dimension {axis} must be {rank}")
     if pair.a.dtype != pair.b.dtype:
         raise _bad(file, module, f"has factors of two types, {pair.a.dtype} and {pair.b.dtype}")
+    _verify_magnitude(file, f"{module}.lora_magnitude_vector", pair, config)
+
+
+def _verify_magnitude(file: str, field: str, pair: LoraPair, config: LoraConfig) -> None:
+    magnitude = pair.magnitude
+    if (magnitude is not None) != config.use_dora:
+        raise _bad(file, field, f"is {'missing' if config.use_dora else 'there'}, but use_dora is {config.use_dora}")
+    if magnitude is None:
+        return
+    if magnitude.dtype not in _CODES:
+        raise _bad(file, field, f"is of type {magnitude.dtype}; adapters are {', '.join(_CODES)}")
+    if magnitude.shape != pair.b.shape[:1]:
+        raise _bad(file, field, f"has shape {magnitude.shape}, but lora_B has {pair.b.shape[0]} rows")
 
 
 def write_adapter(path: Path, adapter: Adapter) -> None:
@@ -153,11 +174,12 @@ def write_files(folder: Path, adapter: Adapter) -> list[Path]:
 
 
 def tensors_of(adapter: Adapter) -> dict[str, WeightTensor]:
-    """The factors by the names they have in PEFT's files: `base_model.model.<module>.lora_A.weight` and `.lora_B.weight`."""
+    """The tensors by the names they have in PEFT's files: `base_model.model.<module>.lora_A.weight`, for instance."""
+    suffix = {side: suffix for suffix, side in _SIDES.items()}
     return {
-        f"{PREFIX}{module}{suffix}": getattr(adapter.pairs[module], side)
+        f"{PREFIX}{module}{suffix[side]}": tensor
         for module in sorted(adapter.pairs)
-        for suffix, side in _SIDES.items()
+        for side, tensor in adapter.pairs[module].tensors().items()
     }
 
 
@@ -205,7 +227,7 @@ def _config_fields(adapter: Adapter) -> dict[str, object]:
         "revision": None,
         "target_modules": list(config.target_modules),
         "task_type": "CAUSAL_LM",
-        "use_dora": False,
+        "use_dora": config.use_dora,
         "use_rslora": False,
     }
 
@@ -224,11 +246,19 @@ def _config_from(file: str, fields: Mapping[str, Any]) -> LoraConfig:
             dropout=float(_typed(file, fields, "lora_dropout", int, float)),
             target_modules=tuple(_typed(file, fields, "target_modules", list)),
             exclude=() if exclude is None else tuple(_typed(file, fields, "exclude_modules", list)),
+            use_dora=_flag(file, fields, "use_dora"),
         )
     except (ConfigError, OverflowError) as error:
         ours = getattr(error, "field", "alpha")
         theirs = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "exclude": "exclude_modules"}
         raise _bad(file, theirs.get(ours, ours), str(error)) from error
+
+
+def _flag(file: str, fields: Mapping[str, Any], field: str) -> bool:
+    value = fields.get(field)
+    if value is not None and not isinstance(value, bool):
+        raise _bad(file, field, f"must be true or false; got {value!r}")
+    return bool(value)
 
 
 def _typed(file: str, fields: Mapping[str, Any], field: str, *kinds: type) -> Any:
@@ -265,14 +295,18 @@ def _pairs_from(file: str, raw: bytes) -> dict[str, LoraPair]:
     for name, entry in entries:
         suffix = next((s for s in _SIDES if name.endswith(s)), None)
         if suffix is None or not name.startswith(PREFIX):
-            raise _bad(file, name, f"is not named like '{PREFIX}<module>.lora_A.weight' or '.lora_B.weight'")
+            raise _bad(
+                file,
+                name,
+                f"is not named like '{PREFIX}<module>.lora_A.weight', '.lora_B.weight' or '.lora_magnitude_vector'",
+            )
         module = name[len(PREFIX) : -len(suffix)]
         halves.setdefault(module, {})[_SIDES[suffix]] = _tensor(file, name, entry)
     for module, sides in halves.items():
         for suffix, side in _SIDES.items():
-            if side not in sides:
+            if side not in sides and side != "magnitude":
                 raise _bad(file, f"{PREFIX}{module}{suffix}", "is missing while the module's other factor is there")
-    return {module: LoraPair(a=sides["a"], b=sides["b"]) for module, sides in sorted(halves.items())}
+    return {module: LoraPair(**sides) for module, sides in sorted(halves.items())}
 
 
 def _tensor(file: str, name: str, entry: Mapping[str, Any]) -> WeightTensor:

@@ -22,6 +22,8 @@ class LoraConfig:
         alpha: numerator of the scale, above 0.
         dropout: probability with which an input of A is zeroed in training, in [0, 1).
         target_modules: logical names of the adapted modules, without repeats.
+        use_dora: train the length of each row of W + alpha / rank * B A as well, apart from its direction (DoRA, Liu et al. 2024,
+            https://arxiv.org/abs/2402.09353), as PEFT has it.
         exclude: modules that get no adapter although their name is a target: full Hugging Face names, or their last parts
             (`layers.0.mlp.up_proj`), as in PEFT's `exclude_modules`.
 
@@ -34,6 +36,7 @@ class LoraConfig:
     dropout: float = 0.0
     target_modules: tuple[str, ...] = TARGETS
     exclude: tuple[str, ...] = ()
+    use_dora: bool = False
 
     def __post_init__(self) -> None:
         _number("rank", self.rank, lambda x: isinstance(x, int) and x >= 1, "an integer >= 1")

@@ -45,6 +45,10 @@ class MegatronConfig:
     tensor_model_parallel_size: int = option(1, "ranks that share each layer")
     pipeline_model_parallel_size: int = option(1, "stages that share the layers")
     world_size: int = option(0, "processes that share each trained model; 0: one replica, tensor * pipeline")
+    param_dtype: str = option(
+        "float32",
+        "float32, or bfloat16: holds the model and computes in it; adapters, master weights and optimizer stay float32",
+    )
 
     def __post_init__(self) -> None:
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -56,6 +60,7 @@ class MegatronConfig:
             f"0 or a multiple of tensor * pipeline ({self.replica_size})",
             self.world_size,
         )
+        require(self.param_dtype in DTYPES, "megatron.param_dtype", f"one of {DTYPES}", self.param_dtype)
 
     @property
     def replica_size(self) -> int:

@@ -16,6 +16,7 @@ from rl_megatron_peft.backend.optimise import AdamConfig
 from rl_megatron_peft.backend.parallel import Ranks, open_ranks, sum_over_replicas
 from rl_megatron_peft.backend.policy import MegatronPolicyBackend
 from rl_protocol import BatchData
+from rl_protocol.torch import TORCH_DTYPES
 from rl_trainer import OptimConfig
 from rl_trainer.algorithms.batching import Schedule, schedule_rows
 from rl_trainer.algorithms.losses import BatchCounts, PolicyObjective, ValueObjective, value_fit
@@ -75,6 +76,7 @@ def _adapters(lora: rl_trainer.LoraConfig) -> LoraConfig:
         target_modules=lora.targets(),
         exclude=lora.excluded(),
         dropout=lora.dropout,
+        use_dora=lora.use_dora,
     )
 
 
@@ -96,6 +98,7 @@ def megatron_policy(config: AppConfig, path: Path, *, rank: int, store: Path) ->
         mini_batches=_mini_batches(actor.schedule(config.rollout.n, config.trainer.seed)),
         micro_batch_rows=actor.ppo_micro_batch_size,
         seed=config.trainer.seed,
+        dtype=TORCH_DTYPES[config.megatron.param_dtype],
     )
 
 
@@ -111,6 +114,7 @@ def megatron_critic(config: AppConfig, path: Path, *, rank: int, store: Path) ->
         schedule=_factor(critic.optim),
         mini_batches=_mini_batches(critic.schedule(config.rollout.n, config.trainer.seed)),
         micro_batch_rows=critic.ppo_micro_batch_size,
+        dtype=TORCH_DTYPES[config.megatron.param_dtype],
     )
 
 

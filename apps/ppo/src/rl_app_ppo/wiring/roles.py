@@ -169,7 +169,7 @@ def _sender(config: AppConfig, call: BuildCall, policy: TrainedPolicy) -> Weight
     engine = make_engine(config.checkpoint_engine, call.plugins)
     if adapters:
         return MeasuredSender(engine, source, kind="lora")
-    return MeasuredSender(engine, source, dtype="" if config.rollout.dtype == "float32" else config.rollout.dtype)
+    return MeasuredSender(engine, source, dtype=config.rollout.dtype)
 
 
 def _engine(config: AppConfig, call: BuildCall) -> ModelEngine:

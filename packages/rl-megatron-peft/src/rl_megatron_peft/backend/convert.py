@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Generator
@@ -71,7 +72,8 @@ def _write(adapter: Adapter, target: Path, to: Format, base: Path, *, fused: boo
     if to == "peft":
         write_adapter(target, adapter)
         return
-    with _policy(base, adapter.config, fused=fused) as policy:
+    config = dataclasses.replace(adapter.config, dropout=0.0)  # nothing is trained here
+    with _policy(base, config, fused=fused) as policy:
         scatter_adapter(
             adapter,
             policy.adapters,
@@ -93,6 +95,7 @@ def _settings(manifest: Path) -> tuple[LoraConfig, bool]:
             alpha=fields["alpha"],
             target_modules=tuple(fields["target_modules"]),
             exclude=tuple(fields["exclude"]),
+            use_dora=fields["use_dora"],
         )
         return config, bool(fields["fused"])
     except (KeyError, TypeError, ConfigError) as error:

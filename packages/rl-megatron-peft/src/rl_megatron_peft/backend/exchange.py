@@ -17,6 +17,8 @@ from rl_megatron_peft.naming import TARGETS, HFModule
 from rl_protocol import WeightTensor
 from rl_protocol.torch import from_weight, to_weight
 
+_NAMES = {"a": "lora_A", "b": "lora_B", "magnitude": "lora_magnitude_vector"}
+
 
 def covered_modules(config: LoraConfig, shape: ModelShape) -> Iterator[HFModule]:
     """Every module that gets an adapter, by layer."""
@@ -40,16 +42,16 @@ def gather_adapter(
     own = {lora.module: lora for lora in adapters}
     pairs: dict[str, LoraPair] = {}
     for module in covered_modules(config, shape):
-        out, inner = shape.linear(module.logical)
-        cut_a, cut_b = _cuts(module)
         stage = ranks.layout.stage(module.name, shape)
         if stage == ranks.pipeline:
-            a, b = own[module.megatron].pair(module.logical)
-            whole = [whole_of_layer(a, cut_a), whole_of_layer(b, cut_b)]
+            held, cuts = own[module.megatron].parts(module.logical), _cuts(module)
+            whole = {side: whole_of_layer(held[side], cuts[side]) for side in held}
         else:
-            whole = [torch.empty(size, device=ranks.device) for size in ((config.rank, inner), (out, config.rank))]
-        a, b = (_exported(module.name, from_stage(tensor.clone(), stage)) for tensor in whole)
-        pairs[module.name] = LoraPair(a=a, b=b)
+            whole = {
+                side: torch.empty(size, device=ranks.device) for side, size in _sizes(module, config, shape).items()
+            }
+        sent = {side: from_stage(tensor.clone(), stage) for side, tensor in whole.items()}
+        pairs[module.name] = LoraPair(**{side: _exported(module.name, tensor) for side, tensor in sent.items()})
     return Adapter(base_model=base_model, config=config, pairs=pairs, fingerprint=fingerprint)
 
 
@@ -84,23 +86,32 @@ def scatter_adapter(
         lora = own.get(module.megatron)
         whole_a = from_weight(pair.a)
         if lora is not None:
-            a, b = lora.pair(module.logical)
-            first, kept = shared.setdefault(a, (name, whole_a))
+            held, cuts = lora.parts(module.logical), _cuts(module)
+            first, kept = shared.setdefault(held["a"], (name, whole_a))
             if not torch.equal(kept, whole_a):
                 raise AdapterError(
                     f"{source}: {first}.lora_A and {name}.lora_A differ, and fused adapters have one A for both; attach with fused=False.",
                     file=source,
                     field=f"{name}.lora_A",
                 )
-            cut_a, cut_b = _cuts(module)
-            new += [(a, _part(whole_a, cut_a, ranks)), (b, _part(from_weight(pair.b), cut_b, ranks))]
+            new += [
+                (held[side], _part(from_weight(tensor), cuts[side], ranks)) for side, tensor in pair.tensors().items()
+            ]
     with torch.no_grad():
         for parameter, value in new:
             parameter.copy_(value)
 
 
-def _cuts(module: HFModule) -> tuple[int | None, int | None]:
-    return (1, None) if module.megatron.fused in ROW_PARALLEL else (None, 0)
+def _cuts(module: HFModule) -> dict[str, int | None]:
+    """Dimension of each tensor that tensor parallelism cuts."""
+    row_parallel = module.megatron.fused in ROW_PARALLEL
+    return {"a": 1, "b": None, "magnitude": None} if row_parallel else {"a": None, "b": 0, "magnitude": 0}
+
+
+def _sizes(module: HFModule, config: LoraConfig, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor that there is, whole."""
+    out, inner = shape.linear(module.logical)
+    return {"a": (config.rank, inner), "b": (out, config.rank)} | ({"magnitude": (out,)} if config.use_dora else {})
 
 
 def _part(tensor: torch.Tensor, split: int | None, ranks: Ranks) -> torch.Tensor:
@@ -119,7 +130,7 @@ def _check_same(adapter: Adapter, config: LoraConfig, shape: ModelShape, fingerp
 
     if fingerprint and adapter.fingerprint and adapter.fingerprint != fingerprint:
         raise refuse("base_model_fingerprint", adapter.fingerprint, fingerprint)
-    for field in ("rank", "alpha"):
+    for field in ("rank", "alpha", "use_dora"):
         got, want = getattr(adapter.config, field), getattr(config, field)
         if got != want:
             raise refuse(field, got, want)
@@ -132,10 +143,7 @@ def _check_same(adapter: Adapter, config: LoraConfig, shape: ModelShape, fingerp
             field=(missing or more)[0],
         )
     for name, pair in adapter.pairs.items():
-        out, inner = shape.linear(HFModule.parse(name).logical)
-        for side, got, want in (
-            ("lora_A", pair.a.shape, (config.rank, inner)),
-            ("lora_B", pair.b.shape, (out, config.rank)),
-        ):
-            if got != want:
-                raise refuse(f"{name}.{side} shape", got, want)
+        tensors = pair.tensors()
+        for side, want in _sizes(HFModule.parse(name), config, shape).items():
+            if tensors[side].shape != want:
+                raise refuse(f"{name}.{_NAMES[side]} shape", tensors[side].shape, want)

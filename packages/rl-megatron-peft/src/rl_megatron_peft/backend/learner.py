@@ -178,6 +178,7 @@ class MegatronLearner(Generic[Loss]):
             "alpha": self.lora.alpha,
             "target_modules": sorted(self.lora.target_modules),
             "exclude": sorted(self.lora.exclude),
+            "use_dora": self.lora.use_dora,
             "fused": self.fused,
         }
 

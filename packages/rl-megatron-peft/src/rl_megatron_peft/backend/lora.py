@@ -6,6 +6,9 @@ module as well; fused ones share the A of those that Megatron fuses. So an adapt
 Tensor parallelism cuts B of linear_qkv and linear_fc1 in its rows, and A of linear_proj and linear_fc2 in its columns; the other factor
 is the same on every rank and gets the same gradient there, or with sequence parallelism that of the rank's tokens. Both are float32
 whatever the model computes in, as optimizers want them.
+
+With DoRA a module has the length of each of its rows as well, `magnitude`, which is cut as the rows of its B are; a row of linear_proj or
+linear_fc2 is as long as its parts on all ranks together.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
-from rl_megatron_peft.backend.model import ADAPTER, fused_order
-from rl_megatron_peft.backend.parallel import Ranks
+from rl_megatron_peft.backend.model import ADAPTER, fused_order, unfuse
+from rl_megatron_peft.backend.parallel import Ranks, sum_over_layer
 from rl_megatron_peft.config import LoraConfig
 from rl_megatron_peft.family import ModelShape
 from rl_megatron_peft.layout import ROW_PARALLEL
@@ -53,7 +56,7 @@ class LoraFactor:
     """One factor on this rank.
 
     Attributes:
-        key: name in the whole model: `<Hugging Face or fused module>.lora_A` or `.lora_B`.
+        key: name in the whole model: `<Hugging Face or fused module>.lora_A`, `.lora_B` or `.lora_magnitude_vector`.
         parameter: this rank's part.
         split: dimension that tensor parallelism cuts; None: every rank has the whole.
         partial: every tensor-parallel rank has a share of its gradient.
@@ -66,15 +69,16 @@ class LoraFactor:
 
 
 class Lora(torch.nn.Module):
-    """The adapter of one fused linear layer: scaling * B A x for each of its logical modules that is a target.
+    """The adapter of one fused linear layer: scaling * B A x for each of its logical modules that is a target, or with DoRA
+    magnitude * (W + scaling * B A) x / lengths, where the lengths of the rows of W + scaling * B A pass no gradient on.
 
     Args:
         module: which layer it is.
         config: rank, scale and targets.
         shape, ranks: of the model.
         fused: the logical modules share one A.
-        like: the layer's weight, for its device.
-        seed: A depends on (seed, name) alone, whatever the layout; B is zero.
+        base: the layer's weight.
+        seed: A depends on (seed, name) alone, whatever the layout; B is zero, and magnitudes are the lengths of the base's rows.
         draw: what is dropped. Modules that Megatron fuses have their input dropped once for all, also where each has an A of its own.
     """
 
@@ -86,7 +90,7 @@ class Lora(torch.nn.Module):
         ranks: Ranks,
         *,
         fused: bool,
-        like: torch.Tensor,
+        base: torch.Tensor,
         seed: int,
         draw: Draw,
     ) -> None:
@@ -107,15 +111,20 @@ class Lora(torch.nn.Module):
         out_cut = 1 if self._row_parallel else ranks.layout.tensor
         self._rows = {name: shape.linear(name)[0] // out_cut for name in self._names}
         order = fused_order(shape, ranks.layout.tensor) if module.fused == "linear_qkv" else None
-        self._order = None if order is None else torch.tensor(order, device=like.device)
+        self._order = None if order is None else torch.tensor(order, device=base.device)
         a = {}
         for key in [module.fused] if self._fused else targets:
             whole = _first_a(f"{module.name}.{key}", config.rank, shape.linear(targets[0])[1], seed)
             shards = whole.chunk(ranks.layout.tensor, dim=1) if self._row_parallel else [whole] * ranks.layout.tensor
-            a[key] = torch.nn.Parameter(shards[ranks.tensor].to(like.device, copy=True).contiguous())
+            a[key] = torch.nn.Parameter(shards[ranks.tensor].to(base.device, copy=True).contiguous())
         self.a = torch.nn.ParameterDict(a)
         self.b = torch.nn.ParameterDict(
-            {key: torch.nn.Parameter(torch.zeros(self._rows[key], config.rank, device=like.device)) for key in targets}
+            {key: torch.nn.Parameter(torch.zeros(self._rows[key], config.rank, device=base.device)) for key in targets}
+        )
+        self._apart = partial(unfuse, fused=module.fused, shape=shape, tensor=ranks.layout.tensor)
+        lengths = self._lengths(base) if config.use_dora else {}
+        self.magnitude = torch.nn.ParameterDict(
+            {key: torch.nn.Parameter(lengths[key].clone()) for key in targets if config.use_dora}
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -136,6 +145,24 @@ class Lora(torch.nn.Module):
         ]
         return self._scaling * self._ordered(torch.cat(parts, dim=-1), -1)
 
+    def added(
+        self, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What a layer of this weight and bias, which puts out `out` for `x`, puts out with the adapter."""
+        more = self(x)
+        if not self.magnitude:
+            return out + more
+        scale = self._scale(weight)
+        linear = out if bias is None else out - bias
+        return out + (scale - 1).to(out.dtype) * linear + scale.to(out.dtype) * more
+
+    @torch.no_grad()
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the layer's weight with the adapter in it; with DoRA a collective over the ranks that share the layer."""
+        if not self.magnitude:
+            return weight + self.weight().to(weight.dtype)
+        return (self._scale(weight)[:, None] * (weight.float() + self.weight())).to(weight.dtype)
+
     def weight(self) -> torch.Tensor:
         """What the adapter adds to this rank's part of the layer's weight."""
         columns = next(iter(self.a.values()))
@@ -152,10 +179,31 @@ class Lora(torch.nn.Module):
             yield self._factor(f"{name}.lora_A", parameter, 1 if self._row_parallel else None)
         for key, parameter in self.b.items():
             yield self._factor(f"{self._names[key]}.lora_B", parameter, None if self._row_parallel else 0)
+        for key, parameter in self.magnitude.items():
+            yield self._factor(
+                f"{self._names[key]}.lora_magnitude_vector", parameter, None if self._row_parallel else 0
+            )
 
-    def pair(self, logical: str) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
-        """(A, B) of a logical module on this rank."""
-        return self.a[self._a_key(logical)], self.b[logical]
+    def parts(self, logical: str) -> dict[str, torch.nn.Parameter]:
+        """`a`, `b` and with DoRA `magnitude` of a logical module on this rank."""
+        found = {"a": self.a[self._a_key(logical)], "b": self.b[logical]}
+        return found | ({"magnitude": self.magnitude[logical]} if self.magnitude else {})
+
+    def _scale(self, weight: torch.Tensor) -> torch.Tensor:
+        """float32 [out] of this rank, in Megatron's order of rows: what each row of the merged weight is multiplied by."""
+        parts = [
+            self.magnitude[name] / lengths if name in self.magnitude else torch.ones_like(lengths)
+            for name, lengths in self._lengths(weight).items()
+        ]
+        return self._ordered(torch.cat(parts), 0)
+
+    @torch.no_grad()
+    def _lengths(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """float32 [rows] of each logical module on this rank: how long the rows of its weight with B A are, over all ranks."""
+        squares = (weight.float() + self.weight()).square().sum(1)
+        if self._row_parallel:
+            sum_over_layer(squares)
+        return dict(zip(self._names, self._apart(squares.sqrt()), strict=True))
 
     def _factor(self, key: str, parameter: torch.nn.Parameter, split: int | None) -> LoraFactor:
         return LoraFactor(key, parameter, split, partial=self._sequence_parallel and split is None)
@@ -201,10 +249,10 @@ def _generator(name: str, device: torch.device | None = None) -> torch.Generator
 
 
 def _add(
-    lora: Lora, _: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor | None]
+    lora: Lora, layer: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    out, bias = output
-    return (out + lora(inputs[0]) if lora.enabled else out), bias
+    out, later = output  # a bias that is added later is not in `out`: none of our families has one
+    return (lora.added(out, inputs[0], layer.weight, layer.bias) if lora.enabled else out), later
 
 
 def attach(
@@ -231,7 +279,7 @@ def attach(
         This stage's adapters, by layer.
 
     Raises:
-        ConfigError: fused adapters on part of a fused module.
+        ConfigError: fused adapters on part of a fused module; dropout with DoRA.
     """
     check_targets(config, shape, fused=fused)
     draw = Draw() if draw is None else draw
@@ -247,7 +295,7 @@ def attach(
         for name, linear in linears.items():
             module = MegatronModule(layer.layer_number - 1, name)
             if any(config.covers(part.name) for part in module.parts):
-                lora = Lora(module, config, shape, ranks, fused=fused, like=linear.weight, seed=seed, draw=draw)
+                lora = Lora(module, config, shape, ranks, fused=fused, base=linear.weight, seed=seed, draw=draw)
                 linear.add_module(ADAPTER, lora)
                 linear.register_forward_hook(partial(_add, lora))
                 found.append(lora)
@@ -260,6 +308,11 @@ def check_targets(config: LoraConfig, shape: ModelShape, *, fused: bool) -> None
     Raises:
         ConfigError: names the setting.
     """
+    if config.use_dora and config.dropout:
+        raise ConfigError(
+            f"DoRA is trained without dropout here, as PEFT drops inputs of the base's weights as well; got dropout={config.dropout}. Set it to 0.",
+            field="dropout",
+        )
     for name in FUSED if fused else ():
         for layer in range(shape.layers):
             parts = MegatronModule(layer, name).parts
@@ -293,7 +346,7 @@ def merged(model: GPTModel) -> Generator[None]:
     kept = [layer.weight.detach().clone() for layer, _ in layers]
     with torch.no_grad():
         for layer, lora in layers:
-            layer.weight += lora.weight().to(layer.weight.dtype)
+            layer.weight.copy_(lora.merged(layer.weight))
     try:
         with adapters_off([lora for _, lora in layers]):
             yield

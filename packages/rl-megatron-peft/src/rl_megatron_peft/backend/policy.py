@@ -102,9 +102,9 @@ class MegatronPolicyBackend(MegatronLearner[PolicyLoss]):
         )
 
     def adapter_weights(self) -> Iterable[WeightTensor]:
-        """The tensors of the adapter under PEFT's names, without the base; a collective."""
+        """The tensors of the adapter under PEFT's names in a model, which all end in `.weight`, without the base; a collective."""
         for name, factor in tensors_of(self.adapter()).items():
-            yield dataclasses.replace(factor, name=name)
+            yield dataclasses.replace(factor, name=name if name.endswith(".weight") else f"{name}.weight")
 
     def export(self) -> Callable[[Path], Sequence[Path]]:
         """Copy what was trained; the first rank then writes it into an empty folder, with the tokenizer of the base. A collective.
@@ -177,5 +177,5 @@ class MegatronPolicyBackend(MegatronLearner[PolicyLoss]):
         module, _, leaf = name.rpartition(".")
         for lora in self.adapters if leaf == "weight" else ():
             if lora.module.name == module:
-                return parameter.detach() + lora.weight().detach().to(parameter.dtype)
+                return lora.merged(parameter.detach())
         return parameter.detach()
