@@ -102,30 +102,24 @@ def threads_of_zmq():
 
 
 @contextmanager
-def nothing_left():
-    """What an engine took of this process is given back when it is closed, and not by the garbage collector."""
+def running(path, **settings):
+    """An engine. What it took of this process is given back when it is closed, and by that: nothing is left to the garbage collector."""
+    small = {"max_num_seqs": 32, "kv_cache_bytes": 64 << 20, "bucket_bytes": 16 << 10, "call_timeout_s": 120.0}
     before = threads_of_zmq()
-    yield
+    engine = VLLMRolloutEngine(VLLMConfig(model_path=str(path), **{**small, **settings}))
+    assert threads_of_zmq() > before
+    try:
+        yield engine
+    finally:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            engine.close()
+            gc.collect()
+    assert not [str(each.message) for each in heard if "Unclosed" in str(each.message)]
     deadline = time.monotonic() + 60
     while threads_of_zmq() != before and time.monotonic() < deadline:  # one that has ended is listed a little longer
         time.sleep(0.05)
     assert threads_of_zmq() == before
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        gc.collect()
-    assert not [str(each.message) for each in heard if "Unclosed" in str(each.message)]
-
-
-@contextmanager
-def running(path, **settings):
-    """An engine, closed at the end, which leaves nothing."""
-    small = {"max_num_seqs": 32, "kv_cache_bytes": 64 << 20, "bucket_bytes": 16 << 10, "call_timeout_s": 120.0}
-    with nothing_left():
-        engine = VLLMRolloutEngine(VLLMConfig(model_path=str(path), **{**small, **settings}))
-        try:
-            yield engine
-        finally:
-            engine.close()
 
 
 @pytest.fixture(scope="module")
