@@ -593,9 +593,11 @@ def test_an_engine_we_do_not_have_is_listed(tmp_path):
 def test_megatron_of_verl_is_ours_where_there_is_no_critic(tmp_path):
     file, ours = tmp_path / "verl.txt", tmp_path / "ours.yaml"
     whole = "actor_rollout_ref.actor.strategy=megatron actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
-    file.write_text(whole)
+    file.write_text(f"{whole} actor_rollout_ref.actor.megatron.use_distributed_optimizer=True")
     lines = [line for line in from_verl(file).splitlines() if line.startswith("#")]
     assert lines == [
+        "# not mapped: actor_rollout_ref.actor.megatron.use_distributed_optimizer: each replica has all of its state: "
+        "Megatron's optimizer is not used",
         "# not mapped: actor_rollout_ref.actor.strategy: megatron trains policies alone here, and no critic",
         "# left out: megatron.tensor_model_parallel_size: nothing reads it without model_engine=megatron",
     ]

@@ -340,6 +340,8 @@ _REASONS = {
     "actor_rollout_ref.actor.ppo_micro_batch_size": "set ppo_micro_batch_size_per_gpu, which counts the same everywhere",
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "set actor.optim.lr_warmup_steps",
     "critic.optim.lr_warmup_steps_ratio": "set critic.optim.lr_warmup_steps",
+    "actor_rollout_ref.actor.megatron.use_distributed_optimizer": "each replica has all of its state: Megatron's optimizer is not used",
+    "actor_rollout_ref.actor.megatron.sequence_parallel": "rl-megatron-peft has it (Layout.sequence_parallel), the app has no setting for it",
     "critic.strategy": "one engine trains all models: model_engine",
     "actor_rollout_ref.ref.strategy": "one engine trains all models: model_engine",
 }
