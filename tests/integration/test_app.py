@@ -125,7 +125,8 @@ def test_megatron_trains_all_weights_beside_a_reference_and_a_critic(app, base_m
     """Policy, reference and critic are two processes each, which share every layer; whole weights go to rollout, and to the checkpoint."""
     from transformers import AutoModelForCausalLM
 
-    more = ["megatron.tensor_model_parallel_size=2", "actor.use_kl_loss=true", "actor.optim.lr=1e-3"]
+    cut = ["megatron.tensor_model_parallel_size=2", "megatron.sequence_parallel=true"]
+    more = [*cut, "actor.use_kl_loss=true", "actor.optim.lr=1e-3"]
     done = app("model_engine=megatron", "algorithm=ppo", "trainer.save_freq=2", *more, timeout=300)
     assert done.code == 0, done.err
     assert {"actor-1.log", "ref-1.log", "critic-1.log"} <= {path.name for path in (done.folder / "logs").iterdir()}

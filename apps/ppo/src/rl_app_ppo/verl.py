@@ -285,6 +285,12 @@ def _loggers(value: Value, _: Mapping[str, Value]) -> Mapped | str:
     return {"trainer.logger": ",".join(known)} if known else f"there is no logger {plain(value)} here"
 
 
+def _sequence_parallel(value: Value, verl: Mapping[str, Value]) -> Mapped | str:
+    """verl has it on where no ranks share a layer as well, and Megatron passes over it there."""
+    shared = int(verl.get("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", 1)) > 1
+    return {"megatron.sequence_parallel": bool(value) and shared}
+
+
 def _strategy(value: Value, _: Mapping[str, Value]) -> Mapped | str:
     engines = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
     if value not in engines:
@@ -301,6 +307,7 @@ SPECIAL: Mapping[str, Turn] = {
     "actor_rollout_ref.actor.strategy": _strategy,
     "actor_rollout_ref.actor.fsdp_config.dtype": _one_of("fsdp.param_dtype", _DTYPES),
     "actor_rollout_ref.actor.megatron.dtype": _one_of("megatron.param_dtype", _DTYPES),
+    "actor_rollout_ref.actor.megatron.sequence_parallel": _sequence_parallel,
     "actor_rollout_ref.actor.fsdp_config.fsdp_size": _set_only_if_positive("fsdp.world_size", ""),
     "actor_rollout_ref.rollout.top_k": lambda v, _: {"rollout.top_k": max(int(v), 0)},
     "data.train_files": lambda v, _: {"data.train_files": plain(v)},
@@ -340,6 +347,7 @@ _REASONS = {
     "actor_rollout_ref.actor.ppo_micro_batch_size": "set ppo_micro_batch_size_per_gpu, which counts the same everywhere",
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "set actor.optim.lr_warmup_steps",
     "critic.optim.lr_warmup_steps_ratio": "set critic.optim.lr_warmup_steps",
+    "actor_rollout_ref.actor.megatron.use_distributed_optimizer": "each replica has all of its state: Megatron's optimizer is not used",
     "critic.strategy": "one engine trains all models: model_engine",
     "actor_rollout_ref.ref.strategy": "one engine trains all models: model_engine",
 }

@@ -44,6 +44,7 @@ class MegatronConfig:
 
     tensor_model_parallel_size: int = option(1, "ranks that share each layer")
     pipeline_model_parallel_size: int = option(1, "stages that share the layers")
+    sequence_parallel: bool = option(False, "the ranks that share each layer also share the tokens in between")
     world_size: int = option(0, "processes that share each trained model; 0: one replica, tensor * pipeline")
     param_dtype: str = option(
         "float32",
@@ -54,6 +55,12 @@ class MegatronConfig:
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
         for name in sizes:
             require(getattr(self, name) >= 1, f"megatron.{name}", "at least 1", getattr(self, name))
+        require(
+            not self.sequence_parallel or self.tensor_model_parallel_size > 1,
+            "megatron.sequence_parallel",
+            "false where megatron.tensor_model_parallel_size is 1: no ranks share a layer",
+            self.sequence_parallel,
+        )
         require(
             self.world_size >= 0 and self.world_size % self.replica_size == 0,
             "megatron.world_size",

@@ -122,7 +122,11 @@ def _join(config: AppConfig, rank: int, store: Path) -> Ranks:
     join_world(rank, config.ranks, store=store, device=resolve_device("auto"), timeout_s=config.trainer.stage_timeout_s)
     megatron = config.megatron
     return open_ranks(
-        Layout(tensor=megatron.tensor_model_parallel_size, pipeline=megatron.pipeline_model_parallel_size)
+        Layout(
+            tensor=megatron.tensor_model_parallel_size,
+            pipeline=megatron.pipeline_model_parallel_size,
+            sequence_parallel=megatron.sequence_parallel,
+        )
     )
 
 
