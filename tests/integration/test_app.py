@@ -148,7 +148,6 @@ def test_megatron_trains_all_weights_beside_a_reference_and_a_critic(app, base_m
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_dynamic_filtering_refills_and_is_bounded(app):
     done = app(
         "algorithm.filter_groups.enable=true",
