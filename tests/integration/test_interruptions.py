@@ -34,7 +34,8 @@ def long_run(tmp_path, base_model, mark):
     process.communicate(timeout=30)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_cleanly_and_keeps_what_was_written(long_run, how):
     process, metrics = long_run
     if how == signal.SIGINT:

@@ -57,6 +57,7 @@ def load(folder, scenario):
     return merged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", EXACT)
 def test_two_ranks_equal_one_after_five_steps(runs, scenario):
     one, two = load(runs / "one", scenario), load(runs / "two", scenario)
@@ -71,11 +72,13 @@ def test_two_ranks_equal_one_after_five_steps(runs, scenario):
     assert rates[-1] < max(rates)  # the schedule went down
 
 
+@pytest.mark.slow
 def test_they_have_learned_something(runs):
     first, last = (load(runs / "two", "full")[f"metric/{i}/actor/ppo_kl"] for i in (0, 4))
     assert first != last
 
 
+@pytest.mark.slow
 def test_the_adapter_off_is_the_base_on_every_rank(runs, model_path):
     found = load(runs / "two", "lora")
     names = [name.rpartition("/")[2] for name in found if name.startswith("row/reference/")]
@@ -88,6 +91,7 @@ def test_the_adapter_off_is_the_base_on_every_rank(runs, model_path):
             assert np.array_equal(found[f"weight/{name}"], weight.numpy()), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "exact"), [("bf16", "seq_mean"), ("bf16_lora", "lora")])
 def test_compute_in_bf16_keeps_master_weights_in_float32(runs, scenario, exact):
     half, close = load(runs / "two", scenario), load(runs / "two", exact)
@@ -105,6 +109,7 @@ def test_compute_in_bf16_keeps_master_weights_in_float32(runs, scenario, exact):
         assert np.abs(value - one[name]).max() < 0.02, name
 
 
+@pytest.mark.slow
 def test_the_checkpoint_of_two_ranks_loads(runs, model_path):
     found = load(runs / "two", "full")
     loaded = AutoModelForCausalLM.from_pretrained(runs / "two" / "0" / "checkpoint-full").state_dict()
