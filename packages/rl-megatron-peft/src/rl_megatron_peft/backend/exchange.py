@@ -12,7 +12,6 @@ from rl_megatron_peft.backend.parallel import Ranks, from_stage, whole_of_layer
 from rl_megatron_peft.config import LoraConfig
 from rl_megatron_peft.errors import AdapterError
 from rl_megatron_peft.family import ModelShape
-from rl_megatron_peft.layout import ROW_PARALLEL
 from rl_megatron_peft.naming import TARGETS, HFModule
 from rl_protocol import WeightTensor
 from rl_protocol.torch import from_weight, to_weight
@@ -44,8 +43,8 @@ def gather_adapter(
     for module in covered_modules(config, shape):
         stage = ranks.layout.stage(module.name, shape)
         if stage == ranks.pipeline:
-            held, cuts = own[module.megatron].parts(module.logical), _cuts(module)
-            whole = {side: whole_of_layer(held[side], cuts[side]) for side in held}
+            held = own[module.megatron].parts(module.logical)
+            whole = {side: whole_of_layer(part.parameter, part.split) for side, part in held.items()}
         else:
             whole = {
                 side: torch.empty(size, device=ranks.device) for side, size in _sizes(module, config, shape).items()
@@ -86,8 +85,8 @@ def scatter_adapter(
         lora = own.get(module.megatron)
         whole_a = from_weight(pair.a)
         if lora is not None:
-            held, cuts = lora.parts(module.logical), _cuts(module)
-            first, kept = shared.setdefault(held["a"], (name, whole_a))
+            held = lora.parts(module.logical)
+            first, kept = shared.setdefault(held["a"].parameter, (name, whole_a))
             if not torch.equal(kept, whole_a):
                 raise AdapterError(
                     f"{source}: {first}.lora_A and {name}.lora_A differ, and fused adapters have one A for both; attach with fused=False.",
@@ -95,17 +94,12 @@ def scatter_adapter(
                     field=f"{name}.lora_A",
                 )
             new += [
-                (held[side], _part(from_weight(tensor), cuts[side], ranks)) for side, tensor in pair.tensors().items()
+                (held[side].parameter, _part(from_weight(tensor), held[side].split, ranks))
+                for side, tensor in pair.tensors().items()
             ]
     with torch.no_grad():
         for parameter, value in new:
             parameter.copy_(value)
-
-
-def _cuts(module: HFModule) -> dict[str, int | None]:
-    """Dimension of each tensor that tensor parallelism cuts."""
-    row_parallel = module.megatron.fused in ROW_PARALLEL
-    return {"a": 1, "b": None, "magnitude": None} if row_parallel else {"a": None, "b": 0, "magnitude": 0}
 
 
 def _sizes(module: HFModule, config: LoraConfig, shape: ModelShape) -> dict[str, tuple[int, ...]]:

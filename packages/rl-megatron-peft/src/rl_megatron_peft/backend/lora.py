@@ -174,20 +174,25 @@ class Lora(torch.nn.Module):
 
     def factors(self) -> Iterator[LoraFactor]:
         """Its parameters in a fixed order; a shared A comes once, under the name of the fused module."""
-        for key, parameter in self.a.items():
-            name = self.module.name if self._fused else self._names[key]
-            yield self._factor(f"{name}.lora_A", parameter, 1 if self._row_parallel else None)
-        for key, parameter in self.b.items():
-            yield self._factor(f"{self._names[key]}.lora_B", parameter, None if self._row_parallel else 0)
-        for key, parameter in self.magnitude.items():
-            yield self._factor(
-                f"{self._names[key]}.lora_magnitude_vector", parameter, None if self._row_parallel else 0
-            )
+        yield from map(self._a, self.a)
+        yield from map(self._b, self.b)
+        yield from map(self._magnitude, self.magnitude)
 
-    def parts(self, logical: str) -> dict[str, torch.nn.Parameter]:
+    def parts(self, logical: str) -> dict[str, LoraFactor]:
         """`a`, `b` and with DoRA `magnitude` of a logical module on this rank."""
-        found = {"a": self.a[self._a_key(logical)], "b": self.b[logical]}
-        return found | ({"magnitude": self.magnitude[logical]} if self.magnitude else {})
+        found = {"a": self._a(self._a_key(logical)), "b": self._b(logical)}
+        return found | ({"magnitude": self._magnitude(logical)} if self.magnitude else {})
+
+    def _a(self, key: str) -> LoraFactor:
+        name = self.module.name if self._fused else self._names[key]
+        return self._factor(f"{name}.lora_A", self.a[key], 1 if self._row_parallel else None)
+
+    def _b(self, logical: str) -> LoraFactor:
+        return self._factor(f"{self._names[logical]}.lora_B", self.b[logical], None if self._row_parallel else 0)
+
+    def _magnitude(self, logical: str) -> LoraFactor:
+        key, split = f"{self._names[logical]}.lora_magnitude_vector", None if self._row_parallel else 0
+        return self._factor(key, self.magnitude[logical], split)
 
     def _scale(self, weight: torch.Tensor) -> torch.Tensor:
         """float32 [out] of this rank, in Megatron's order of rows: what each row of the merged weight is multiplied by."""
