@@ -276,7 +276,7 @@ def measure(name: str, receivers: int, models: list[list[WeightTensor]], pairs: 
         ]
         if verl is not None:
             subjects.append(Subject("verl over gloo", verl.step, verl.pids))
-        timings = take_turns(subjects, pairs)
+        timings = take_turns(subjects, pairs, warm_up=4)  # each of the two slots of `shm` twice
     what = f"{name}, {receivers} receiver{'s' * (receivers > 1)}"
     figures = summary(timings, nbytes)
     wall = paired(timings, "memcpy", "ours")
@@ -365,7 +365,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(ENGINES), help="engines, separated by commas")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument(
         "--smoke", action="store_true", help="16 MiB, 2 pairs, 2 receivers for one engine alone, nothing written"
