@@ -56,7 +56,7 @@ class FakeFront:
         self.aborted: set[str] = set()
         self.log: list[str] = []
         self.adapters: dict[int, list[str]] = {}
-        self.half_tokens = self.fresh_caches = 0
+        self.half_tokens = self.stood_still = 0
         self.fail_at: int | None = None
         self.stop_after: int | None = None
         self.lie = 0
@@ -72,6 +72,7 @@ class FakeFront:
         tokens, log_probs, sent, reason = [], [], 0, None
         while reason is None:
             await asyncio.sleep(0)
+            self.stood_still += len(tokens) == self.stop_after
             while (self.paused or len(tokens) == self.stop_after) and request_id not in self.aborted and not self.dead:  # noqa: ASYNC110 - a stand-in may poll
                 await asyncio.sleep(0.001)
             if self.dead:

@@ -13,7 +13,15 @@ from rl_protocol import ConfigError, RolloutError, WeightSyncError, WeightTensor
 from rl_protocol.ports import GenerationRequest, RolloutEngine, SamplingParams
 from rl_protocol.testing.bigram import initial_table
 from rl_protocol.testing.rollout import RolloutEngineSuite
-from rl_rollout_vllm import AdapterConfig, EngineDiedError, TornWeightsError, VLLMConfig, VLLMRolloutEngine, continued
+from rl_rollout_vllm import (
+    AdapterConfig,
+    EngineDiedError,
+    TornWeightsError,
+    VLLMConfig,
+    VLLMRolloutEngine,
+    continued,
+    request_seed,
+)
 
 LONG = SamplingParams(max_new_tokens=50, ignore_eos=True)
 
@@ -209,6 +217,151 @@ def test_a_storm_of_updates_loses_no_request(opened):
             want = rows[before[: len(part.response_ids)], list(part.response_ids)] if part.response_ids else []
             assert part.log_probs == pytest.approx(list(want), abs=1e-5)
         assert [part.weight_version for _, part in parts] == list(range(11))
+
+
+# -- responses that outlive an update
+def drawn(table, prompt, seed, count):
+    """What the stand-in draws after this prompt with the seed of one request."""
+    rng, ids, log_probs = np.random.default_rng(seed), [*prompt], []
+    for _ in range(count):
+        row = table[ids[-1]].astype(np.float64)
+        row -= np.log(np.exp(row).sum())
+        share = np.cumsum(np.exp(row))
+        ids.append(int(np.searchsorted(share, rng.random() * share[-1], side="right")))
+        log_probs.append(row[ids[-1]])
+    return ids[len(prompt) :], log_probs
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_response_is_continued_by_the_new_weights_and_every_token_has_its_version(opened, streamed):
+    """By hand: 5 tokens of each version until the budget is used up, each part drawn with the seed of its position."""
+    engine, front = opened()
+    front.stop_after = 5
+    tables = [initial_table(i) for i in range(3)]
+
+    async def asked():
+        if streamed:
+            return [made async for made in engine.stream(request(), LONG, on_update="continue")]
+        (ranges,) = await engine.ranges([request()], LONG, on_update="continue")
+        return ranges
+
+    async def scenario():
+        running = asyncio.create_task(asked())
+        for version in (1, 2):
+            await started(front, version)
+            async with asyncio.timeout(10):
+                while front.stood_still < version:  # noqa: ASYNC110 - the stand-in tells nobody
+                    await asyncio.sleep(0.001)
+            await asyncio.to_thread(engine.load_weights, halves_of(tables[version]), version)
+        await started(front, 3)
+        front.stop_after = None
+        return await running
+
+    ranges = asyncio.run(scenario())
+    versions = [r.weight_version for r in ranges for _ in r.token_ids]
+    assert versions == [0] * 5 + [1] * 5 + [2] * 40
+    if not streamed:
+        assert [len(r.token_ids) for r in ranges] == [5, 5, 40]
+    assert [r.finish_reason for r in ranges] == [None] * (len(ranges) - 1) + ["length"]
+    prompt, log_probs = [2, 3], []
+    for table, count in zip(tables, (5, 5, 40), strict=True):
+        ids, of_them = drawn(table, prompt, request_seed(0, "p", 0, len(prompt)), count)
+        prompt, log_probs = prompt + ids, log_probs + of_them
+    assert [t for r in ranges for t in r.token_ids] == prompt[2:]
+    assert [p for r in ranges for p in r.log_probs] == pytest.approx(log_probs, abs=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["abort", "continue"])
+def test_a_storm_of_updates_by_policy(opened, policy):
+    """One range where updates end responses; where they do not, each response is whole, and its versions follow each other."""
+    engine, front = opened()
+    front.stop_after = 4
+
+    async def scenario():
+        running = asyncio.create_task(engine.ranges([request(str(i)) for i in range(64)], LONG, on_update=policy))
+        for version in range(1, 6):
+            await started(front, 64 * (version if policy == "continue" else 1))
+            await asyncio.to_thread(engine.load_weights, halves_of(initial_table(version)), version)
+        await started(front, 64 * (6 if policy == "continue" else 1))
+        front.stop_after = None
+        return await running
+
+    everything = asyncio.run(scenario())
+    assert front.half_tokens == 0
+    if policy == "abort":
+        assert {(len(ranges), ranges[0].weight_version, ranges[0].finish_reason) for ranges in everything} == {
+            (1, 0, "abort")
+        }
+        return
+    for ranges in everything:
+        versions = [r.weight_version for r in ranges]
+        assert versions == sorted(set(versions))
+        assert sum(len(r.token_ids) for r in ranges) == 50
+        assert (versions[-1], ranges[-1].finish_reason) == (5, "length")
+
+
+@pytest.mark.parametrize("ending", ["abort", "pause", "sleep"])
+def test_a_response_that_would_outlive_updates_is_ended_by_whoever_says_so(opened, other_weights, ending):
+    """`abort`, `pause` and `sleep` are no updates, and count for a response that waits between two of its ranges, too."""
+    engine, front = opened()
+    front.stop_after = 5
+
+    async def scenario(between):
+        running = asyncio.create_task(engine.ranges([request()], LONG, on_update="continue"))
+        await started(front, 1)
+        if between:  # kept back by the pause, it waits for the new weights to be let in
+            await engine.pause("keep")
+            await asyncio.to_thread(engine.load_weights, other_weights, 1)
+        await getattr(engine, ending)()
+        if not between:  # it does not wait for the engine to go on
+            async with asyncio.timeout(10):
+                await running
+        await (engine.wake() if ending == "sleep" else engine.resume())
+        await engine.resume()
+        async with asyncio.timeout(10):
+            return await running
+
+    for between in (False, True):
+        front.seen.clear()
+        (ranges,) = asyncio.run(scenario(between))
+        assert len(front.seen) == 1
+        assert ranges[-1].finish_reason == "abort"
+        assert sum(len(r.token_ids) for r in ranges) <= 5
+
+
+def test_a_response_that_was_kept_goes_on_with_the_weights_that_came_while_it_was_paused(opened, other_weights):
+    engine, front = opened()
+    front.stop_after = 5
+
+    async def scenario():
+        running = asyncio.create_task(engine.ranges([request()], LONG, on_update="continue"))
+        await started(front, 1)
+        await engine.pause("keep")
+        await asyncio.to_thread(engine.load_weights, other_weights, 1)
+        await asyncio.sleep(0.05)
+        assert len(front.seen) == 1  # the pause still holds
+        front.stop_after = None
+        await engine.resume()
+        return await running
+
+    (ranges,) = asyncio.run(scenario())
+    assert (sum(len(r.token_ids) for r in ranges), ranges[-1].weight_version) == (50, 1)
+
+
+def test_an_update_that_breaks_off_is_the_end_of_the_responses_it_cut_short(opened, other_weights):
+    engine, front = opened()
+    front.fail_at, front.stop_after = 4, 5
+
+    async def scenario():
+        running = asyncio.create_task(engine.ranges([request()], LONG, on_update="continue"))
+        await started(front, 1)
+        with pytest.raises(TornWeightsError):
+            await asyncio.to_thread(engine.load_weights, other_weights, 1)
+        async with asyncio.timeout(10):
+            await running
+
+    with pytest.raises(TornWeightsError, match="version 1 broke off"):
+        asyncio.run(scenario())
 
 
 def halves_of(table):

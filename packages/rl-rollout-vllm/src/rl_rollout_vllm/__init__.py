@@ -3,8 +3,9 @@
 from rl_rollout_vllm.availability import SUPPORTED, VLLMCapabilities, require_vllm
 from rl_rollout_vllm.checkpoint import require_shards
 from rl_rollout_vllm.config import RANKS, AdapterConfig, VLLMConfig
-from rl_rollout_vllm.engine import TokenRange, VLLMRolloutEngine, continued
+from rl_rollout_vllm.engine import VLLMRolloutEngine
 from rl_rollout_vllm.errors import EngineDiedError, TornWeightsError, VLLMUnavailableError
+from rl_rollout_vllm.ranges import OnUpdate, TokenRange, continued
 from rl_rollout_vllm.sampling import (
     LogprobsMode,
     SamplingArguments,
@@ -21,6 +22,7 @@ __all__ = [
     "AdapterConfig",
     "EngineDiedError",
     "LogprobsMode",
+    "OnUpdate",
     "SamplingArguments",
     "TokenRange",
     "TornWeightsError",

@@ -6,8 +6,8 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -19,37 +19,22 @@ from rl_rollout_vllm.buckets import Answer, Bucket, Buckets, checked, split
 from rl_rollout_vllm.checkpoint import Checkpoint, read_checkpoint, read_json, require_shards
 from rl_rollout_vllm.config import VLLMConfig
 from rl_rollout_vllm.errors import EngineDiedError, TornWeightsError
-from rl_rollout_vllm.front import Finish, Front, LoadedAdapter, Part, Piece, start_vllm
+from rl_rollout_vllm.front import Front, LoadedAdapter, Part, start_vllm
 from rl_rollout_vllm.gate import Gate
-from rl_rollout_vllm.loop import LoopThread
+from rl_rollout_vllm.loop import LoopThread, Pulled
+from rl_rollout_vllm.ranges import OnUpdate, TokenRange, continued
 from rl_rollout_vllm.sampling import required_logprobs_mode, sampling_arguments
 
 _ABORT_AGAIN_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRange:
-    """Tokens of one response that one version of the weights made.
-
-    Attributes:
-        token_ids: [T] their ids.
-        log_probs: [T] as of `Generation.log_probs`.
-        weight_version: the version that made them.
-        finish_reason: set in the last range of a response.
-    """
-
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    weight_version: int
-    finish_reason: Finish | None
-
-
 class VLLMRolloutEngine:
     """RolloutEngine over a vLLM engine in a process of its own.
 
-    Requests of one `generate` run side by side; several calls may, too. An update of the weights, or `pause`, aborts what runs:
-    those responses come back with the tokens they have and the finish reason `abort`, and `continued` says how to ask for the rest. What
-    arrives meanwhile waits until the new weights are in and verified. So one version made all tokens of a response.
+    Requests of one call run side by side; several calls may, too. An update of the weights aborts what runs. A response of `generate` comes
+    back with the tokens it has and the finish reason `abort`, so that one version made all of it, and `continued` says how to ask for the
+    rest. `ranges` and `stream` can ask for it themselves, and say of all tokens which version made them. `abort`, `pause` and `sleep` end a
+    response in any case. What arrives meanwhile waits until the new weights are in and verified.
 
     Lifecycle: the constructor starts the process and returns when it answers; `close` ends it. Calls may come from any thread and loop.
 
@@ -79,6 +64,7 @@ class VLLMRolloutEngine:
         self._adapter: tuple[Adapter, LoadedAdapter] | None = None
         self._numbers = itertools.count(1)
         self._running: set[str] = set()
+        self._endings = 0  # calls that end every response there is, whatever its policy on updates
         self._asleep: list[Part] = []
         self._buckets = Buckets(config.bucket_bytes)
         self._changing = asyncio.Lock()  # one pause, resume or update at a time
@@ -103,18 +89,35 @@ class VLLMRolloutEngine:
             RolloutError: names the request that can't be served; or nothing is admitted (see TornWeightsError), or EngineDiedError.
             ConfigError: parameters that vLLM, or this engine's logprobs_mode, can't serve.
         """
-        self._check(requests, params)
-        return await self._loop.call(self._generate(requests, params))
+        return [_generation(made) for (made,) in await self.ranges(requests, params, on_update="abort")]
 
-    async def stream(self, request: GenerationRequest, params: SamplingParams) -> AsyncGenerator[TokenRange]:
-        """The tokens of one response as they are made; the last range has a finish reason. Errors as of `generate`."""
+    async def ranges(
+        self, requests: Sequence[GenerationRequest], params: SamplingParams, *, on_update: OnUpdate
+    ) -> list[tuple[TokenRange, ...]]:
+        """The responses in order, each in its token ranges; the last range has a finish reason, and may have no tokens.
+
+        Args:
+            on_update: "abort" makes one range of each. With "continue" the new weights go on where an update of the weights cut a response
+                short: they compute keys and values of all its tokens anew, what is left of the budget is asked for, and the seed is that of
+                its next position. So what is drawn depends on where the update fell.
+
+        Raises:
+            As of `generate`. An update that broke off loses the tokens of the responses that it cut short.
+        """
+        self._check(requests, params)
+        return await self._loop.call(self._all(requests, params, on_update))
+
+    async def stream(
+        self, request: GenerationRequest, params: SamplingParams, *, on_update: OnUpdate = "abort"
+    ) -> AsyncGenerator[TokenRange]:
+        """The tokens of one response as they are made; the last range has a finish reason. Otherwise as `ranges`."""
         self._check([request], params)
-        ranges = _Pulled(self._ranges(request, params, stream=True))
+        pulled = Pulled(self._ranges(request, params, on_update, stream=True))
         try:
-            while (made := await self._loop.call(ranges.next())) is not None:
+            while (made := await self._loop.call(pulled.next())) is not None:
                 yield made
         finally:
-            await self._loop.call(ranges.close())
+            await self._loop.call(pulled.close())
 
     def _check(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> None:
         mode = required_logprobs_mode(params)
@@ -140,30 +143,51 @@ class VLLMRolloutEngine:
                 f"{name}: token ids must lie in 0..{self._model.vocabulary - 1}; got {min(ids)} to {max(ids)}."
             )
 
-    async def _generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Generation]:
-        tasks = [asyncio.ensure_future(self._one(request, params)) for request in requests]
+    async def _all(
+        self, requests: Sequence[GenerationRequest], params: SamplingParams, on_update: OnUpdate
+    ) -> list[tuple[TokenRange, ...]]:
+        tasks = [asyncio.ensure_future(self._whole(request, params, on_update)) for request in requests]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _one(self, request: GenerationRequest, params: SamplingParams) -> Generation:
-        async for made in self._ranges(request, params, stream=False):
-            if made.finish_reason is not None:
-                return Generation(
-                    response_ids=made.token_ids,
-                    log_probs=made.log_probs,
-                    finish_reason=made.finish_reason,
-                    weight_version=made.weight_version,
-                )
-        raise RolloutError(f"Request {request.uid!r}, session {request.session}: vLLM ended it without a reason.")
+    async def _whole(
+        self, request: GenerationRequest, params: SamplingParams, on_update: OnUpdate
+    ) -> tuple[TokenRange, ...]:
+        ranges = tuple([made async for made in self._ranges(request, params, on_update, stream=False)])
+        if not ranges or ranges[-1].finish_reason is None:
+            raise RolloutError(f"Request {request.uid!r}, session {request.session}: vLLM ended it without a reason.")
+        return ranges
 
     async def _ranges(
+        self, request: GenerationRequest, params: SamplingParams, on_update: OnUpdate, *, stream: bool
+    ) -> AsyncGenerator[TokenRange]:
+        await self._gate.enter(self._config.call_timeout_s)
+        endings, so_far, rest = self._endings, list[int](), (request, params)
+        while rest is not None:
+            asked, rest = rest, None
+            async with aclosing(self._part(*asked, stream=stream)) as part:
+                async for made in part:
+                    so_far += made.token_ids
+                    if made.finish_reason != "abort" or on_update == "abort" or self._endings != endings:
+                        yield made
+                    elif (rest := continued(request, params, so_far)) is None:
+                        yield replace(made, finish_reason="length")
+                    elif made.token_ids:
+                        yield replace(made, finish_reason=None)
+            if rest is not None:
+                await self._gate.enter(self._config.call_timeout_s)
+                if self._endings != endings:  # while it waited
+                    yield TokenRange((), (), self._version, "abort")
+                    return
+
+    async def _part(
         self, request: GenerationRequest, params: SamplingParams, *, stream: bool
     ) -> AsyncGenerator[TokenRange]:
+        """What one version of the weights makes of a request; it must have been admitted at this moment."""
         arguments = sampling_arguments(request, params, self._model.eos_ids)
-        await self._gate.enter(self._config.call_timeout_s)
         number = f"{next(self._numbers)}"
         version, adapter = self._version, self._adapter  # nothing can change them before this request has ended
         self._running.add(number)
@@ -173,7 +197,7 @@ class VLLMRolloutEngine:
         )
         try:
             async for piece in pieces:
-                yield _range(piece, version)
+                yield TokenRange(piece.token_ids, piece.log_probs, version, piece.finish_reason)
         finally:
             await pieces.aclose()
             self._running.discard(number)
@@ -184,7 +208,7 @@ class VLLMRolloutEngine:
 
     async def abort(self) -> None:
         """End all requests that run; they come back with what they have."""
-        await self._loop.call(self._front.abort(tuple(self._running)))
+        await self._loop.call(self._abort())
 
     async def pause(self, mode: Literal["abort", "keep"] = "abort") -> None:
         """Admit nothing until `resume`. What runs is aborted, or kept as it is; an update of the weights aborts what was kept."""
@@ -222,9 +246,14 @@ class VLLMRolloutEngine:
             self._loop.close()
             self._buckets.close()
 
+    async def _abort(self) -> None:
+        self._endings += 1
+        await self._front.abort(tuple(self._running))
+
     async def _pause(self, mode: Literal["abort", "keep"]) -> None:
         async with self._changing:
             self._gate.hold("pause", "the engine is paused, call resume")
+            self._endings += mode == "abort"
             await self._front.pause(mode)
             if mode == "abort":
                 await self._drain()
@@ -244,6 +273,7 @@ class VLLMRolloutEngine:
             if self._asleep:
                 raise RolloutError("The vLLM engine sleeps already; call wake.")
             self._gate.hold("sleep", "the engine sleeps, call wake")
+            self._endings += 1
             await self._quiet()
             self._asleep = ["weights", "kv_cache"]
             if level == 2:
@@ -404,44 +434,11 @@ class VLLMRolloutEngine:
         return await start(self._config, self._model), Gate(), asyncio.Event()
 
 
-def continued(
-    request: GenerationRequest, params: SamplingParams, so_far: Sequence[int]
-) -> tuple[GenerationRequest, SamplingParams] | None:
-    """What to ask for after an abort: the response so far becomes part of the prompt and counts against the budget of the whole response.
-
-    None: the budget is used up.
-    """
-    left = params.max_new_tokens - len(so_far)
-    if left <= 0:
-        return None
-    return (
-        GenerationRequest(uid=request.uid, session=request.session, prompt_ids=(*request.prompt_ids, *so_far)),
-        SamplingParams(
-            max_new_tokens=left,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            ignore_eos=params.ignore_eos,
-            seed=params.seed,
-        ),
+def _generation(made: TokenRange) -> Generation:
+    assert made.finish_reason is not None, "the last range of a response"
+    return Generation(
+        response_ids=made.token_ids,
+        log_probs=made.log_probs,
+        finish_reason=made.finish_reason,
+        weight_version=made.weight_version,
     )
-
-
-class _Pulled:
-    """A generator that is read and closed from another loop; closing waits for a reader that was cancelled to be out of it."""
-
-    def __init__(self, ranges: AsyncGenerator[TokenRange]) -> None:
-        self._ranges = ranges
-        self._lock = asyncio.Lock()
-
-    async def next(self) -> TokenRange | None:
-        async with self._lock:
-            return await anext(self._ranges, None)
-
-    async def close(self) -> None:
-        async with self._lock:
-            await self._ranges.aclose()
-
-
-def _range(piece: Piece, version: int) -> TokenRange:
-    return TokenRange(piece.token_ids, piece.log_probs, version, piece.finish_reason)

@@ -15,9 +15,9 @@ from rl_rollout_vllm.availability import VLLMCapabilities, require_vllm
 from rl_rollout_vllm.checkpoint import Checkpoint
 from rl_rollout_vllm.config import VLLMConfig, environment
 from rl_rollout_vllm.errors import EngineDiedError
+from rl_rollout_vllm.ranges import Finish
 from rl_rollout_vllm.sampling import SamplingArguments
 
-Finish = Literal["stop", "length", "abort"]
 Part = Literal["weights", "kv_cache"]
 """What of an engine's memory sleeps and wakes by itself."""
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

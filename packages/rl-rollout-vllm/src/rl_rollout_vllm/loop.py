@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, Generic, TypeVar
 
 from rl_protocol.errors import RolloutError
 
@@ -49,6 +49,24 @@ class LoopThread:
         self._thread.join(_CLOSE_TIMEOUT_S)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+class Pulled(Generic[T]):
+    """A generator that is read and closed from another loop; closing waits for a reader that was cancelled to be out of it."""
+
+    def __init__(self, items: AsyncGenerator[T]) -> None:
+        self._items = items
+        self._lock = asyncio.Lock()
+
+    async def next(self) -> T | None:
+        """The next one; None: there are no more."""
+        async with self._lock:
+            return await anext(self._items, None)
+
+    async def close(self) -> None:
+        """Close it."""
+        async with self._lock:
+            await self._items.aclose()
 
 
 async def _cancel_all() -> None:
