@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +41,8 @@ class Host:
         logging.captureWarnings(capture=True)
         logging.getLogger(__name__).info("worker %s starts as %s, process %d", name, role, os.getpid())
         if role != "reward":
-            from rl_app_ppo.wiring import models  # torch and transformers: the reward process does without them
+            with uncollected():
+                from rl_app_ppo.wiring import models  # torch and transformers: the reward process does without them
 
             models.configure(threads)
 
@@ -94,7 +97,22 @@ class Host:
         return b""
 
     async def _build(self, call: BuildCall) -> bytes:
-        from rl_app_ppo.wiring import roles
+        with uncollected():
+            from rl_app_ppo.wiring import roles
 
-        self._worker, self._weights = await roles.build(self._role, call)
+            self._worker, self._weights = await roles.build(self._role, call)
         return b""
+
+
+@contextmanager
+def uncollected() -> Generator[None]:
+    """Within, nothing is searched for garbage: importing torch and transformers makes hardly any, and the search is a sixth of its time.
+
+    What is there at the end is not searched later, either.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
