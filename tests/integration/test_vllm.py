@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 VLLM = ("rollout.name=vllm", "rollout.kv_cache_mb=64", "rollout.max_batch_size=64", "ray.start_timeout_s=400")
 TOLERANCE = 1e-3
+ADAPTER_BYTES = 4 * 8 * 2 * (4 * (128 + 128) + 3 * (128 + 256))
+"""Rank 8 of two layers of the demo's model, float32: q, k, v and o of 128 by 128, gate and up of 256 by 128, down of 128 by 256."""
 
 
 def test_a_policy_with_a_tool_trains_with_an_engine_of_two_processes(app, calculator_model):
@@ -42,6 +44,31 @@ def test_a_policy_with_a_tool_trains_with_an_engine_of_two_processes(app, calcul
     assert sum(m["agent/tool_calls/mean"] for m in trained) > 0
     # vLLM's log-probs under the weights of the last sync are the trainer's under its own, in every turn
     assert max(m["training/rollout_log_probs_diff_max"] for m in trained) < TOLERANCE
+    assert all(m["actor/grad_norm"] > 0 for m in trained)
+
+
+def test_adapters_alone_reach_every_shard_of_an_engine_of_two_processes(app):
+    """Each worker is handed the whole adapter and keeps its shard; the delta engine counts the bytes that differ from those of the step before."""
+    done = app(
+        *VLLM,
+        "rollout.tensor_model_parallel_size=2",
+        "lora.rank=8",
+        "actor.optim.lr=1e-2",
+        "checkpoint_engine.backend=delta-shm",
+        "trainer.val_before_train=false",
+        "trainer.total_training_steps=3",
+        "trainer.test_freq=0",
+        timeout=550,
+    )
+    assert done.code == 0, done.err
+    trained = [m for m in done.metrics if m["step"]]
+    assert [m["weight_sync/version"] for m in trained] == [1, 2, 3]
+    assert [m["training/policy_lag"] for m in trained] == [0, 0, 0]
+    assert {m["weight_sync/bytes"] for m in trained} == {ADAPTER_BYTES}
+    assert min(m["weight_sync/changed_share"] for m in trained) > 0.9
+    # were a shard without its part of the adapter, or with that of the step before, these would be some tenths
+    assert max(m["training/rollout_log_probs_diff_max"] for m in trained) < TOLERANCE
+    assert trained[-1]["training/rollout_log_probs_diff_max"] > 0
     assert all(m["actor/grad_norm"] > 0 for m in trained)
 
 
@@ -88,8 +115,7 @@ def test_adapters_of_megatron_are_served_and_an_engine_that_is_killed_is_replace
     assert [m["training/policy_lag"] for m in trained] == [0] * steps
     for m in trained:  # 8 responses to each of 8 prompts, as in every other step
         assert m["perf/total_num_tokens"] == pytest.approx(64 * (m["prompt_length/mean"] + m["response_length/mean"]))
-    # rank 8 of two layers of the demo's model, float32: q, k, v and o of 128 by 128, gate and up of 256 by 128, down of 128 by 256
-    assert {m["weight_sync/bytes"] for m in trained} == {4 * 8 * 2 * (4 * (128 + 128) + 3 * (128 + 256))}
+    assert {m["weight_sync/bytes"] for m in trained} == {ADAPTER_BYTES}
     assert max(m["training/rollout_log_probs_diff_max"] for m in trained) < TOLERANCE
 
 
