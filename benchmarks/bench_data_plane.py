@@ -16,7 +16,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -218,11 +218,11 @@ def compare(ours: Ours, peers: list[Peer], pairs: int, kind: str, only: set[str]
     return rows
 
 
-def latency(ours: Ours, pairs: int) -> list[dict[str, Any]]:
-    """How a get that moves nothing grows with the bytes, for rows not located before and for rows that were."""
+def latency(ours: Ours, pairs: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """How a get that moves nothing grows with the MiB, for rows not located before and for rows that were."""
     first: dict[int, list[float]] = {}
     again: dict[int, list[float]] = {}
-    sizes = (16, 64, 256, 512)
+    few, many = sizes[0], sizes[-1]
     for turn in range(-1, pairs):
         for mib in sizes if turn % 2 else sizes[::-1]:
             data = BatchData({"x": DenseColumn(np.zeros((256, mib << 12), np.uint8), "uint8")})
@@ -237,8 +237,10 @@ def latency(ours: Ours, pairs: int) -> list[dict[str, Any]]:
     rows = []
     for what, times in (("", first), (" again", again)):
         ms = {f"{mib} MiB": float(f"{statistics.median(times[mib]) * 1e3:.4g}") for mib in sizes}
-        growth = statistics.median(b / a for a, b in zip(times[16], times[512], strict=True))
-        rows.append(verdict(f"get{what}, growth from 16 to 512 MiB", growth, 2, 1.2, at_least=False, median_ms=ms))
+        growth = statistics.median(b / a for a, b in zip(times[few], times[many], strict=True))
+        rows.append(
+            verdict(f"get{what}, growth from {few} to {many} MiB", growth, 2, 1.2, at_least=False, median_ms=ms)
+        )
     return rows
 
 
@@ -314,10 +316,11 @@ def main() -> None:
     """Compare, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--smoke", action="store_true", help="an eighth of the bytes, 3 pairs, nothing written")
+    parser.add_argument("--smoke", action="store_true", help="an eighth of the bytes and less, 1 pair, nothing written")
     parser.add_argument("--only", default="put,get,latency,gather,alloc")
     arguments = parser.parse_args()
-    pairs, width = (3, WIDTH // 8) if arguments.smoke else (arguments.pairs, WIDTH)
+    pairs, width = (1, WIDTH // 8) if arguments.smoke else (arguments.pairs, WIDTH)
+    units, sizes = ((1,), (1, 4)) if arguments.smoke else ((1, 2), (16, 64, 256, 512))
     only = set(arguments.only.split(","))
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
@@ -327,7 +330,7 @@ def main() -> None:
         plane = stack.enter_context(start_local_plane(TransferQueueConfig(capacity_mb=2400, num_storage_units=2)))
         client = loop.run_until_complete(connect(plane.descriptor))
         stack.callback(lambda: loop.run_until_complete(client.close()))
-        peers = stack.enter_context(peer_planes(1, 2)) if only & {"put", "get"} else []
+        peers = stack.enter_context(peer_planes(*units)) if only & {"put", "get"} else []
         for kind in ("dense", "mixed"):
             payload = Payload(kind, width)
             ours = Ours(loop, client, list(plane.pids), payload)
@@ -338,7 +341,7 @@ def main() -> None:
             if kind == "dense":
                 rows += gather(ours, pairs) if "gather" in only else []
                 rows += alloc(ours, pairs, width) if "alloc" in only else []
-        rows += latency(ours, pairs) if "latency" in only else []
+        rows += latency(ours, pairs, sizes) if "latency" in only else []
     if not arguments.smoke:
         publish("data_plane", rows)
 

@@ -1,6 +1,6 @@
 """How much of the weights does a step of training change, and what does it cost to send only that?
 
-    uv run benchmarks/bench_delta_in_training.py [--lrs 1e-6,3e-6,1e-5,1e-4] [--steps 20] [--smoke]
+    uv run benchmarks/bench_delta_in_training.py [--lrs 1e-6,3e-6,1e-5,1e-4] [--steps 20] [--set KEY=VALUE ..] [--smoke]
 
 Runs the app with rollout in bfloat16 and engine delta-shm, once for each learning rate, and reads what each sync reported: the share of
 elements whose bits changed, and the bytes that travelled. `ideal` is a 16-bit gap and a 16-bit value for each changed element. The first
@@ -27,7 +27,7 @@ GAP_BYTES, VALUE_BYTES = 2, 2
 MOST_OF_IDEAL, MOST_OF_FULL, AT_SHARE = 1.2, 0.10, 0.03
 
 
-def run(lr: str, steps: int, folder: Path) -> dict[str, Any]:
+def run(lr: str, steps: int, more: list[str], folder: Path) -> dict[str, Any]:
     """One run of the app; what its syncs moved.
 
     Raises:
@@ -43,7 +43,12 @@ def run(lr: str, steps: int, folder: Path) -> dict[str, Any]:
         "trainer.output_dir": folder,
         "trainer.run_name": f"lr{lr}",
     }
-    command = [sys.executable, str(ROOT / "apps" / "ppo"), *(f"{key}={value}" for key, value in overrides.items())]
+    command = [
+        sys.executable,
+        str(ROOT / "apps" / "ppo"),
+        *(f"{key}={value}" for key, value in overrides.items()),
+        *more,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     if done.returncode:
         raise RuntimeError(f"lr={lr} ended with {done.returncode}: {done.stderr}")
@@ -113,14 +118,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lrs", default="1e-6,3e-6,1e-5,1e-4")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="another override of all runs of the app"
+    )
     parser.add_argument("--smoke", action="store_true", help="one learning rate, 3 steps, nothing written")
     arguments = parser.parse_args()
     if arguments.smoke:
-        arguments = parser.parse_args(["--smoke", "--lrs", "1e-6", "--steps", "3"])
+        arguments.lrs, arguments.steps = "1e-6", 3
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for lr in arguments.lrs.split(","):
-            rows.append(run(lr, arguments.steps, Path(folder)))
+            rows.append(run(lr, arguments.steps, arguments.set, Path(folder)))
             print({k: v for k, v in rows[-1].items() if k != "changed_share"}, flush=True)
     judged = verdicts(rows)
     if arguments.smoke:

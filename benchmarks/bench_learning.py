@@ -34,16 +34,16 @@ def run(algorithm: str, overrides: list[str], folder: Path, *, warm_up: bool = T
     Raises:
         RuntimeError: the run failed.
     """
-    name = "-".join([algorithm, *overrides]).replace("/", "_")
+    output = Path(tempfile.mkdtemp(dir=folder))
     command = [sys.executable, str(ROOT / "apps" / "ppo"), f"algorithm={algorithm}", *overrides]
-    command += [f"trainer.output_dir={folder}", f"trainer.run_name={name}"]
+    command += [f"trainer.output_dir={output}", "trainer.run_name=run"]
     command += [f"model.cache_dir={folder / 'cache'}"] if warm_up else []
     start = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     seconds = time.perf_counter() - start
     if done.returncode:
-        raise RuntimeError(f"{name} ended with {done.returncode}: {done.stderr}")
-    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        raise RuntimeError(f"{' '.join([algorithm, *overrides])} ended with {done.returncode}: {done.stderr}")
+    lines = [json.loads(line) for line in (output / "run" / "metrics.jsonl").read_text().splitlines()]
     curve = [(m["step"], m[name]) for m in lines for name in m if re.fullmatch("val-core/.*/acc/mean@1", name)]
     trained = [m for m in lines if m["step"]]
     return {
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="one seed, GRPO, 2 steps, nothing written")
     arguments = parser.parse_args()
     if arguments.smoke:
-        arguments = parser.parse_args(["--smoke", "--seeds", "0", "--algorithms", "grpo", "--steps", "2"])
+        arguments.seeds, arguments.algorithms, arguments.steps = "0", "grpo", 2
     rows: list[dict[str, Any]] = []
     algorithms = ["grpo_calculator"] if arguments.tool else arguments.algorithms.split(",")
     with tempfile.TemporaryDirectory() as folder:

@@ -127,9 +127,23 @@ def children() -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
-def speed(folder: Path, pairs: int, requests: int, tokens: int) -> dict[str, Any]:
+def config_of(folder: Path) -> VLLMConfig:
+    """Of both sides."""
+    return VLLMConfig(model_path=str(folder), max_num_seqs=64, kv_cache_bytes=KV_BYTES, call_timeout_s=T)
+
+
+@contextlib.contextmanager
+def started(folder: Path) -> Iterator[tuple[VLLMRolloutEngine, set[int]]]:
+    """Our engine, and its processes."""
+    known = children()
+    with closing(VLLMRolloutEngine(config_of(folder))) as ours:
+        yield ours, children() - known
+
+
+def speed(
+    ours: VLLMRolloutEngine, ours_pids: set[int], folder: Path, pairs: int, requests: int, tokens: int
+) -> dict[str, Any]:
     """Tokens per second, ours to bare."""
-    config = VLLMConfig(model_path=str(folder), max_num_seqs=64, kv_cache_bytes=KV_BYTES, call_timeout_s=T)
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
     asked = [
         GenerationRequest(
@@ -138,21 +152,19 @@ def speed(folder: Path, pairs: int, requests: int, tokens: int) -> dict[str, Any
         for i in range(requests)
     ]
     me, known = os.getpid(), children()
-    with closing(VLLMRolloutEngine(config)) as ours:
-        ours_pids = children() - known
-        with closing(Bare(config)) as bare:
-            bare_pids = children() - known - ours_pids
+    with closing(Bare(config_of(folder))) as bare:
+        bare_pids = children() - known
 
-            def step_ours() -> None:
-                made = asyncio.run(ours.generate(asked, params))
-                assert sum(len(g.response_ids) for g in made) == requests * tokens
+        def step_ours() -> None:
+            made = asyncio.run(ours.generate(asked, params))
+            assert sum(len(g.response_ids) for g in made) == requests * tokens
 
-            def step_bare() -> None:
-                assert bare.generate(asked, params) == requests * tokens
+        def step_bare() -> None:
+            assert bare.generate(asked, params) == requests * tokens
 
-            timings = take_turns(
-                [Subject("ours", step_ours, [me, *ours_pids]), Subject("bare", step_bare, [me, *bare_pids])], pairs
-            )
+        timings = take_turns(
+            [Subject("ours", step_ours, [me, *ours_pids]), Subject("bare", step_bare, [me, *bare_pids])], pairs
+        )
     figures = summary(timings)
     for row in figures.values():
         row["tokens_per_s"] = float(f"{requests * tokens / row['wall_ms'] * 1e3:.4g}")
@@ -169,21 +181,18 @@ def speed(folder: Path, pairs: int, requests: int, tokens: int) -> dict[str, Any
     )
 
 
-def update(folder: Path, models: list[list[WeightTensor]], pairs: int) -> dict[str, Any]:
+def update(ours: VLLMRolloutEngine, pids: set[int], models: list[list[WeightTensor]], pairs: int) -> dict[str, Any]:
     """Time of an update, ours to moving the bytes."""
     nbytes = sum(weight.nbytes for weight in models[0])
-    config = VLLMConfig(model_path=str(folder), max_num_seqs=64, kv_cache_bytes=KV_BYTES, call_timeout_s=T)
-    me, known, versions = os.getpid(), children(), iter(range(1, 1 << 20))
-    with closing(VLLMRolloutEngine(config)) as ours, tempfile.TemporaryDirectory() as directory:
-        pids = children() - known
-        with closing(Ours("shm", 1, models, directory)) as shm:
+    me, versions = os.getpid(), iter(range(1, 1 << 20))
+    with tempfile.TemporaryDirectory() as directory, closing(Ours("shm", 1, models, directory)) as shm:
 
-            def step() -> None:
-                version = next(versions)
-                ours.load_weights(models[version % 2], version)
+        def step() -> None:
+            version = next(versions)
+            ours.load_weights(models[version % 2], version)
 
-            subjects = [Subject("ours", step, [me, *pids]), Subject("shm", shm.step, shm.pids, shm.write)]
-            timings = take_turns(subjects, pairs)
+        subjects = [Subject("ours", step, [me, *pids]), Subject("shm", shm.step, shm.pids, shm.write)]
+        timings = take_turns(subjects, pairs)
     ratio = paired(timings, "ours", "shm")
     return verdict(
         f"update of {nbytes / 2**20:.0f} MiB: time against the engine shm alone",
@@ -202,21 +211,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--mib", type=float, default=512, help="size of the model that is updated")
-    parser.add_argument("--smoke", action="store_true", help="tiny models, 1 pair, nothing written")
+    parser.add_argument("--smoke", action="store_true", help="one tiny model for both, 1 pair, nothing written")
     arguments = parser.parse_args()
     try:
         require_vllm()
     except RLError as error:
         parser.error(str(error))
-    pairs, mib, requests, tokens = (1, 2.0, 8, 8) if arguments.smoke else (arguments.pairs, arguments.mib, 128, 64)
     with tempfile.TemporaryDirectory() as directory:
         small, large = Path(directory) / "small", Path(directory) / "large"
-        make_model(small, 2.0 if arguments.smoke else 16.0, 0)
-        rows = [speed(small, pairs, requests, tokens)]
-        models = [make_model(large, mib, seed) for seed in (1, 2)]
-        rows.append(update(large, models, pairs))
-    if not arguments.smoke:
-        publish("rollout", rows)
+        if arguments.smoke:
+            models = [make_model(small, 2.0, seed) for seed in (1, 2)]
+            with started(small) as (ours, pids):
+                speed(ours, pids, small, 1, 8, 8)
+                update(ours, pids, models, 1)
+            return
+        make_model(small, 16.0, 0)
+        with started(small) as (ours, pids):
+            rows = [speed(ours, pids, small, arguments.pairs, 128, 64)]
+        models = [make_model(large, arguments.mib, seed) for seed in (1, 2)]
+        with started(large) as (ours, pids):
+            rows.append(update(ours, pids, models, arguments.pairs))
+    publish("rollout", rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Is the torch backend as fast as a loop written by hand, what does packing bring, what does the driver cost, and which combinations learn?
 
-    uv run benchmarks/bench_trainer.py [--only throughput,packed,driver] [--smoke]
+    uv run benchmarks/bench_trainer.py [--only throughput,packed,driver] [--set KEY=VALUE ..] [--smoke]
     uv run benchmarks/bench_trainer.py --only learning [--combinations rloo:gspo,...] [--seeds 0,1,2] [--steps N]
 
 The first three run both sides in turns and take minutes; the last one runs the app as a user would, once per combination and seed. --smoke
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,20 +179,19 @@ def packed(path: Path, pairs: int, *, smoke: bool) -> list[dict[str, Any]]:
     ]
 
 
-def driver(_: Path, pairs: int, *, smoke: bool) -> list[dict[str, Any]]:
-    """CPU time of the driver in a step of the demo against the step, two rollout workers and two ranks of the actor."""
+def driver(more: Sequence[str], *, smoke: bool) -> list[dict[str, Any]]:
+    """CPU time of the driver in a step of the demo against the step, two rollout workers and two ranks of the actor; `more` overrides."""
     import json
     import subprocess
     import sys
 
     from common import ROOT
 
-    del pairs
     with tempfile.TemporaryDirectory() as folder:
         overrides = ["rollout.num_workers=2", "model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu"]
         overrides += [f"trainer.output_dir={folder}", "trainer.run_name=run", "trainer.test_freq=0"]
         overrides += [f"trainer.total_training_steps={2 if smoke else 10}", "trainer.val_before_train=false"]
-        command = [sys.executable, str(ROOT / "apps" / "ppo"), *overrides]
+        command = [sys.executable, str(ROOT / "apps" / "ppo"), *overrides, *more]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=900)
         lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
     shares = sorted(line["perf/driver_cpu_s"] / line["timing_s/step"] for line in lines if line["step"] > 1)
@@ -237,6 +237,9 @@ def main() -> None:
     parser.add_argument("--combinations", default=",".join(COMBINATIONS))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=0, help="0: as many as the app's default")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="another override of the app's run (driver)"
+    )
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -244,12 +247,17 @@ def main() -> None:
     if arguments.only == "learning":
         learning(arguments.combinations.split(","), arguments.seeds.split(","), arguments.steps)
         return
-    questions = {"throughput": throughput, "packed": packed, "driver": driver}
+    pairs, smoke = 2 if arguments.smoke else arguments.pairs, arguments.smoke
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        path = make_model(Path(folder), smoke=arguments.smoke)
+        path = make_model(Path(folder), smoke=smoke)
+        questions: dict[str, Callable[[], list[dict[str, Any]]]] = {
+            "throughput": lambda: throughput(path, pairs, smoke=smoke),
+            "packed": lambda: packed(path, pairs, smoke=smoke),
+            "driver": lambda: driver(arguments.set, smoke=smoke),
+        }
         for name in arguments.only.split(","):
-            rows += questions[name](path, 2 if arguments.smoke else arguments.pairs, smoke=arguments.smoke)
+            rows += questions[name]()
     if not arguments.smoke:
         publish("trainer_" + "_".join(arguments.only.split(",")), rows)
 

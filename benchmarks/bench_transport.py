@@ -103,9 +103,9 @@ def main() -> None:
     """Compare, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--smoke", action="store_true", help="an eighth of the bytes, 3 pairs, nothing written")
+    parser.add_argument("--smoke", action="store_true", help="an eighth of the bytes, 1 pair, nothing written")
     arguments = parser.parse_args()
-    pairs, width = (3, WIDTH // 8) if arguments.smoke else (arguments.pairs, WIDTH)
+    pairs, width, units = (1, WIDTH // 8, (1,)) if arguments.smoke else (arguments.pairs, WIDTH, (1, 2))
     torch.set_num_threads(1)
     config = TransferQueueConfig(capacity_mb=1400, num_storage_units=2, listen="127.0.0.2", shared_memory=False)
     with contextlib.ExitStack() as stack:
@@ -114,7 +114,7 @@ def main() -> None:
         plane = stack.enter_context(start_local_plane(config))
         client = loop.run_until_complete(connect(plane.descriptor))
         stack.callback(lambda: loop.run_until_complete(client.close()))
-        peers = stack.enter_context(peer_planes(1, 2))
+        peers = stack.enter_context(peer_planes(*units))
         payload = Payload("dense", width)
         ours = Ours(loop, client, list(plane.pids), payload)
         sides = [Peer(peer, payload) for peer in peers]

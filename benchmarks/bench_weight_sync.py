@@ -368,10 +368,10 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument(
-        "--smoke", action="store_true", help="16 MiB, 2 pairs, 2 receivers for one engine alone, nothing written"
+        "--smoke", action="store_true", help="16 MiB, 1 pair, 2 receivers for one engine alone, nothing written"
     )
     arguments = parser.parse_args()
-    pairs, gib = (2, 1 / 64) if arguments.smoke else (arguments.pairs, arguments.gib)
+    pairs, gib = (1, 1 / 64) if arguments.smoke else (arguments.pairs, arguments.gib)
     models = versions(gib)
     assert len(models[0]) == 300
     names = arguments.only.split(",")

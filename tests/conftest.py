@@ -39,12 +39,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _contexts_of_vllm(request: pytest.FixtureRequest) -> Iterator[None]:
-    """An engine of vLLM's that did not start leaves its ZeroMQ context to the garbage collector, which warns of it: here, not in a later test."""
+    """An engine of vLLM's that did not start leaves its ZeroMQ context to the garbage collector, which warns of it: here, not in a later test.
+
+    What was there before the test is not searched: with vLLM imported, that alone takes most of a second.
+    """
+    if not request.node.get_closest_marker("vllm"):
+        yield
+        return
+    gc.freeze()
     yield
-    if request.node.get_closest_marker("vllm"):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Unclosed context", ResourceWarning)
-            gc.collect()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Unclosed context", ResourceWarning)
+        gc.collect()
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def demo_models(request):
+    """Folder of demo models that were made by an earlier test or an earlier run of pytest: see rl_app_ppo.demo.store for when one is made anew."""
+    return request.config.cache.mkdir("demo_models")
+
+
+@pytest.fixture(scope="session")
+def base_model(demo_models):
+    """A demo model after a warm-up of a few steps: enough to train on, quick to make."""
+    from rl_app_ppo.demo.settings import WarmUpSettings
+    from rl_app_ppo.demo.warmup import cached_base_model
+
+    return cached_base_model(demo_models, WarmUpSettings(max_steps=80, check_every=80, validation_size=64))
 
 
 @pytest.fixture

@@ -15,6 +15,15 @@ NO_MEASUREMENT = {"compare.py", "report.py", "scale_model.py"}
 """Scripts that work on results; test_compare, test_documents and test_scaling run them."""
 BY_NAME = {"bench_controller_bottleneck.py", "bench_same_training.py", "data_plane.py"}
 """Run by a test of their own, which looks at what they print."""
+OF_THE_APP = {"bench_delta_in_training.py", "bench_learning.py", "bench_trainer.py"}
+"""Run the app, which is told here to do little, with a model that is there already."""
+LITTLE = (
+    "data.val_size=32",
+    "data.train_batch_size=8",
+    "actor.ppo_mini_batch_size=8",
+    "rollout.num_workers=1",
+    "actor.use_kl_loss=false",
+)
 WITH_VLLM = {"bench_rollout.py"}
 """Need an environment of their own."""
 
@@ -34,7 +43,8 @@ def test_every_script_that_measures_has_a_tiny_mode():
 def test_it_runs(name: str, script: Callable[..., str], request: pytest.FixtureRequest):
     if re.search(r"^from peer_transferqueue|pytest.main", (BENCHMARKS / name).read_text(), re.MULTILINE):
         request.getfixturevalue("bench_group")
-    assert script(name, "--smoke").strip()
+    overrides = (f"model.path={request.getfixturevalue('base_model')}", *LITTLE) if name in OF_THE_APP else ()
+    assert script(name, "--smoke", *(f"--set={override}" for override in overrides)).strip()
 
 
 @pytest.mark.vllm

@@ -101,21 +101,6 @@ def mark():
 
 
 @pytest.fixture(scope="session")
-def demo_models(request):
-    """Folder of demo models that were made by an earlier test or an earlier run of pytest: see rl_app_ppo.demo.store for when one is made anew."""
-    return request.config.cache.mkdir("demo_models")
-
-
-@pytest.fixture(scope="session")
-def base_model(demo_models):
-    """A demo model after a warm-up of a few steps: enough to train on, quick to make."""
-    from rl_app_ppo.demo.settings import WarmUpSettings
-    from rl_app_ppo.demo.warmup import cached_base_model
-
-    return cached_base_model(demo_models, WarmUpSettings(max_steps=80, check_every=80, validation_size=64))
-
-
-@pytest.fixture(scope="session")
 def calculator_model(demo_models):
     """One that knows how the calculator is called, seldom does, and mostly guesses."""
     from rl_app_ppo.demo.demos import DEMOS

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import yaml
 
 from rl_app_ppo.config import from_yaml
 
@@ -42,17 +41,25 @@ def test_grpo_runs_and_writes_everything(app):
 
 
 @pytest.mark.slow
-def test_the_checkpoint_is_a_hugging_face_one_and_can_be_trained_on(app, base_model):
+def test_the_checkpoint_is_a_hugging_face_one_and_driver_bytes_do_not_grow_with_the_responses(app, base_model):
+    """Two runs: the second trains on the checkpoint of the first, with responses twice as long."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    done = app("actor.optim.lr=1e-3")
+    steps = ("rollout.ignore_eos=true", "trainer.total_training_steps=1")
+    done = app(*steps, "actor.optim.lr=1e-3", "rollout.response_length=8")
     assert done.code == 0, done.err
     checkpoint = done.folder / "checkpoint"
     model, base = (AutoModelForCausalLM.from_pretrained(path) for path in (checkpoint, base_model))
     assert any(not a.equal(b) for a, b in zip(model.parameters(), base.parameters(), strict=True))
     assert AutoTokenizer.from_pretrained(checkpoint).encode("37+45=")
-    again = app(f"model.path={checkpoint}", "trainer.run_name=again", "trainer.total_training_steps=1")
+    again = app(*steps, f"model.path={checkpoint}", "trainer.run_name=again", "rollout.response_length=16")
     assert again.code == 0, again.err
+    used = {}
+    for folder in (done.folder, done.folder.parent / "again"):
+        (line,) = [m for m in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if m["step"]]
+        used[line["response_length/mean"]] = line["perf/driver_bytes"]
+    assert sorted(used) == [8, 16]
+    assert used[16] == pytest.approx(used[8], rel=0.1)
 
 
 @pytest.mark.slow
@@ -62,29 +69,6 @@ def test_with_the_sync_off_the_run_says_so_and_the_lag_grows(app):
     assert "SYNC IS OFF" in done.out
     assert [m["training/policy_lag"] for m in done.metrics[1:]] == [0, 1, 2]
     assert not any("weight_sync/version" in m for m in done.metrics)
-
-
-@pytest.mark.slow
-def test_driver_bytes_do_not_grow_with_the_responses(app):
-    used = []
-    for length in (8, 16):
-        done = app(
-            f"rollout.response_length={length}",
-            "rollout.ignore_eos=true",
-            f"trainer.run_name=length{length}",
-            "trainer.total_training_steps=1",
-        )
-        assert done.code == 0, done.err
-        (line,) = [
-            m
-            for m in map(
-                yaml.safe_load, (done.folder.parent / f"length{length}" / "metrics.jsonl").read_text().splitlines()
-            )
-            if m["step"]
-        ]
-        assert line["response_length/mean"] == length
-        used.append(line["perf/driver_bytes"])
-    assert used[1] == pytest.approx(used[0], rel=0.1)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import time
 import warnings
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -130,7 +131,26 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engine(path):
+def owner(path, tmp_path_factory):
+    """A process that starts an engine of two workers, beside the engine that most tests are about, and waits."""
+    script = tmp_path_factory.mktemp("owner") / "owner.py"
+    script.write_text(OWNER)
+    with subprocess.Popen([sys.executable, str(script), str(path)], stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def orphans(owner):
+    """The processes of its engine, just after it was killed."""
+    assert any(line == "up\n" for line in owner.stdout)  # vLLM's own log comes the same way
+    family = psutil.Process(owner.pid).children(recursive=True)
+    owner.kill()
+    return family
+
+
+@pytest.fixture(scope="module")
+def engine(path, owner):
     """The engine of most tests. Each leaves it working, with weights of its own."""
     with running(path, adapter=ADAPTER) as engine:
         yield engine
@@ -251,6 +271,43 @@ def test_an_update_aborts_what_runs_and_every_token_is_of_the_version_it_names(e
     tell(f"storm: versions {sorted(versions)}, max |difference| {worst:.1e}, engine grew by {grown >> 20} MiB")
     assert worst < TOLERANCE
     assert grown < 256 << 20
+
+
+def test_what_an_update_cuts_short_goes_on_with_the_new_weights_where_the_caller_says_so(engine):
+    """64 responses, 10 updates: each is whole; every range has the log-probs that its own version has after all tokens before it."""
+    params = SamplingParams(max_new_tokens=200, ignore_eos=True)
+    requests = [GenerationRequest(uid=f"w{i}", session=0, prompt_ids=(2 + i % 11,)) for i in range(64)]
+
+    async def streamed():
+        return [made async for made in engine.stream(requests[0], params, on_update="continue")]
+
+    async def scenario():
+        tasks = [asyncio.create_task(engine.ranges(requests[1:], params, on_update="continue"))]
+        tasks.append(asyncio.create_task(streamed()))
+        for version in range(1, 11):
+            await asyncio.sleep(0.1)
+            await asyncio.to_thread(engine.load_weights, weights_of(model(version)), version)
+        return await asyncio.gather(*tasks)
+
+    whole, one = asyncio.run(scenario())
+    worst, cut = 0.0, 0
+    for number, (request, ranges) in enumerate(zip(requests, [one, *whole], strict=True)):
+        versions = [made.weight_version for made in ranges]
+        assert (sum(len(made.token_ids) for made in ranges), versions) == (200, sorted(versions))
+        assert [made.finish_reason for made in ranges] == [None] * (len(ranges) - 1) + ["length"]
+        cut += len(set(versions)) > 1
+        so_far = request.prompt_ids
+        for version in sorted(set(versions)) if number % 8 == 0 else ():
+            of_it = [made for made in ranges if made.weight_version == version]
+            tokens = tuple(token for made in of_it for token in made.token_ids)
+            part = GenerationRequest(uid=request.uid, session=0, prompt_ids=so_far)
+            log_probs = [value for made in of_it for value in made.log_probs]
+            joined = SimpleNamespace(response_ids=tokens, log_probs=log_probs)
+            worst = max(worst, difference(model(version), [part], [joined]))
+            so_far += tokens
+    tell(f"{cut} of 64 responses went on after an update, max |difference| {worst:.1e}")
+    assert cut > 32
+    assert worst < TOLERANCE
 
 
 def test_256_requests_in_flight_outlive_50_updates_in_flat_memory(engine):
@@ -437,25 +494,18 @@ if __name__ == "__main__":
 """
 
 
-def test_the_engines_processes_do_not_outlive_one_that_was_killed(path, tmp_path):
+def test_the_engines_processes_do_not_outlive_one_that_was_killed(orphans):
     """With one worker the kernel sees to it, which the runs of the app show; of several each is a child of the engine's process."""
-    script = tmp_path / "owner.py"
-    script.write_text(OWNER)
-    with subprocess.Popen([sys.executable, str(script), str(path)], stdout=subprocess.PIPE, text=True) as owner:
-        try:
-            assert any(line == "up\n" for line in owner.stdout)  # vLLM's own log comes the same way
-            family = psutil.Process(owner.pid).children(recursive=True)
-        finally:
-            owner.kill()
-    tell(f"children of the one that was killed: {[process.name() for process in family]}")
-    assert family
-    assert not psutil.wait_procs(family, timeout=15)[1]
+    tell(f"processes of the one that was killed: {[process.pid for process in orphans]}")
+    assert len(orphans) >= 3  # the engine's and its workers'
+    assert not psutil.wait_procs(orphans, timeout=15)[1]
 
 
 # -- two processes that share each layer
 @pytest.fixture(scope="module")
-def sharded(path):
-    """An engine of two workers, whose memory has no names in /dev/shm that could outlive them."""
+def sharded(path, orphans):
+    """An engine of two workers, whose memory has no names in /dev/shm that could outlive them; by now nobody else starts one."""
+    assert not psutil.wait_procs(orphans, timeout=15)[1]
     before = {*Path("/dev/shm").iterdir()}
     with running(path, tensor_parallel_size=2, adapter=ADAPTER) as engine:
         assert all(file.name.startswith("sem.mp-") for file in {*Path("/dev/shm").iterdir()} - before)
