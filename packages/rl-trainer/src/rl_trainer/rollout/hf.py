@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -102,6 +102,7 @@ class HFRolloutEngine:
             self._model = whole.to(TORCH_DTYPES[dtype])
         self._max_batch_size = max_batch_size
         self._version = 0
+        self._watch: Callable[[], None] | None = None  # of weights that belong to somebody else
         config = self._model.generation_config
         self._eos_id = int(config.eos_token_id if config.eos_token_id is not None else self._model.config.eos_token_id)
         self._facts = Facts.of(self._model)
@@ -113,13 +114,35 @@ class HFRolloutEngine:
 
     def load_weights(self, weights: Iterable[WeightTensor], version: int) -> None:
         """See rl_protocol.ports.WeightReceiver.load_weights."""
+        given = self._fitting(weights, version)
+        if self._watch is not None:  # the present ones can't be written
+            self._model.load_state_dict({name: weight.clone() for name, weight in given.items()}, assign=True)
+            self._watch = None
+        else:
+            self._model.load_state_dict(given)
+        self._version = version
+
+    def adopt_weights(self, weights: Iterable[WeightTensor], version: int, watch: Callable[[], None]) -> None:
+        """Generate with weights where they lie, read-only; an engine that takes adapters copies them, since it merges into its own.
+
+        Args:
+            weights: as of `load_weights`.
+            version: their version.
+            watch: raises WeightSyncError once they may have been written over. Then nothing that was generated with them is returned.
+
+        Raises:
+            WeightSyncError: see `load_weights`.
+        """
+        if self._merged is not None:
+            self.load_weights(weights, version)
+            return
+        self._model.load_state_dict(self._fitting(weights, version), assign=True)
+        self._version, self._watch = version, watch
+
+    def _fitting(self, weights: Iterable[WeightTensor], version: int) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self._model.state_dict()
         wanted = {name: (torch_dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in state.items()}
-        given = _fitting(weights, wanted, version)
-        with torch.no_grad():
-            for name, weight in given.items():
-                state[name].copy_(from_weight(weight))
-        self._version = version
+        return {name: from_weight(weight) for name, weight in _fitting(weights, wanted, version).items()}
 
     def load_adapter(self, weights: Iterable[WeightTensor], version: int) -> None:
         """Generate with this adapter, in place of the one before, merged into the weights of version 0.
@@ -142,13 +165,28 @@ class HFRolloutEngine:
         self._version = version
 
     async def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Generation]:
-        """See rl_protocol.ports.RolloutEngine.generate. Runs in the calling thread until all requests are done."""
+        """See rl_protocol.ports.RolloutEngine.generate. Runs in the calling thread until all requests are done.
+
+        Raises:
+            RolloutError: see there; or adopted weights were written over meanwhile.
+        """
         for request in requests:
             self._check(request, params)
         out: list[Generation] = []
         for start in range(0, len(requests), self._max_batch_size):
             out.extend(self._generate_batch(requests[start : start + self._max_batch_size], params))
+        self._still_there()
         return out
+
+    def _still_there(self) -> None:
+        if self._watch is None:
+            return
+        try:
+            self._watch()
+        except WeightSyncError as error:
+            raise RolloutError(
+                f"What was generated with version {self._version} is dropped, its weights were given up meanwhile: {error}"
+            ) from error
 
     def _check(self, request: GenerationRequest, params: SamplingParams) -> None:
         total = len(request.prompt_ids) + params.max_new_tokens
