@@ -225,12 +225,12 @@ def test_pixels_lie_in_the_row_of_the_prompt_once(model, prompts):
 
     data, fields = asyncio.run(rollout(reader(model)))
     PROMPT_SCHEMA.check(data)
-    assert data.ragged("image_grid_thw").lengths.tolist() == [1, 0, 2, 1]
-    patches = [sum(math.prod(grid) for grid in row.tolist()) for row in data.ragged("image_grid_thw").rows()]
+    assert data.ragged("image_grids").lengths.tolist() == [1, 0, 2, 1]
+    patches = [sum(math.prod(grid) for grid in row.tolist()) for row in data.ragged("image_grids").rows()]
     assert patches == [8, 0, 28, 64]
-    assert data.ragged("pixel_values").lengths.tolist() == [96 * count for count in patches]
+    assert data.ragged("image_patches").lengths.tolist() == [96 * count for count in patches]
     assert data.objects("extra_info").values()[2] == {"images": list(prompts[2].images)}
     assert "images" not in data.objects("extra_info").values()[1]
-    assert "pixel_values" not in fields
+    assert "image_patches" not in fields
     with pytest.raises(ConfigError, match="RolloutWorker was made without `images`"):
         asyncio.run(rollout(None))

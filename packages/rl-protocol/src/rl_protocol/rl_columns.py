@@ -14,8 +14,8 @@ VALIDATION_PARTITION = "val"
 PROMPT_SUFFIX = "/prompts"
 """Prompt rows live in the partition of their trajectories with this suffix."""
 
-PIXELS, GRIDS = "pixel_values", "image_grid_thw"
-IMAGE_COLUMNS = (PIXELS, PIXELS + SHAPES_SUFFIX, GRIDS)
+PATCHES, GRIDS = "image_patches", "image_grids"
+IMAGE_COLUMNS = (PATCHES, PATCHES + SHAPES_SUFFIX, GRIDS)
 """What a policy that sees images reads of them."""
 _BLIND = "the policy reads text alone"
 
@@ -30,7 +30,7 @@ PROMPT_SCHEMA = BatchSchema(
             name="extra_info", kind="object", writer="rollout", meaning="further facts for the reward function, by name"
         ),
         ColumnSpec(
-            name=PIXELS,
+            name=PATCHES,
             kind="ragged",
             dtype="float32",
             writer="rollout",
@@ -38,7 +38,7 @@ PROMPT_SCHEMA = BatchSchema(
             absence=_BLIND,
         ),
         ColumnSpec(
-            name=PIXELS + SHAPES_SUFFIX,
+            name=PATCHES + SHAPES_SUFFIX,
             kind="ragged",
             dtype="int64",
             dims=(2,),
@@ -56,7 +56,7 @@ PROMPT_SCHEMA = BatchSchema(
             absence=_BLIND,
         ),
     ),
-    laws=(LengthIsProduct(PIXELS, PIXELS + SHAPES_SUFFIX), SameLength((PIXELS + SHAPES_SUFFIX, GRIDS))),
+    laws=(LengthIsProduct(PATCHES, PATCHES + SHAPES_SUFFIX), SameLength((PATCHES + SHAPES_SUFFIX, GRIDS))),
 )
 """Columns of prompt rows."""
 

@@ -10,7 +10,7 @@ import numpy as np
 from rl_protocol import BatchData, BatchError, Column, RaggedColumn, pack_arrays
 from rl_protocol.columns import offsets_from_lengths
 from rl_protocol.ports import ImageInput
-from rl_protocol.rl_columns import GRIDS, PIXELS
+from rl_protocol.rl_columns import GRIDS, PATCHES
 
 
 class ImageReader(Protocol):
@@ -27,7 +27,7 @@ class ImageReader(Protocol):
 
 def image_columns(rows: Sequence[Sequence[ImageInput]]) -> dict[str, Column]:
     """IMAGE_COLUMNS of N prompts; rows may have no image."""
-    pixels = pack_arrays(PIXELS, [[image.pixel_values for image in row] for row in rows], ndim=2, dtype="float32")
+    pixels = pack_arrays(PATCHES, [[image.pixel_values for image in row] for row in rows], ndim=2, dtype="float32")
     grids = np.array([image.grid_thw for row in rows for image in row], np.int64).reshape(-1, 3)
     return {**pixels, GRIDS: RaggedColumn(grids, offsets_from_lengths([len(row) for row in rows]), "int64")}
 

@@ -11,7 +11,7 @@ import torch
 from rl_protocol import BatchData, BatchError
 from rl_protocol.arrays import SHAPES_SUFFIX
 from rl_protocol.columns import AnyArray
-from rl_protocol.rl_columns import GRIDS, PIXELS
+from rl_protocol.rl_columns import GRIDS, PATCHES
 from rl_trainer.algorithms.episodes import IntArray
 from rl_trainer.algorithms.losses import TokenColumns, ValueColumns
 from rl_trainer.pixels import check_responses
@@ -109,8 +109,8 @@ def _images(batch: BatchData, ids: IntArray, token: int, device: torch.device) -
     grids = batch.ragged(GRIDS).values
     if not len(grids):
         return {}
-    (depth,) = {int(one) for one in batch.ragged(PIXELS + SHAPES_SUFFIX).values[:, 1]}
-    patches: AnyArray = batch.ragged(PIXELS).values.reshape(-1, depth)
+    (depth,) = {int(one) for one in batch.ragged(PATCHES + SHAPES_SUFFIX).values[:, 1]}
+    patches: AnyArray = batch.ragged(PATCHES).values.reshape(-1, depth)
     return image_inputs(patches, grids, ids, token, device)
 
 
