@@ -107,7 +107,7 @@ def test_it_learns_to_name_colours_and_the_driver_holds_no_pixels(runs):
     assert [line["step"] for line in lines] == list(range(11))
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert lines[1]["critic/score/mean"] < 0.3
-    assert lines[-1]["critic/score/mean"] > 0.6
+    assert lines[-1]["critic/score/mean"] > 0.5
     assert lines[-1]["val-core/colours/acc/mean@1"] > 0.6  # the greedy answer to squares it was not trained on
     assert max(line.get("training/rollout_log_probs_diff_max", 0.0) for line in lines) < 1e-4
     assert lines[-1]["prompt_length/max"] == 16  # 6 of them are the image
