@@ -123,7 +123,7 @@ def value_model(models, program):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2", "sp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2", "zero2", "sp2"])
 def test_a_critic_is_what_transformers_and_torch_make_of_it(runs, value_model, layout):
     """Of a model whose embedding is its output layer, which a value head replaces: so it can be cut into stages too."""
     before, after, losses = value_model
@@ -144,13 +144,13 @@ def check_critic(folder, layout, family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2", "sp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2", "zero2", "sp2"])
 @pytest.mark.parametrize("family", ["tied", "llama"])
 def test_a_critic_is_the_same_and_goes_on_however_ranks_share_the_work(runs, layout, family):
     check_critic(runs, layout, family)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "tp2pp2", "sp2pp2"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "zero2", "tp2pp2", "sp2pp2", "zero2tp2"])
 def test_norms_of_queries_and_keys_are_trained_the_same_under_a_value_head(more_runs, layout):
     check_critic(more_runs, layout, "even")

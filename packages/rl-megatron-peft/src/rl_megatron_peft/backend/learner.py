@@ -62,6 +62,7 @@ class MegatronLearner(Generic[Loss]):
         seed: of fresh adapters and of dropout.
         dtype: of the model and of computation; adapters, a value head, and the optimizer's copy of what it trains, are float32.
         mapping: between `path` and the ranks.
+        distributed_optimizer: replicas share the optimizer's state; see Optimiser.
 
     Raises:
         ConfigError: a model, layout or setting that is not supported; names the field.
@@ -86,6 +87,7 @@ class MegatronLearner(Generic[Loss]):
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         mapping: MakeMapping = best_mapping,
+        distributed_optimizer: bool = False,
     ) -> None:
         capabilities()
         self.path = Path(path)
@@ -106,7 +108,7 @@ class MegatronLearner(Generic[Loss]):
         else:
             self.adapters = attach(self.model, lora, self.shape, ranks, fused=fused, seed=seed, draw=self._draw)
             trained += trained_adapters(self.adapters)
-        self.optimiser = Optimiser(trained, adam or AdamConfig(), ranks, schedule)
+        self.optimiser = Optimiser(trained, adam or AdamConfig(), ranks, schedule, distributed=distributed_optimizer)
         self._loss = loss
         self._mini_batches = mini_batches
         self._micro_batch_rows = micro_batch_rows
