@@ -19,7 +19,7 @@ WORLDS = {
 CASES = {"some": (("llama", "fused"), ("qwen2", "canonical"), ("qwen3", "fused"), ("qwen2", "fused-dora"))}
 CASES["rest"] = (("llama", "canonical"), ("qwen2", "fused"), ("qwen3", "canonical"), ("llama", "canonical-dora"))
 CASES["all"] = CASES["some"] + CASES["rest"]
-CURVES = {"some": (("qwen2", "fused", True, 0.0), ("qwen3", "canonical", False, 0.3))}
+CURVES = {"some": (("qwen2", "fused", True, 0.0), ("qwen3", "canonical-dora", False, 0.3))}
 CURVES["rest"] = (("qwen3", "canonical-dora", True, 0.0), ("even", "whole", True, 0.0))
 CURVES["all"] = CURVES["rest"]
 # family, kind, whether it is resumed half way (Megatron's writer takes longer than all else), dropout
