@@ -291,6 +291,7 @@ def critics(models, out, ranks, keep, cases, how):
         if written:
             save_checkpoint(critic, out / f"{name}-3")
         end = steps_of(critic, 3, 6)
+        critic.save_pretrained(out / f"{name}-model")
         found |= {"after": values_of(critic), **{metric: begin[metric] + end[metric] for metric in begin}}
         again = critic_of(models / family, ranks, kind, seed=77, **how)
         again.restore(before / name)
