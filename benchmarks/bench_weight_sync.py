@@ -11,7 +11,8 @@ the receiver, no digests. Buckets hold 64 MiB everywhere.
 CPU time is reported twice, in copies (CPU seconds of the memcpy): that of all processes, sender included, divided by the number of receivers, and
 that of one receiver process alone, which verifies and copies. Both are held against the bar for CPU.
 
-`shm-direct` is `shm` whose tensors were written into the engine's room before the clock runs, as by a trainer that exports straight into it.
+With `-direct` the tensors were written into the engine's room before the clock runs, as by a trainer that exports straight into it. With `-shared`
+the receivers, having verified the weights, keep them where they lie instead of copying them, as a rollout engine does that computes on a CPU.
 The ranking, a table and a plot beside the JSON, has all engines that were run.
 """
 
@@ -47,8 +48,8 @@ from rl_ckpt_engine import (
 from rl_ckpt_engine.engines import delta
 from rl_protocol.weights import WeightTensor
 
-ENGINES = ("shm-direct", "shm", "tcp", "gloo", "ray", "disk", "delta-shm")
-DIRECT = "-direct"
+ENGINES = ("shm-direct-shared", "shm-shared", "shm-direct", "shm", "tcp", "gloo", "ray", "disk", "delta-shm")
+DIRECT, SHARED = "-direct", "-shared"
 BUCKET = 64 << 20
 T = 120.0
 _spawn = multiprocessing.get_context("spawn")
@@ -106,12 +107,12 @@ class NoDigest:
             stream.digest_of, stream.combined, staging.TensorDigest, staging.tensor_digest, delta.tensor_digest = real
 
 
-def receive_forever(pipe: Connection, engine_name: str, directory: str, digested: bool) -> None:
-    """A rollout process: receives with an engine into tensors of its own."""
+def receive_forever(pipe: Connection, engine_name: str, directory: str, digested: bool, shared: bool) -> None:
+    """A rollout process: receives with an engine, into tensors of its own unless `shared`."""
     connect_to_ray(engine_name)
     bare = NoDigest()
     with contextlib.nullcontext() if digested else bare.instead():
-        serve(pipe, engine_name, directory, bare)
+        serve(pipe, engine_name, directory, bare, shared)
 
 
 def connect_to_ray(engine_name: str) -> None:
@@ -123,7 +124,7 @@ def connect_to_ray(engine_name: str) -> None:
             ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR")
 
 
-def serve(pipe: Connection, engine_name: str, directory: str, bare: NoDigest) -> None:
+def serve(pipe: Connection, engine_name: str, directory: str, bare: NoDigest, shared: bool) -> None:
     """Until the pipe says that it is over."""
     engine = CheckpointEngineRegistry().create(engine_name, config(directory))
     mine: dict[str, np.ndarray] = {}
@@ -135,6 +136,9 @@ def serve(pipe: Connection, engine_name: str, directory: str, bare: NoDigest) ->
         manifest = Manifest.decode(data)
         bare.version = manifest.version
         for weight in await engine.receive_weights(manifest, timeout_s=T):
+            if shared:
+                mine[weight.name] = weight.data
+                continue
             if weight.name not in mine:
                 mine[weight.name] = np.empty_like(weight.data)
             np.copyto(mine[weight.name], weight.data)
@@ -162,6 +166,7 @@ class Ours:
     def __init__(
         self, name: str, receivers: int, models: list[list[WeightTensor]], directory: str, *, digested: bool = True
     ) -> None:
+        shared, name = name.endswith(SHARED), name.removesuffix(SHARED)
         self.direct, name = name.endswith(DIRECT), name.removesuffix(DIRECT)
         connect_to_ray(name)
         self.bare = None if digested else NoDigest()
@@ -173,7 +178,9 @@ class Ours:
         self.processes: list[Any] = []
         for _ in range(receivers):
             ours, theirs = _spawn.Pipe()
-            process = _spawn.Process(target=receive_forever, args=(theirs, name, directory, digested), daemon=True)
+            process = _spawn.Process(
+                target=receive_forever, args=(theirs, name, directory, digested, shared), daemon=True
+            )
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -269,7 +276,7 @@ def measure(name: str, receivers: int, models: list[list[WeightTensor]], pairs: 
         ]
         if verl is not None:
             subjects.append(Subject("verl over gloo", verl.step, verl.pids))
-        timings = take_turns(subjects, pairs)
+        timings = take_turns(subjects, pairs, warm_up=4)  # each of the two slots of `shm` twice
     what = f"{name}, {receivers} receiver{'s' * (receivers > 1)}"
     figures = summary(timings, nbytes)
     wall = paired(timings, "memcpy", "ours")
@@ -281,8 +288,9 @@ def measure(name: str, receivers: int, models: list[list[WeightTensor]], pairs: 
         paired(timings, "without digests", "ours"),
         paired(timings, "without digests", "memcpy", "cpu"),
     )
-    bars = {"shm": (0.45, 0.6), "shm-direct": (0.45, 0.6), "delta-shm": (0.2, 0.45)}.get(name, (0.1, 0.3))
-    cpu_bars = {"shm": (2.4, 2), "shm-direct": (1.2, 1)}.get(name, (12, 2))
+    kind = name.removesuffix(SHARED)
+    bars = {"shm": (0.45, 0.6), "shm-direct": (0.45, 0.6), "delta-shm": (0.2, 0.45)}.get(kind, (0.1, 0.3))
+    cpu_bars = {"shm": (2.4, 2), "shm-direct": (1.2, 1)}.get(kind, (12, 2))
     rows = [
         verdict(f"{what}: speed against memcpy", wall["median"], *bars, at_least=True, ratio=wall, figures=figures),
         verdict(
@@ -357,7 +365,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(ENGINES), help="engines, separated by commas")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument(
         "--smoke", action="store_true", help="16 MiB, 2 pairs, 2 receivers for one engine alone, nothing written"

@@ -75,3 +75,78 @@ def install_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
     yield install
     installed.cache_clear()
+
+
+SIGHTED = ("<pad>", "<eos>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|user|>", "<|assistant|>")
+SIGHTED_TEMPLATE = """{%- for message in messages %}
+    {{- '<|' + message.role + '|>' }}
+    {%- if message.content is string %}
+        {{- message.content }}
+    {%- else %}
+        {%- for part in message.content %}
+            {{- '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}
+        {%- endfor %}
+    {%- endif %}
+{%- endfor %}
+{{- '<|assistant|>' }}"""
+
+
+@pytest.fixture(scope="session")
+def make_vision_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """family -> folder of a real Qwen2-VL or Qwen2.5-VL of some ten thousand parameters over 33 tokens, its tokenizer, and its image processor, for
+    which 8 x 8 pixels are a token."""
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+    def make(family: str = "qwen2_vl") -> Path:
+        path = tmp_path_factory.mktemp(family)
+        words = {word: i for i, word in enumerate([*SIGHTED, *"abcdefghijklmnopqrstuvwxyz"])}
+        core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+        core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+        core.decoder = decoders.Fuse()
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", additional_special_tokens=list(SIGHTED[2:])
+        )
+        tokenizer.chat_template = SIGHTED_TEMPLATE
+        tokenizer.save_pretrained(path)
+        sight = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+        if family == "qwen2_vl":
+            sight |= {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+        else:
+            sight |= {"hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 32, "window_size": 16}
+            sight |= {"fullatt_block_indexes": [1]}
+        config = AutoConfig.for_model(
+            family,
+            text_config={
+                "vocab_size": len(words),
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 128,
+                "initializer_range": 0.1,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+                "pad_token_id": 0,
+                "eos_token_id": 1,
+                "bos_token_id": None,
+            },
+            vision_config=sight,
+            vision_start_token_id=2,
+            image_token_id=3,
+            vision_end_token_id=4,
+            video_token_id=32,  # never shown
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            AutoModelForImageTextToText.from_config(config).save_pretrained(path)
+        sizes = {"shortest_edge": 64, "longest_edge": 1024}
+        Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=sizes).save_pretrained(path)
+        return path
+
+    return make

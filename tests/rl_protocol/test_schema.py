@@ -21,7 +21,7 @@ from rl_protocol import (
     pack_arrays,
     ragged,
 )
-from rl_protocol.rl_columns import PROMPT_SCHEMA, TRAJECTORY_SCHEMA, prompt_partition
+from rl_protocol.rl_columns import IMAGE_COLUMNS, PROMPT_SCHEMA, TRAJECTORY_SCHEMA, prompt_partition
 
 SCHEMA = BatchSchema(
     (
@@ -143,7 +143,7 @@ def test_rl_schemas_say_who_writes_what():
         for spec in schema.columns.values():
             assert spec.writer
             assert spec.meaning
-            assert bool(spec.absence) == (spec.writer != "rollout")
+            assert bool(spec.absence) == (spec.writer != "rollout" or spec.name in IMAGE_COLUMNS)
     for law in TRAJECTORY_SCHEMA.laws:
         assert isinstance(law, SameLength)
         assert all(TRAJECTORY_SCHEMA[name].kind == "ragged" for name in law.columns)

@@ -171,7 +171,7 @@ BAD_LINES = {
     9: (json.dumps(row(reward_model={"style": "rule"})).encode(), "missing required field `ground_truth`"),
     10: (json.dumps(row(reward_model={"ground_truth": None})).encode(), "ground_truth is null"),
     11: (json.dumps(row(data_source=3)).encode(), "Expected `str`, got `int` - at `$.data_source`"),
-    12: (json.dumps(row(images=["a.png"])).encode(), "images, which are not supported yet"),
+    12: (json.dumps(row(videos=["a.mp4"])).encode(), "videos, which are not supported yet"),
     13: (b"[1, 2]", "a row must be an object with named fields; got list"),
     14: (json.dumps(row(extra_info="x")).encode(), "Expected `object | null`, got `str` - at `$.extra_info`"),
     15: (b"[" * 5000, "not JSON in UTF-8"),

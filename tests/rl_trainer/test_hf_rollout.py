@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
+import tempfile
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -106,7 +109,7 @@ def test_requests_that_cannot_be_served_are_named(engine):
         generate(engine, [GenerationRequest(uid="long", session=0, prompt_ids=(2,) * 60)])
 
 
-def trained(model_path):
+def trained(model_path, steps=1):
     policy = TorchPolicyBackend(model_path, ActorConfig(optim=OptimConfig(lr=1e-2), ppo_mini_batch_size=4), seed=0)
     data = BatchData({"prompts": ragged([[2], [3]], "int64"), "responses": ragged([[4, 1], [5, 1]], "int64")})
     columns = {
@@ -114,7 +117,8 @@ def trained(model_path):
         "old_log_probs": policy.compute_log_probs(data, temperature=1.0)["log_probs"],
         "advantages": ragged([[1.0, 1.0], [-1.0, -1.0]], "float32"),
     }
-    policy.update(BatchData({**data.columns, **columns}), temperature=1.0)
+    for _ in range(steps):
+        policy.update(BatchData({**data.columns, **columns}), temperature=1.0)
     return policy
 
 
@@ -144,3 +148,60 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(model_path):
             engine.load_weights(bad, 1)
     assert engine.weight_version == 0
     assert generate(engine, REQUESTS, temperature=0.0) == before
+
+
+def read_only(weights):
+    """The same weights in memory whose pages can't be written: a process that tries is killed."""
+    out = []
+    for weight in weights:
+        with tempfile.TemporaryFile() as file:
+            file.write(weight.data.tobytes())
+            file.flush()
+            memory = mmap.mmap(file.fileno(), weight.nbytes, access=mmap.ACCESS_READ)
+        out.append(replace(weight, data=np.frombuffer(memory, np.uint8)))
+    return out
+
+
+def addresses(engine):
+    return {tensor.data_ptr() for tensor in engine._model.state_dict().values()}
+
+
+def test_adopted_weights_are_used_where_they_are_and_never_written(model_path):
+    engine, copying = HFRolloutEngine(model_path), HFRolloutEngine(model_path)
+    for version, steps in ((3, 1), (4, 2)):
+        weights = read_only(trained(model_path, steps).named_weights())
+        engine.adopt_weights(weights, version, lambda: None)
+        copying.load_weights(weights, version)
+        assert addresses(engine) <= {weight.data.ctypes.data for weight in weights}
+        assert generate(engine, REQUESTS) == generate(copying, REQUESTS)
+        assert engine.weight_version == version
+    weights = read_only(trained(model_path, 3).named_weights())
+    for _ in range(2):  # after adopted ones, and after its own
+        engine.load_weights(weights, 5)
+        assert not addresses(engine) & {weight.data.ctypes.data for weight in weights}
+    copying.load_weights(weights, 5)
+    assert generate(engine, REQUESTS) == generate(copying, REQUESTS)
+
+
+def test_nothing_is_returned_that_was_made_with_weights_which_were_given_up(model_path):
+    engine, gone = HFRolloutEngine(model_path), []
+
+    def watch():
+        if gone:
+            raise WeightSyncError("Version 2 is not there any more.")
+
+    engine.adopt_weights(read_only(trained(model_path).named_weights()), 2, watch)
+    assert generate(engine, REQUESTS)
+    gone.append(True)
+    with pytest.raises(RolloutError, match=r"with version 2 is dropped.*not there any more"):
+        generate(engine, REQUESTS)
+    engine.load_weights(list(trained(model_path).named_weights()), 3)
+    assert generate(engine, REQUESTS)
+
+
+def test_weights_that_do_not_fit_are_not_adopted(model_path):
+    engine = HFRolloutEngine(model_path)
+    before = generate(engine, REQUESTS, temperature=0.0)
+    with pytest.raises(WeightSyncError, match="missing"):
+        engine.adopt_weights(read_only(trained(model_path).named_weights())[1:], 1, lambda: None)
+    assert (engine.weight_version, generate(engine, REQUESTS, temperature=0.0)) == (0, before)

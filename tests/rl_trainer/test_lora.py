@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import numpy as np
 import peft
@@ -201,6 +202,16 @@ def test_a_rollout_engine_with_the_adapter_alone_has_the_trainers_policy(model_p
     own = policy.compute_log_probs(BatchData(tokens), temperature=1.0).ragged("log_probs").rows()
     for generation, expected in zip(made, own, strict=True):
         assert generation.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_an_engine_that_merges_adapters_copies_weights_that_it_is_lent(model_path):
+    lora = KINDS["plain"]
+    policy, engine = policy_with(model_path, lora), HFRolloutEngine(model_path, lora=lora)
+    whole = list(policy.named_weights())
+    before = [weight.data.tobytes() for weight in whole]
+    engine.adopt_weights(whole, 1, lambda: None)
+    engine.load_adapter([replace(w, data=np.full_like(w.data, 1)) for w in policy.adapter_weights()], 2)
+    assert [weight.data.tobytes() for weight in whole] == before
 
 
 def generate(engine, requests):

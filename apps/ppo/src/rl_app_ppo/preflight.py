@@ -12,13 +12,15 @@ from rl_app_ppo.memory import available_bytes, check_memory, parameters
 from rl_app_ppo.rewards import check_rewards
 from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.sinks import check_installed, logger_names
-from rl_app_ppo.wiring.data import open_data, train_order
+from rl_app_ppo.wiring.data import open_data, train_order, vision_of
 from rl_app_ppo.wiring.weights import check_sync
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
 from rl_rollout_vllm import require_shards, require_vllm
-from rl_trainer import StepGraph, build_graph
+from rl_trainer import StepGraph, build_graph, needs_critic
 from rl_trainer.hooks import named_hooks
+from rl_trainer.rewards import parse_terms
+from rl_trainer.rewards.described import Model, is_described, read_description
 from rl_trainer.sessions import SESSIONS
 
 _ADVICE = "Give a folder written by save_pretrained, or leave model.path empty for the demo model."
@@ -44,6 +46,9 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
     named_hooks(config.trainer.hooks)
     path, demo = given_model(config), ModelSettings()
     context = demo.context if path is None else _context(path)
+    if path is not None and vision_of(path) is not None:
+        _check_sight(config, path)
+        graph = build_graph(config.algorithm, config.actor, images=True)
     if config.rollout.name == "vllm":
         require_vllm()
         model = {"num_attention_heads": demo.heads} if path is None else _described(path)
@@ -72,9 +77,30 @@ def given_model(config: AppConfig) -> Path | None:
     return Path(config.model.path).expanduser() if config.model.path else None
 
 
+def _check_sight(config: AppConfig, path: Path) -> None:
+    """What a model that sees images can't be combined with."""
+    wanted = {
+        "rollout.name": (config.rollout.name, "hf"),
+        "model_engine": (config.model_engine, "torch"),
+        "lora.rank": (config.lora.rank, 0),
+        "actor.use_remove_padding": (config.actor.use_remove_padding, False),
+        "critic.use_remove_padding": (needs_critic(config.algorithm) and config.critic.use_remove_padding, False),
+    }
+    for key, (got, need) in wanted.items():
+        if got != need:
+            raise ConfigError(f"model.path={str(path)!r} sees images, for which {key} must be {need}; got {got}.")
+    for term in parse_terms(config.reward.function):
+        if is_described(term.name) and isinstance(read_description(term.name), Model):
+            raise ConfigError(
+                f"model.path={str(path)!r} sees images, which the reward model {term.name} would not; leave it out of reward.function."
+            )
+
+
 def _context(path: Path) -> int:
     """Most tokens the model at `path` can see, after a look at whether it can be loaded at all."""
-    context = _described(path).get("max_position_embeddings")
+    described = _described(path)
+    text = described.get("text_config")  # of a model that sees: the part that reads text
+    context = described.get("max_position_embeddings", text.get("max_position_embeddings") if text else None)
     if not isinstance(context, int):
         raise ConfigError(f"model.path={str(path)!r}: config.json names no max_position_embeddings. {_ADVICE}")
     if not list(path.glob("*.safetensors")):

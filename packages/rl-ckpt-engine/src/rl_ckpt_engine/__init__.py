@@ -3,6 +3,7 @@
 from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.endpoints import (
     AdapterReceiver,
+    AdoptingReceiver,
     DirectSender,
     PausableReceiver,
     ReceiverEndpoint,
@@ -16,6 +17,7 @@ from rl_ckpt_engine.engine import (
     CheckpointEngineWithCache,
     DirectEngine,
     GroupEngine,
+    SharingEngine,
     TensorSpec,
     Topology,
 )
@@ -41,6 +43,7 @@ __all__ = [
     "ENGINE_API_VERSION",
     "ENTRY_POINT_GROUP",
     "AdapterReceiver",
+    "AdoptingReceiver",
     "CachingHandle",
     "Capabilities",
     "CheckpointEngine",
@@ -63,6 +66,7 @@ __all__ = [
     "ReceiverHandle",
     "SenderEndpoint",
     "SenderHandle",
+    "SharingEngine",
     "SleepingHandle",
     "SleepingReceiver",
     "SyncProgress",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from typing import Literal, Protocol, runtime_checkable
 
@@ -12,7 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_ckpt_engine.cast import cast_all, check_cast
-from rl_ckpt_engine.engine import CheckpointEngine, CheckpointEngineWithCache, DirectEngine, GroupEngine, TensorSpec
+from rl_ckpt_engine.engine import (
+    CheckpointEngine,
+    CheckpointEngineWithCache,
+    DirectEngine,
+    GroupEngine,
+    SharingEngine,
+    TensorSpec,
+)
 from rl_ckpt_engine.handles import Memory, ReceiveAck
 from rl_ckpt_engine.manifest import Manifest, WeightKind
 from rl_protocol.errors import ConfigError, WeightSyncError
@@ -28,6 +35,22 @@ class AdapterReceiver(Protocol):
 
     def load_adapter(self, weights: Iterable[WeightTensor], version: int) -> None:
         """Copy a verified LoRA adapter in, in place of the one before, and make it active as `version`. Errors as of `load_weights`."""
+        ...
+
+
+@runtime_checkable
+class AdoptingReceiver(Protocol):
+    """A sink that can compute with weights where they lie, without a copy of its own."""
+
+    def adopt_weights(self, weights: Iterable[WeightTensor], version: int, watch: Callable[[], None]) -> None:
+        """As `load_weights`, but the tensors are used where they are. They are read-only.
+
+        Args:
+            weights: all of them, verified.
+            version: their version.
+            watch: raises WeightSyncError once the sender may have written over them. It MUST be called after each use, before anything
+                that was computed with them is handed out.
+        """
         ...
 
 
@@ -197,11 +220,12 @@ class ReceiverEndpoint(_Endpoint):
 
     The owner asks `admitting` before it takes a request. It may not be while a version is loaded, after one that could not be, and while the
     endpoint is paused. A load that broke off midway leaves weights of no version: then `resume` refuses until a later activation succeeds. A
-    sink that is a PausableReceiver or a SleepingReceiver is asked to do those things itself.
+    sink that is a PausableReceiver or a SleepingReceiver is asked to do those things itself. Where the engine is a SharingEngine, an
+    AdoptingReceiver is lent the tensors instead of being told to load them.
 
     Args:
         engine: one of this endpoint's own; closed with it.
-        sink: must copy what it loads, the tensors are shared memory that the sender writes again.
+        sink: must copy what it loads (but see AdoptingReceiver): the tensors are shared memory that the sender writes again.
         name: of the replica, unique among them.
 
     Raises:
@@ -217,6 +241,7 @@ class ReceiverEndpoint(_Endpoint):
         self._paused = False
         self._behind = False
         self._unfit = ""  # why the weights are of no version
+        self._watch: Callable[[], None] | None = None  # of weights that were lent to the sink
 
     @property
     def name(self) -> str:
@@ -282,7 +307,7 @@ class ReceiverEndpoint(_Endpoint):
             raise WeightSyncError(f"Replica {self._name!r} can't activate version {version}: it has received {held}.")
         manifest, weights = staged
         self._engine.confirm(manifest)
-        self._load(manifest.kind, weights, version)
+        self._load(manifest, weights)
         try:
             self._engine.confirm(manifest)
         except WeightSyncError as error:
@@ -304,6 +329,8 @@ class ReceiverEndpoint(_Endpoint):
         """
         if self._unfit:
             raise WeightSyncError(f"Replica {self._name!r} {self._unfit}; it admits nothing until a sync succeeds.")
+        if self._watch is not None:
+            self._watch()
         if self._paused and isinstance(self._sink, PausableReceiver):
             async with asyncio.timeout(timeout_s):
                 await self._sink.resume()
@@ -360,11 +387,17 @@ class ReceiverEndpoint(_Endpoint):
             self._engine.init_process_group(topology.receivers[0])
             self._sender = sender
 
-    def _load(self, kind: WeightKind, weights: list[WeightTensor], version: int) -> None:
+    def _load(self, manifest: Manifest, weights: list[WeightTensor]) -> None:
         before, self._unfit = self._unfit, _TORN
+        version = manifest.version
         try:
-            if kind == "full":
-                self._sink.load_weights(weights, version)
+            if manifest.kind == "full":
+                if isinstance(self._engine, SharingEngine) and isinstance(self._sink, AdoptingReceiver):
+                    watch = self._engine.watch(manifest)
+                    self._sink.adopt_weights(weights, version, watch)
+                    self._watch = watch
+                else:
+                    self._sink.load_weights(weights, version)
             elif isinstance(self._sink, AdapterReceiver):
                 self._sink.load_adapter(weights, version)
             else:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
@@ -197,6 +197,19 @@ class DirectEngine(CheckpointEngine):
 
         Raises:
             WeightSyncError: the last version was neither finalized nor aborted, or the memory could not be had.
+        """
+
+
+class SharingEngine(CheckpointEngine):
+    """An engine whose receivers may compute with the weights where they lie, so that loading copies nothing."""
+
+    @abstractmethod
+    def watch(self, manifest: Manifest) -> Callable[[], None]:
+        """A `confirm` for the version received last that goes on working when later ones are received. It keeps nothing from being given up: it
+        tells, and whoever computed with the tensors asks it before the result is handed out.
+
+        Raises:
+            WeightSyncError: see `confirm`, now and when what is returned is called.
         """
 
 

@@ -318,13 +318,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Run seed; each request's stream is derived from (seed, uid, session)."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageInput:
+    """One image of a prompt, as the image processor of its model cut it."""
+
+    pixel_values: npt.NDArray[np.float32]
+    """[patches, numbers of a patch]."""
+    grid_thw: tuple[int, int, int]
+    """Patches in time (1), height and width; their product is the number of patches."""
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One response to be generated."""
 
     uid: str
     session: int
     prompt_ids: tuple[int, ...]
-    """[P] token ids, P >= 1."""
+    """[P] token ids, P >= 1; of images, the model's image token for every piece."""
+    images: tuple[ImageInput, ...] = ()
+    """In the order of the prompt."""
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -346,7 +358,7 @@ class RolloutEngine(WeightReceiver, Protocol):
         """One generation per request, in order. The result does not depend on how requests are batched.
 
         Raises:
-            RolloutError: names the request that can't be served (prompt empty or longer than the context).
+            RolloutError: names the request that can't be served (prompt empty or longer than the context, images that the engine does not take).
         """
         ...
 
@@ -359,7 +371,8 @@ class PolicyBackend(WeightSender, Protocol):
     """A policy under training."""
 
     def compute_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
-        """Reads `prompts`, `responses`; returns ragged float32 columns `log_probs` and `entropy`, one value per response token."""
+        """Reads `prompts`, `responses`, and columns of images where there are any; returns ragged float32 columns `log_probs` and `entropy`, one
+        value per response token."""
         ...
 
     def update(self, batch: BatchData, *, temperature: float) -> dict[str, float]:

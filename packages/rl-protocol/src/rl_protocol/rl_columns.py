@@ -6,12 +6,18 @@ Columns without an `absence` are there from the first put of a row on.
 
 from __future__ import annotations
 
-from rl_protocol.schema import BatchSchema, ColumnSpec, SameLength
+from rl_protocol.arrays import SHAPES_SUFFIX
+from rl_protocol.schema import BatchSchema, ColumnSpec, LengthIsProduct, SameLength
 
 TRAIN_PARTITION = "train"
 VALIDATION_PARTITION = "val"
 PROMPT_SUFFIX = "/prompts"
 """Prompt rows live in the partition of their trajectories with this suffix."""
+
+PATCHES, GRIDS = "image_patches", "image_grids"
+IMAGE_COLUMNS = (PATCHES, PATCHES + SHAPES_SUFFIX, GRIDS)
+"""What a policy that sees images reads of them."""
+_BLIND = "the policy reads text alone"
 
 PROMPT_SCHEMA = BatchSchema(
     (
@@ -23,7 +29,34 @@ PROMPT_SCHEMA = BatchSchema(
         ColumnSpec(
             name="extra_info", kind="object", writer="rollout", meaning="further facts for the reward function, by name"
         ),
-    )
+        ColumnSpec(
+            name=PATCHES,
+            kind="ragged",
+            dtype="float32",
+            writer="rollout",
+            meaning="patches of all images, packed by rl_protocol.arrays",
+            absence=_BLIND,
+        ),
+        ColumnSpec(
+            name=PATCHES + SHAPES_SUFFIX,
+            kind="ragged",
+            dtype="int64",
+            dims=(2,),
+            writer="rollout",
+            meaning="of each image: patches, numbers of a patch",
+            absence=_BLIND,
+        ),
+        ColumnSpec(
+            name=GRIDS,
+            kind="ragged",
+            dtype="int64",
+            dims=(3,),
+            writer="rollout",
+            meaning="of each image: patches in time, height and width",
+            absence=_BLIND,
+        ),
+    ),
+    laws=(LengthIsProduct(PATCHES, PATCHES + SHAPES_SUFFIX), SameLength((PATCHES + SHAPES_SUFFIX, GRIDS))),
 )
 """Columns of prompt rows."""
 

@@ -130,6 +130,8 @@ class VLLMRolloutEngine:
         ids, name = request.prompt_ids, f"Request {request.uid!r}, session {request.session}"
         if not ids:
             raise RolloutError(f"{name}: the prompt has no tokens; every prompt needs at least one.")
+        if request.images:
+            raise RolloutError(f"{name}: it has images, which this engine does not take; set rollout.name=hf.")
         if len(ids) + wanted > self._context:
             raise RolloutError(
                 f"{name}: the prompt has {len(ids)} tokens; with rollout.response_length={wanted} (max_new_tokens) that is "

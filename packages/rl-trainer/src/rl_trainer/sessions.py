@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from rl_protocol import ConfigError, RLError, RolloutError
-from rl_protocol.ports import Generation, GenerationRequest, RolloutEngine, SamplingParams
+from rl_protocol.ports import Generation, GenerationRequest, ImageInput, RolloutEngine, SamplingParams
 from rl_trainer.algorithms.registry import Registry
 from rl_trainer.course import Course
 from rl_trainer.data import PromptRow
@@ -104,6 +104,8 @@ class SessionRef:
     uid: str
     session: int
     row: PromptRow
+    images: tuple[ImageInput, ...] = ()
+    """Of the row, as the policy is shown them; each of its turns begins with them."""
 
 
 async def run_sessions(
@@ -173,10 +175,13 @@ class _Table:
                 wait.answer.set_result(generation)
 
 
-def request_of_turn(uid: str, session: int, turn: int, context: Sequence[int]) -> GenerationRequest:
+def request_of_turn(
+    uid: str, session: int, turn: int, context: Sequence[int], images: tuple[ImageInput, ...] = ()
+) -> GenerationRequest:
     """What turn number `turn`, from 0, of a session asks. The random stream of a turn is drawn from (seed, uid, session): later ones have
     streams of their own."""
-    return GenerationRequest(uid=f"{uid}/turn{turn}" if turn else uid, session=session, prompt_ids=tuple(context))
+    name = f"{uid}/turn{turn}" if turn else uid
+    return GenerationRequest(uid=name, session=session, prompt_ids=tuple(context), images=images)
 
 
 class _Seat:
@@ -200,7 +205,7 @@ class _Seat:
     async def __call__(self, context: Sequence[int], max_tokens: int | None = None) -> Generation:
         ref, turn = self._ref, self._turns
         self._turns += 1
-        request = request_of_turn(ref.uid, ref.session, turn, context)
+        request = request_of_turn(ref.uid, ref.session, turn, context, ref.images)
         return await self._table.ask(request, max_tokens or self.response_length)
 
 

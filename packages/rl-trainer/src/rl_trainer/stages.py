@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from rl_protocol import BatchData, BatchSchema, ConfigError
 from rl_protocol.flow import check_flow
-from rl_protocol.rl_columns import PROMPT_SCHEMA
+from rl_protocol.rl_columns import IMAGE_COLUMNS, PROMPT_SCHEMA
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl_trainer.algorithms.policy_losses import POLICY_LOSSES
 from rl_trainer.columns import TRAINER_SCHEMA
@@ -85,8 +85,8 @@ def needs_reference(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
     return algorithm.use_kl_in_reward or actor.use_kl_loss
 
 
-def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig) -> StepGraph:
-    """The checked graph of a step.
+def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig, *, images: bool = False) -> StepGraph:
+    """The checked graph of a step; with `images`, of a policy that sees them.
 
     Raises:
         ConfigError: unknown advantage estimator or policy loss, or columns that do not fit together.
@@ -95,7 +95,9 @@ def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig) -> StepGraph:
     loss, correction = POLICY_LOSSES.get(actor.policy_loss.loss_mode), algorithm.rollout_correction
     filtering = algorithm.filter_groups
     critic, ref, bypass = needs_critic(algorithm), needs_reference(algorithm, actor), correction.bypass_mode
-    tokens = ("prompts", "responses")
+    pixels = IMAGE_COLUMNS if images else ()
+    read = ("prompts", "responses")
+    tokens = (*read, *pixels)
     old = ("rollout_log_probs",) if bypass else ("old_log_probs",)
     rejected = ("loss_mask",) if not bypass and correction.rollout_rs else ()
     mask = rejected or ("response_mask",)
@@ -103,12 +105,12 @@ def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig) -> StepGraph:
     weights = ("rollout_is_weights",) if not bypass and correction.rollout_is else ()
     chosen = ("chosen_tokens",) if loss.chooses else ()
     task = ("data_source", "ground_truth", "extra_info")
-    rollout = ("prompts", *task, "responses", "response_mask", "rollout_log_probs")
+    rollout = ("prompts", *pixels, *task, "responses", "response_mask", "rollout_log_probs")
     components = ("reward_components",) if algorithm.component_keys() else ()
     old_writes = ("old_log_probs", "entropy", *(("sum_pi_squared",) if needs_sum_pi_squared(algorithm) else ()))
     reference = ("ref_log_prob",) if ref else ()
     extra = tuple(name for name in estimator.reads if name != "old_log_probs")
-    scored = (*tokens, "response_mask", "scores", "acc", *old, *(() if bypass else ("entropy", "rollout_log_probs")))
+    scored = (*read, "response_mask", "scores", "acc", *old, *(() if bypass else ("entropy", "rollout_log_probs")))
     stages = [
         Stage("rollout", (), rollout),
         Stage("reward", ("responses", *task), ("scores", "acc", *components)),

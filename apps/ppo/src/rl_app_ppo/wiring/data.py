@@ -15,6 +15,7 @@ from rl_app_ppo.schema import AppConfig
 from rl_protocol import ConfigError
 from rl_trainer import Mixture, PromptDataset, PromptOrder, PromptRow
 from rl_trainer.data.curricula import NamedCurriculum
+from rl_trainer.data.images import Vision
 from rl_trainer.sessions import Codec
 
 
@@ -32,6 +33,16 @@ def load_tokenizer(model_path: Path) -> Tokenizer:
             f"model.path={str(model_path)!r}: tokenizer.json can't be read: {error}. "
             "Give a folder written by save_pretrained, or leave model.path empty for the demo model."
         ) from error
+
+
+def vision_of(model_path: Path) -> Vision | None:
+    """How the model in a checkpoint folder sees images; None: it reads text alone.
+
+    Raises:
+        ConfigError: it sees, and does not say how it cuts images.
+    """
+    found = Vision.load(model_path)
+    return found if isinstance(found, Vision) else None
 
 
 class Prompts(PromptDataset, Protocol):

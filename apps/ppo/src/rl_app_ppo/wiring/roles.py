@@ -12,7 +12,7 @@ from rl_app_ppo.rewards import open_scorer
 from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.wiring.changes import AdapterOnly, AdapterSource, MeasuredSender
-from rl_app_ppo.wiring.data import codec, decoder, load_tokenizer, open_data
+from rl_app_ppo.wiring.data import codec, decoder, load_tokenizer, open_data, vision_of
 from rl_app_ppo.wiring.weights import FollowingSender, WeightEnd, make_engine
 from rl_ckpt_engine import ReceiverEndpoint
 from rl_protocol.ports import DataPlane, PolicyBackend, RolloutEngine, SamplingParams
@@ -29,6 +29,7 @@ from rl_trainer import (
     build_graph,
     needs_sum_pi_squared,
 )
+from rl_trainer.pixels import ImageReader
 from rl_trainer.sample_log import SampleLog, TrainSamples
 from rl_transferqueue import PlaneDescriptor, connect
 
@@ -47,7 +48,7 @@ async def build(role: Role, call: BuildCall) -> Built:
     """Connect to the data plane, load the models of the role, and make its worker and its end of the weight synchronisation."""
     config, path = from_yaml(call.config), Path(call.model_path)
     plane = await connect(msgspec.json.decode(call.plane, type=PlaneDescriptor))
-    graph = build_graph(config.algorithm, config.actor)
+    graph = build_graph(config.algorithm, config.actor, images=vision_of(path) is not None)
     if role == "reward":
         decode = decoder(load_tokenizer(path))
         scorer = await open_scorer(config.reward, path)
@@ -77,7 +78,17 @@ def _rollout(config: AppConfig, call: BuildCall, plane: DataPlane) -> Built:
     engine = _generator(config, path)
     receiver = ReceiverEndpoint(make_engine(config.checkpoint_engine, call.plugins), engine)
     data, session = open_data(config, path), config.rollout.session
-    return RolloutWorker(plane, engine, data, session, codec(load_tokenizer(path))), receiver
+    return RolloutWorker(plane, engine, data, session, codec(load_tokenizer(path)), _reader(path)), receiver
+
+
+def _reader(path: Path) -> ImageReader | None:
+    """What shows the policy its images, where it sees any."""
+    vision = vision_of(path)
+    if vision is None:
+        return None
+    from rl_trainer.rollout.images import FolderImageReader  # torch: the reward process does without it
+
+    return FolderImageReader(path, vision)
 
 
 def _generator(config: AppConfig, path: Path) -> RolloutEngine:

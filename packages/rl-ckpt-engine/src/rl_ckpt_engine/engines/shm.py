@@ -2,13 +2,15 @@
 
 The sender owns two slots (see memfd) and writes each version into the one that does not hold the version committed last. Receivers map
 /proc/<pid>/fd/<n>, compare header and digests, and hand out views: one copy in all, however many receivers there are. A source that writes
-its tensors straight into `room` saves that copy, too.
+its tensors straight into `room` saves that copy, too. A sink that computes with the views needs none of its own: what a receiver has active is
+the version committed last, whose slot is written again only when all receivers in good standing have the next one active.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rl_ckpt_engine.engine import Capabilities, DirectEngine, TensorSpec
+from rl_ckpt_engine.engine import Capabilities, DirectEngine, SharingEngine, TensorSpec
 from rl_ckpt_engine.engines.base import PublishingEngine
 from rl_ckpt_engine.engines.memfd import Mapping, Slot, SlotPlacement, complete_header, gone
 from rl_ckpt_engine.manifest import Manifest, decode_struct
@@ -38,7 +40,7 @@ _member_decoder = msgspec.msgpack.Decoder(ShmMember)
 _placement_decoder = msgspec.msgpack.Decoder(SlotPlacement)
 
 
-class ShmEngine(PublishingEngine[Slot], DirectEngine):
+class ShmEngine(PublishingEngine[Slot], DirectEngine, SharingEngine):
     """See the module's docstring. A sender's memory is that of its two largest versions, kept until `close`."""
 
     API_VERSION: ClassVar[int] = 1
@@ -100,6 +102,11 @@ class ShmEngine(PublishingEngine[Slot], DirectEngine):
         """See CheckpointEngine.confirm."""
         super().confirm(manifest)
         _check_header(self._mappings[_placement(manifest).fd], manifest)
+
+    def watch(self, manifest: Manifest) -> Callable[[], None]:
+        """See SharingEngine.watch."""
+        self.confirm(manifest)
+        return partial(_check_header, self._mappings[_placement(manifest).fd], manifest)
 
     def close(self) -> None:
         """See CheckpointEngine.close."""

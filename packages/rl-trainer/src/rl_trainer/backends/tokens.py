@@ -9,9 +9,12 @@ import numpy as np
 import torch
 
 from rl_protocol import BatchData, BatchError
+from rl_protocol.arrays import SHAPES_SUFFIX
 from rl_protocol.columns import AnyArray
+from rl_protocol.rl_columns import GRIDS, PATCHES
 from rl_trainer.algorithms.episodes import IntArray
 from rl_trainer.algorithms.losses import TokenColumns, ValueColumns
+from rl_trainer.pixels import check_responses
 
 CPU = torch.device("cpu")
 
@@ -44,11 +47,25 @@ class TokenBatch:
         return output.flatten(0, 1).index_select(0, self.line * places + self.position - first)
 
 
-def token_batch(batch: BatchData, pad_id: int, *, packed: bool = False, device: torch.device = CPU) -> TokenBatch:
-    """Join `prompts` and `responses` of every row.
+def token_batch(
+    batch: BatchData,
+    pad_id: int,
+    *,
+    packed: bool = False,
+    device: torch.device = CPU,
+    image_token: int | None = None,
+) -> TokenBatch:
+    """Join `prompts` and `responses` of every row, with the images of their prompts where there are any.
+
+    Args:
+        batch: `prompts`, `responses`; for a model that sees images IMAGE_COLUMNS.
+        pad_id: what stands where a line is shorter than the longest.
+        packed: join sequences end to end; no images then.
+        device: of the model.
+        image_token: what stands for a piece of an image; None: the model reads text alone.
 
     Raises:
-        BatchError: an empty prompt: nothing would predict the first response token.
+        BatchError: an empty prompt: nothing would predict the first response token; an image token in a response.
     """
     prompts, responses = batch.ragged("prompts"), batch.ragged("responses")
     p, r = prompts.lengths, responses.lengths
@@ -73,6 +90,7 @@ def token_batch(batch: BatchData, pad_id: int, *, packed: bool = False, device: 
         inputs = {
             "input_ids": torch.from_numpy(ids).to(device),
             "attention_mask": torch.from_numpy(real.astype(np.int64)).to(device),
+            **({} if image_token is None else _images(batch, ids, image_token, device)),
         }
     return TokenBatch(
         inputs=inputs,
@@ -83,6 +101,36 @@ def token_batch(batch: BatchData, pad_id: int, *, packed: bool = False, device: 
         targets=torch.tensor(responses.values, dtype=torch.int64, device=device),
         first=int(place.min(initial=int(p.max(initial=0)))),
     )
+
+
+def _images(batch: BatchData, ids: IntArray, token: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Arguments of the model for the images of all rows; nothing where there are none."""
+    check_responses(batch, token)
+    grids = batch.ragged(GRIDS).values
+    if not len(grids):
+        return {}
+    (depth,) = {int(one) for one in batch.ragged(PATCHES + SHAPES_SUFFIX).values[:, 1]}
+    patches: AnyArray = batch.ragged(PATCHES).values.reshape(-1, depth)
+    return image_inputs(patches, grids, ids, token, device)
+
+
+def image_inputs(
+    patches: AnyArray, grids: AnyArray, ids: IntArray, token: int, device: torch.device = CPU
+) -> dict[str, torch.Tensor]:
+    """Arguments of a model of the Qwen2-VL family.
+
+    Args:
+        patches: float32 [all patches, numbers of a patch] of all images, in the order of the lines.
+        grids: int64 [images, 3].
+        ids: [N, L] of which those that are `token` stand for the images.
+        token: as above.
+        device: of the model.
+    """
+    return {
+        "pixel_values": torch.tensor(patches, device=device),
+        "image_grid_thw": torch.tensor(grids, device=device),
+        "mm_token_type_ids": torch.from_numpy((ids == token).astype(np.int32)).to(device),
+    }
 
 
 def _padded(

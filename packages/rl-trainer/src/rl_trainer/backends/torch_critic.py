@@ -11,7 +11,7 @@ from rl_protocol import BatchData
 from rl_trainer.algorithms.batching import schedule_rows
 from rl_trainer.algorithms.losses import BatchCounts, ValueObjective, value_fit
 from rl_trainer.backends.engine import ModelEngine, PlainEngine
-from rl_trainer.backends.loading import layer_names, load_model
+from rl_trainer.backends.loading import Facts, layer_names, load_model, require_alone
 from rl_trainer.backends.optimise import Optimiser
 from rl_trainer.backends.passes import Passes, per_token
 from rl_trainer.backends.state import restore, snapshot
@@ -27,10 +27,10 @@ class ValueModel(torch.nn.Module):
     def __init__(self, path: str | Path, *, packed: bool = False) -> None:
         super().__init__()
         language_model = load_model(path, packed=packed)
-        self.pad_id = int(language_model.config.pad_token_id or 0)
+        self.facts = Facts.of(language_model)
         self.layers = layer_names(language_model)
         self.body = language_model.base_model
-        self.head = torch.nn.Linear(language_model.config.hidden_size, 1)
+        self.head = torch.nn.Linear(self.facts.hidden_size, 1)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
 
@@ -65,6 +65,7 @@ class TorchCriticBackend:
         self._engine = engine or PlainEngine()
         self._config = config
         self._model = ValueModel(path, packed=config.use_remove_padding).eval()
+        require_alone(self._model.facts, lora=False, ranks=self._engine.world.size)
         self._engine.prepare(self._model, self._model.layers)
         self._schedule = config.schedule(rollout_n, seed)
         self._objective = ValueObjective(config)
@@ -98,7 +99,11 @@ class TorchCriticBackend:
 
     def _tokens(self, batch: BatchData) -> TokenBatch:
         return token_batch(
-            batch, self._model.pad_id, packed=self._config.use_remove_padding, device=self._engine.device
+            batch,
+            self._model.facts.pad_id,
+            packed=self._config.use_remove_padding,
+            device=self._engine.device,
+            image_token=self._model.facts.image_token,
         )
 
     def _loss(self, micro: BatchData, counts: BatchCounts, means: WeightedMeans) -> torch.Tensor:

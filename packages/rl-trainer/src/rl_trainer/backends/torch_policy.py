@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,13 +17,14 @@ from rl_protocol.torch import to_weight
 from rl_trainer.algorithms.batching import schedule_rows
 from rl_trainer.algorithms.losses import BatchCounts, PolicyObjective, sum_pi_squared, token_log_probs
 from rl_trainer.backends.engine import ModelEngine, PlainEngine, address, whole
-from rl_trainer.backends.loading import layer_names, load_model
+from rl_trainer.backends.loading import Facts, layer_names, load_model, require_alone
 from rl_trainer.backends.optimise import Optimiser
 from rl_trainer.backends.passes import Passes, per_token
 from rl_trainer.backends.state import restore, snapshot
 from rl_trainer.backends.tokens import TokenBatch, lengths_of, token_batch, token_columns
 from rl_trainer.checkpoints.stateful import Write
 from rl_trainer.config import ActorConfig, RolloutCorrectionConfig
+from rl_trainer.data.images import PROCESSORS
 from rl_trainer.lora import LoraConfig
 from rl_trainer.metrics import WeightedMeans
 
@@ -62,7 +64,8 @@ class TorchPolicyBackend:
         self._config = config or ActorConfig()
         self._lora = lora if lora is not None and lora.rank else None
         self._model = load_model(path, packed=self._config.use_remove_padding)
-        self._pad_id = int(self._model.config.pad_token_id or 0)
+        self._facts = Facts.of(self._model)
+        require_alone(self._facts, lora=self._lora is not None, ranks=self._engine.world.size)
         layers = layer_names(self._model)
         if self._lora is not None:
             from rl_trainer.backends.lora import attach  # peft comes with an extra of its own
@@ -175,10 +178,13 @@ class TorchPolicyBackend:
             if not writes:
                 return []
             tokenizer = AutoTokenizer.from_pretrained(str(self._path), local_files_only=True)
+            processors = [self._path / name for name in PROCESSORS if (self._path / name).exists()]
             more: dict[str, Any] = {} if self._lora is None else {"save_embedding_layers": False}
             try:
                 self._model.save_pretrained(str(path), state_dict=state, **more)
                 tokenizer.save_pretrained(str(path))
+                for file in processors:
+                    shutil.copyfile(file, path / file.name)
             except (OSError, SafetensorError) as error:
                 raise OutputError(
                     f"The checkpoint can't be written to {path}: {error}. Free some space or choose another folder."
@@ -211,7 +217,13 @@ class TorchPolicyBackend:
         return dropping(self._model)
 
     def _tokens(self, batch: BatchData) -> TokenBatch:
-        return token_batch(batch, self._pad_id, packed=self._config.use_remove_padding, device=self._engine.device)
+        return token_batch(
+            batch,
+            self._facts.pad_id,
+            packed=self._config.use_remove_padding,
+            device=self._engine.device,
+            image_token=self._facts.image_token,
+        )
 
     def _logits(self, tokens: TokenBatch) -> torch.Tensor:
         """[T, V] logits that each response token was drawn from; a packed model computes no others, a padded one none of the prompts'

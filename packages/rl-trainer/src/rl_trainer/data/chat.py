@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from rl_protocol import ConfigError, SchemaError
+from rl_trainer.data.images import PLACEHOLDER, Vision
 from rl_trainer.data.rows import Message
 
 
@@ -23,16 +25,29 @@ class PromptEncoder:
 
     With a chat template, it says how roles are written and that the assistant is next. Without one, a conversation must be one message, whose
     text is the prompt as it is.
+
+    Args:
+        tokenizer: of the model.
+        template: its chat template; empty: none.
+        special_tokens: name -> text of those that the template may write.
+        vision: how the model sees images; a text says why it sees none.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, template: str = "", special_tokens: Mapping[str, str] | None = None
+        self,
+        tokenizer: Tokenizer,
+        template: str = "",
+        special_tokens: Mapping[str, str] | None = None,
+        vision: Vision | str = "the model reads text alone",
     ) -> None:
+        self.vision = vision
         self._tokenizer = tokenizer
         self._special = dict(special_tokens or {})
         self._template = _compile(template) if template else None
         self.fingerprint = hashlib.sha256(
-            json.dumps([tokenizer.to_str(), template, sorted(self._special.items())]).encode()
+            json.dumps(
+                [tokenizer.to_str(), template, sorted(self._special.items()), repr(vision) * isinstance(vision, Vision)]
+            ).encode()
         ).hexdigest()
         """Changes with whatever changes token ids."""
 
@@ -55,21 +70,25 @@ class PromptEncoder:
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
             if config.get(name)
         }
-        return cls(tokenizer, text, special)
+        return cls(tokenizer, text, special, Vision.load(folder))
 
-    def text(self, messages: Sequence[Message]) -> str:
-        """The prompt as text.
+    def text(self, messages: Sequence[Message], *, images: bool = False) -> str:
+        """The prompt as text; with `images`, PLACEHOLDER in it is what the template writes for one.
 
         Raises:
-            SchemaError: the template refuses it, or there is none for several messages.
+            SchemaError: the template refuses it, or there is none for several messages or images.
         """
         if self._template is None:
             if len(messages) > 1:
                 raise SchemaError(
                     f"the prompt has {len(messages)} messages, and the tokenizer no chat template that says how roles are written"
                 )
+            if images:
+                raise SchemaError(
+                    "the prompt has images, and the tokenizer no chat template that says how they are written"
+                )
             return messages[0].content
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+        turns = [{"role": m.role, "content": _parts(m.content) if images else m.content} for m in messages]
         try:
             return self._template.render(
                 messages=turns, tools=None, documents=None, add_generation_prompt=True, **self._special
@@ -81,6 +100,12 @@ class PromptEncoder:
         """Token ids of prompts; a template writes the special tokens itself, otherwise the tokenizer adds its own."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=self._template is None)
         return [one.ids for one in encoded]
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    """Text and images apart, as chat templates of models that see want them."""
+    pieces = re.split(f"({PLACEHOLDER})", content)
+    return [{"type": "image"} if p == PLACEHOLDER else {"type": "text", "text": p} for p in pieces if p]
 
 
 def _compile(template: str) -> Template:

@@ -1,6 +1,7 @@
 """Prompts from files in verl's row format: checked row by row, made into token ids once, and memory-mapped by every process that wants them.
 
-What was made is kept in a folder per (files, tokenizer, settings): `rows.arrow` and `report.json`. The folder appears whole or not at all.
+What was made is kept in a folder per (files, tokenizer, settings): `rows.arrow`, `report.json`, and `images/` for those that rows hold as bytes, by
+content; a row names files. The folder appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from rl_protocol import ConfigError, SchemaError
 from rl_protocol.durable import write_errors
 from rl_protocol.errors import UNREADABLE
 from rl_trainer.data.chat import PromptEncoder
+from rl_trainer.data.images import FAMILIES, CheckedImage, Vision, check_images, parse_images
 from rl_trainer.data.prompts import PromptRow
 from rl_trainer.data.rows import VerlRow, parse_row
 from rl_trainer.data.tables import BATCH_ROWS, PromptTable, parquet_rows, prompt_writer, saved_rows
 
 logger = logging.getLogger(__name__)
-FORMAT = 2
+FORMAT = 3
 """Raised whenever the code makes something else of equal files and settings."""
+IMAGES = "images"
 _NAMED = 20
 """How many bad rows are named; all are counted."""
 
@@ -61,6 +64,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the longest prompt."""
     rows_of_files: tuple[int, ...]
     """Usable rows of each file, in order."""
+    images: int
+    """Of all usable rows."""
 
     def __str__(self) -> str:
         more = f"; and {self.bad - len(self.bad_rows)} more" if self.bad > len(self.bad_rows) else ""
@@ -73,6 +78,7 @@ class FilePrompts:
     def __init__(self, folder: Path) -> None:
         self.report = msgspec.json.decode((folder / "report.json").read_bytes(), type=Report)
         self._rows = PromptTable(folder / "rows.arrow")
+        self._images = folder.absolute() / IMAGES
 
     @property
     def rows_of_files(self) -> tuple[int, ...]:
@@ -94,6 +100,7 @@ class FilePrompts:
             data_source=fields["data_source"],
             ground_truth=fields["ground_truth"],
             extra_info=msgspec.msgpack.decode(fields["extra_info"]),
+            images=tuple(str(self._images / name) for name in fields["images"]),
         )
 
 
@@ -130,29 +137,18 @@ def _publish(folder: Path, files: DataFiles, encoder: PromptEncoder) -> None:
 
 
 def prepare(files: DataFiles, encoder: PromptEncoder, target: Path) -> Report:
-    """Check all rows and write the usable ones to the Arrow file `target`.
+    """Check all rows and write the usable ones to the Arrow file `target`, and images that came as bytes into a folder beside it.
 
     Raises:
         ConfigError: as `open_files`.
     """
     tally = _Tally()
     with prompt_writer(target) as writer:
-        usable = _usable(files, encoder, tally)
+        usable = _usable(files, encoder, tally, target.parent / IMAGES)
         while batch := list(islice(usable, BATCH_ROWS)):
-            lengths = encoder.ids([text for *_, text in batch])
-            kept: list[dict[str, Any]] = []
-            for (path, place, fields, _), ids in zip(batch, lengths, strict=True):
-                if not ids:
-                    tally.add(place, "the prompt has no tokens")
-                elif len(ids) <= files.max_prompt_length:
-                    kept.append({"prompt_ids": ids, **fields})
-                    tally.longest = max(tally.longest, len(ids))
-                    tally.rows_of_files[path] += 1
-                elif files.filter_overlong_prompts:
-                    tally.overlong += 1
-                else:
-                    tally.add(place, f"the prompt has {len(ids)} tokens, more than {files.max_prompt_length}")
-            writer.append(kept)
+            encoded = encoder.ids([one.text for one in batch])
+            pairs = zip(batch, encoded, strict=True)
+            writer.append([row for one, ids in pairs if (row := _fitted(one, ids, encoder, files, tally)) is not None])
     report = tally.report(files.paths)
     if report.bad and files.on_bad_row == "error":
         raise ConfigError(f"{report}. Repair the files, or set data.on_bad_row=skip to train without these rows.")
@@ -169,6 +165,7 @@ class _Tally:
     overlong: int = 0
     bad: int = 0
     longest: int = 0
+    images: int = 0
     rows_of_files: Counter[Path] = field(default_factory=Counter[Path])
     named: list[str] = field(default_factory=list[str])
 
@@ -185,11 +182,26 @@ class _Tally:
             bad_rows=tuple(self.named),
             longest=self.longest,
             rows_of_files=tuple(self.rows_of_files[path] for path in paths),
+            images=self.images,
         )
 
 
-def _usable(files: DataFiles, encoder: PromptEncoder, tally: _Tally) -> Iterator[tuple[Path, str, dict[str, Any], str]]:
-    """(file, place, fields to store, prompt as text) of every row that meets the format."""
+@dataclass(frozen=True, slots=True)
+class _Usable:
+    """A row that meets the format."""
+
+    path: Path
+    place: str
+    fields: dict[str, Any]
+    """To store."""
+    text: str
+    """Of the prompt."""
+    image_tokens: tuple[int, ...]
+    """Tokens of each image."""
+
+
+def _usable(files: DataFiles, encoder: PromptEncoder, tally: _Tally, folder: Path) -> Iterator[_Usable]:
+    """Every row that meets the format, and whose images do; those that came as bytes are written into `folder`."""
     for path in files.paths:
         place = str(path)
         try:
@@ -199,13 +211,65 @@ def _usable(files: DataFiles, encoder: PromptEncoder, tally: _Tally) -> Iterator
                     if isinstance(raw, SchemaError):
                         raise raw
                     row = parse_row(raw, files.prompt_key)
-                    fields, text = _stored(row), encoder.text(row.prompt)
+                    images, counts = _images(row, encoder, path, place)
+                    fields, text = _stored(row), encoder.text(row.prompt, images=bool(images))
                 except SchemaError as error:
                     tally.add(place, error)
                 else:
-                    yield path, place, fields, text
+                    fields["images"] = [_kept(image, folder) for image in images]
+                    yield _Usable(path, place, fields, text, counts)
         except SchemaError as error:  # of the file: what comes after is lost
             tally.add(f"{path}, after row {place.rpartition(' ')[2]}" if place != str(path) else place, error)
+
+
+def _images(row: VerlRow, encoder: PromptEncoder, path: Path, place: str) -> tuple[list[CheckedImage], tuple[int, ...]]:
+    """The images of a row, and as how many tokens the model sees each.
+
+    Raises:
+        SchemaError: one of them can't be used.
+        ConfigError: the model sees none: what is wrong is the choice of model or files, not the row.
+    """
+    sources = parse_images(row.images)
+    if not sources and (sources is None or isinstance(encoder.vision, str)):
+        return [], ()
+    if isinstance(encoder.vision, str):
+        raise ConfigError(
+            f"{place} has images, and {encoder.vision}. Set model.path to a model that sees images ({', '.join(FAMILIES)}), or leave the "
+            "column images out of the data."
+        )
+    images = check_images(sources, path.parent, "".join(message.content for message in row.prompt))
+    return images, tuple(encoder.vision.tokens(image.width, image.height) for image in images)
+
+
+def _kept(image: CheckedImage, folder: Path) -> str:
+    """Its name in the row: a path, below `folder` for one that came as bytes."""
+    if image.data is not None and not (folder / image.name).exists():
+        folder.mkdir(exist_ok=True)
+        (folder / image.name).write_bytes(image.data)
+    return image.name
+
+
+def _fitted(
+    one: _Usable, ids: list[int], encoder: PromptEncoder, files: DataFiles, tally: _Tally
+) -> dict[str, Any] | None:
+    """What is stored of a row, unless it is bad or too long, which is counted."""
+    try:
+        if isinstance(encoder.vision, Vision):
+            ids = encoder.vision.expand(ids, one.image_tokens)
+        if not ids:
+            raise SchemaError("the prompt has no tokens")
+        if len(ids) > files.max_prompt_length:
+            if files.filter_overlong_prompts:
+                tally.overlong += 1
+                return None
+            raise SchemaError(f"the prompt has {len(ids)} tokens, more than {files.max_prompt_length}")
+    except SchemaError as error:
+        tally.add(one.place, error)
+        return None
+    tally.longest = max(tally.longest, len(ids))
+    tally.rows_of_files[one.path] += 1
+    tally.images += len(one.image_tokens)
+    return {"prompt_ids": ids, **one.fields}
 
 
 def _stored(row: VerlRow) -> dict[str, Any]:

@@ -17,6 +17,8 @@ class PromptRow:
     ground_truth: str
     extra_info: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further facts for the reward function: whatever JSON can say."""
+    images: tuple[str, ...] = ()
+    """Paths of its images, in the order of the prompt, where `prompt_ids` holds the model's image token for every piece of them."""
 
 
 class PromptDataset(Protocol):

@@ -3,7 +3,8 @@
     {"prompt": [{"role": "user", "content": "What is 2+3?"}], "data_source": "sums", "reward_model": {"ground_truth": "5"},
      "extra_info": {"index": 0}}
 
-Other columns are ignored, except `images` and `videos`, which must be empty.
+A row may have `images`, for which its prompt says `<image>` once each (`rl_trainer.data.images`). Other columns are ignored, except `videos`, which
+must be empty.
 """
 
 from __future__ import annotations
@@ -67,7 +68,6 @@ def parse_row(raw: object, prompt_key: str = "prompt") -> VerlRow:
         raise SchemaError("data_source is empty")
     if row.reward_model.ground_truth is None:
         raise SchemaError("reward_model.ground_truth is null")
-    for name in ("images", "videos"):
-        if getattr(row, name):
-            raise SchemaError(f"it has {name}, which are not supported yet; leave such rows out")
+    if row.videos:
+        raise SchemaError("it has videos, which are not supported yet; leave such rows out")
     return row

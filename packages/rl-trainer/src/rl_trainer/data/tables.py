@@ -23,6 +23,7 @@ _PROMPTS = pa.schema(
         ("data_source", pa.string()),
         ("ground_truth", pa.string()),
         ("extra_info", pa.binary()),
+        ("images", pa.list_(pa.string())),
     ]
 )
 
@@ -83,7 +84,7 @@ class PromptWriter:
         self._writer = writer
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write rows with the fields prompt_ids, data_source, ground_truth and extra_info (encoded)."""
+        """Write rows with the fields prompt_ids, data_source, ground_truth, extra_info (encoded) and images (paths)."""
         self._writer.write_table(pa.Table.from_pylist(list(rows), schema=_PROMPTS))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +15,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper,
 from rl_protocol import RolloutError, WeightSyncError, WeightTensor
 from rl_protocol.ports import Generation, GenerationRequest, SamplingParams
 from rl_protocol.torch import TORCH_DTYPES, from_weight, torch_dtype_name
-from rl_trainer.backends.loading import load_model
+from rl_trainer.backends.loading import Facts, load_model
+from rl_trainer.backends.tokens import image_inputs
 from rl_trainer.lora import LoraConfig
 
 if TYPE_CHECKING:
@@ -63,8 +65,21 @@ class TemperatureScaler(LogitsProcessor):
         return cast(torch.FloatTensor, scores / self._temperature)
 
 
+class Never(LogitsProcessor):
+    """Leaves out tokens that stand for what is shown: no image is behind them in a response. Their log-probs are counted as before."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = list(tokens)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        del input_ids
+        left = scores.clone()
+        left[:, self._tokens] = float("-inf")
+        return cast(torch.FloatTensor, left)
+
+
 class HFRolloutEngine:
-    """RolloutEngine over a transformers causal language model in this process.
+    """RolloutEngine over a transformers causal language model in this process, of text or of text and images.
 
     Args:
         path: Hugging Face checkpoint folder; its weights are version 0.
@@ -87,10 +102,10 @@ class HFRolloutEngine:
             self._model = whole.to(TORCH_DTYPES[dtype])
         self._max_batch_size = max_batch_size
         self._version = 0
+        self._watch: Callable[[], None] | None = None  # of weights that belong to somebody else
         config = self._model.generation_config
         self._eos_id = int(config.eos_token_id if config.eos_token_id is not None else self._model.config.eos_token_id)
-        self._pad_id = int(self._model.config.pad_token_id or 0)
-        self._context = int(self._model.config.max_position_embeddings)
+        self._facts = Facts.of(self._model)
 
     @property
     def weight_version(self) -> int:
@@ -99,13 +114,35 @@ class HFRolloutEngine:
 
     def load_weights(self, weights: Iterable[WeightTensor], version: int) -> None:
         """See rl_protocol.ports.WeightReceiver.load_weights."""
+        given = self._fitting(weights, version)
+        if self._watch is not None:  # the present ones can't be written
+            self._model.load_state_dict({name: weight.clone() for name, weight in given.items()}, assign=True)
+            self._watch = None
+        else:
+            self._model.load_state_dict(given)
+        self._version = version
+
+    def adopt_weights(self, weights: Iterable[WeightTensor], version: int, watch: Callable[[], None]) -> None:
+        """Generate with weights where they lie, read-only; an engine that takes adapters copies them, since it merges into its own.
+
+        Args:
+            weights: as of `load_weights`.
+            version: their version.
+            watch: raises WeightSyncError once they may have been written over. Then nothing that was generated with them is returned.
+
+        Raises:
+            WeightSyncError: see `load_weights`.
+        """
+        if self._merged is not None:
+            self.load_weights(weights, version)
+            return
+        self._model.load_state_dict(self._fitting(weights, version), assign=True)
+        self._version, self._watch = version, watch
+
+    def _fitting(self, weights: Iterable[WeightTensor], version: int) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self._model.state_dict()
         wanted = {name: (torch_dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in state.items()}
-        given = _fitting(weights, wanted, version)
-        with torch.no_grad():
-            for name, weight in given.items():
-                state[name].copy_(from_weight(weight))
-        self._version = version
+        return {name: from_weight(weight) for name, weight in _fitting(weights, wanted, version).items()}
 
     def load_adapter(self, weights: Iterable[WeightTensor], version: int) -> None:
         """Generate with this adapter, in place of the one before, merged into the weights of version 0.
@@ -128,27 +165,49 @@ class HFRolloutEngine:
         self._version = version
 
     async def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Generation]:
-        """See rl_protocol.ports.RolloutEngine.generate. Runs in the calling thread until all requests are done."""
+        """See rl_protocol.ports.RolloutEngine.generate. Runs in the calling thread until all requests are done.
+
+        Raises:
+            RolloutError: see there; or adopted weights were written over meanwhile.
+        """
         for request in requests:
             self._check(request, params)
         out: list[Generation] = []
         for start in range(0, len(requests), self._max_batch_size):
             out.extend(self._generate_batch(requests[start : start + self._max_batch_size], params))
+        self._still_there()
         return out
+
+    def _still_there(self) -> None:
+        if self._watch is None:
+            return
+        try:
+            self._watch()
+        except WeightSyncError as error:
+            raise RolloutError(
+                f"What was generated with version {self._version} is dropped, its weights were given up meanwhile: {error}"
+            ) from error
 
     def _check(self, request: GenerationRequest, params: SamplingParams) -> None:
         total = len(request.prompt_ids) + params.max_new_tokens
         if not request.prompt_ids:
             raise RolloutError(f"Prompt {request.uid!r} is empty; every prompt needs at least one token.")
-        if total > self._context:
+        if total > self._facts.context:
             raise RolloutError(
                 f"Prompt {request.uid!r} has {len(request.prompt_ids)} tokens; with rollout.response_length={params.max_new_tokens} "
-                f"that is {total}, more than the model's context of {self._context}."
+                f"that is {total}, more than the model's context of {self._facts.context}."
+            )
+        told = request.prompt_ids.count(self._facts.image_token) if self._facts.image_token is not None else 0
+        seen = sum(math.prod(image.grid_thw) for image in request.images) / (self._facts.pieces or 1)
+        if told != seen:
+            raise RolloutError(
+                f"Prompt {request.uid!r} has {told} image tokens, and its {len(request.images)} images are {seen:g} of them; a context must "
+                "begin with the prompt of its row, and only a model that sees images can be shown one."
             )
 
     def _generate_batch(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Generation]:
         width = max(len(r.prompt_ids) for r in requests)
-        ids = torch.full((len(requests), width), self._pad_id, dtype=torch.int64)
+        ids = torch.full((len(requests), width), self._facts.pad_id, dtype=torch.int64)
         attention = torch.zeros_like(ids)
         for i, request in enumerate(requests):
             ids[i, width - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
@@ -160,10 +219,11 @@ class HFRolloutEngine:
                 do_sample=False,
                 max_new_tokens=params.max_new_tokens,
                 eos_token_id=None if params.ignore_eos else self._eos_id,
-                pad_token_id=self._pad_id,
+                pad_token_id=self._facts.pad_id,
                 logits_processor=self._processors(requests, params, width),
                 return_dict_in_generate=True,
                 output_logits=True,
+                **self._images(requests, ids),
             )
             tokens: torch.Tensor = output.sequences[:, width:]
             logits = torch.stack(output.logits, dim=1).float()
@@ -171,10 +231,18 @@ class HFRolloutEngine:
             chosen = log_probs.gather(-1, tokens[..., None]).squeeze(-1)
         return [self._generation(t, p, params) for t, p in zip(tokens.tolist(), chosen.tolist(), strict=True)]
 
+    def _images(self, requests: Sequence[GenerationRequest], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        images = [image for request in requests for image in request.images]
+        if not images or self._facts.image_token is None:
+            return {}
+        patches = np.concatenate([image.pixel_values for image in images])
+        grids = np.array([image.grid_thw for image in images], np.int64)
+        return image_inputs(patches, grids, ids.numpy(), self._facts.image_token)
+
     def _processors(
         self, requests: Sequence[GenerationRequest], params: SamplingParams, width: int
     ) -> LogitsProcessorList:
-        processors = LogitsProcessorList()
+        processors = LogitsProcessorList([Never(self._facts.banned)] if self._facts.banned else [])
         if params.temperature == 0:
             return processors
         processors.append(TemperatureScaler(params.temperature))

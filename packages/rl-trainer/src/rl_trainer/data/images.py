@@ -1,0 +1,236 @@
+"""Images of rows: where they come from, what they are checked for, and how many tokens a model sees of one.
+
+The only module of `rl_trainer.data` that imports Pillow (extra `images`), and only when there is an image. Families of Qwen2-VL cut an image into
+patches, as many as its size asks for, within bounds, and see `merge_size`² of them as one token.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import json
+import math
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from rl_protocol import ConfigError, SchemaError
+
+PLACEHOLDER = "<image>"
+"""Stands in the text of a prompt where an image is, as in verl's data."""
+FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+"""`model_type` of the models whose images are understood."""
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+"""Files of a checkpoint folder, either of which says how images are cut."""
+MOST_PIXELS = 1 << 26
+"""Of an image before the model's processor makes it smaller: 8192 x 8192."""
+MOST_BYTES = 1 << 28
+"""Of its file."""
+MOST_ASPECT = 200
+"""Longer side by shorter side, as transformers has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """An image as a row has it: bytes, or a path."""
+
+    data: bytes | None
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedImage:
+    """An image that can be decoded."""
+
+    name: str
+    """Absolute path; for one that came as bytes, a name that its content alone decides."""
+    data: bytes | None
+    """None: the file named is the image."""
+    width: int
+    height: int
+
+
+def parse_images(raw: object) -> tuple[ImageSource, ...] | None:
+    """What the column `images` of a row says; None: nothing, which is not the same as an empty list.
+
+    Each image is {"bytes": .., "path": ..} as Hugging Face's Image feature stores it, {"image": path or data URL}, or such a string.
+
+    Raises:
+        SchemaError: says which image is none of these.
+    """
+    if raw is None:
+        return None
+    if not isinstance(raw, Sequence) or isinstance(raw, str | bytes):
+        raise SchemaError(f"images must be a list; got {type(raw).__name__}")
+    return tuple(_source(number, one) for number, one in enumerate(cast("Sequence[object]", raw), 1))
+
+
+def _source(number: int, raw: object) -> ImageSource:
+    fields = cast("Mapping[str, object]", raw) if isinstance(raw, Mapping) else {"image": raw}
+    data, path = fields.get("bytes"), fields.get("image") or fields.get("path")
+    if isinstance(data, bytes):
+        return ImageSource(data, "")
+    if data is not None or not isinstance(path, str):
+        raise SchemaError(
+            f'image {number} must be {{"bytes": .., "path": ..}}, {{"image": path or data URL}} or a path; got {str(raw)[:80]!r}'
+        )
+    if path.startswith("data:"):
+        return ImageSource(_data_url(number, path), "")
+    if re.match(r"(?!file:)\w+://", path):
+        raise SchemaError(f"image {number} is {path[:80]!r}; images are read from files and data URLs, never fetched")
+    return ImageSource(None, path.removeprefix("file://"))
+
+
+def _data_url(number: int, url: str) -> bytes:
+    head, comma, body = url.partition(",")
+    try:
+        if not comma or not head.endswith(";base64"):
+            raise ValueError("it does not begin with data:<type>;base64,")
+        return base64.b64decode(body, validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise SchemaError(f"image {number} is a data URL that can't be read: {error}") from error
+
+
+def check_images(sources: Sequence[ImageSource], folder: Path, text: str) -> list[CheckedImage]:
+    """Read and decode every image of a row once.
+
+    Args:
+        sources: as the row has them.
+        folder: what relative paths are relative to.
+        text: of the prompt, which says PLACEHOLDER for each.
+
+    Raises:
+        SchemaError: there are more or fewer than the prompt says, or one is missing, not an image or too large; names it.
+        ConfigError: Pillow is not installed.
+    """
+    said = text.count(PLACEHOLDER)
+    if said != len(sources):
+        raise SchemaError(f"the prompt says {PLACEHOLDER} {said} times, and the row has {len(sources)} images")
+    return [_checked(number, source, folder) for number, source in enumerate(sources, 1)]
+
+
+def _checked(number: int, source: ImageSource, folder: Path) -> CheckedImage:
+    path = folder / Path(source.path).expanduser()
+    what = f"image {number}" if source.data is not None else f"image {number} ({path})"
+    try:
+        size = path.stat().st_size if source.data is None else len(source.data)
+        if size > MOST_BYTES:
+            raise SchemaError(f"{what} has {size} bytes, more than {MOST_BYTES}")
+        data = path.read_bytes() if source.data is None else source.data
+    except OSError as error:
+        raise SchemaError(f"{what} can't be read: {error.strerror}") from error
+    width, height = decoded(data, what).size
+    if source.data is None:
+        return CheckedImage(str(path.resolve()), None, width, height)
+    return CheckedImage(hashlib.sha256(data).hexdigest(), data, width, height)
+
+
+def decoded(data: bytes, what: str) -> Any:
+    """An encoded image as one of Pillow's; all of it is there.
+
+    Raises:
+        SchemaError: it is not an image of FORMATS, it is cut off, or it is too large.
+        ConfigError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image  # an extra of its own
+    except ImportError as error:
+        raise ConfigError("Rows with images need Pillow: install rl-trainer[images].") from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Pillow, about sizes and metadata: sizes are looked at below
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            width, height = image.size
+            if width * height > MOST_PIXELS:
+                raise SchemaError(f"{what} has {width} x {height} pixels, more than {MOST_PIXELS}")
+            if max(width, height) > MOST_ASPECT * min(width, height):
+                raise SchemaError(
+                    f"{what} has {width} x {height} pixels, one side more than {MOST_ASPECT} times the other"
+                )
+            image.load()
+    except Image.DecompressionBombError as error:
+        raise SchemaError(f"{what} has more than {MOST_PIXELS} pixels") from error
+    except (OSError, SyntaxError, ValueError, EOFError) as error:  # what its decoders raise for damaged files
+        raise SchemaError(f"{what} is not a whole image ({', '.join(FORMATS)}): {error}") from error
+    return image
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vision:
+    """What a model's image processor makes of an image, as far as lengths of prompts depend on it."""
+
+    token: int
+    """Id of the token that stands for one piece of an image."""
+    patch_size: int
+    """Pixels."""
+    merge_size: int
+    """Patches along one side of what a token stands for."""
+    min_pixels: int
+    max_pixels: int
+
+    @classmethod
+    def load(cls, folder: Path) -> Vision | str:
+        """Of a Hugging Face checkpoint folder; a text says why its model can be shown no images.
+
+        Raises:
+            ConfigError: files of the folder that can't be read, or a processor without its settings.
+        """
+        config = _json(folder / "config.json")
+        name = f"{folder} ({', '.join(config.get('architectures') or ['a model without a name'])})"
+        if "vision_config" not in config:
+            return f"{name} reads text alone"
+        if config.get("model_type") not in FAMILIES:
+            return f"{name} is no model of {', '.join(FAMILIES)}, the families whose images are understood"
+        alone, whole = (_json(folder / name) for name in PROCESSORS)
+        processor = alone or whole.get("image_processor")
+        if not processor:
+            raise ConfigError(
+                f"{name} has no preprocessor_config.json, which says how it cuts images; save it with its image processor."
+            )
+        size = processor.get("size") or {}
+        return cls(
+            token=int(config["image_token_id"]),
+            patch_size=int(processor.get("patch_size", 14)),
+            merge_size=int(processor.get("merge_size", 2)),
+            min_pixels=int(processor.get("min_pixels") or size.get("shortest_edge") or 56 * 56),
+            max_pixels=int(processor.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280),
+        )
+
+    def tokens(self, width: int, height: int) -> int:
+        """As how many tokens the model sees an image of so many pixels."""
+        unit = self.patch_size * self.merge_size
+        high, wide = round(height / unit) * unit, round(width / unit) * unit
+        if high * wide > self.max_pixels:
+            beta = math.sqrt(height * width / self.max_pixels)
+            high, wide = (max(unit, math.floor(side / beta / unit) * unit) for side in (height, width))
+        elif high * wide < self.min_pixels:
+            beta = math.sqrt(self.min_pixels / (height * width))
+            high, wide = (math.ceil(side * beta / unit) * unit for side in (height, width))
+        return high // unit * (wide // unit)
+
+    def expand(self, ids: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """The prompt with the token of image i counts[i] times where the chat template wrote it once.
+
+        Raises:
+            SchemaError: the template did not write it once for each image.
+        """
+        written = sum(one == self.token for one in ids)
+        if written != len(counts):
+            raise SchemaError(f"the chat template writes {written} image tokens, for {len(counts)} images")
+        left, out = iter(counts), list[int]()
+        for one in ids:
+            out += [one] * next(left) if one == self.token else [one]
+        return out
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can't be read: {error}.") from error

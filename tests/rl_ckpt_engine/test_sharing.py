@@ -1,0 +1,148 @@
+"""Sinks that compute with the weights where they lie: nothing is copied, and nothing that was written over goes unnoticed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import pytest
+from ckpt_fakes import Sink, Source, model
+
+from rl_ckpt_engine import AdoptingReceiver, CheckpointEngineManager, ReceiverEndpoint, SenderEndpoint
+from rl_ckpt_engine.engines import memfd
+from rl_ckpt_engine.engines.naive import NaiveEngine
+from rl_ckpt_engine.engines.shm import ShmEngine
+from rl_ckpt_engine.engines.tcp import TcpEngine
+from rl_protocol.errors import WeightSyncError
+from rl_protocol.weights import WeightTensor
+
+T = 9.0
+
+
+class Borrower(Sink):
+    """Keeps what it is lent."""
+
+    def __init__(self) -> None:
+        super().__init__(model(0))
+        self.lent: list[WeightTensor] = []
+        self.watch: Callable[[], None] = lambda: None
+
+    def adopt_weights(self, weights: Iterable[WeightTensor], version: int, watch: Callable[[], None]) -> None:
+        self.lent, self.watch, self.weight_version = list(weights), watch, version
+
+    def computed(self) -> list[bytes]:
+        """What a sink does: use the weights, ask, hand out."""
+        result = [weight.data.tobytes() for weight in self.lent]
+        self.watch()
+        return result
+
+
+def system(replicas: int) -> tuple[Source, list[Borrower], CheckpointEngineManager]:
+    source, sinks = Source(model(1)), [Borrower() for _ in range(replicas)]
+    ends = [ReceiverEndpoint(ShmEngine(), sink, name=f"r{number}") for number, sink in enumerate(sinks)]
+    return source, sinks, CheckpointEngineManager(SenderEndpoint(ShmEngine(), source), ends)
+
+
+def bytes_of(seed: int) -> list[bytes]:
+    return [weight.data.tobytes() for weight in model(seed)]
+
+
+def test_all_replicas_use_one_copy_which_the_sender_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, sinks, manager = system(2)
+    copied: list[int] = []
+    real = np.copyto
+
+    def counted(target: np.ndarray, data: np.ndarray) -> None:
+        copied.append(data.nbytes)
+        real(target, data)
+
+    monkeypatch.setattr(memfd.np, "copyto", counted)
+    for version in (1, 2, 3, 4):
+        source.weights = model(version)
+        copied.clear()
+        asyncio.run(manager.update_weights(version))
+        assert sum(copied) == sum(weight.nbytes for weight in source.weights)
+        assert [sink.computed() for sink in sinks] == [bytes_of(version)] * 2
+        assert all(sink.loaded == Sink(model(0)).loaded for sink in sinks), "load_weights was not called"
+        assert not any(weight.data.flags.writeable for sink in sinks for weight in sink.lent)
+
+
+def test_a_version_in_use_outlives_the_next_being_sent_received_and_taken_back() -> None:
+    source, sink = Source(model(1)), Borrower()
+    sender, receiver = SenderEndpoint(ShmEngine(), source), ReceiverEndpoint(ShmEngine(), sink)
+
+    async def run() -> None:
+        for version in (1, 2):
+            source.weights = model(version)
+            await receiver.receive(await sender.send(version, T), T)
+            await receiver.activate(version, T)
+            await sender.finalize(version)
+        for seed in (3, 4):
+            source.weights = model(seed)
+            await receiver.receive(await sender.send(3, T), T)
+            assert sink.computed() == bytes_of(2)
+            await sender.abort()
+            await receiver.resume(T)
+            assert sink.computed() == bytes_of(2)
+
+    asyncio.run(run())
+
+
+def test_whoever_was_left_behind_notices_and_catches_up() -> None:
+    source, sinks, manager = system(1)
+    late = Borrower()
+    behind = ReceiverEndpoint(ShmEngine(), late, name="late")
+
+    async def run() -> None:
+        await manager.add_receiver(behind)
+        await manager.update_weights(1)
+        manager.quarantine("late", "it was said to be dead")
+        source.weights = model(2)
+        await manager.update_weights(2)
+        with pytest.raises(WeightSyncError, match="Version 1 is not there any more"):
+            late.computed()
+        with pytest.raises(WeightSyncError, match="Version 1 is not there any more"):
+            await behind.resume(T)
+        await manager.add_receiver(behind)
+        assert late.computed() == sinks[0].computed() == bytes_of(2)
+        await behind.resume(T)
+
+    asyncio.run(run())
+
+
+def test_weights_in_use_outlive_their_sender() -> None:
+    _, (sink,), manager = system(1)
+    asyncio.run(manager.update_weights(1))
+    manager._sender.close()  # pyright: ignore[reportPrivateUsage]
+    assert sink.computed() == bytes_of(1)
+
+
+@pytest.mark.parametrize("engine", [NaiveEngine, TcpEngine])
+def test_engines_whose_memory_is_written_during_the_next_sync_are_copied_from(engine: type[NaiveEngine]) -> None:
+    sink = Borrower()
+    assert isinstance(sink, AdoptingReceiver)
+    source = Source(model(1))
+    manager = CheckpointEngineManager(SenderEndpoint(engine(), source), [ReceiverEndpoint(engine(), sink)])
+    asyncio.run(manager.update_weights(1))
+    assert sink.lent == []
+    assert list(sink.loaded.values()) == bytes_of(1)
+
+
+def test_only_the_version_received_last_can_be_watched() -> None:
+    sender, receiver = ShmEngine(), ShmEngine()
+    receiver.init_process_group(ShmEngine.build_topology(sender.prepare(), [receiver.prepare()]).receivers[0])
+    first = asyncio.run(sender.send_weights(model(1), 1, timeout_s=T))
+    with pytest.raises(WeightSyncError, match="Version 1 was not received here"):
+        receiver.watch(first)
+    asyncio.run(receiver.receive_weights(first, timeout_s=T))
+    watch = receiver.watch(first)
+    sender.finalize(1)
+    second = asyncio.run(sender.send_weights(model(2), 2, timeout_s=T))
+    asyncio.run(receiver.receive_weights(second, timeout_s=T))
+    watch()
+    sender.finalize(2)
+    with pytest.raises(WeightSyncError, match="Version 1 is not there any more"):
+        watch()
+    sender.close()
+    receiver.close()
