@@ -132,6 +132,23 @@ def test_megatron_trains_all_weights_beside_a_reference_and_a_critic(app, base_m
 
 
 @pytest.mark.slow
+def test_replicas_of_megatron_share_the_optimizers_state_and_other_layouts_go_on_from_it(app):
+    """Each replica writes what it keeps, of policy and critic; one whose ranks share every layer reads it all."""
+    same = ["model_engine=megatron", "algorithm=ppo", "lora.rank=4", "trainer.save_freq=1"]
+    first = app(*same, "megatron.world_size=2", "megatron.distributed_optimizer=true", timeout=300)
+    assert first.code == 0, first.err
+    for role in ("actor", "critic"):
+        (folder, *_) = sorted(first.folder.glob(f"checkpoints/*/{role}"))
+        parts = {path.name for path in folder.glob("stage-*")}
+        assert parts == {f"stage-00000-shard-00000-replica-0000{replica}.safetensors" for replica in range(2)}
+    cut = ["megatron.tensor_model_parallel_size=2", "trainer.resume_mode=auto", "trainer.total_training_steps=3"]
+    again = app(*same, *cut, timeout=300)
+    assert again.code == 0, again.err
+    assert [m["step"] for m in again.metrics] == [0, 1, 2, 3]
+    assert max(m["training/rollout_log_probs_diff_max"] for m in again.metrics[1:]) < 1e-4
+
+
+@pytest.mark.slow
 def test_dynamic_filtering_refills_and_is_bounded(app):
     done = app(
         "algorithm.filter_groups.enable=true",

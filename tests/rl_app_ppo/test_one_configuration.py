@@ -101,7 +101,6 @@ def test_every_engines_keys_are_known_and_explained_whichever_is_chosen():
         (["algorithm=ppo", "critic.use_remove_padding=true"], r"critic\.use_remove_padding=True has no effect"),
         (["lora.rank=8", "algorithm.adv_estimator=optimal_token_baseline"], "Set another estimator"),
         (["lora.rank=8", "lora.use_rslora=true"], r"use_rslora=True has no effect: .* model_engine=torch or fsdp"),
-        (["lora.rank=8", "lora.use_dora=true", "lora.dropout=0.1"], r"DoRA without dropout; got lora\.dropout=0\.1"),
         (["lora.rank=8", "actor.use_remove_padding=true"], r"actor\.use_remove_padding=True has no effect"),
         (["lora.rank=8", "fsdp.world_size=2"], r"nothing reads it without model_engine=fsdp"),
         (
@@ -597,17 +596,17 @@ def test_an_engine_we_do_not_have_is_listed(tmp_path):
 def test_megatron_of_verl_is_ours(tmp_path):
     file, ours = tmp_path / "verl.txt", tmp_path / "ours.yaml"
     whole = "actor_rollout_ref.actor.strategy=megatron actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
-    file.write_text(f"{whole} actor_rollout_ref.actor.megatron.use_distributed_optimizer=True")
-    assert [line for line in from_verl(file).splitlines() if line.startswith("#")] == [
-        "# not mapped: actor_rollout_ref.actor.megatron.use_distributed_optimizer: each replica has all of its state: "
-        "Megatron's optimizer is not used"
-    ]
+    file.write_text(f"{whole} actor_rollout_ref.actor.megatron.use_distributed_optimizer=False")
+    ours.write_text(from_verl(file))
+    assert "#" not in ours.read_text()
+    assert not load_config([], ours).megatron.distributed_optimizer
     file.write_text(f"{whole} actor_rollout_ref.actor.megatron.sequence_parallel=True")
     ours.write_text(from_verl(file))
     assert "#" not in ours.read_text()
     config = load_config([], ours)
     assert (config.model_engine, config.ranks, config.algorithm.adv_estimator) == ("megatron", 2, "gae")
     assert config.megatron.sequence_parallel
+    assert config.megatron.distributed_optimizer  # as with verl
     file.write_text(whole := f"{whole} algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4")
     ours.write_text(from_verl(file))
     assert (load_config([], ours).model_engine, load_config([], ours).lora.rank) == ("megatron", 0)

@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -108,9 +109,9 @@ def program():
     return module
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    """A lone rank."""
+@pytest.fixture(scope="session")
+def open_rank():
+    """Makes a lone rank, for as long as it is wanted: a context manager."""
     import torch
     import torch.distributed as dist
 
@@ -122,9 +123,21 @@ def ranks():
         from rl_megatron_peft.backend.parallel import close_ranks, open_ranks
 
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        yield open_ranks(Layout())
-        close_ranks()
-        dist.destroy_process_group()
+
+    @contextmanager
+    def made():
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("GLOO_SOCKET_IFNAME", "lo")
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            yield open_ranks(Layout())
+            close_ranks()
+            dist.destroy_process_group()
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def ranks(open_rank):
+    """A lone rank."""
+    with open_rank() as made:
+        yield made

@@ -13,20 +13,28 @@ from pathlib import Path
 
 WORLDS = {
     "one": {"one": (1, 1)},
-    "two": {"tp2": (2, 1), "pp2": (1, 2), "dp2": (1, 1), "sp2": (2, 1, True)},
-    "four": {"tp2pp2": (2, 2), "sp2pp2": (2, 2, True)},
-}
+    "two": {"tp2": (2, 1), "pp2": (1, 2), "dp2": (1, 1), "zero2": (1, 1), "sp2": (2, 1, True)},
+    "four": {"tp2pp2": (2, 2), "sp2pp2": (2, 2, True), "zero2tp2": (2, 1), "zero2pp2": (1, 2), "zero4": (1, 1)},
+}  # zero<n>: so many replicas share the optimizer's state
 CASES = {"some": (("llama", "fused"), ("qwen2", "canonical"), ("qwen3", "fused"), ("qwen2", "fused-dora"))}
 CASES["rest"] = (("llama", "canonical"), ("qwen2", "fused"), ("qwen3", "canonical"), ("llama", "canonical-dora"))
 CASES["all"] = CASES["some"] + CASES["rest"]
-CURVES = {"some": (("qwen2", "fused", True, 0.0), ("qwen3", "canonical", False, 0.3))}
+CURVES = {"some": (("qwen2", "fused", True, 0.0), ("qwen3", "canonical-dora", False, 0.3))}
 CURVES["rest"] = (("qwen3", "canonical-dora", True, 0.0), ("even", "whole", True, 0.0))
 CURVES["all"] = CURVES["rest"]
 # family, kind, whether it is resumed half way (Megatron's writer takes longer than all else), dropout
 CRITICS = {"some": (("tied", "whole", True), ("llama", "fused", False)), "rest": (("even", "whole", False),)}
 CRITICS["all"] = CRITICS["rest"]
 # family, kind, whether Megatron's writer is used as well
-BEFORE = {"one": "one", "tp2": "one", "pp2": "tp2", "dp2": "pp2", "tp2pp2": "dp2"}
+BEFORE = {
+    "one": "one",
+    "tp2": "one",
+    "pp2": "tp2",
+    "dp2": "pp2",
+    "zero2": "dp2",
+    "tp2pp2": "zero2",
+    "zero2tp2": "zero2",
+}
 SIZES = {"one": 1, "two": 2, "four": 4}
 HEAD = {"value_head.weight": [[0.1 * (-1) ** i for i in range(32)]], "value_head.bias": [0.3]}
 TARGETS = {"fused": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")}
@@ -140,6 +148,59 @@ def state_of(policy):
     return {factor.key: factor.parameter.detach().clone() for lora in policy.adapters for factor in lora.factors()}
 
 
+def bytes_of(policy):
+    """Of the optimizer's state, on each rank: moments, and values that are not the model's own."""
+    from rl_megatron_peft.backend.parallel import gather_json
+
+    adam, own = policy.optimiser.adam, {id(p) for p in policy.model.parameters()}
+    tensors = [t for slots in adam.state.values() for t in slots.values() if t.ndim]
+    tensors += [p for group in adam.param_groups for p in group["params"] if id(p) not in own]
+    return gather_json(sum(t.numel() * t.element_size() for t in tensors), policy.ranks.device)
+
+
+def shared_state(models, out, ranks, keep):
+    """Replicas that share the optimizer's state beside those that do not: of two factors, so that some have no state, and of bfloat16."""
+    import numpy as np
+    import torch
+
+    from rl_megatron_peft import LoraConfig
+    from rl_megatron_peft.backend.resume import load_checkpoint, save_checkpoint
+
+    few = LoraConfig(rank=2, target_modules=("down_proj",), exclude=("layers.0.mlp.down_proj",))
+    cases = {"few": ("llama", "canonical", {"lora": few})}
+    if ranks.layout.pipeline == 1:
+        cases["bfloat16"] = ("even", "whole", {"dtype": torch.bfloat16})
+    found = {}
+    for name, (family, kind, how) in cases.items():
+        each, shared, again = (
+            policy_of(models / family, ranks, kind, **how, distributed_optimizer=shares)
+            for shares in (False, True, False)
+        )
+        steps_of(each, 0, 3)
+        steps_of(shared, 0, 3)
+        pairs = list(zip(each.model.parameters(), shared.model.parameters(), strict=True))
+        found[f"{name}-difference"] = max(float((one - other).detach().abs().max()) for one, other in pairs)
+        found[f"{name}-bytes"] = [bytes_of(each), bytes_of(shared)]
+        save_checkpoint(shared, out / f"{name}-3")
+        (out / name).mkdir(exist_ok=True)
+        shared.snapshot()(out / name)
+        torch.distributed.barrier()
+        for restore in (
+            again.restore,
+            lambda path, into=again: load_checkpoint(into, path.with_name(f"{path.name}-3")),
+        ):
+            restore(out / name)
+            state, now = ({k: t for _, parts in p.optimiser.state() for k, t in parts.items()} for p in (shared, again))
+            assert all(torch.equal(now[key], tensor) for key, tensor in state.items())
+            assert again.optimiser.steps == 3
+        steps_of(again, 3, 4)
+        steps_of(shared, 3, 4)
+        pairs = list(zip(again.model.parameters(), shared.model.parameters(), strict=True))
+        found[f"{name}-later"] = max(float((one - other).detach().abs().max()) for one, other in pairs)
+    if keep:
+        np.savez(out / "shared-state.npz", **found)
+
+
 def grid(models, out, ranks, keep, cases):
     """Logits of base and trained adapter, every way of switching it off or in, export and import."""
     import numpy as np
@@ -185,14 +246,14 @@ def steps_of(policy, first, last):
     return {name: [report[name] for report in reports] for name in reports[0]}
 
 
-def curve(models, out, ranks, keep, curves):
+def curve(models, out, ranks, keep, curves, how):
     """Ten steps on the same mini-batches whatever the layout; resumed ones again from step five of the layout before."""
     import numpy as np
 
     from rl_megatron_peft.backend.resume import load_checkpoint, save_checkpoint
 
     for family, kind, resumed, dropout in curves:
-        policy = policy_of(models / family, ranks, kind, dropout)
+        policy = policy_of(models / family, ranks, kind, dropout, **how)
         begin = steps_of(policy, 0, 5)
         if resumed:
             save_checkpoint(policy, out / f"{family}-5")
@@ -203,9 +264,9 @@ def curve(models, out, ranks, keep, curves):
             write(out / f"{family}-5-state")  # later than it was taken, as a thread would
         found = {f"curve-{family}": {name: begin[name] + end[name] for name in begin}}
         if resumed:
-            again = policy_of(models / family, ranks, kind, seed=77)
+            again = policy_of(models / family, ranks, kind, seed=77, **how)
             load_checkpoint(again, out.parent / BEFORE[out.name] / f"{family}-5")
-            other = policy_of(models / family, ranks, kind, seed=78)
+            other = policy_of(models / family, ranks, kind, seed=78, **how)
             other.restore(out.parent / BEFORE[out.name] / f"{family}-5-state")
             assert same_state(again, other)
             found[f"resumed-{family}"] = steps_of(again, 5, 10)
@@ -214,14 +275,14 @@ def curve(models, out, ranks, keep, curves):
             np.savez(out / f"{name}.npz", **table)
 
 
-def critics(models, out, ranks, keep, cases):
+def critics(models, out, ranks, keep, cases, how):
     """Values before and after six steps, which are gone on with from step three of the layout before."""
     import numpy as np
 
     from rl_megatron_peft.backend.resume import load_checkpoint, save_checkpoint
 
     for family, kind, written in cases:
-        critic, name = critic_of(models / family, ranks, kind), f"critic-{family}"
+        critic, name = critic_of(models / family, ranks, kind, **how), f"critic-{family}"
         before = out.parent / BEFORE.get(out.name, out.name)
         found = {"before": values_of(critic)}
         begin = steps_of(critic, 0, 3)
@@ -230,11 +291,12 @@ def critics(models, out, ranks, keep, cases):
         if written:
             save_checkpoint(critic, out / f"{name}-3")
         end = steps_of(critic, 3, 6)
+        critic.save_pretrained(out / f"{name}-model")
         found |= {"after": values_of(critic), **{metric: begin[metric] + end[metric] for metric in begin}}
-        again = critic_of(models / family, ranks, kind, seed=77)
+        again = critic_of(models / family, ranks, kind, seed=77, **how)
         again.restore(before / name)
         if written:
-            other = critic_of(models / family, ranks, kind, seed=78)
+            other = critic_of(models / family, ranks, kind, seed=78, **how)
             load_checkpoint(other, before / f"{name}-3")
             assert same_state(again, other)
         steps_of(again, 3, 6)
@@ -281,11 +343,16 @@ def rank_main(rank, world, models, out, cases):
         folder = out / name
         folder.mkdir(exist_ok=True)
         tokens_shared = name.startswith("sp")  # nothing is stored in another way
-        if name != "dp2" and not tokens_shared:
+        how = {"distributed_optimizer": name.startswith("zero")}
+        if name.startswith("zero"):
+            shared_state(models, folder, ranks, keep=rank == 0)
+        if name in ("zero2pp2", "zero4"):
+            continue
+        if ranks.replicas == 1 and not tokens_shared:
             grid(models, folder, ranks, keep=rank == 0, cases=CASES[cases])
         curves = [(*what, resumed and not tokens_shared, dropout) for *what, resumed, dropout in CURVES[cases]]
-        curve(models, folder, ranks, keep=rank == 0, curves=curves)
-        critics(models, folder, ranks, keep=rank == 0, cases=CRITICS[cases])
+        curve(models, folder, ranks, keep=rank == 0, curves=curves, how=how)
+        critics(models, folder, ranks, keep=rank == 0, cases=CRITICS[cases], how=how)
 
 
 def killed_main(models, out):

@@ -78,7 +78,7 @@ def check_same_curve(folder, layout, family):
         assert np.abs(many[name] - one[name]).max() < TOLERANCE, name
 
 
-@pytest.mark.parametrize(("layout", "family"), [("tp2", "qwen2"), ("pp2", "qwen2"), ("dp2", "qwen2"), ("sp2", "qwen2")])
+@pytest.mark.parametrize(("layout", "family"), [(layout, "qwen2") for layout in ("tp2", "pp2", "dp2", "zero2", "sp2")])
 def test_ten_steps_are_the_same_however_ranks_share_the_work(runs, layout, family):
     check_same_curve(runs, layout, family)
 
@@ -88,14 +88,14 @@ def test_what_dropout_drops_does_not_depend_on_how_a_model_is_cut(runs, layout):
     check_same_curve(runs, layout, "qwen3")
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "sp2", "tp2pp2", "sp2pp2"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "zero2", "sp2", "tp2pp2", "sp2pp2", "zero2tp2"])
 def test_training_all_weights_is_the_same_however_ranks_share_the_work(more_runs, layout):
     """Also the norms of queries and keys, of which each tensor-parallel rank sees its own heads alone, and with sequence parallelism the
     other norms, of which it sees its own tokens alone."""
     check_same_curve(more_runs, layout, "even")
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "sp2", "tp2pp2", "sp2pp2"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "zero2", "sp2", "tp2pp2", "sp2pp2", "zero2tp2"])
 def test_dora_is_trained_the_same_however_ranks_share_the_work(more_runs, layout):
     """Also of linear_proj and linear_fc2, of whose rows each tensor-parallel rank has a part."""
     check_same_curve(more_runs, layout, "qwen3")
@@ -109,13 +109,13 @@ def check_resumed(folder, family):
             assert np.abs(ten[name][5:] - again[name]).max() < TOLERANCE, name
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2", "zero2"])
 def test_five_steps_and_five_of_a_resumed_run_equal_ten(runs, layout):
     """Each resumes from the checkpoint of the layout before it in this list."""
     check_resumed(runs / layout, "qwen2")
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2", "tp2pp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2", "zero2", "tp2pp2", "zero2tp2"])
 @pytest.mark.parametrize("family", ["qwen3", "even"])
 def test_dora_of_canonical_adapters_and_whole_models_resume_as_well(more_runs, layout, family):
     check_resumed(more_runs / layout, family)

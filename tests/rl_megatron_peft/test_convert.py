@@ -128,6 +128,66 @@ def test_to_a_checkpoint_to_resume_from_and_back(convert, models, tmp_path, fuse
     assert_is(tmp_path / "back", shape, base)
 
 
+def tensors_of(adapter):
+    """Module -> side -> bytes."""
+    return {name: {side: t.data.tobytes() for side, t in p.tensors().items()} for name, p in adapter.pairs.items()}
+
+
+@pytest.mark.parametrize("kind", ["fused-dora", "canonical-dora"])
+def test_a_trained_dora_adapter_goes_both_ways(convert, open_rank, models, program, tmp_path, kind):
+    from rl_megatron_peft.backend.resume import load_checkpoint, save_checkpoint
+
+    base, fused = models / "qwen2", kind == "fused-dora"
+    with open_rank() as ranks:
+        policy = program.policy_of(base, ranks, kind)
+        for step in range(2):
+            policy.update(program.batch_of(4, step), temperature=1.0)
+        save_checkpoint(policy, tmp_path / "resume")
+        want = tensors_of(policy.adapter())
+    convert(tmp_path / "resume", tmp_path / "peft", to="peft", base=base)
+    written = read_adapter(tmp_path / "peft")
+    assert (written.config.use_dora, written.config.rank, written.config.alpha) == (True, 3, 6.0)
+    assert tensors_of(written) == want
+    assert all(parts.keys() == {"a", "b", "magnitude"} for parts in want.values())
+    convert(tmp_path / "peft", tmp_path / "again", to="resume", base=base, fused=fused)
+    with open_rank() as ranks:
+        fresh = program.policy_of(base, ranks, kind, seed=9)
+        load_checkpoint(fresh, tmp_path / "again")
+        assert tensors_of(fresh.adapter()) == want
+        assert fresh.optimiser.steps == 0
+    convert(tmp_path / "again", tmp_path / "back", to="peft", base=base)
+    assert tensors_of(read_adapter(tmp_path / "back")) == want
+
+
+def test_a_dora_adapter_that_peft_wrote_means_the_same_to_peft_after_all_formats(convert, models, tmp_path):
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    base = models / "llama"
+    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    config = peft.LoraConfig(r=RANK, lora_alpha=6, target_modules=targets, use_dora=True, task_type="CAUSAL_LM")
+    torch.manual_seed(4)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.2 * torch.randn(parameter.shape)
+    model.save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "resume", to="resume", base=base)
+    convert(tmp_path / "resume", tmp_path / "ours", to="peft", base=base)
+    ids = torch.arange(2, 14)[None]
+    found = []
+    for folder in ("theirs", "ours"):
+        loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / folder)
+        with torch.no_grad():
+            found.append(loaded.eval()(ids).logits)
+            plain = loaded.get_base_model()
+    assert torch.equal(*found)
+    with torch.no_grad(), loaded.disable_adapter():
+        assert (plain(ids).logits - found[0]).abs().max() > 0.1
+
+
 def edit_state(folder, change, file="mp_rank_00_adapter.pt"):
     import torch
 

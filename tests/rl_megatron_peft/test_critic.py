@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rl_megatron_peft import AdapterError
+from rl_protocol import OutputError
 from rl_protocol.ports import CriticBackend
 from rl_protocol.testing.training import CriticBackendSuite, tokens
 
@@ -90,6 +91,37 @@ def test_bfloat16_has_its_head_in_float32(ranks, models, program):
     assert 0 < np.abs(values[0] - values[1]).max() < 0.1 * np.ptp(values[0])
 
 
+def values_of_transformers(folder, batch):
+    """[T] of a model with one label, one row at a time."""
+    import torch
+    from transformers import AutoModelForTokenClassification
+
+    model = AutoModelForTokenClassification.from_pretrained(folder).eval()
+    assert model.num_labels == 1
+    found = []
+    for prompt, response in zip(batch.ragged("prompts").rows(), batch.ragged("responses").rows(), strict=True):
+        with torch.no_grad():
+            found.append(model(torch.tensor([*prompt, *response])[None]).logits[0, len(prompt) - 1 : -1, 0])
+    return torch.cat(found).numpy()
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "canonical-dora"), ("qwen2", "fused"), ("tied", "whole"), ("even", "whole")]
+)
+def test_what_is_written_has_the_same_values_in_transformers(ranks, models, program, tmp_path, family, kind):
+    critic = program.critic_of(models / family, ranks, kind)
+    before = program.values_of(critic)
+    for step in range(2):
+        critic.update(program.batch_of(6, step))
+    critic.save_pretrained(tmp_path / "critic")
+    values = program.values_of(critic)
+    assert np.abs(values - before).max() > 0.05
+    found = values_of_transformers(tmp_path / "critic", program.batch_of(5, 99))
+    assert np.abs(found - values).max() < TOLERANCE
+    with pytest.raises(OutputError, match="exists; only new folders are written"):
+        critic.save_pretrained(tmp_path / "critic")
+
+
 @pytest.fixture(scope="module")
 def value_model(models, program):
     """(values before, values after, losses of the steps between) of a transformers model with the same head, trained by torch alone."""
@@ -123,7 +155,7 @@ def value_model(models, program):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2", "sp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2", "zero2", "sp2"])
 def test_a_critic_is_what_transformers_and_torch_make_of_it(runs, value_model, layout):
     """Of a model whose embedding is its output layer, which a value head replaces: so it can be cut into stages too."""
     before, after, losses = value_model
@@ -132,6 +164,15 @@ def test_a_critic_is_what_transformers_and_torch_make_of_it(runs, value_model, l
     assert np.abs(found["before"] - before).max() < TOLERANCE
     assert np.abs(found["after"] - after).max() < TOLERANCE
     assert np.abs(found["critic/vf_loss"] - losses).max() < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "zero2", "sp2"])
+@pytest.mark.parametrize("family", ["tied", "llama"])
+def test_any_layout_writes_it_for_transformers(runs, program, layout, family):
+    """With all weights, and with adapters merged in."""
+    found = values_of_transformers(runs / layout / f"critic-{family}-model", program.batch_of(5, 99))
+    assert np.abs(found - np.load(runs / layout / f"critic-{family}.npz")["after"]).max() < TOLERANCE
 
 
 def check_critic(folder, layout, family):
@@ -144,13 +185,13 @@ def check_critic(folder, layout, family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2", "sp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "dp2", "zero2", "sp2"])
 @pytest.mark.parametrize("family", ["tied", "llama"])
 def test_a_critic_is_the_same_and_goes_on_however_ranks_share_the_work(runs, layout, family):
     check_critic(runs, layout, family)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "tp2pp2", "sp2pp2"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "zero2", "tp2pp2", "sp2pp2", "zero2tp2"])
 def test_norms_of_queries_and_keys_are_trained_the_same_under_a_value_head(more_runs, layout):
     check_critic(more_runs, layout, "even")

@@ -8,7 +8,7 @@ import pytest
 
 from rl_megatron_peft import AdapterError, FolderKind, Layout, ModelShape, folder_kind, whole_checkpoints
 from rl_megatron_peft.folders import refuse_unless_resumable
-from rl_megatron_peft.layout import held_tensors, renumbered
+from rl_megatron_peft.layout import held_tensors, keepers, renumbered
 from rl_protocol import ConfigError
 
 FIELDS = {
@@ -54,6 +54,13 @@ def test_every_tensor_is_held_once_over_the_stages():
     assert renumbered("embedding.word_embeddings.weight", 3) == "embedding.word_embeddings.weight"
     with pytest.raises(ConfigError, match="no LoRA target"):
         held_tensors("decoder.layers.0.mlp.router.weight")
+
+
+def test_state_is_shared_by_size_and_nothing_is_divided():
+    assert keepers([4, 1, 7, 2, 2], 2) == (1, 0, 0, 1, 1)  # 7 | 4; 7 | 4 + 2; 7 | 4 + 2 + 2; 7 + 1 | 8
+    assert keepers([3, 3], 4) == (0, 1)
+    assert keepers([], 2) == ()
+    assert keepers([5, 6, 7], 1) == (0, 0, 0)
 
 
 def test_layouts_that_do_not_divide_are_refused():

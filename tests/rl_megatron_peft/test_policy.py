@@ -474,32 +474,66 @@ def test_dropout_is_of_training_alone_and_the_same_again(ranks, models, program)
     assert np.array_equal(*found)
 
 
+def with_masks_of(policy, model, batch, pass_name):
+    """A model of peft whose adapters drop what the policy's drop in that pass, where all rows are one micro-batch.
+
+    Masks as they are documented: of the run's seed, the pass and the layer, drawn over [places, rows, inputs].
+    """
+    import zlib
+
+    import torch
+
+    from rl_megatron_peft.naming import HFModule
+
+    class Fixed(torch.nn.Module):
+        def __init__(self, name, inputs, dropout):
+            super().__init__()
+            megatron = HFModule.parse(name.removeprefix("base_model.model.")).megatron.name
+            generator = torch.Generator().manual_seed(zlib.crc32(f"5/{pass_name}/{megatron}".encode()))
+            kept = torch.rand(*size, inputs, generator=generator) >= dropout
+            self.mask = (kept / (1 - dropout)).transpose(0, 1)
+
+        def forward(self, x):
+            return x * self.mask
+
+    lengths = batch.ragged("prompts").lengths + batch.ragged("responses").lengths
+    size = (int(lengths.max()), len(batch))
+    for name, module in list(model.named_modules()):
+        if hasattr(module, "lora_dropout"):
+            module.lora_dropout["default"] = Fixed(name, module.in_features, policy.lora.dropout)
+    return model.train()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("kind", ["fused-dora", "canonical-dora"])
-def test_the_gradients_of_dora_are_those_of_peft(ranks, models, program, tmp_path, kind):
+def test_the_gradients_of_dora_are_those_of_peft(ranks, models, program, tmp_path, kind, dropout):
     """Of A, B and magnitudes, away from where they start, where B A is 0 and nothing depends on what passes gradients on."""
     import peft
     import torch
     from transformers import AutoModelForCausalLM
 
     from rl_megatron_peft.backend.optimise import AdamConfig
+    from rl_megatron_peft.backend.passes import token_places
     from rl_megatron_peft.backend.policy import MiniBatchCounts
 
-    policy = program.policy_of(models / "qwen2", ranks, kind, adam=AdamConfig(lr=3e-2, grad_clip=1e9))
+    settings = {"adam": AdamConfig(lr=3e-2, grad_clip=1e9), "micro_batch_rows": 0}
+    policy = program.policy_of(models / "qwen2", ranks, kind, dropout, **settings)
     for step in range(2):
         policy.update(program.batch_of(6, step), temperature=1.0)
     policy.save_pretrained(tmp_path / "a")
     batch = program.batch_of(6, 2)
-    policy.update(batch, temperature=1.0)
+    reported = policy.update(batch, temperature=1.0)
     base = AutoModelForCausalLM.from_pretrained(models / "qwen2")
     model = peft.PeftModel.from_pretrained(base, tmp_path / "a", is_trainable=True).eval()
-    log_p = []
-    for prompt, response in zip(batch.ragged("prompts").rows(), batch.ragged("responses").rows(), strict=True):
-        logits = model(torch.tensor([*prompt, *response])[None]).logits[0, len(prompt) - 1 : -1, :15]
-        log_p.append(torch.log_softmax(logits, -1))
-    log_p = torch.cat(log_p)
-    taken = log_p.gather(-1, torch.tensor(batch.ragged("responses").values)[:, None])[:, 0]
+    if dropout:
+        model = with_masks_of(policy, model, batch, "2/0/0")
+    tokens = token_places(batch, torch.device("cpu"))
+    log_p = torch.log_softmax(model(tokens.ids).logits[tokens.row, tokens.place, :15], -1)
+    taken = log_p.gather(-1, tokens.targets[:, None])[:, 0]
     counts = MiniBatchCounts(tokens=int(batch.ragged("response_mask").values.sum()), sequences=6)
-    program.loss(taken, -(log_p.exp() * log_p).sum(-1), batch, counts)[0].backward()
+    loss = program.loss(taken, -(log_p.exp() * log_p).sum(-1), batch, counts)[0]
+    assert reported["actor/loss"] == pytest.approx(loss.item(), abs=1e-5)
+    loss.backward()
     theirs = {name.removeprefix("base_model.model."): p.grad for name, p in model.named_parameters() if p.requires_grad}
     ours = {factor.key: factor.parameter.grad for lora in policy.adapters for factor in lora.factors()}
     for name, want in theirs.items():
@@ -508,11 +542,6 @@ def test_the_gradients_of_dora_are_those_of_peft(ranks, models, program, tmp_pat
             torch.testing.assert_close(ours.pop(key), want, atol=1e-5, rtol=1e-3, msg=lambda m, key=key: f"{key}: {m}")
     assert all(".linear_" in key and key.endswith(".lora_A") for key in ours)
     assert bool(ours) == (kind == "fused-dora")
-
-
-def test_dora_with_dropout_is_refused(ranks, models, program):
-    with pytest.raises(ConfigError, match=r"without dropout here.*got dropout=0\.1\. Set it to 0"):
-        program.policy_of(models / "llama", ranks, "canonical-dora", dropout=0.1)
 
 
 def test_bfloat16_computes_as_transformers_does_and_trains_in_float32(ranks, models, program):

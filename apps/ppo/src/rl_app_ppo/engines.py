@@ -18,10 +18,6 @@ def check_engine(config: AppConfig) -> None:
     """
     if config.rollout.name == "vllm" and config.sends_adapters:
         _check_vllm(config.lora)
-    if config.model_engine == "megatron" and config.lora.use_dora and config.lora.dropout:
-        raise ConfigError(
-            f"model_engine=megatron trains DoRA without dropout; got lora.dropout={config.lora.dropout}. Set lora.dropout=0, or model_engine=fsdp."
-        )
     engine = get_engine(config.model_engine)
     if needs_sum_pi_squared(config.algorithm) and not engine.sum_pi_squared:
         estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"

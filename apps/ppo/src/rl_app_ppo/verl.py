@@ -115,6 +115,7 @@ RENAMED: Mapping[str, str] = {
         f"actor_rollout_ref.actor.megatron.{name}": f"megatron.{name}"
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     },
+    "actor_rollout_ref.actor.megatron.use_distributed_optimizer": "megatron.distributed_optimizer",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "fsdp.activation_checkpointing",
     "critic.grad_clip": "critic.optim.grad_clip",
     "critic.model.use_remove_padding": "critic.use_remove_padding",
@@ -142,6 +143,7 @@ DEFAULTS: Mapping[str, Value] = {
     "lora.alpha": 16,
     "fsdp.param_dtype": "bfloat16",
     "megatron.param_dtype": "bfloat16",
+    "megatron.distributed_optimizer": True,
     "fsdp.activation_checkpointing": True,
     "actor.ppo_mini_batch_size": 256,
     "actor.use_remove_padding": True,
@@ -347,7 +349,6 @@ _REASONS = {
     "actor_rollout_ref.actor.ppo_micro_batch_size": "set ppo_micro_batch_size_per_gpu, which counts the same everywhere",
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "set actor.optim.lr_warmup_steps",
     "critic.optim.lr_warmup_steps_ratio": "set critic.optim.lr_warmup_steps",
-    "actor_rollout_ref.actor.megatron.use_distributed_optimizer": "each replica has all of its state: Megatron's optimizer is not used",
     "critic.strategy": "one engine trains all models: model_engine",
     "actor_rollout_ref.ref.strategy": "one engine trains all models: model_engine",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rl_megatron_peft.family import EMBEDDING, FINAL_NORM, HEAD, ModelShape
@@ -82,6 +83,19 @@ class Layout:
         if match:
             return int(match[2]) // (shape.layers // self.pipeline)
         return 0 if hf_name == EMBEDDING else self.pipeline - 1
+
+
+def keepers(sizes: Sequence[int], replicas: int) -> tuple[int, ...]:
+    """Which replica keeps the optimizer's state of each parameter, of so many numbers: the largest first, each to the one that has least.
+
+    >>> keepers([2, 8, 3, 3], 2)
+    (1, 0, 1, 1)
+    """
+    kept, found = [0] * replicas, [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
+        found[number] = kept.index(min(kept))
+        kept[found[number]] += sizes[number]
+    return tuple(found)
 
 
 def renumbered(parameter: str, first_layer: int) -> str:

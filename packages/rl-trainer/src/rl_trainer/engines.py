@@ -46,6 +46,7 @@ class MegatronConfig:
     pipeline_model_parallel_size: int = option(1, "stages that share the layers")
     sequence_parallel: bool = option(False, "the ranks that share each layer also share the tokens in between")
     world_size: int = option(0, "processes that share each trained model; 0: one replica, tensor * pipeline")
+    distributed_optimizer: bool = option(False, "replicas share the optimizer's state: each has its part of it alone")
     param_dtype: str = option(
         "float32",
         "float32, or bfloat16: holds the model and computes in it; adapters, master weights and optimizer stay float32",

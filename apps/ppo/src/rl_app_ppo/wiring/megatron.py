@@ -99,6 +99,7 @@ def megatron_policy(config: AppConfig, path: Path, *, rank: int, store: Path) ->
         micro_batch_rows=actor.ppo_micro_batch_size,
         seed=config.trainer.seed,
         dtype=TORCH_DTYPES[config.megatron.param_dtype],
+        distributed_optimizer=config.megatron.distributed_optimizer,
     )
 
 
@@ -115,6 +116,7 @@ def megatron_critic(config: AppConfig, path: Path, *, rank: int, store: Path) ->
         mini_batches=_mini_batches(critic.schedule(config.rollout.n, config.trainer.seed)),
         micro_batch_rows=critic.ppo_micro_batch_size,
         dtype=TORCH_DTYPES[config.megatron.param_dtype],
+        distributed_optimizer=config.megatron.distributed_optimizer,
     )
 
 

@@ -24,7 +24,8 @@ class Capabilities:
     Attributes:
         version: of Megatron-Core.
         device: cuda where there is one, and cpu elsewhere.
-        distributed_optimizer: Megatron's, which shards its state over the data-parallel ranks; it takes CUDA tensors alone, and is not used here.
+        distributed_optimizer: Megatron's, which shards its state over the data-parallel ranks; it takes CUDA tensors alone. Ours is in
+            `rl_megatron_peft.backend.optimise` and asks for none.
         megatron_clipping: Megatron's gradient clipping, which asserts CUDA tensors; here `rl_megatron_peft.backend.optimise` clips.
         sequence_parallel: everywhere: the local spec's norms refuse it, those of `rl_megatron_peft.backend.model` take their place.
     """

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 
 from rl_megatron_peft.backend.learner import MegatronLearner, MiniBatchCounts, Reported
+from rl_megatron_peft.backend.mapping import OwnMapping
+from rl_megatron_peft.backend.values import value_head
+from rl_megatron_peft.backend.whole import write_model
 from rl_protocol import BatchData
+from rl_protocol.torch import to_weight
 
 
 class ValueLoss(Protocol):
@@ -51,3 +59,22 @@ class MegatronCriticBackend(MegatronLearner[ValueLoss]):
 
         found = self.optimise(batch, mini_batches, share)
         return {f"critic/{name}": value for name, value in found.items() if name != "loss"}
+
+    def _export(self) -> Callable[[Path], Sequence[Path]]:
+        """As transformers' AutoModelForTokenClassification with one label has it, whose logits are the values; with adapters merged in."""
+        headless = dataclasses.replace(self.shape, tied=True)  # no output layer of its own
+        weights = OwnMapping(self.path, headless, self.ranks).weights(self.model, self._merged)
+        writes = dist.get_rank() == 0
+        kept = [to_weight(name, weight.cpu().clone()) for name, weight in weights if writes]
+        head = value_head(self.model, self.ranks, self.shape.hidden)
+        kept += [to_weight(f"score.{name}", weight.cpu()) for name, weight in head.items()]
+        return partial(write_model, base=self.path, weights=kept, changes=self._classifier())
+
+    def _classifier(self) -> dict[str, object]:
+        name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[self.shape.family]
+        return {
+            "architectures": [f"{name}ForTokenClassification"],
+            "id2label": {"0": "value"},
+            "label2id": {"value": 0},
+            "classifier_dropout": 0.0,
+        }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from rl_megatron_peft.backend.compat import capabilities, runnable
 from rl_megatron_peft.backend.lora import Draw, Lora, attach
@@ -24,7 +27,8 @@ from rl_megatron_peft.backend.values import put_value_head
 from rl_megatron_peft.base_model import fingerprint
 from rl_megatron_peft.config import LoraConfig
 from rl_megatron_peft.family import ModelShape
-from rl_protocol import BatchData, RaggedColumn
+from rl_megatron_peft.writing import new_folder
+from rl_protocol import BatchData, OutputError, RaggedColumn
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ Share = Callable[[BatchData, MiniBatchCounts, torch.Tensor], tuple[torch.Tensor,
 Loss = TypeVar("Loss")
 
 
-class MegatronLearner(Generic[Loss]):
+class MegatronLearner(ABC, Generic[Loss]):
     """A model that is trained over Megatron-Core. Every method is called by all ranks of the process group.
 
     Ranks that share a replica of the model are given the same rows, replicas their own.
@@ -62,6 +66,7 @@ class MegatronLearner(Generic[Loss]):
         seed: of fresh adapters and of dropout.
         dtype: of the model and of computation; adapters, a value head, and the optimizer's copy of what it trains, are float32.
         mapping: between `path` and the ranks.
+        distributed_optimizer: replicas share the optimizer's state; see Optimiser.
 
     Raises:
         ConfigError: a model, layout or setting that is not supported; names the field.
@@ -86,6 +91,7 @@ class MegatronLearner(Generic[Loss]):
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         mapping: MakeMapping = best_mapping,
+        distributed_optimizer: bool = False,
     ) -> None:
         capabilities()
         self.path = Path(path)
@@ -106,7 +112,7 @@ class MegatronLearner(Generic[Loss]):
         else:
             self.adapters = attach(self.model, lora, self.shape, ranks, fused=fused, seed=seed, draw=self._draw)
             trained += trained_adapters(self.adapters)
-        self.optimiser = Optimiser(trained, adam or AdamConfig(), ranks, schedule)
+        self.optimiser = Optimiser(trained, adam or AdamConfig(), ranks, schedule, distributed=distributed_optimizer)
         self._loss = loss
         self._mini_batches = mini_batches
         self._micro_batch_rows = micro_batch_rows
@@ -193,6 +199,45 @@ class MegatronLearner(Generic[Loss]):
             AdapterError: see `rl_megatron_peft.backend.snapshot`.
         """
         self.updates = restore_snapshot(folder, self.optimiser, self.ranks, self.facts()).updates
+
+    def export(self) -> Callable[[Path], Sequence[Path]]:
+        """Copy what was trained; the first rank then writes it into an empty folder, with the tokenizer of the base. A collective."""
+        write_trained = self._export()
+
+        def write(folder: Path) -> Sequence[Path]:
+            return [*write_trained(folder), *self._copy_tokenizer(folder)] if dist.get_rank() == 0 else []
+
+        return write
+
+    def save_pretrained(self, path: Path) -> None:
+        """Write what `export` writes as a new folder, whole or not at all; a collective.
+
+        Raises:
+            OutputError: on every rank, where the first one could not write.
+        """
+        write, problem = self.export(), ""
+        if dist.get_rank() == 0:
+            try:
+                new_folder(path, write)
+            except OSError as error:
+                problem = str(error)
+        problem = str(gather_json(problem, self.ranks.device)[0])
+        if problem:
+            raise OutputError(problem, path=str(path))
+
+    @abstractmethod
+    def _export(self) -> Callable[[Path], Sequence[Path]]:
+        """Copy what was trained; the first rank calls what is returned to write it, and gets the files."""
+
+    def _copy_tokenizer(self, folder: Path) -> list[Path]:
+        return [Path(shutil.copyfile(file, folder / file.name)) for file in sorted(self.path.glob("*token*"))]
+
+    def _merged(self, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+        module, _, leaf = name.rpartition(".")
+        for lora in self.adapters if leaf == "weight" else ():
+            if lora.module.name == module:
+                return lora.merged(parameter.detach())
+        return parameter.detach()
 
     def _accumulate(self, batch: BatchData, rows: Sequence[int], share: Share) -> dict[str, tuple[float, float]]:
         """Gradients of one mini-batch; returns what was reported on all replicas, and its loss."""

@@ -70,7 +70,8 @@ class LoraFactor:
 
 class Lora(torch.nn.Module):
     """The adapter of one fused linear layer: scaling * B A x for each of its logical modules that is a target, or with DoRA
-    magnitude * (W + scaling * B A) x / lengths, where the lengths of the rows of W + scaling * B A pass no gradient on.
+    magnitude * (W + scaling * B A) x / lengths, where the lengths of the rows of W + scaling * B A pass no gradient on. As in PEFT, dropout
+    is of all inputs but those of the layer as it was: W x + (magnitude / lengths - 1) * W d(x) + magnitude / lengths * scaling * B A d(x).
 
     Args:
         module: which layer it is.
@@ -129,8 +130,10 @@ class Lora(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., out] of this rank, in Megatron's order of rows, for [..., in] of this rank; tokens are the first dimension."""
-        if self._dropout and self._draw.pass_name:
-            x = x * self._mask(x)
+        return self._put_out(self._dropped(x))
+
+    def _put_out(self, x: torch.Tensor) -> torch.Tensor:
+        """See forward; of an input as it was dropped."""
         low = torch.nn.functional.linear(x, torch.cat(list(self.a.values())).to(x.dtype))
         if self._row_parallel:
             (b,) = self.b.values()
@@ -149,11 +152,12 @@ class Lora(torch.nn.Module):
         self, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """What a layer of this weight and bias, which puts out `out` for `x`, puts out with the adapter."""
-        more = self(x)
+        dropped = self._dropped(x)
+        more = self._put_out(dropped)
         if not self.magnitude:
             return out + more
         scale = self._scale(weight)
-        linear = out if bias is None else out - bias
+        linear = (out if bias is None else out - bias) if dropped is x else self._linear(dropped, weight)
         return out + (scale - 1).to(out.dtype) * linear + scale.to(out.dtype) * more
 
     @torch.no_grad()
@@ -213,6 +217,12 @@ class Lora(torch.nn.Module):
     def _factor(self, key: str, parameter: torch.nn.Parameter, split: int | None) -> LoraFactor:
         return LoraFactor(key, parameter, split, partial=self._sequence_parallel and split is None)
 
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """What a layer of that weight, without a bias, puts out for `x`."""
+        if self._row_parallel:
+            return self._summed(torch.nn.functional.linear(x, weight))
+        return torch.nn.functional.linear(self._of_all(x), weight)
+
     def _of_all(self, low: torch.Tensor) -> torch.Tensor:
         """What every rank computes from: with sequence parallelism each has had its tokens alone."""
         across = (
@@ -225,6 +235,10 @@ class Lora(torch.nn.Module):
         if self._sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(low)
         return reduce_from_tensor_model_parallel_region(low)
+
+    def _dropped(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` itself where nothing is dropped."""
+        return x * self._mask(x) if self._dropout and self._draw.pass_name else x
 
     def _mask(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] of this rank: 0 with the probability of dropout, else what keeps the mean. It is drawn for all ranks at once."""
@@ -284,7 +298,7 @@ def attach(
         This stage's adapters, by layer.
 
     Raises:
-        ConfigError: fused adapters on part of a fused module; dropout with DoRA.
+        ConfigError: fused adapters on part of a fused module.
     """
     check_targets(config, shape, fused=fused)
     draw = Draw() if draw is None else draw
@@ -313,11 +327,6 @@ def check_targets(config: LoraConfig, shape: ModelShape, *, fused: bool) -> None
     Raises:
         ConfigError: names the setting.
     """
-    if config.use_dora and config.dropout:
-        raise ConfigError(
-            f"DoRA is trained without dropout here, as PEFT drops inputs of the base's weights as well; got dropout={config.dropout}. Set it to 0.",
-            field="dropout",
-        )
     for name in FUSED if fused else ():
         for layer in range(shape.layers):
             parts = MegatronModule(layer, name).parts

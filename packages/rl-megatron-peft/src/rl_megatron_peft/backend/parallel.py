@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +118,27 @@ def sum_over_replicas(tensor: torch.Tensor) -> torch.Tensor:
     if group.size() > 1:
         dist.all_reduce(tensor, group=group)
     return tensor
+
+
+def sum_to_replica(tensor: torch.Tensor, replica: int) -> None:
+    """Sum over the data-parallel ranks, in place, on that one of them alone; what the others have is undefined afterwards."""
+    group = _group(parallel_state.get_data_parallel_group())
+    if group.size() > 1:
+        dist.reduce(tensor, dst=dist.get_global_rank(group, replica), group=group)
+
+
+def from_replicas(tensors: Iterable[tuple[torch.Tensor, int]]) -> None:
+    """Overwrite each tensor with that of the data-parallel rank named beside it; all pass the same ones in the same order."""
+    group = _group(parallel_state.get_data_parallel_group())
+    if group.size() == 1:
+        return
+    under_way = [
+        dist.broadcast(tensor, src=dist.get_global_rank(group, replica), group=group, async_op=True)
+        for tensor, replica in tensors
+    ]
+    for work in under_way:
+        assert work is not None  # this rank is part of the group
+        work.wait()
 
 
 def sum_over_model(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,12 +16,10 @@ from rl_megatron_peft.adapter import Adapter, read_adapter, tensors_of, write_fi
 from rl_megatron_peft.backend.exchange import gather_adapter, scatter_adapter
 from rl_megatron_peft.backend.learner import MegatronLearner, MiniBatchCounts, Reported
 from rl_megatron_peft.backend.lora import adapters_off
-from rl_megatron_peft.backend.parallel import gather_json
 from rl_megatron_peft.backend.passes import log_probs
 from rl_megatron_peft.backend.whole import write_model
 from rl_megatron_peft.config import LoraConfig
-from rl_megatron_peft.writing import new_folder
-from rl_protocol import BatchData, ConfigError, OutputError, WeightTensor
+from rl_protocol import BatchData, ConfigError, WeightTensor
 from rl_protocol.torch import to_weight
 
 
@@ -106,40 +103,13 @@ class MegatronPolicyBackend(MegatronLearner[PolicyLoss]):
         for name, factor in tensors_of(self.adapter()).items():
             yield dataclasses.replace(factor, name=name if name.endswith(".weight") else f"{name}.weight")
 
-    def export(self) -> Callable[[Path], Sequence[Path]]:
-        """Copy what was trained; the first rank then writes it into an empty folder, with the tokenizer of the base. A collective.
-
-        With LoRA the adapter as PEFT has it, else the model as transformers has it.
-        """
-        write_trained = self._export()
-
-        def write(folder: Path) -> Sequence[Path]:
-            return [*write_trained(folder), *self._copy_tokenizer(folder)] if dist.get_rank() == 0 else []
-
-        return write
-
     def _export(self) -> Callable[[Path], Sequence[Path]]:
+        """With LoRA the adapter as PEFT has it, else the model as transformers has it."""
         if self.lora is not None:
             return partial(write_files, adapter=self.adapter())
         writes = dist.get_rank() == 0
         weights = [dataclasses.replace(weight, data=weight.data.copy()) for weight in self.named_weights() if writes]
         return partial(write_model, base=self.path, weights=weights)
-
-    def save_pretrained(self, path: Path) -> None:
-        """Write what `export` writes as a new folder, whole or not at all; a collective.
-
-        Raises:
-            OutputError: on every rank, where the first one could not write.
-        """
-        write, problem = self.export(), ""
-        if dist.get_rank() == 0:
-            try:
-                new_folder(path, write)
-            except OSError as error:
-                problem = str(error)
-        problem = str(gather_json(problem, self.ranks.device)[0])
-        if problem:
-            raise OutputError(problem, path=str(path))
 
     def load_adapter(self, path: Path) -> None:
         """Take over the adapter of a PEFT folder; the optimizer's state stays as it is.
@@ -167,15 +137,5 @@ class MegatronPolicyBackend(MegatronLearner[PolicyLoss]):
             )
         return self.lora
 
-    def _copy_tokenizer(self, folder: Path) -> list[Path]:
-        return [Path(shutil.copyfile(file, folder / file.name)) for file in sorted(self.path.glob("*token*"))]
-
     def _targets(self, part: BatchData) -> torch.Tensor:
         return torch.tensor(np.asarray(part.ragged("responses").values, np.int64), device=self.ranks.device)
-
-    def _merged(self, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
-        module, _, leaf = name.rpartition(".")
-        for lora in self.adapters if leaf == "weight" else ():
-            if lora.module.name == module:
-                return lora.merged(parameter.detach())
-        return parameter.detach()

@@ -101,8 +101,9 @@ def _sharded(learner: MegatronLearner[Any], state: Mapping[str, torch.Tensor]) -
     for key, tensor in state.items():
         tensor_key = next((key.removesuffix(f".{moment}") for moment in MOMENTS if key.endswith(f".{moment}")), key)
         split = splits.get(tensor_key)
+        data = ranks.data if key == _RANDOM else learner.optimiser.copy
         cut = () if split is None else ((split, ranks.tensor, of),)
-        copy = (ranks.pipeline if key == _RANDOM else 0, ranks.tensor if split is None else 0, ranks.data)
+        copy = (ranks.pipeline if key == _RANDOM else 0, ranks.tensor if split is None else 0, data)
         sharded[key] = ShardedTensor.from_rank_offsets(key, tensor, *cut, replica_id=copy)
     return sharded
 

@@ -1,10 +1,12 @@
 """A model's state as a trainer keeps it beside what it knows itself: copied at once, written from a thread, read back under any layout.
 
     stage-<p>-shard-<t>.safetensors   what one rank trains and its AdamW moments, by `<module>.lora_A` and `<module>.lora_A.exp_avg`, for instance
+    ...-replica-<d>.safetensors       the same, of what one replica keeps the optimizer's state of, where replicas share it
     adapter_state.json                steps, updates, what is trained, fingerprint of the base
 
-Only the first replica writes, and of what all tensor-parallel ranks hold alike only the first of them. Dropout depends on the
-number of the step, so there is no random state to keep. (`rl_megatron_peft.backend.resume` writes Megatron's own format.)
+Each tensor is written once: by the first replica, or the one that keeps it, and of what all tensor-parallel ranks hold alike by the first of
+them. Dropout depends on the number of the step, so there is no random state to keep. (`rl_megatron_peft.backend.resume` writes Megatron's own
+format.)
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def take_snapshot(
         updates: made so far.
     """
     tensors: dict[str, torch.Tensor] = {}
-    for one, parts in optimiser.state() if not ranks.data else ():
+    for one, parts in optimiser.state() if not optimiser.copy else ():
         if one.split is not None or not ranks.tensor:
             tensors |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in parts.items()}
     state = {**facts, "steps": optimiser.steps, "updates": updates}
@@ -57,7 +59,8 @@ def take_snapshot(
     def write(folder: Path) -> Sequence[Path]:
         files: list[Path] = []
         if tensors:
-            files.append(folder / f"stage-{ranks.pipeline:05d}-shard-{ranks.tensor:05d}.safetensors")
+            replica = f"-replica-{ranks.data:05d}" if optimiser.distributed else ""
+            files.append(folder / f"stage-{ranks.pipeline:05d}-shard-{ranks.tensor:05d}{replica}.safetensors")
             try:
                 save_file(tensors, files[-1])
             except SafetensorError as error:
@@ -82,16 +85,17 @@ def restore_snapshot(folder: Path, optimiser: Optimiser, ranks: Ranks, facts: Ma
     new: dict[str, torch.Tensor] = {}
     with ExitStack() as stack:
         holders = _open_all(folder, stack)
-        for one, parts in optimiser.state():
-            for name, own in parts.items():
+        for one, shapes, kept in optimiser.expected():
+            for name, own in shapes.items():
                 shards = [file.get_tensor(name) for file in holders.get(name, ())]
                 if not shards:
                     raise _bad(folder, name, "is in none of its safetensors files")
                 whole = shards[0] if one.split is None else torch.cat(shards, dim=one.split)
                 part = whole if one.split is None else whole.chunk(ranks.layout.tensor, dim=one.split)[ranks.tensor]
-                if part.shape != own.shape:
+                if part.shape != own:
                     raise _bad(folder, name, f"has shape {tuple(whole.shape)}, which does not fit")
-                new[name] = part
+                if kept:
+                    new[name] = part
     optimiser.take_state(new, state.steps)
     return state
 

@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from rl_megatron_peft.backend.model import VALUE
-from rl_megatron_peft.backend.parallel import Ranks
+from rl_megatron_peft.backend.parallel import Ranks, from_stage
 from rl_megatron_peft.backend.trained import Trained
 
 
@@ -47,3 +47,13 @@ def put_value_head(model: GPTModel, ranks: Ranks) -> Iterator[Trained]:
     model.add_module("output_layer", head)
     for name, parameter in head.get_submodule(VALUE).named_parameters():
         yield Trained(parameter=parameter, keys=(f"value_head.{name}",), split=None)
+
+
+def value_head(model: GPTModel, ranks: Ranks, hidden: int) -> dict[str, torch.Tensor]:
+    """Copies of the head's weight [1, hidden] and bias [1], on every rank; a collective over the stages."""
+    own = dict(model.get_submodule(f"output_layer.{VALUE}").named_parameters()) if ranks.last else {}
+    found: dict[str, torch.Tensor] = {}
+    for name, size in {"weight": (1, hidden), "bias": (1,)}.items():
+        value = own[name].detach().clone() if ranks.last else torch.empty(size, device=ranks.device)
+        found[name] = from_stage(value, ranks.layout.pipeline - 1)
+    return found
