@@ -39,15 +39,36 @@ def test_pieces_of_any_size_give_the_same_digest(size: int, cuts: list[int], see
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 100])
-def test_a_crew_does_each_piece_of_work_once_and_answers_in_order(count: int) -> None:
+@pytest.mark.parametrize("processors", [1, 2, 4, 64])
+def test_a_crew_does_each_piece_of_work_once_and_answers_in_order(
+    processors: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(processors)))
     done: list[int] = []
     with Crew() as crew:
         assert crew.map(lambda number: done.append(number) or number * 2, count) == [2 * n for n in range(count)]
     assert sorted(done) == list(range(count))
 
 
+@pytest.mark.parametrize(("processors", "threads"), [(1, 1), (2, 1), (3, 1), (4, 2), (64, 4)])
+def test_a_crew_leaves_half_of_the_processors_to_the_other_end(
+    processors: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(processors)))
+    together, workers = threading.Barrier(threads), set[int]()
+
+    def work(number: int) -> None:
+        if number < threads:
+            together.wait(9.0)
+        workers.add(threading.get_ident())
+
+    with Crew() as crew:
+        crew.map(work, 100)
+    assert len(workers) == threads
+
+
 def test_an_error_in_any_thread_is_raised_when_all_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
     running = threading.Semaphore(0)
 
     def work(number: int) -> int:

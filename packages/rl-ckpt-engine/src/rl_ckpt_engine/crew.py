@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 class Crew:
-    """Threads for one phase of a sync, the caller's among them; they end with the context, so that nothing is left behind by a call that was
-    cancelled, or lost in a fork.
+    """Threads for one phase of a sync, the caller's among them: one for every two processors, since the other end of the sync works on the same
+    host. They end with the context, so that nothing is left behind by a call that was cancelled, or lost in a fork.
 
     >>> with Crew() as crew:
     ...     crew.map(lambda number: number * number, 4)
@@ -23,7 +23,7 @@ class Crew:
     """
 
     def __init__(self) -> None:
-        self._helpers = min(MAX_THREADS, len(os.sched_getaffinity(0))) - 1
+        self._helpers = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // 2)) - 1
         self._pool = ThreadPoolExecutor(max(1, self._helpers), "rl-ckpt-crew")
 
     def __enter__(self) -> Self:
