@@ -238,7 +238,8 @@ def test_the_first_step_follows_the_policy_gradient(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(5))
-def test_the_order_of_rows_changes_no_bit_of_a_token(name, seed):
+def test_the_order_of_rows_changes_a_token_by_rounding_alone(name, seed):
+    """Torch computes the end of an array with other instructions than the rest, and on some processors their results differ in the last bit."""
     log_prob, old, adv, rows, mask, chosen = random_tokens(seed)
     order = np.random.default_rng(seed).permutation(rows.max() + 1)
     place = np.concatenate([np.flatnonzero(rows == row) for row in order])
@@ -247,8 +248,8 @@ def test_the_order_of_rows_changes_no_bit_of_a_token(name, seed):
     moved, moved_grad, _ = loss_of(
         name, log_prob[place], old[place], adv[place], rows=renamed, mask=mask[place], chosen=chosen[place]
     )
-    assert loss[place].tobytes() == moved.tobytes()
-    assert grad[place].tobytes() == moved_grad.tobytes()
+    np.testing.assert_allclose(loss[place], moved, rtol=1e-13, atol=1e-15)
+    np.testing.assert_allclose(grad[place], moved_grad, rtol=1e-13, atol=1e-15)
 
 
 @pytest.mark.parametrize("name", NAMES)
