@@ -46,7 +46,11 @@ def test_the_checkpoint_is_a_hugging_face_one_and_driver_bytes_do_not_grow_with_
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     steps = ("rollout.ignore_eos=true", "trainer.total_training_steps=1")
-    done = app(*steps, "actor.optim.lr=1e-3", "rollout.response_length=8")
+    learns = (
+        "actor.optim.lr=1e-3",
+        "actor.entropy_coeff=0.01",
+    )  # also where no answer of the step is better than another
+    done = app(*steps, *learns, "rollout.response_length=8")
     assert done.code == 0, done.err
     checkpoint = done.folder / "checkpoint"
     model, base = (AutoModelForCausalLM.from_pretrained(path) for path in (checkpoint, base_model))
