@@ -1,6 +1,6 @@
 """How fast do weights go from a trainer to rollout processes, by engine, against memcpy and verl's bucketed broadcast over gloo?
 
-    uv run benchmarks/bench_weight_sync.py [--only shm,tcp] [--pairs 5] [--gib 1] [--smoke]
+    uv run benchmarks/bench_weight_sync.py [--only shm,tcp] [--pairs 7] [--gib 1] [--smoke]
 
 One version of a model (300 bfloat16 tensors of realistic shapes) goes from this process to one or two others, which verify it and copy it into
 tensors of their own; consecutive versions differ in 1 % of the elements of every tensor, so nothing is skipped, and `delta-*` has something to

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from rl_protocol.ports import GenerationRequest, SamplingParams
 
 Finish = Literal["stop", "length", "abort"]
@@ -41,13 +43,6 @@ def continued(
     if left <= 0:
         return None
     return (
-        GenerationRequest(uid=request.uid, session=request.session, prompt_ids=(*request.prompt_ids, *so_far)),
-        SamplingParams(
-            max_new_tokens=left,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            ignore_eos=params.ignore_eos,
-            seed=params.seed,
-        ),
+        msgspec.structs.replace(request, prompt_ids=(*request.prompt_ids, *so_far)),
+        msgspec.structs.replace(params, max_new_tokens=left),
     )

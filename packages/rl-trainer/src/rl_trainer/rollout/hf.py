@@ -114,7 +114,7 @@ class HFRolloutEngine:
 
     def load_weights(self, weights: Iterable[WeightTensor], version: int) -> None:
         """See rl_protocol.ports.WeightReceiver.load_weights."""
-        given = self._fitting(weights, version)
+        given = self._whole(weights, version)
         if self._watch is not None:  # the present ones can't be written
             self._model.load_state_dict({name: weight.clone() for name, weight in given.items()}, assign=True)
             self._watch = None
@@ -136,13 +136,13 @@ class HFRolloutEngine:
         if self._merged is not None:
             self.load_weights(weights, version)
             return
-        self._model.load_state_dict(self._fitting(weights, version), assign=True)
+        self._model.load_state_dict(self._whole(weights, version), assign=True)
         self._version, self._watch = version, watch
 
-    def _fitting(self, weights: Iterable[WeightTensor], version: int) -> dict[str, torch.Tensor]:
+    def _whole(self, weights: Iterable[WeightTensor], version: int) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self._model.state_dict()
         wanted = {name: (torch_dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in state.items()}
-        return {name: from_weight(weight) for name, weight in _fitting(weights, wanted, version).items()}
+        return _fitting(weights, wanted, version)
 
     def load_adapter(self, weights: Iterable[WeightTensor], version: int) -> None:
         """Generate with this adapter, in place of the one before, merged into the weights of version 0.
@@ -157,7 +157,7 @@ class HFRolloutEngine:
         if self._merged is None:
             raise WeightSyncError(f"Version {version} is an adapter, and this rollout engine was made without `lora`.")
         wanted = {name: ("float32", shape) for name, shape in self._merged.shapes().items()}
-        adapter = {name: from_weight(weight) for name, weight in _fitting(weights, wanted, version).items()}
+        adapter = _fitting(weights, wanted, version)
         state: dict[str, torch.Tensor] = self._model.state_dict()
         with torch.no_grad():
             for name, weight in self._merged.weights(adapter):
@@ -267,8 +267,8 @@ class HFRolloutEngine:
 
 def _fitting(
     weights: Iterable[WeightTensor], wanted: Mapping[str, tuple[str, tuple[int, ...]]], version: int
-) -> dict[str, WeightTensor]:
-    """The weights by name, which are exactly those wanted: name -> (element type, shape)."""
+) -> dict[str, torch.Tensor]:
+    """The weights by name, in the memory that they came in, which are exactly those wanted: name -> (element type, shape)."""
     given = {weight.name: weight for weight in weights}
     missing, unknown = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
     if missing or unknown:
@@ -280,4 +280,4 @@ def _fitting(
             raise WeightSyncError(
                 f"Weight {name!r} of version {version} is {weight.dtype} {weight.shape}; the rollout model has {wanted[name]}."
             )
-    return given
+    return {name: from_weight(weight) for name, weight in given.items()}
