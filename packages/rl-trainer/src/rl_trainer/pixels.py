@@ -17,7 +17,7 @@ class ImageReader(Protocol):
     """Makes of the images of a prompt what a policy is shown."""
 
     def __call__(self, paths: Sequence[str], prompt_ids: Sequence[int]) -> tuple[ImageInput, ...]:
-        """One for each path.
+        """One for each path. Called in a thread of its own, so that it may block.
 
         Raises:
             RolloutError: an image that can't be read, or is not of the size that the prompt was made for; names it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -55,20 +56,21 @@ class RolloutWorker(Worker):
             ConfigError: a row with images, and a policy that sees none.
         """
         rows = [self._datasets[call.split][ref.row] for ref in call.prompts]
-        images = [self._seen(row) for row in rows]
+        images = [await self._seen(row) for row in rows]
         refs = [
             SessionRef(ref.uid, session, row, seen)
             for ref, row, seen in zip(call.prompts, rows, images, strict=True)
             for session in range(call.n)
         ]
         sessions = await run_sessions(self._session, refs, self._engine, call.sampling, self._codec)
+        pixels = await asyncio.to_thread(image_columns, images) if self._images else {}
         prompts = BatchData(
             {
                 "prompts": ragged([row.prompt_ids for row in rows], "int64"),
                 "data_source": ObjectColumn.from_values(row.data_source for row in rows),
                 "ground_truth": ObjectColumn.from_values(row.ground_truth for row in rows),
                 "extra_info": ObjectColumn.from_values(_extra_info(row) for row in rows),
-                **(image_columns(images) if self._images else {}),
+                **pixels,
             }
         )
         PROMPT_SCHEMA.check(prompts)
@@ -81,14 +83,15 @@ class RolloutWorker(Worker):
         await self._put_trajectories(call, named)
         return RolloutResult(trajectories=len(named), tokens=sum(len(t.response_ids) for *_, t in named))
 
-    def _seen(self, row: PromptRow) -> tuple[ImageInput, ...]:
+    async def _seen(self, row: PromptRow) -> tuple[ImageInput, ...]:
+        """The images of a row, read and decoded in a thread: the event loop keeps answering other calls."""
         if self._images is None:
             if row.images:
                 raise ConfigError(
                     "A row has images, and RolloutWorker was made without `images`, which would read them."
                 )
             return ()
-        return self._images(row.images, row.prompt_ids)
+        return await asyncio.to_thread(self._images, row.images, row.prompt_ids)
 
     async def _put_trajectories(self, call: RolloutCall, named: Sequence[tuple[SessionRef, int, Trajectory]]) -> None:
         data = BatchData(
