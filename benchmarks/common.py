@@ -73,6 +73,20 @@ def write_result(name: str, command: list[str], rows: list[dict[str, Any]]) -> P
     return path
 
 
+def published_results() -> list[Path]:
+    """The result files that git tracks, sorted. A file that a run has just written is not among them until `git add`.
+
+    Raises:
+        RuntimeError: this is no git checkout, so it is unknown which files were published.
+    """
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--", f"{RESULTS}/*.json"], cwd=ROOT, check=False, capture_output=True, text=True
+    )
+    if listed.returncode:
+        raise RuntimeError(f"git does not say which results are published: {listed.stderr.strip()}")
+    return sorted(path for name in listed.stdout.split("\0") if name and (path := ROOT / name).exists())
+
+
 def command_line() -> list[str]:
     """How this benchmark was called."""
     return ["uv", "run", str(Path(sys.argv[0]).resolve().relative_to(ROOT)), *sys.argv[1:]]

@@ -1,4 +1,4 @@
-"""Makes the tables of benchmarks/README.md from the committed JSON: `uv run benchmarks/report.py`. No figure there is typed by hand."""
+"""Makes the tables of benchmarks/README.md from the JSON that git tracks: `uv run benchmarks/report.py`. No figure there is typed by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, ROOT
+from common import RESULTS, ROOT, published_results
 from documents import Document, Row, kind_of, load
 
 README = ROOT / "benchmarks" / "README.md"
@@ -168,8 +168,8 @@ def section(path: Path) -> str:
 
 
 def tables() -> str:
-    """All tables."""
-    return "\n".join(section(path) for path in sorted(RESULTS.glob("*/*/*.json")))
+    """All tables, of the results that git tracks."""
+    return "\n".join(section(path) for path in published_results())
 
 
 def main() -> None:
@@ -177,6 +177,8 @@ def main() -> None:
     before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     README.write_text(before + BEGIN + "\n" + tables() + "\n" + END + after, encoding="utf-8")
+    for path in sorted(set(RESULTS.glob("*/*/*.json")) - set(published_results())):
+        print(f"left out: git does not track {path.relative_to(ROOT)}; to publish it: git add, then run this again")
 
 
 if __name__ == "__main__":

@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from common import RESULTS as FOLDER
+from common import published_results
 from documents import Document, check, check_place, directions, identity, kind_of, load
 from report import BEGIN, END, README, cell, plain_table, tables
 
 ROOT = Path(__file__).parents[2]
-RESULTS = sorted((ROOT / "benchmarks" / "results").rglob("*.json"))
+RESULTS = published_results()
 VERDICT = {"question": "q", "value": 3.0, "must": ">= 1", "aim": ">= 2", "met": "aim"}
 GOOD: dict[str, Any] = {
     "benchmark": "b",
@@ -34,7 +37,26 @@ def test_a_committed_result_is_whole_and_lies_where_it_says(path: Path):
 
 def test_there_are_results():
     assert len(RESULTS) >= 7
-    assert {path.parents[2] for path in RESULTS} == {ROOT / "benchmarks" / "results"}
+    assert {path.parents[2] for path in RESULTS} == {FOLDER}
+
+
+@pytest.fixture
+def unpublished() -> Iterator[Path]:
+    """The file that a benchmark leaves when it is run as its README says."""
+    folder = FOLDER / "cpu-2x-some-24gib" / "2026-01-02_0123abcd"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "b.json"
+    path.write_text(json.dumps(GOOD))
+    yield path
+    path.unlink()
+    folder.rmdir()
+    folder.parent.rmdir()
+
+
+def test_a_result_that_nobody_committed_changes_no_table(unpublished: Path):
+    assert unpublished in set(FOLDER.glob("*/*/*.json"))
+    assert unpublished not in published_results()
+    assert "2026-01-02_0123abcd" not in tables()
 
 
 def broken(**changes: Any) -> Document:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from common import published_results
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PEER = find_spec("transfer_queue") is not None
@@ -76,7 +77,7 @@ def test_a_broken_payload_ends_with_a_message(script: Callable[..., str], tmp_pa
 
 
 def test_the_scale_model_says_that_it_predicts_and_writes_nothing_in_its_tiny_mode(script: Callable[..., str]):
-    newest = sorted((BENCHMARKS / "results").glob("*/*/controller_bottleneck_sizes.json"))[-1]
+    newest = [path for path in published_results() if path.name == "controller_bottleneck_sizes.json"][-1]
     printed = script("scale_model.py", str(newest), "--smoke")
     assert printed.startswith("A prediction")
     assert printed.count("published_gain_percent") == 6
