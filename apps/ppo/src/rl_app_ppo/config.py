@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import re
 import shlex
 import typing
 from collections import Counter
@@ -23,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_app_ppo.engines import check_engine
+from rl_app_ppo.plain_yaml import flatten, parse_yaml, read_yaml
 from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.spellings import one_spelling
 from rl_app_ppo.unused import refuse_unused, unused
@@ -32,23 +32,6 @@ from rl_trainer.engines import ENGINES, get_engine
 
 T = TypeVar("T")
 PRESET_KEY = "algorithm"
-
-
-class PlainNumbers(yaml.SafeLoader):
-    """YAML in which 1e-5 is a number, and 0.5_2 or 1_2, two bounds as verl writes them, is not."""
-
-
-NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-PlainNumbers.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in rules if tag not in NUMBER_TAGS]
-    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-PlainNumbers.add_implicit_resolver(NUMBER_TAGS[0], re.compile(r"[-+]?\d+$"), list("-+0123456789"))
-PlainNumbers.add_implicit_resolver(
-    NUMBER_TAGS[1],
-    re.compile(r"[-+]?((\d+\.\d*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"),
-    list("-+.0123456789"),
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,9 +113,9 @@ def resolve(overrides: Sequence[str] = (), config_file: Path | None = None) -> R
         ConfigError: unknown key, wrong type, value out of range, impossible combination, two spellings that disagree, unreadable file.
     """
     given = [_split(text) for text in overrides]
-    file_values = _flatten(_read_yaml(config_file)) if config_file is not None else {}
+    file_values = flatten(read_yaml(config_file)) if config_file is not None else {}
     preset_name = _preset_name(given, file_values)
-    preset = _flatten(_read_preset(preset_name))
+    preset = flatten(_read_preset(preset_name))
     spelled = one_spelling([(f"--config {config_file}", file_values), ("command line", dict(given))])
     known = [option.key for option in options()]
     for _, values in spelled:
@@ -172,12 +155,12 @@ def to_yaml(config: AppConfig) -> str:
 
 def flat_settings(text: str) -> dict[str, Any]:
     """What `to_yaml` wrote, now or in another version, by dotted key."""
-    return _flatten(_parse(text))
+    return flatten(parse_yaml(text))
 
 
 def from_yaml(text: str) -> AppConfig:
     """Read back what `to_yaml` wrote."""
-    return _build(AppConfig, _parse(text))
+    return _build(AppConfig, parse_yaml(text))
 
 
 def from_verl(path: Path) -> str:
@@ -196,7 +179,7 @@ def from_verl(path: Path) -> str:
     words = shlex.split(text.replace("\\\n", " "), comments=True)
     is_list = all("=" in word for word in words if not word.startswith("-"))
     imported = import_verl(
-        split_overrides(words, _parse) if is_list else _flatten(with_references_resolved(_read_yaml(path)))
+        split_overrides(words, parse_yaml) if is_list else flatten(with_references_resolved(read_yaml(path)))
     )
     preset = "ppo" if imported.settings["algorithm.adv_estimator"] == "gae" else "grpo"
     overrides = [f"{PRESET_KEY}={preset}", *(f"{key}={_text(value)}" for key, value in imported.settings.items())]
@@ -210,10 +193,6 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _parse(text: str) -> Any:
-    return yaml.load(text, Loader=PlainNumbers)
-
-
 def _split(text: str) -> tuple[str, Any]:
     key, sign, value = text.partition("=")
     if not sign or not key:
@@ -223,7 +202,7 @@ def _split(text: str) -> tuple[str, Any]:
     if not value:
         return key, ""  # YAML would read nothing as null
     try:
-        return key, _parse(value)
+        return key, parse_yaml(value)
     except yaml.YAMLError as error:
         raise ConfigError(
             f"The value of {key} can't be read as YAML: {value!r}. Quote it if it holds special signs."
@@ -241,28 +220,7 @@ def _preset_name(given: Sequence[tuple[str, Any]], file_values: dict[str, Any]) 
 
 
 def _read_preset(name: str) -> dict[str, Any]:
-    return cast(dict[str, Any], _parse((resources.files("rl_app_ppo") / "presets" / f"{name}.yaml").read_text()))
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        values: object = _parse(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path}: can't be read as YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"--config {path}: expected a mapping of groups to settings; got {type(values).__name__}.")
-    return cast(dict[str, Any], values)
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= (
-            _flatten(cast(dict[str, Any], value), f"{prefix}{name}.")
-            if isinstance(value, dict)
-            else {f"{prefix}{name}": value}
-        )
-    return flat
+    return cast(dict[str, Any], parse_yaml((resources.files("rl_app_ppo") / "presets" / f"{name}.yaml").read_text()))
 
 
 def _editable(node: DictConfig) -> DictConfig:

@@ -1,0 +1,64 @@
+"""YAML of configurations: how text is read, and nested groups as dotted keys."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from rl_protocol import ConfigError
+
+
+class PlainNumbers(yaml.SafeLoader):
+    """YAML in which 1e-5 is a number, and 0.5_2 or 1_2, two bounds as verl writes them, is not."""
+
+
+NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+PlainNumbers.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in rules if tag not in NUMBER_TAGS]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+PlainNumbers.add_implicit_resolver(NUMBER_TAGS[0], re.compile(r"[-+]?\d+$"), list("-+0123456789"))
+PlainNumbers.add_implicit_resolver(
+    NUMBER_TAGS[1],
+    re.compile(r"[-+]?((\d+\.\d*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"),
+    list("-+.0123456789"),
+)
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML document.
+
+    Raises:
+        yaml.YAMLError: it is none.
+    """
+    return yaml.load(text, Loader=PlainNumbers)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ConfigError: the file can't be read, or holds something else.
+    """
+    try:
+        values: object = parse_yaml(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path}: can't be read as YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path}: expected a mapping of groups to settings; got {type(values).__name__}.")
+    return cast(dict[str, Any], values)
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested groups -> dotted keys."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= (
+            flatten(cast(dict[str, Any], value), f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{name}": value}
+        )
+    return flat
