@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
@@ -15,7 +15,7 @@ import numpy as np
 
 from rl_protocol.batch import BatchData
 from rl_protocol.draft import Draft, plan_columns
-from rl_protocol.errors import BatchError, DuplicateKeyError, PlaneLostError, RLError
+from rl_protocol.errors import BatchError, DuplicateKeyError, PlaneLostError, PlaneTimeout, RLError
 from rl_protocol.meta import KVBatchMeta, Scalar, Tag, TagRows
 from rl_protocol.ports import PlaneStats, RowChanges, RowFlags, Traffic
 from rl_protocol.schema import ColumnSpec
@@ -69,6 +69,8 @@ T = TypeVar("T")
 
 _GRACE_S = 1.0
 """How much longer than the caller's deadline we wait for a server that keeps the deadline itself and explains it."""
+_NOTICE_S = 0.005
+"""Between attempts to get memory of a unit that lives: the controller notices the end of a unit on its own."""
 
 
 async def connect(descriptor: PlaneDescriptor, *, timeout_s: float = 10.0) -> Client:
@@ -127,8 +129,9 @@ class Client:
         for i, unit in enumerate(units):
             name = f"storage unit {i}"
             try:
-                self._watch_process(name, await self._route.lifeline(unit, name, self._left(deadline)))
+                self._watch_process(name, await self._route.lifeline(unit, name, self._left(deadline)), i)
             except PlaneLostError:
+                self._regions.lose(i)
                 if i == len(units) - 1 and len(self._watched) == 1:
                     raise
         if self._route.here:
@@ -178,11 +181,14 @@ class Client:
     ) -> Draft:
         """See rl_protocol.ports.DataPlane.alloc."""
         header, offsets = plan_columns(columns, rows, lengths or {})
-        span = await self._room(header.payload, self._loop.time() + self._seconds(timeout_s))
-        memory = self._memory.draft(span, header.payload)
-        draft = _ArenaDraft(header, offsets, memory, lambda: self._abandon(span))
-        draft.span = span
-        return draft
+
+        async def make(span: Span) -> Draft:
+            memory = self._memory.draft(span, header.payload)
+            draft = _ArenaDraft(header, offsets, memory, lambda: self._abandon(span))
+            draft.span = span
+            return draft
+
+        return await self._with_room(header.payload, self._loop.time() + self._seconds(timeout_s), make)
 
     async def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None) -> int:
         """See rl_protocol.ports.DataPlane.clear."""
@@ -350,23 +356,17 @@ class Client:
         await self.close()
 
     # -- writing, inner
-    async def _commit_batch(self, wish: Commit, data: BatchData, deadline: float) -> tuple[int, ...]:
+    async def _commit_batch(
+        self, wish: Commit, data: BatchData, deadline: float, ended: Iterable[int] = ()
+    ) -> tuple[int, ...]:
         spec = plan(data)
         header = msgspec.msgpack.encode(spec)
-        for left in reversed(range(len(self._descriptor.units))):
-            span = await self._room(spec.payload, deadline)
-            try:
-                await self._memory.write(span, spec, data, self._left(deadline))
-                return await self._commit(wish, (span, header, data.nbytes), deadline)
-            except PlaneLostError:  # the unit that was written to has ended, or the whole plane has
-                self._abandon(span)
-                self._controller.check()
-                if not left:
-                    raise
-            except BaseException:
-                self._abandon(span)
-                raise
-        raise AssertionError("the last unit raises")
+
+        async def write(span: Span) -> tuple[int, ...]:
+            await self._memory.write(span, spec, data, self._left(deadline))
+            return await self._commit(wish, (span, header, data.nbytes), deadline)
+
+        return await self._with_room(spec.payload, deadline, write, ended)
 
     async def _commit_draft(self, wish: Commit, draft: Draft, deadline: float) -> tuple[int, ...]:
         if not isinstance(draft, _ArenaDraft):
@@ -376,7 +376,11 @@ class Client:
         try:
             await self._memory.finish(draft.span, draft.header, batch, self._left(deadline))
             uids = await self._commit(wish, (draft.span, msgspec.msgpack.encode(draft.header), nbytes), deadline)
-        except RLError:
+        except PlaneLostError:
+            draft.discard()
+            self._controller.check()
+            return await self._commit_batch(wish, batch, deadline, ended=(draft.span.unit,))
+        except BaseException:
             draft.discard()
             raise
         draft.close()
@@ -405,17 +409,52 @@ class Client:
         if rest is not None:
             self._abandon(rest)
 
-    async def _room(self, nbytes: int, deadline: float) -> Span:
-        """Memory for one put, of the reserve or of whichever unit has some first."""
-        span = self._regions.carve(nbytes)
-        if span is None:
-            left = self._left(deadline)
-            wish = Reserve(nbytes, left)
-            reserved = await self._controller.call(
-                wish, Reserved, left + _GRACE_S, orphan=lambda late: self._abandon(late.span)
-            )
-            span = reserved.span
-        return span
+    async def _with_room(
+        self, nbytes: int, deadline: float, use: Callable[[Span], Awaitable[T]], ended: Iterable[int] = ()
+    ) -> T:
+        """Use memory for one put; when its unit ends meanwhile, again with memory of another. What was not used is given back."""
+        gone = set(ended)
+        while True:
+            span = await self._room(nbytes, deadline, gone)
+            try:
+                return await use(span)
+            except PlaneLostError:
+                self._abandon(span)
+                self._give_up_reserve()
+                self._controller.check()
+                gone.add(span.unit)
+                if len(gone) == len(self._descriptor.units):
+                    raise
+            except BaseException:
+                self._abandon(span)
+                raise
+
+    async def _room(self, nbytes: int, deadline: float, gone: Set[int]) -> Span:
+        """Memory for one put, of the reserve or of whichever unit has some first, but not of the units `gone`."""
+        while True:
+            span = self._regions.carve(nbytes) or await self._reserve(nbytes, deadline)
+            if span.unit not in gone:
+                return span
+            self._abandon(span)
+            self._give_up_reserve()
+            if not self._left(deadline):
+                raise PlaneTimeout(
+                    f"Storage unit {span.unit} of the data plane can't be reached, and no other had room."
+                )
+            await asyncio.sleep(_NOTICE_S)
+
+    async def _reserve(self, nbytes: int, deadline: float) -> Span:
+        left = self._left(deadline)
+        wish = Reserve(nbytes, left)
+        reserved = await self._controller.call(
+            wish, Reserved, left + _GRACE_S, orphan=lambda late: self._abandon(late.span)
+        )
+        return reserved.span
+
+    def _give_up_reserve(self) -> None:
+        rest = self._regions.take()
+        if rest is not None:
+            self._abandon(rest)
 
     def _abandon(self, span: Span) -> None:
         if not self._closed:
@@ -455,22 +494,22 @@ class Client:
                 self._locations.forget_blocks(notice.blocks)
             self._leases.flush()
         elif isinstance(notice, Reclaim):
-            rest = self._regions.take()
-            if rest is not None:
-                self._abandon(rest)
+            self._give_up_reserve()
 
-    def _watch_process(self, name: str, pidfd: int) -> None:
+    def _watch_process(self, name: str, pidfd: int, unit: int | None = None) -> None:
         self._watched[name] = pidfd
-        self._loop.add_reader(pidfd, self._ended, name)
+        self._loop.add_reader(pidfd, self._ended, name, unit)
 
     def _unwatch_process(self, name: str) -> None:
         pidfd = self._watched.pop(name)
         self._loop.remove_reader(pidfd)
         os.close(pidfd)
 
-    def _ended(self, name: str) -> None:
+    def _ended(self, name: str, unit: int | None) -> None:
         """The plane is lost with its controller, or with the last of its units."""
         self._unwatch_process(name)
+        if unit is not None:
+            self._regions.lose(unit)
         if "controller" not in self._watched or len(self._watched) == 1:
             self._controller.lose(f"The {name} of the data plane has ended{self._route.or_else}; the data is lost.")
             self._memory.close()

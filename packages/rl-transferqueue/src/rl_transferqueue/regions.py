@@ -25,6 +25,8 @@ class Regions:
         self._most = most
         self._spare: Span | None = None
         self._asked = False
+        self._lost: set[int] = set()
+        """Units that have ended."""
 
     def carve(self, nbytes: int) -> Span | None:
         """Memory for one put; None: not that much is in reserve."""
@@ -46,7 +48,7 @@ class Regions:
     def add(self, spare: Span | None) -> Span | None:
         """The answer to a wish, be it nothing; returns what is left of the former reserve and is not needed."""
         self._asked = False
-        if spare is None:
+        if spare is None or spare.unit in self._lost:
             return None
         rest, self._spare = self._spare, spare
         return rest
@@ -55,3 +57,9 @@ class Regions:
         """The reserve, which is not here any more."""
         rest, self._spare = self._spare, None
         return rest
+
+    def lose(self, unit: int) -> None:
+        """A unit has ended: nothing of it is carved any more, nor taken into the reserve."""
+        self._lost.add(unit)
+        if self._spare is not None and self._spare.unit == unit:
+            self._spare = None
