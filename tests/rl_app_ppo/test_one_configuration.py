@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import yaml
 
 from rl_app_ppo import preflight
 from rl_app_ppo.config import flat_settings, from_verl, load_config, options, resolve, to_yaml
-from rl_app_ppo.engines import require_installed
 from rl_app_ppo.explain import difference, explain, read_side
 from rl_app_ppo.main import main
 from rl_app_ppo.memory import check_memory, needed_bytes, parameters
@@ -120,18 +118,6 @@ def test_every_engines_keys_are_known_and_explained_whichever_is_chosen():
 def test_what_megatron_can_not_do_is_refused_before_a_process_starts(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_config(["model_engine=megatron", *overrides])
-
-
-def test_an_engine_that_is_not_installed_is_named_with_its_command(monkeypatch):
-    require_installed("megatron")
-
-    def missing(package):
-        raise PackageNotFoundError(package)
-
-    monkeypatch.setattr("rl_app_ppo.engines.version", missing)
-    require_installed("torch")
-    with pytest.raises(ConfigError, match=r"needs rl-megatron-peft, which is not installed: pip install 'rl-app-ppo\["):
-        require_installed("megatron")
 
 
 @pytest.mark.slow

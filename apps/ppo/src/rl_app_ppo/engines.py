@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from rl_app_ppo.schema import AppConfig
 from rl_protocol import ConfigError
 from rl_rollout_vllm import RANKS
@@ -33,19 +31,3 @@ def _check_vllm(lora: LoraConfig) -> None:
         raise ConfigError(
             f"rollout.name=vllm serves adapters up to rank {max(RANKS)}; got lora.rank={lora.rank}. Set lora.merge=true."
         )
-
-
-def require_installed(name: str) -> None:
-    """That what the engine runs on is there; nothing is imported.
-
-    Raises:
-        ConfigError: says how to install it.
-    """
-    for package in ("rl-megatron-peft", "megatron-core") if name == "megatron" else ():
-        try:
-            version(package)
-        except PackageNotFoundError as error:
-            raise ConfigError(
-                f"model_engine=megatron needs {package}, which is not installed: pip install 'rl-app-ppo[megatron]', or in this repository "
-                "uv run --extra megatron apps/ppo."
-            ) from error

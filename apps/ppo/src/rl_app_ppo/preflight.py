@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rl_app_ppo.demo.settings import ModelSettings
-from rl_app_ppo.engines import require_installed
+from rl_app_ppo.machine import check_gpus, check_installed_engines
 from rl_app_ppo.memory import available_bytes, check_memory, parameters
 from rl_app_ppo.rewards import check_rewards
 from rl_app_ppo.schema import AppConfig
@@ -16,7 +16,7 @@ from rl_app_ppo.wiring.data import open_data, train_order, vision_of
 from rl_app_ppo.wiring.weights import check_sync
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
-from rl_rollout_vllm import require_shards, require_vllm
+from rl_rollout_vllm import require_shards
 from rl_trainer import StepGraph, build_graph, needs_critic
 from rl_trainer.hooks import named_hooks
 from rl_trainer.rewards import parse_terms
@@ -35,13 +35,12 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
 
     Raises:
         ConfigError: names the key.
-        VLLMUnavailableError: rollout.name=vllm without vLLM.
     """
     graph = build_graph(config.algorithm, config.actor)
-    require_installed(config.model_engine)
+    check_installed_engines(config)
     check_rewards(config.reward)
     SESSIONS.get(config.rollout.session)
-    check_sync(config.checkpoint_engine, plugins)
+    check_gpus(config, check_sync(config.checkpoint_engine, plugins).capabilities.devices)
     check_installed(logger_names(config.trainer.logger))
     named_hooks(config.trainer.hooks)
     path, demo = given_model(config), ModelSettings()
@@ -50,7 +49,6 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
         _check_sight(config, path)
         graph = build_graph(config.algorithm, config.actor, images=True)
     if config.rollout.name == "vllm":
-        require_vllm()
         model = {"num_attention_heads": demo.heads} if path is None else _described(path)
         require_shards(model, config.rollout.tensor_model_parallel_size)
     data = open_data(config, path)

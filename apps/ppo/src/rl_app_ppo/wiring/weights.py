@@ -66,8 +66,8 @@ def measured(sync: CheckpointEngineManager, sender: RemoteSender, on_step: OnSte
     return record
 
 
-def check_sync(config: CheckpointEngineConfig, plugins: PluginPolicy) -> None:
-    """Everything that `make_engine` and `make_sync` would refuse, while there is no process yet.
+def check_sync(config: CheckpointEngineConfig, plugins: PluginPolicy) -> type[CheckpointEngine]:
+    """Everything that `make_engine` and `make_sync` would refuse, while there is no process yet; returns the class of the engine.
 
     Raises:
         ConfigError: what they refuse; or an engine that works within one process only.
@@ -81,6 +81,7 @@ def check_sync(config: CheckpointEngineConfig, plugins: PluginPolicy) -> None:
         )
     if "cpu" in engine.capabilities.devices:  # one for GPUs can't be made where the driver may run
         engine.create(config).close()
+    return engine
 
 
 class FollowingSender:
