@@ -122,13 +122,18 @@ def test_the_committed_version_is_whole_while_the_next_is_written() -> None:
     assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=T)), make_weights(SHAPES, seed=1))
 
 
-def test_writing_after_the_send_is_noticed() -> None:
+def test_the_room_is_read_only_once_it_was_sent() -> None:
     sender, receiver = pair()
-    weights, room = filled(sender, 1)
-    manifest = send(sender, weights, 1)
-    room[0][5] ^= 1
-    with pytest.raises(WeightSyncError, match="'w0' of version 1 arrived damaged"):
-        asyncio.run(receiver.receive_weights(manifest, timeout_s=T))
+    for version in (1, 2, 3, 4):
+        _, given_up = filled(sender, 9)
+        weights, room = filled(sender, version)
+        manifest = send(sender, weights, version)
+        for array in (*room, *given_up):
+            with pytest.raises(ValueError, match="read-only"):
+                array[:] = 1
+        assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=T)), make_weights(SHAPES, seed=version))
+        sender.finalize(version)
+    assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=T)), make_weights(SHAPES, seed=4))
 
 
 def test_there_is_no_room_while_receivers_may_be_reading() -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 
+import msgspec
 import numpy as np
 import pytest
 from ckpt_fakes import Sink, Source, model
 
-from rl_ckpt_engine import AdoptingReceiver, CheckpointEngineManager, ReceiverEndpoint, SenderEndpoint
+from rl_ckpt_engine import AdoptingReceiver, CheckpointEngineManager, Manifest, ReceiverEndpoint, SenderEndpoint
 from rl_ckpt_engine.engines import memfd
+from rl_ckpt_engine.engines.memfd import PAYLOAD_START, SlotPlacement
 from rl_ckpt_engine.engines.naive import NaiveEngine
 from rl_ckpt_engine.engines.shm import ShmEngine
 from rl_ckpt_engine.engines.tcp import TcpEngine
@@ -146,3 +152,69 @@ def test_only_the_version_received_last_can_be_watched() -> None:
         watch()
     sender.close()
     receiver.close()
+
+
+OTHER_PROCESS = """
+import mmap, os, sys
+fd = os.open(sys.argv[1], os.O_RDWR)
+for change in (lambda: os.pwrite(fd, b"?", 4096), lambda: mmap.mmap(fd, 8192)):
+    try:
+        change()
+    except PermissionError:
+        print("refused")
+"""
+
+
+@pytest.mark.parametrize("lends", [True, False], ids=["adopted", "copied"])
+def test_nobody_can_change_weights_between_verification_and_use(lends: bool) -> None:
+    source, sink = Source(model(1)), Borrower() if lends else Sink(model(0))
+    sender = ShmEngine()
+    sending, receiving = SenderEndpoint(sender, source), ReceiverEndpoint(ShmEngine(), sink)
+
+    def attack(manifest: Manifest) -> None:
+        place = msgspec.msgpack.decode(manifest.placement, type=SlotPlacement)
+        path = f"/proc/{os.getpid()}/fd/{place.fd}"
+        with pytest.raises(PermissionError):
+            os.pwrite(place.fd, b"?", PAYLOAD_START)
+        with pytest.raises(PermissionError):
+            mmap.mmap(place.fd, PAYLOAD_START)
+        if manifest.version == 2:
+            said = subprocess.run([sys.executable, "-c", OTHER_PROCESS, path], capture_output=True, check=True)
+            assert said.stdout.split() == [b"refused"] * 2
+        published = sender._ledger.pending or sender._ledger.committed  # pyright: ignore[reportPrivateUsage]
+        assert published is not None
+        with pytest.raises(ValueError, match="read-only"):
+            published.held._bytes[PAYLOAD_START] ^= 1  # pyright: ignore[reportPrivateUsage]
+
+    async def run() -> None:
+        for version in (1, 2, 3, 4):
+            source.weights = model(version)
+            manifest = await sending.send(version, T)
+            await receiving.receive(manifest, T)
+            attack(Manifest.decode(manifest))
+            await receiving.activate(version, T)
+            await sending.finalize(version)
+            attack(Manifest.decode(manifest))
+            got = sink.computed() if isinstance(sink, Borrower) else list(sink.loaded.values())
+            assert got == bytes_of(version)
+
+    asyncio.run(run())
+
+
+def test_tensors_of_one_process_that_change_before_they_are_loaded_are_refused() -> None:
+    values = np.arange(12, dtype=np.uint8)
+    weights = [WeightTensor("w", "uint8", (12,), values)]
+    source, sink = Source(weights), Sink([WeightTensor("w", "uint8", (12,), values * 0)])
+    sending, receiving = SenderEndpoint(NaiveEngine(), source), ReceiverEndpoint(NaiveEngine(), sink, name="r0")
+
+    async def run() -> None:
+        await receiving.receive(await sending.send(1, T), T)
+        values[3] ^= 1
+        with pytest.raises(WeightSyncError, match="'w' of version 1 arrived damaged"):
+            await receiving.activate(1, T)
+        assert (sink.weight_version, sink.loaded) == (0, {"w": bytes(12)})
+        await sending.abort()
+        await receiving.resume(T)
+        assert receiving.admitting
+
+    asyncio.run(run())

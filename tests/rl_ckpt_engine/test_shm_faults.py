@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from rl_ckpt_engine import Manifest
 from rl_ckpt_engine.engines.memfd import PAYLOAD_START, SlotPlacement
 from rl_ckpt_engine.engines.shm import ShmEngine, ShmMember
-from rl_ckpt_engine.testing import make_weights
+from rl_ckpt_engine.testing import assert_same, make_weights
 from rl_protocol.errors import WeightSyncError
 
 
@@ -27,8 +28,14 @@ def placement(manifest: Manifest) -> SlotPlacement:
     return msgspec.msgpack.decode(manifest.placement, type=SlotPlacement)
 
 
-def poke(manifest: Manifest, at: int, data: bytes) -> None:
-    os.pwrite(placement(manifest).fd, data, at)
+def poke(sender: ShmEngine, at: int, data: bytes) -> None:
+    """Write through the sender's own mapping, the only one that is left to write through."""
+    published = sender._ledger.pending
+    assert published is not None
+    memory = published.held._bytes
+    memory.flags.writeable = True
+    memory[at : at + len(data)] = list(data)
+    memory.flags.writeable = False
 
 
 def refused(receiver: ShmEngine, manifest: Manifest, message: str) -> None:
@@ -37,23 +44,23 @@ def refused(receiver: ShmEngine, manifest: Manifest, message: str) -> None:
 
 
 def test_flipped_byte_names_the_tensor() -> None:
-    _sender, receiver, manifest = sent()
+    sender, receiver, manifest = sent()
     at = PAYLOAD_START + manifest.tensors[1].offset + 5
     byte = os.pread(placement(manifest).fd, 1, at)[0]
-    poke(manifest, at, bytes([byte ^ 1]))
+    poke(sender, at, bytes([byte ^ 1]))
     refused(receiver, manifest, "'w1' of version 1 arrived damaged")
 
 
 def test_padding_is_not_part_of_any_tensor() -> None:
-    _sender, receiver, manifest = sent()
-    poke(manifest, PAYLOAD_START + manifest.tensors[0].nbytes, b"\xff")
+    sender, receiver, manifest = sent()
+    poke(sender, PAYLOAD_START + manifest.tensors[0].nbytes, b"\xff")
     asyncio.run(receiver.receive_weights(manifest, timeout_s=9))
 
 
 def test_header_of_a_write_in_progress_is_refused_before_and_after_reading() -> None:
-    _sender, receiver, manifest = sent()
+    sender, receiver, manifest = sent()
     asyncio.run(receiver.receive_weights(manifest, timeout_s=9))
-    poke(manifest, 16, b"\x01")
+    poke(sender, 16, b"\x01")
     with pytest.raises(WeightSyncError, match="not there any more"):
         receiver.confirm(manifest)
     refused(receiver, manifest, "not there any more")
@@ -118,13 +125,19 @@ def test_number_that_now_means_another_file_is_refused(tmp_path: Path) -> None:
         refused(receiver, resealed(manifest, fd=file.fileno(), inode=inode), "sealed|can't be opened")
 
 
-def test_unsealed_and_short_memory_are_refused() -> None:
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_SHRINK], ids=["none", "may still be written"])
+def test_unsealed_memory_is_refused(seals: int) -> None:
     _sender, receiver, manifest = sent()
     fd = os.memfd_create("other", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     try:
         refused(receiver, resealed(manifest, fd=fd, inode=os.fstat(fd).st_ino), "not sealed")
     finally:
         os.close(fd)
+
+
+def test_short_memory_is_refused() -> None:
+    _sender, receiver, manifest = sent()
     bigger = msgspec.structs.replace(manifest.tensors[0], shape=(2**30,), nbytes=2**32)
     whole = msgspec.structs.replace(manifest, tensors=(bigger,), payload_nbytes=2**32).sealed()
     refused(receiver, whole, "cut short")
@@ -140,9 +153,14 @@ def test_no_memory_left_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> Non
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    sender = ShmEngine()
+    sender, receiver, manifest = sent()
+    sender.abort()
+    larger = make_weights([(4,), (5_000,), (60_000,)])
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(WeightSyncError, match="No space left on device"):
-            asyncio.run(sender.send_weights(make_weights([(4,)]), 1, timeout_s=9))
-    asyncio.run(sender.send_weights(make_weights([(4,)]), 1, timeout_s=9))
+            asyncio.run(sender.send_weights(larger, 1, timeout_s=9))
+    for weights in (make_weights([(100,)]), larger, make_weights([(100,)])):
+        manifest = asyncio.run(sender.send_weights(weights, 1, timeout_s=9))
+        assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=9)), weights)
+        sender.abort()

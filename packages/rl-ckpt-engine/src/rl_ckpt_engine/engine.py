@@ -130,10 +130,12 @@ class CheckpointEngine(ABC):
 
     @abstractmethod
     def confirm(self, manifest: Manifest) -> None:
-        """Make sure that what `receive_weights` returned for this manifest has not been given up by the sender since.
+        """Make sure that what `receive_weights` returned for this manifest is still what was verified.
+
+        The sender must not have given it up. An engine whose tensors can change after they were verified compares them with the digests.
 
         Raises:
-            WeightSyncError: it has; what was read from the tensors after the last successful confirm may be of two versions.
+            WeightSyncError: it is not; what was read from the tensors after the last successful confirm may be of two versions.
         """
 
     @abstractmethod

@@ -198,6 +198,19 @@ class EngineConformance:
             _close(other)
         _close(sender, receiver)
 
+    def test_a_source_that_changes_after_verification_reaches_nobody(self) -> None:
+        sender, receiver = self.joined()
+        values = np.arange(400, dtype=np.uint8)
+        want = values.tobytes()
+        manifest = self.send(sender, [WeightTensor("w", "float32", (100,), values)], 1)
+        (got,) = asyncio.run(self.receive(sender, receiver, manifest))
+        values += 1
+        if got.data.tobytes() == want:
+            receiver.confirm(manifest)
+        else:
+            assert "'w' of version 1" in refusal(lambda: receiver.confirm(manifest))
+        _close(sender, receiver)
+
     def test_an_unfinished_version_is_not_overwritten(self) -> None:
         sender, receiver = self.joined()
         first = make_weights([(100,)], seed=1)

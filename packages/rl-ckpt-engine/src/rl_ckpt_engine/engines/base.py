@@ -162,14 +162,18 @@ class PublishingEngine(CheckpointEngineWithCache, Generic[P]):
         deadline.check()
         self._received = None
         weights = await self._fetch(manifest, deadline)
+        self._require_there(manifest)
         self._received = (manifest, weights)
-        self.confirm(manifest)
         return weights
 
     def confirm(self, manifest: Manifest) -> None:
-        """See CheckpointEngine.confirm; what was copied here belongs to the receiver and stays."""
+        """See CheckpointEngine.confirm."""
         if self._received is None or self._received[0].sync_id != manifest.sync_id:
             raise WeightSyncError(f"Version {manifest.version} was not received here; nothing can be confirmed.")
+        self._require_there(manifest)
+
+    def _require_there(self, manifest: Manifest) -> None:
+        """Raise WeightSyncError when the sender has given up what was received; a copy belongs to the receiver and stays."""
 
     def get_weights(self) -> tuple[Manifest, list[WeightTensor]]:
         """See CheckpointEngineWithCache.get_weights."""

@@ -6,6 +6,9 @@
 * The writer MUST put a COMPLETE header into state WRITING before it touches the payload, and into COMPLETE after it.
 * The memory MUST be sealed against shrinking: a reader that mapped it is never killed by SIGBUS.
 * A reader MUST find the same COMPLETE header before it reads the payload and after its last use of it.
+* Memory that readers map MUST be sealed against new writers before the header says COMPLETE: from then on only the mapping that the
+  writer already has can change it, and that one refuses writes until the version is withdrawn. Bytes that a reader has verified are so
+  the bytes that it uses.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ _HEADER = struct.Struct("<8sQQ16s16s8x")
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"RLCKPT\x00\x01"
 _WRITING, _COMPLETE = 1, 2
+_F_SEAL_FUTURE_WRITE = 0x10
+"""Linux 5.1; the module fcntl has it from Python 3.13 on."""
 
 
 def complete_header(manifest: Manifest) -> bytes:
@@ -52,13 +57,12 @@ class Slot:
     unordered = True
 
     def __init__(self) -> None:
-        self._fd = os.memfd_create("rl_ckpt_engine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._fd = _memory()
         self._close = weakref.finalize(self, os.close, self._fd)
         self._readable = False
         self._bytes: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self._allocated = 0
         self._in_place = False
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
 
     @property
     def fd(self) -> int:
@@ -78,8 +82,8 @@ class Slot:
         """Readers find no complete version any more."""
         if not self._readable:
             return
-        _write(self._fd, memoryview(_HEADER.pack(_MAGIC, 0, _WRITING, bytes(16), bytes(16))), 0)
         self._readable = False
+        self._write_header(_HEADER.pack(_MAGIC, 0, _WRITING, bytes(16), bytes(16)))
 
     def room(self, sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
         """Writable memory of tensors of that many bytes, where they belong when they come in this order.
@@ -118,23 +122,83 @@ class Slot:
         """Declare the payload whole."""
         self._reserve(manifest.payload_nbytes)
         self._readable = True
-        _write(self._fd, memoryview(complete_header(manifest)), 0)
+        self._write_header(complete_header(manifest))
+
+    def _write_header(self, header: bytes) -> None:
+        self._bytes[:HEADER_BYTES] = np.frombuffer(header, np.uint8)
 
     def _reserve(self, nbytes: int) -> None:
         """Get the memory of a payload: asked for in advance, because touching what can't be had would kill the process."""
         size = PAYLOAD_START + nbytes
         if size > self._bytes.nbytes:
-            length = max(size, 2 * self._bytes.nbytes)
-            os.ftruncate(self._fd, length)  # takes up no memory
-            self._bytes = np.frombuffer(mmap.mmap(self._fd, length), np.uint8)
+            self._map(max(size, 2 * self._bytes.nbytes))
         if size > self._allocated:
             os.posix_fallocate(self._fd, self._allocated, size - self._allocated)
             self._allocated = size
+
+    def _map(self, length: int) -> None:
+        os.ftruncate(self._fd, length)  # takes up no memory
+        self._bytes = np.frombuffer(mmap.mmap(self._fd, length), np.uint8)
 
     def close(self) -> None:
         """Give the memory back once no reader maps it; safe to call twice."""
         self._bytes = np.empty(0, np.uint8)
         self._close()
+
+
+class SealedSlot(Slot):
+    """A slot that readers may map: what it publishes can't be changed from outside, nor by accident from inside, until it is withdrawn.
+
+    The seal stays with the memory. Only the mapping made before it can be written; when that one is too small, new memory takes its place.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sealed = False
+        self._lent: list[npt.NDArray[np.uint8]] = []
+
+    def withdraw(self) -> None:
+        """See Slot.withdraw; the memory can be written again."""
+        self._bytes.flags.writeable = True
+        super().withdraw()
+
+    def room(self, sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+        """See Slot.room; the arrays become read-only when the version is published."""
+        arrays = super().room(sizes)
+        self._lent += arrays
+        return arrays
+
+    def complete(self, manifest: Manifest) -> None:
+        """See Slot.complete.
+
+        Raises:
+            OSError: the kernel knows no such seal (before Linux 5.1), or there is no memory left.
+        """
+        self._reserve(manifest.payload_nbytes)
+        for array in (*self._lent, self._bytes):
+            array.flags.writeable = False
+        self._lent = []
+        if not self._sealed:
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+            self._sealed = True
+        super().complete(manifest)
+
+    def _write_header(self, header: bytes) -> None:
+        before, self._bytes.flags.writeable = self._bytes.flags.writeable, True
+        super()._write_header(header)
+        self._bytes.flags.writeable = before
+
+    def _map(self, length: int) -> None:
+        if not self._sealed:
+            super()._map(length)
+            return
+        larger = SealedSlot()
+        larger._reserve(length - PAYLOAD_START)
+        larger._bytes[: self._bytes.nbytes] = self._bytes
+        self._close()
+        self._fd, self._bytes, self._allocated, self._sealed = larger._fd, larger._bytes, larger._allocated, False
+        larger._close.detach()
+        self._close = weakref.finalize(self, os.close, self._fd)
 
 
 class Mapping:
@@ -180,6 +244,13 @@ def gone(path: str, error: OSError) -> WeightSyncError:
     )
 
 
+def _memory() -> int:
+    """File descriptor of new memory, which can't shrink."""
+    fd = os.memfd_create("rl_ckpt_engine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return fd
+
+
 def _starts(sizes: Sequence[int]) -> list[int]:
     """First bytes of tensors of these sizes, as rl_ckpt_engine.manifest.plan lays them out."""
     ends = itertools.accumulate(sizes, lambda end, size: aligned(end) + size, initial=0)
@@ -205,15 +276,13 @@ def _check_file(fd: int, path: str, inode: int, size: int) -> None:
         raise WeightSyncError(
             f"{path} is not the memory of the manifest any more; the sender was replaced. A new sync is needed."
         )
-    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        raise WeightSyncError(f"{path} is not sealed against shrinking; it was not made by engine 'shm'.")
+    wanted = fcntl.F_SEAL_SHRINK | _F_SEAL_FUTURE_WRITE
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted != wanted:
+        raise WeightSyncError(
+            f"{path} is not sealed against shrinking and new writers; engine 'shm' of this version did not make it. Run sender and "
+            "receivers with the same version of rl-ckpt-engine."
+        )
     if status.st_size < size:
         raise WeightSyncError(
             f"{path} holds {status.st_size} bytes; the manifest needs {size}. The send was cut short."
         )
-
-
-def _write(fd: int, data: memoryview, at: int) -> None:
-    while data.nbytes:
-        done = os.pwrite(fd, data, at)
-        data, at = data[done:], at + done

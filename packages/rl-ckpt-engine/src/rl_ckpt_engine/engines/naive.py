@@ -1,6 +1,7 @@
 """Engine `naive`: sender and receivers in one process share the tensors themselves; nothing is copied.
 
-The sender's tensors must not change between `send_weights` and the end of loading; a change before loading is caught by the digests.
+The sender's tensors must not change between `send_weights` and the end of loading. Nothing can keep the process from changing them, so
+`confirm` compares them with their digests: a version that changed before it is loaded is refused, one that changed meanwhile is reported.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from rl_ckpt_engine.digests import tensor_digest
 from rl_ckpt_engine.engine import Capabilities
 from rl_ckpt_engine.engines.base import PublishingEngine
 from rl_ckpt_engine.manifest import DIGEST_BYTES, Manifest, decode_struct
-from rl_ckpt_engine.stream import Deadline, verify
+from rl_ckpt_engine.stream import Deadline, damaged, verify
 from rl_protocol.errors import WeightSyncError
 from rl_protocol.weights import WeightTensor
 
@@ -109,8 +111,13 @@ class NaiveEngine(PublishingEngine[Shelf]):
         return weights
 
     def confirm(self, manifest: Manifest) -> None:
-        """See CheckpointEngine.confirm."""
+        """See CheckpointEngine.confirm; reads every tensor."""
         super().confirm(manifest)
+        for entry, weight in zip(manifest.tensors, self._find(manifest), strict=True):
+            if (digest := tensor_digest(weight.data.data)) != entry.digest:
+                raise damaged(entry, manifest.version, digest)
+
+    def _require_there(self, manifest: Manifest) -> None:
         self._find(manifest)
 
     def close(self) -> None:

@@ -3,7 +3,8 @@
 The sender owns two slots (see memfd) and writes each version into the one that does not hold the version committed last. Receivers map
 /proc/<pid>/fd/<n>, compare header and digests, and hand out views: one copy in all, however many receivers there are. A source that writes
 its tensors straight into `room` saves that copy, too. A sink that computes with the views needs none of its own: what a receiver has active is
-the version committed last, whose slot is written again only when all receivers in good standing have the next one active.
+the version committed last, whose slot is written again only when all receivers in good standing have the next one active. Until then the
+slot is sealed: what receivers have verified can't be changed before they use it, or while they do.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy.typing as npt
 
 from rl_ckpt_engine.engine import Capabilities, DirectEngine, SharingEngine, TensorSpec
 from rl_ckpt_engine.engines.base import PublishingEngine
-from rl_ckpt_engine.engines.memfd import Mapping, Slot, SlotPlacement, complete_header, gone
+from rl_ckpt_engine.engines.memfd import Mapping, SealedSlot, SlotPlacement, complete_header, gone
 from rl_ckpt_engine.manifest import Manifest, decode_struct
 from rl_ckpt_engine.stream import Deadline, verify
 from rl_protocol.errors import WeightSyncError
@@ -40,7 +41,7 @@ _member_decoder = msgspec.msgpack.Decoder(ShmMember)
 _placement_decoder = msgspec.msgpack.Decoder(SlotPlacement)
 
 
-class ShmEngine(PublishingEngine[Slot], DirectEngine, SharingEngine):
+class ShmEngine(PublishingEngine[SealedSlot], DirectEngine, SharingEngine):
     """See the module's docstring. A sender's memory is that of its two largest versions, kept until `close`."""
 
     API_VERSION: ClassVar[int] = 1
@@ -75,8 +76,8 @@ class ShmEngine(PublishingEngine[Slot], DirectEngine, SharingEngine):
             self._mappings.clear()
         super().init_process_group(member)
 
-    def _new_place(self) -> Slot:
-        return Slot()
+    def _new_place(self) -> SealedSlot:
+        return SealedSlot()
 
     def room(self, layout: Sequence[TensorSpec]) -> list[npt.NDArray[np.uint8]]:
         """See DirectEngine.room."""
@@ -98,9 +99,7 @@ class ShmEngine(PublishingEngine[Slot], DirectEngine, SharingEngine):
         self.verify_seconds = await verify(manifest, weights, deadline)
         return weights
 
-    def confirm(self, manifest: Manifest) -> None:
-        """See CheckpointEngine.confirm."""
-        super().confirm(manifest)
+    def _require_there(self, manifest: Manifest) -> None:
         _check_header(self._mappings[_placement(manifest).fd], manifest)
 
     def watch(self, manifest: Manifest) -> Callable[[], None]:
