@@ -17,8 +17,6 @@ from rl_transferqueue.table import Ints, Places
 
 COMPACT_FROM = 4096
 """Bytes from which on it is worth to copy a block in order to shrink it."""
-_HEADERS = 4096
-"""Different headers that are kept once."""
 
 
 def _counted(slots: Ints) -> Iterable[tuple[int, int]]:
@@ -46,6 +44,14 @@ class Block:
 
 
 @dataclass(slots=True)
+class _Shared:
+    """A header that `blocks` blocks have."""
+
+    header: bytes
+    blocks: int = 0
+
+
+@dataclass(slots=True)
 class BlockTable:
     """All blocks by slot, the leases on them by session, and what is to be done with them."""
 
@@ -53,10 +59,15 @@ class BlockTable:
     blocks: dict[int, Block] = field(default_factory=dict[int, Block])
     used: int = 0
     """Bytes of all blocks."""
+    by_partition: dict[str, int] = field(default_factory=dict[str, int])
+    """Bytes of blocks with rows, by partition."""
     _last_id: int = 0
     _last_slot: int = 0
     _free_slots: list[int] = field(default_factory=list[int])
-    _headers: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
+    _headers: dict[bytes, _Shared] = field(default_factory=dict[bytes, _Shared])
+    """Blocks of equal headers share one object, which is kept as long as one of them."""
+    _rowless: dict[int, Block] = field(default_factory=dict[int, Block])
+    """Blocks without rows that are not released yet, by slot."""
     _leases: dict[bytes, dict[int, tuple[int, ...]]] = field(default_factory=dict[bytes, dict[int, tuple[int, ...]]])
     _released: list[BlockRef] = field(default_factory=list[BlockRef])
     _revoked: dict[bytes, list[int]] = field(default_factory=dict[bytes, list[int]])
@@ -71,12 +82,14 @@ class BlockTable:
             self._last_slot += 1
             slot = self._last_slot
         self._last_id += 1
-        if len(self._headers) >= _HEADERS:
-            self._headers = {}
-        header = self._headers.setdefault(header, header)
-        block = Block(BlockRef(self._last_id, span, slot), header, partition, cells, cells)
+        shared = self._headers.get(header)
+        if shared is None:
+            shared = self._headers[header] = _Shared(header)
+        shared.blocks += 1
+        block = Block(BlockRef(self._last_id, span, slot), shared.header, partition, cells, cells)
         self.blocks[slot] = block
         self.used += span.nbytes
+        self.by_partition[partition] = self.by_partition.get(partition, 0) + span.nbytes
         return block
 
     def drop_cells(self, places: Places) -> None:
@@ -131,6 +144,14 @@ class BlockTable:
         if not mine:
             self._leases.pop(session, None)
 
+    def read_only_by_leases(self) -> dict[bytes, int]:
+        """session -> bytes of blocks without rows that its leases hold; a block that several sessions hold counts for each."""
+        held: dict[bytes, int] = {}
+        for block in self._rowless.values():
+            for session in block.holders or ():
+                held[session] = held.get(session, 0) + block.ref.span.nbytes
+        return held
+
     # -- what is to be done
     @property
     def unsettled(self) -> bool:
@@ -177,13 +198,30 @@ class BlockTable:
                 self._sparse[slot] = None
             return
         self._sparse.pop(slot, None)
-        if block.compacting or self.blocks.get(slot) is not block:
+        if self.blocks.get(slot) is not block:
+            return
+        if slot not in self._rowless:
+            self._rowless[slot] = block
+            self._left(block)
+        if block.compacting:
             return
         if block.holders:
             for session in block.holders:
                 self._revoked.setdefault(session, []).append(block.ref.id)
             return
-        del self.blocks[slot]
+        del self.blocks[slot], self._rowless[slot]
+        shared = self._headers[block.header]
+        shared.blocks -= 1
+        if not shared.blocks:
+            del self._headers[block.header]
         self._free_slots.append(slot)
         self._released.append(block.ref)
         self.used -= block.ref.span.nbytes
+
+    def _left(self, block: Block) -> None:
+        """The last row has left the block."""
+        left = self.by_partition[block.partition] - block.ref.span.nbytes
+        if left:
+            self.by_partition[block.partition] = left
+        else:
+            del self.by_partition[block.partition]

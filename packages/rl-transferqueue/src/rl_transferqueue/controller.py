@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
-from rl_protocol.errors import PlaneTimeout, WireError
+from rl_protocol.errors import CapacityTimeout, PlaneTimeout, WireError
 from rl_transferqueue.allocator import ALIGN, rounded
 from rl_transferqueue.blocks import Block
 from rl_transferqueue.board import SharedBoard
@@ -20,6 +19,7 @@ from rl_transferqueue.hosts import Endpoints, endpoint
 from rl_transferqueue.keys import PlaneKey
 from rl_transferqueue.ledger import Ledger, Served, Waiter, Watcher
 from rl_transferqueue.liveness import ProcessId, open_pidfd
+from rl_transferqueue.memory_queue import MemoryQueue
 from rl_transferqueue.messages import (
     NOTICE,
     Abandon,
@@ -61,9 +61,10 @@ from rl_transferqueue.messages import (
     WaitReady,
     Watch,
 )
+from rl_transferqueue.occupancy import Occupancy
 from rl_transferqueue.reactor import Reactor, Timer
 from rl_transferqueue.server import Caller, Server
-from rl_transferqueue.space import Space
+from rl_transferqueue.space import Space, no_units
 from rl_transferqueue.table import Ints
 from rl_transferqueue.tally import ColumnTally
 from rl_transferqueue.unit_link import UnitLink
@@ -84,17 +85,11 @@ class _Session:
     pidfd: int
     """Of the client's process, or the socket of a client on another host: readable when the client is gone."""
     remote: bool
+    name: str
+    """Of the client, for people."""
     abandoned: int = 0
     """Spans it has given back while bytes for them may still have been on their way."""
     waiting: dict[int, _Waiting] = field(default_factory=dict[int, _Waiting])
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Parked:
-    """Someone who waits for memory."""
-
-    caller: Caller
-    nbytes: int
 
 
 class Controller:
@@ -116,11 +111,12 @@ class Controller:
         self._space = Space(len(units), unit_bytes)
         self._columns = ColumnTally()
         self._sessions: dict[bytes, _Session] = {}
-        self._departed: dict[bytes, int] = {}
-        """Ended sessions that still hold leases, and the pidfd of each."""
+        self._departed: dict[bytes, _Session] = {}
+        """Ended sessions that still hold leases."""
         self._bulk: BulkServer | None = None
         self._stored = stored
-        self._parked: deque[_Parked] = deque()
+        self._puts = MemoryQueue[Caller]()
+        """Puts that wait for memory."""
         self._units = {
             i: UnitLink(self.reactor, unit, segment, self._check_ready, partial(self._lose_unit, i))
             for i, unit in enumerate(units)
@@ -179,16 +175,18 @@ class Controller:
             self._bulk.close()
         for unit in self._units.values():
             unit.close()
-        sessions = (session.pidfd for session in self._sessions.values())
-        for pidfd in (*sessions, *self._departed.values()):
-            os.close(pidfd)
+        for session in (*self._sessions.values(), *self._departed.values()):
+            os.close(session.pidfd)
 
     # -- processes
     def _hello(self, caller: Caller, message: Hello) -> Done:
         if caller.session in self._sessions or caller.session in self._departed or len(caller.session) != 8:
             raise WireError("This session exists already, or its identity is not 8 bytes.")
         pidfd = self._lifeline(caller.session, message.process)
-        self._sessions[caller.session] = _Session(pidfd, remote=message.process is None)
+        name = f"session {caller.session.hex()} of another host"
+        if message.process is not None:
+            name = f"pid {message.process.pid}"
+        self._sessions[caller.session] = _Session(pidfd, message.process is None, name)
         self.reactor.watch(pidfd, lambda: self._died(caller.session))
         return Done()
 
@@ -203,16 +201,19 @@ class Controller:
 
     def _bye(self, caller: Caller, message: Bye) -> Done:
         del message
-        pidfd = self._session(caller).pidfd
-        self._end(caller.session)
-        self._departed[caller.session] = pidfd
-        self._forget_departed(caller.session)
+        self._session(caller)
+        self._depart(caller.session)
         return Done()
+
+    def _depart(self, session: bytes) -> None:
+        """End a session whose process may still read what it has leased."""
+        self._departed[session] = self._sessions[session]
+        self._end(session)
+        self._forget_departed(session)
 
     def _died(self, session: bytes) -> None:
         if session in self._sessions:
-            self._departed[session] = self._sessions[session].pidfd
-            self._end(session)
+            self._depart(session)
         self._ledger.blocks.release(session)
         self._forget_departed(session)
         self._settle()
@@ -220,7 +221,7 @@ class Controller:
     def _forget_departed(self, session: bytes) -> None:
         """A process need not be watched any more once its session has ended and holds nothing."""
         if session in self._departed and not self._ledger.blocks.has_leases(session):
-            pidfd = self._departed.pop(session)
+            pidfd = self._departed.pop(session).pidfd
             self.reactor.unwatch(pidfd)
             os.close(pidfd)
 
@@ -235,7 +236,7 @@ class Controller:
                 self._fence(Fence(session, self._space.reserved(session, unit), True, 0), unit)
         else:
             self._space.end_session(session)
-            self._serve_parked()
+            self._serve_puts()
 
     def _fence(self, fence: Fence, unit: int) -> None:
         """Free spans that a session has reserved in a unit once nothing it sent can arrive there any more."""
@@ -244,7 +245,7 @@ class Controller:
             _check_done(answer, fence)
             for span in fence.spans:
                 self._space.abandon(fence.session, span)
-            self._serve_parked()
+            self._serve_puts()
 
         if unit in self._units:  # otherwise the memory is gone, too
             self._units[unit].send(fence, fenced)
@@ -261,6 +262,8 @@ class Controller:
         self._units.pop(unit).close()
         self._space.lose(unit)
         self._serve(self._ledger.lose_unit(unit))
+        if not self._units:
+            self._fail_puts()
         self._settle()
 
     # -- waiting
@@ -286,7 +289,7 @@ class Controller:
         waiting = self._unpark(Caller(caller.session, message.request))
         if waiting is not None:
             waiting.leave()
-            self._serve_parked()
+            self._serve_puts()
         return Done()
 
     def _serve(self, served: Served) -> None:
@@ -296,39 +299,62 @@ class Controller:
             self.server.answer(who.token, answer)
 
     # -- writing
-    def _reserve(self, caller: Caller, message: Reserve) -> Reserved | None:
+    def _reserve(self, caller: Caller, message: Reserve) -> None:
         self._session(caller)
-        if not self._parked:
-            span = self._space.reserve(caller.session, message.nbytes)
-            if span is not None:
-                self._keep_ahead()
-                return Reserved(span)
         self._space.check_size(message.nbytes)
+        self._puts.add(caller, message.nbytes)
+        self._serve_puts()
+        if caller not in self._puts:
+            return
         if message.timeout_s <= 0:
-            raise self._space.full(message.nbytes, 0)
-        parked = _Parked(caller, message.nbytes)
-        self._parked.append(parked)
+            self._puts.discard(caller)
+            raise self._full(message)
 
         def over() -> None:
-            self.server.fail(caller, self._space.full(message.nbytes, message.timeout_s))
-            self._serve_parked()
+            self.server.fail(caller, self._full(message))
+            self._serve_puts()
 
-        self._park(caller, message.timeout_s, lambda: self._parked.remove(parked), over)
+        self._park(caller, message.timeout_s, lambda: self._puts.discard(caller), over)
         for session in self._space.holders():
             self.server.answer(Caller(session, NOTICE), Reclaim())
-        return None
 
-    def _serve_parked(self) -> None:
-        """Give memory to those who wait for it, in order of arrival."""
-        while self._parked:
-            parked = self._parked[0]
-            span = self._space.reserve(parked.caller.session, parked.nbytes)
-            if span is None:
-                return
-            self._parked.popleft()
-            self._unpark(parked.caller)
-            self.server.answer(parked.caller, Reserved(span))
+    def _take(self, caller: Caller, nbytes: int) -> Span | None:
+        return self._space.reserve(caller.session, nbytes)
+
+    def _full(self, message: Reserve) -> CapacityTimeout:
+        sessions = {**self._departed, **self._sessions}
+
+        def by_client(held: Mapping[bytes, int]) -> dict[str, int]:
+            clients: dict[str, int] = {}
+            for session, nbytes in held.items():
+                name = sessions[session].name if session in sessions else "clients that have ended"
+                clients[name] = clients.get(name, 0) + nbytes
+            return clients
+
+        blocks = self._ledger.blocks
+        held = Occupancy(
+            partitions=blocks.by_partition,
+            reserved=by_client(self._space.holders()),
+            read=by_client(blocks.read_only_by_leases()),
+            waiting=len(self._puts),
+            waiting_bytes=self._puts.nbytes,
+        )
+        return self._space.full(message.nbytes, message.timeout_s, held)
+
+    def _serve_puts(self) -> None:
+        """Give memory to puts that wait for it, see `MemoryQueue`."""
+        if not self._puts or not self._units:
+            return
+        for caller, span in self._puts.serve(self._take):
+            self._unpark(caller)
+            self.server.answer(caller, Reserved(span))
         self._keep_ahead()
+
+    def _fail_puts(self) -> None:
+        """No storage unit is left."""
+        for caller in self._puts.clear():
+            self._unpark(caller)
+            self.server.fail(caller, no_units())
 
     def _abandon(self, caller: Caller, message: Abandon) -> None:
         session = self._session(caller)
@@ -338,7 +364,7 @@ class Controller:
                 self._fence(Fence(caller.session, (span,), False, session.abandoned), span.unit)
             else:
                 self._space.abandon(caller.session, span)
-        self._serve_parked()
+        self._serve_puts()
 
     def _commit(self, caller: Caller, message: Commit) -> Committed:
         self._session(caller)
@@ -353,7 +379,7 @@ class Controller:
         self._serve(served)
         self._settle()
         spare = None
-        if message.spare and not self._parked:
+        if message.spare and not self._puts:
             spare = self._space.spare(caller.session, message.spare)
             self._keep_ahead()
         return Committed(uids.astype("<i8").tobytes(), spare)
@@ -485,7 +511,7 @@ class Controller:
         for session, blocks in self._ledger.blocks.take_revoked().items():
             self.server.answer(Caller(session, NOTICE), Revoked(tuple(blocks)))
         if released:
-            self._serve_parked()
+            self._serve_puts()
             self._ledger.blocks.retry_compactions()
         for block in self._ledger.blocks.take_sparse():
             self._compact(block, self._ledger.plan_compaction(block))
@@ -499,7 +525,7 @@ class Controller:
                 _check_done(answer, mine)
                 for span in mine.spans:
                     self._space.give(span)
-                self._serve_parked()
+                self._serve_puts()
 
             self._units[unit].send(mine, freed)
 

@@ -6,12 +6,12 @@ any order. The rest of a session's reservations is freed when it ends, so a clie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rl_protocol.errors import BatchError, CapacityTimeout, PlaneLostError, WireError
 from rl_transferqueue.allocator import ALIGN, Allocator, rounded
 from rl_transferqueue.messages import Span
+from rl_transferqueue.occupancy import Occupancy
 
 _SPARE_SHARE = 64
 """A range reserved ahead of need takes at most this part of a unit's capacity ..."""
@@ -24,6 +24,11 @@ _SPARE_FREE = 2
 def most_spare(capacity: int) -> int:
     """Most bytes that are reserved ahead of need where a unit holds `capacity` bytes."""
     return min(_SPARE_BYTES, capacity // _SPARE_SHARE // ALIGN * ALIGN)
+
+
+def no_units() -> PlaneLostError:
+    """The error of a put when no unit is left."""
+    return PlaneLostError("All storage units of the data plane have ended; its data is lost.")
 
 
 @dataclass(slots=True)
@@ -90,7 +95,7 @@ class Space:
     def check_size(self, nbytes: int) -> None:
         """Raise what `reserve` raises where waiting is in vain."""
         if not self._free:
-            raise PlaneLostError("All storage units of the data plane have ended; its data is lost.")
+            raise no_units()
         if rounded(nbytes) > self.capacity:
             raise BatchError(
                 f"A block of {nbytes} bytes can never fit a storage unit of {self.capacity} bytes: put fewer rows at a "
@@ -145,9 +150,9 @@ class Space:
         gaps = self._gaps.get(session, ())
         return tuple(Span(unit, gap.start, gap.stop - gap.start) for gap in gaps if gap.unit == unit)
 
-    def holders(self) -> Sequence[bytes]:
-        """Sessions with reservations."""
-        return list(self._gaps)
+    def holders(self) -> dict[bytes, int]:
+        """session -> bytes it has reserved and not committed."""
+        return {session: sum(gap.stop - gap.start for gap in gaps) for session, gaps in self._gaps.items()}
 
     def lose(self, unit: int) -> None:
         """A unit is gone with all its memory."""
@@ -155,13 +160,13 @@ class Space:
         for session, gaps in list(self._gaps.items()):
             self._keep(session, [gap for gap in gaps if gap.unit != unit])
 
-    def full(self, nbytes: int, timeout_s: float) -> CapacityTimeout:
-        """What to tell whoever waited `timeout_s` seconds for `nbytes` bytes."""
+    def full(self, nbytes: int, timeout_s: float, held: Occupancy) -> CapacityTimeout:
+        """The error of a put that waited `timeout_s` seconds for `nbytes` bytes."""
         free = self.total - self.used
         largest = max((unit.largest for unit in self._free.values()), default=0)
         return CapacityTimeout(
             f"A put needs {rounded(nbytes)} bytes; the storage units have {free} of {self.total} bytes available, {largest} in one piece, "
-            f"and no more became free within {timeout_s:g} s. Clear rows that are done with, or raise transfer_queue.capacity_mb."
+            f"and not enough became free within {timeout_s:g} s. {held} Clear rows that are done with, or raise transfer_queue.capacity_mb."
         )
 
     def _find(self, session: bytes, span: Span) -> _Gap | None:

@@ -1,0 +1,49 @@
+"""Who holds the memory of a plane, as the text of an error. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_NAMED = 3
+"""Holders of one kind that are named; the others are counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Occupancy:
+    """Bytes by holder.
+
+    >>> print(Occupancy(partitions={"train": 4096}, reserved={"pid 7": 64}, read={}, waiting=2, waiting_bytes=128))
+    Held by rows: partition 'train' 4096 bytes. Reserved for puts: pid 7 64 bytes. 2 other puts wait for 128 bytes.
+    """
+
+    partitions: Mapping[str, int]
+    """Of blocks with rows, by partition."""
+    reserved: Mapping[str, int]
+    """Reserved and not committed, by client."""
+    read: Mapping[str, int]
+    """Of blocks whose rows were cleared or replaced, by client that still reads them."""
+    waiting: int
+    """Other puts that wait for memory."""
+    waiting_bytes: int
+
+    def __str__(self) -> str:
+        parts = (
+            ("Held by rows", {f"partition {name!r}": nbytes for name, nbytes in self.partitions.items()}),
+            ("Reserved for puts", self.reserved),
+            ("Cleared, but still read", self.read),
+        )
+        lines = [f"{what}: {_largest(holders)}." for what, holders in parts if holders]
+        if self.waiting:
+            puts = "1 other put waits" if self.waiting == 1 else f"{self.waiting} other puts wait"
+            lines.append(f"{puts} for {self.waiting_bytes} bytes.")
+        return " ".join(lines)
+
+
+def _largest(holders: Mapping[str, int]) -> str:
+    ranked = sorted(holders.items(), key=lambda holder: -holder[1])
+    named = [f"{name} {nbytes} bytes" for name, nbytes in ranked[:_NAMED]]
+    rest = ranked[_NAMED:]
+    if rest:
+        named.append(f"{len(rest)} more {sum(nbytes for _, nbytes in rest)} bytes")
+    return ", ".join(named)
