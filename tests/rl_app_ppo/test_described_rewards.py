@@ -8,7 +8,9 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from rl_app_ppo.config import load_config
+from rl_app_ppo.preflight import preflight
 from rl_app_ppo.rewards import check_rewards, open_scorer
+from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
 
 
@@ -54,3 +56,9 @@ def test_a_reward_model_of_another_vocabulary_is_refused(described, tmp_path):
     settings = described(f'kind = "model"\npath = "{other}"')
     with pytest.raises(ConfigError, match="has another vocabulary than the policy"):
         asyncio.run(open_scorer(settings, policy))
+
+
+def test_rows_for_which_by_data_source_knows_no_reward_are_refused_before_processes_start():
+    config = load_config(["reward.function=by_data_source"])  # the rows of the demo
+    with pytest.raises(ConfigError, match=r"knows no reward for data_source='\w+'; it knows openai/gsm8k"):
+        preflight(config, PluginPolicy())

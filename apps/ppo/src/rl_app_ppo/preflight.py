@@ -9,7 +9,7 @@ from typing import Any, cast
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_app_ppo.machine import check_gpus, check_installed_engines
 from rl_app_ppo.memory import available_bytes, check_memory, parameters
-from rl_app_ppo.rewards import check_rewards
+from rl_app_ppo.rewards import check_rewards, check_source
 from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.sinks import check_installed, logger_names
 from rl_app_ppo.wiring.data import open_data, train_order, vision_of
@@ -53,6 +53,9 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
         require_shards(model, config.rollout.tensor_model_parallel_size)
     data = open_data(config, path)
     train_order(config, data["train"]).rows(0)  # a curriculum that can't order these rows says so
+    for rows in data.values():
+        if len(rows):
+            check_source(config.reward, rows[0].data_source)
     longest = max(rows.longest for rows in data.values())
     if path is not None and config.ray.address == "local":
         check_memory(parameters(path), config, available_bytes())

@@ -8,6 +8,7 @@ from rl_app_ppo.schema import RewardConfig
 from rl_app_ppo.wiring.data import load_tokenizer
 from rl_protocol import ConfigError
 from rl_trainer.rewards import CombinedScorer, InlineScorer, Scorer, ScorerPool, check_reward, load_reward, parse_terms
+from rl_trainer.rewards.by_data_source import REWARDS
 from rl_trainer.rewards.described import Model, Remote, is_described, read_description
 from rl_trainer.rewards.loading import HARMLESS
 
@@ -23,6 +24,20 @@ def check_rewards(config: RewardConfig) -> None:
             read_description(term.name)
         else:
             check_reward(term.name)
+
+
+def check_source(config: RewardConfig, data_source: str) -> None:
+    """Check that by_data_source, where it is used, knows a reward for rows of `data_source`.
+
+    Raises:
+        ConfigError: it knows none.
+    """
+    used = any(term.name == "by_data_source" for term in parse_terms(config.function))
+    if used and data_source not in REWARDS:
+        raise ConfigError(
+            f"reward.function=by_data_source knows no reward for data_source={data_source!r}; it knows {', '.join(REWARDS)}. Set "
+            "reward.function to the reward of these rows."
+        )
 
 
 async def open_scorer(config: RewardConfig, policy: Path) -> Scorer:

@@ -127,11 +127,12 @@ class RewardConfig:
 
     function: str = option(
         "exact_match",
-        "exact_match, math, countdown, one installed under rl_trainer.rewards, path.py:function, path.toml (a service or a reward model), or a sum: "
+        "exact_match, math, gsm8k, countdown, by_data_source, one installed under rl_trainer.rewards, path.py:function, path.toml "
+        "(a service or a reward model), or a sum: "
         "0.8*math,0.2*my.py:brief",
     )
     timeout_s: float = option(10.0, "longest time of one call, seconds; then its process is killed and replaced")
-    num_workers: int = option(2, "processes of each reward function (exact_match needs none)")
+    num_workers: int = option(2, "processes of each reward function (exact_match and gsm8k need none)")
     memory_mb: int = option(4096, "address space of each of these processes, MiB")
     overlong: OverlongConfig = group(OverlongConfig, "what overlong responses cost")
 

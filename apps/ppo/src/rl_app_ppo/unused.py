@@ -72,11 +72,11 @@ RULES = (
         lambda c: c.algorithm.filter_groups.enable,
         "algorithm.filter_groups.enable=true",
     ),
-    Rule(("reward.timeout_s",), lambda c: c.reward.timed, "a reward.function other than exact_match"),
+    Rule(("reward.timeout_s",), lambda c: c.reward.timed, "a reward.function other than exact_match and gsm8k"),
     Rule(
         ("reward.num_workers", "reward.memory_mb"),
         lambda c: c.reward.isolated,
-        "a reward.function, other than exact_match, that is code",
+        "a reward.function, other than exact_match and gsm8k, that is code",
     ),
     Rule(
         ("reward.overlong.penalty_factor",),

@@ -22,11 +22,14 @@ from rl_trainer.algorithms.registry import installed, nearest
 ENTRY_POINTS = "rl_trainer.rewards"
 ALLOWED_FOLDERS = "RL_REWARD_PATH"
 BUILT_IN: Mapping[str, str] = {
+    "by_data_source": "rl_trainer.rewards.by_data_source:score",
     "countdown": "rl_trainer.rewards.countdown:score",
     "exact_match": "rl_trainer.rewards.exact:exact_match",
+    "gsm8k": "rl_trainer.rewards.gsm8k:score",
+    "gsm8k_flexible": "rl_trainer.rewards.gsm8k:score_flexible",
     "math": "rl_trainer.rewards.math:score",
 }
-HARMLESS = frozenset({"exact_match"})
+HARMLESS = frozenset({"exact_match", "gsm8k", "gsm8k_flexible"})
 """Built-ins that return at once whatever the response is, and so need no process of their own."""
 
 
