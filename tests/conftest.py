@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,7 +32,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Each of these markers belongs to an environment of its own: a test with two would run where one of them can't."""
     for item in items:
-        if len(asked := [name for name in ("slow", "gpu", "vllm", "bridge") if item.get_closest_marker(name)]) > 1:
+        if (
+            len(
+                asked := [
+                    name for name in ("slow", "nightly", "gpu", "vllm", "bridge") if item.get_closest_marker(name)
+                ]
+            )
+            > 1
+        ):
             raise pytest.UsageError(
                 f"{item.nodeid} is marked {' and '.join(asked)}: leave the one that says where it can run."
             )
@@ -97,6 +105,17 @@ def install_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
     yield install
     installed.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def readme_code() -> Callable[[str, int], str]:
+    """(member's folder from the root, number) -> that python block of the member's README."""
+
+    def read(member: str, number: int) -> str:
+        text = (Path(__file__).parents[1] / member / "README.md").read_text(encoding="utf-8")
+        return re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)[number]
+
+    return read
 
 
 SIGHTED = ("<pad>", "<eos>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|user|>", "<|assistant|>")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-README = Path(__file__).parents[2] / "packages" / "rl-ckpt-engine" / "README.md"
 
-
-def test_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+def test_example_runs(readme_code: Callable[[str, int], str], capsys: pytest.CaptureFixture[str]) -> None:
     space: dict[str, object] = {}
-    exec(compile(code, str(README), "exec"), space)
+    exec(compile(readme_code("packages/rl-ckpt-engine", 0), "README.md", "exec"), space)
     assert "receivers=('rollout-0',)" in capsys.readouterr().out

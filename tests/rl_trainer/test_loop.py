@@ -225,6 +225,14 @@ def test_a_step_goes_through_all_stages_and_leaves_the_plane_empty(model_path):
     assert all(type(v) is float for _, metrics in setup.steps for v in metrics.values())
 
 
+def test_the_example_of_the_readme_trains(model_path, readme_code):
+    setup = Setup(model_path, actor={"use_kl_loss": False})
+    space = {"plane": setup.plane, "workers": setup.workers, "sync": setup.sync}
+    exec(compile(readme_code("packages/rl-trainer", 0), "README.md", "exec"), space)
+    assert setup.sync.versions == [1, 2]
+    assert set(space["metrics"]) == {"val-core/digits/acc/mean@1", "val-aux/digits/score/mean@1"}
+
+
 def parts_of_reward(*args):
     return {"score": starts_right(*args), "brevity": 1.0 / len(args[1] or "x")}
 

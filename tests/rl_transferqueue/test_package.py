@@ -11,6 +11,7 @@ import pkgutil
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -52,9 +53,9 @@ def test_doctests(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-def test_readme_examples_run() -> None:
-    readme = SOURCE.parents[1] / "README.md"
-    code = readme.read_text().split("```python\n")[1].split("```")[0]
+@pytest.mark.parametrize("number", [0, 1])
+def test_readme_examples_run(number: int, readme_code: Callable[[str, int], str]) -> None:
+    code = readme_code("packages/rl-transferqueue", number)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60, check=False
     )

@@ -1,0 +1,129 @@
+"""Every code block of every README: Python compiles and has a test that runs it, commands of the app resolve, JSON and TOML parse."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import tomllib
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from rl_app_ppo.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+READMES = sorted(
+    path
+    for pattern in ("*.md", "packages/*/README.md", "apps/*/README.md", "benchmarks/README.md")
+    for path in ROOT.glob(pattern)
+)
+RUN_BY = {
+    ("apps/ppo/README.md", 0): "tests/workspace/test_readmes.py::test_the_reward_of_the_app",
+    ("packages/rl-ckpt-engine/README.md", 0): "tests/rl_ckpt_engine/test_readme.py::test_example_runs",
+    ("packages/rl-megatron-peft/README.md", 0): "tests/rl_megatron_peft/test_readme.py::test_an_adapter_folder",
+    ("packages/rl-megatron-peft/README.md", 1): "tests/rl_megatron_peft/test_readme.py::test_a_policy",
+    ("packages/rl-megatron-peft/README.md", 2): "tests/rl_megatron_peft/test_readme.py::test_a_critic",
+    ("packages/rl-protocol/README.md", 0): "tests/workspace/test_readmes.py::test_the_vocabulary",
+    ("packages/rl-rollout-vllm/README.md", 0): "tests/rl_rollout_vllm/test_readme.py::test_example_runs",
+    ("packages/rl-trainer/README.md", 0): "tests/rl_trainer/test_loop.py::test_the_example_of_the_readme_trains",
+    ("packages/rl-trainer/README.md", 1): "tests/rl_trainer/test_readme.py::test_a_tool",
+    ("packages/rl-trainer/README.md", 2): "tests/rl_trainer/test_readme.py::test_a_session_of_two_trajectories",
+    ("packages/rl-trainer/README.md", 3): "tests/rl_trainer/test_readme.py::test_an_endpoint",
+    ("packages/rl-trainer/README.md", 4): "tests/rl_trainer/test_readme.py::test_a_curriculum",
+    ("packages/rl-trainer/README.md", 5): "tests/rl_trainer/test_readme.py::test_forms_of_a_reward_function",
+    ("packages/rl-transferqueue/README.md", 0): "tests/rl_transferqueue/test_package.py::test_readme_examples_run",
+    ("packages/rl-transferqueue/README.md", 1): "tests/rl_transferqueue/test_package.py::test_readme_examples_run",
+}
+"""(README, number of its python block) -> the test that runs the block."""
+
+
+class Block(NamedTuple):
+    readme: str
+    line: int
+    language: str
+    code: str
+
+
+def blocks_of(path: Path) -> list[Block]:
+    name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    return [Block(name, text[: m.start()].count("\n") + 1, m[1], m[2]) for m in found]
+
+
+BLOCKS = [block for path in READMES for block in blocks_of(path)]
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """(place, words after the app's name) of each command line that starts the app."""
+    found: list[tuple[str, list[str]]] = []
+    for block in BLOCKS:
+        if block.language not in ("", "sh", "bash"):
+            continue
+        for line in block.code.replace("\\\n", " ").splitlines():
+            _, started, rest = line.partition(" apps/ppo")
+            if started and "uv run" in line:
+                found.append((f"{block.readme}: {line.strip()}", shlex.split(rest, comments=True)))
+    return found
+
+
+def of(language: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language == language]
+
+
+def place(block: Block) -> str:
+    return f"{block.readme}:{block.line}"
+
+
+@pytest.mark.parametrize("block", of("python"), ids=place)
+def test_python_compiles(block: Block):
+    ast.parse(block.code)
+
+
+def test_every_python_block_has_a_test_that_runs_it():
+    counts = Counter(block.readme for block in of("python"))
+    assert sorted(RUN_BY) == sorted((readme, number) for readme, count in counts.items() for number in range(count))
+    for test in RUN_BY.values():
+        file, _, function = test.partition("::")
+        assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8"), test
+
+
+@pytest.mark.parametrize("block", of("json"), ids=place)
+def test_json_is_a_row_of_data(block: Block):
+    assert {"prompt", "reward_model"} <= set(json.loads(block.code))
+
+
+@pytest.mark.parametrize("block", of("toml"), ids=place)
+def test_toml_parses(block: Block):
+    assert tomllib.loads(block.code)
+
+
+def test_commands_are_found():
+    assert len(commands()) > 20
+
+
+@pytest.mark.parametrize(("place", "words"), commands(), ids=[place for place, _ in commands()])
+def test_a_command_of_the_app_resolves(place: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Started with --cfg in place of a run, in a folder that holds the files the READMEs name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.yaml").write_text("rollout: {n: 4}\n")
+    (tmp_path / "verl.sh").write_text("algorithm.adv_estimator=gae\n")
+    (tmp_path / "outputs" / "<run>").mkdir(parents=True)
+    (tmp_path / "outputs" / "<run>" / "config.yaml").write_text("rollout: {n: 4}\n")
+    answers = any(word in ("--help", "--cfg", "--explain", "--diff", "--from-verl") for word in words)
+    assert main(words if answers else [*words, "--cfg"]) == 0
+
+
+def test_the_vocabulary(readme_code):
+    exec(compile(readme_code("packages/rl-protocol", 0), "README.md", "exec"), {})
+
+
+def test_the_reward_of_the_app(readme_code):
+    space: dict[str, object] = {}
+    exec(compile(readme_code("apps/ppo", 0), "README.md", "exec"), space)
+    score = space["score"]
+    assert callable(score)
+    assert score("sums", "281", "280") == {"score": 2 / 3, "acc": 0.0, "pred": "281"}
