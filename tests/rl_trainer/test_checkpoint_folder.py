@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from rl_protocol import ConfigError, OutputError, WorkerError
 from rl_trainer import Workers
-from rl_trainer.checkpoints.folder import Checkpoint, RunState, inspect, newest_whole, step_name, step_of, superseded
+from rl_trainer.checkpoints.folder import (
+    Checkpoint,
+    Manifest,
+    RunState,
+    facts,
+    inspect,
+    newest_whole,
+    step_name,
+    step_of,
+    superseded,
+)
 from rl_trainer.checkpoints.stateful import StatefulWorker
 from rl_trainer.checkpoints.writer import CheckpointWriter, load
 from rl_trainer.messages import FinishSaveCall, LoadStateCall, SaveStateCall
@@ -67,6 +77,18 @@ async def save(folder, *steps, keep=0, scores=()):
     return await writer.finish()
 
 
+def resealed(path, *, step=None, without="", more="", digest=None):
+    """Change a manifest as one would who knows how its digest is made; `digest` replaces it."""
+    manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    files = {name: facts for name, facts in manifest.files.items() if name != without}
+    if more:
+        files[more] = files["actor/n"]
+    changed = msgspec.structs.replace(manifest, files=files, step=manifest.step if step is None else step)
+    path.write_bytes(changed.sealed())
+    if digest is not None:
+        path.write_bytes(msgspec.json.encode(msgspec.json.decode(path.read_bytes()) | {"digest": digest}))
+
+
 # -- which is whole
 def test_what_is_saved_is_found_and_taken_over(tmp_path):
     asyncio.run(save(tmp_path, 9, 10))
@@ -93,10 +115,30 @@ def test_what_is_saved_is_found_and_taken_over(tmp_path):
         ("manifest.json", lambda p: p.write_text(p.read_text()[:-40]), r"manifest\.json can't be read"),
         (
             "manifest.json",
-            lambda p: p.write_text(p.read_text().replace('"format": 1', '"format": 2')),
-            "its format is 2",
+            lambda p: p.write_text(p.read_text().replace('"format": 2', '"format": 3')),
+            "its format is 3",
         ),
-        ("manifest.json", lambda p: p.write_text(p.read_text().replace("trainer.json", "other.json")), "does not name"),
+        (
+            "manifest.json",
+            lambda p: p.write_text(p.read_text().replace('"score": null', '"score": 9.5')),
+            r"manifest\.json is not what was written: its SHA-256 differs",
+        ),
+        (
+            "manifest.json",
+            lambda p: p.write_text(p.read_text().replace("{", '{"unknown": 1,', 1)),
+            r"manifest\.json is not what was written",
+        ),
+        ("manifest.json", lambda p: resealed(p, digest=""), r"manifest\.json is not what was written"),
+        ("manifest.json", lambda p: resealed(p, step=3), "is that of step 3, and the folder is named step-000002"),
+        ("manifest.json", lambda p: resealed(p, without="trainer.json"), "does not name"),
+        ("manifest.json", lambda p: resealed(p, more="../outside"), r"names '\.\./outside', which is not below"),
+        ("manifest.json", lambda p: resealed(p, more="/etc/passwd"), "names '/etc/passwd', which is not below"),
+        (
+            "actor/rank-00001-of-00002.json",
+            lambda p: p.write_text("{}"),
+            r"actor/rank-00001-of-00002\.json is not named in manifest\.json",
+        ),
+        ("critic", lambda p: (p.mkdir(), (p / "n").write_text("1")), "critic/n is not named"),
     ],
 )
 def test_what_is_not_whole_is_passed_over_and_says_why(tmp_path, name, damage, why):
@@ -109,6 +151,33 @@ def test_what_is_not_whole_is_passed_over_and_says_why(tmp_path, name, damage, w
         raise AssertionError(skipped["step-000002"])
     asyncio.run(save(tmp_path, 2))  # the resumed run comes there again
     assert isinstance(inspect(tmp_path / step_name(2)), Checkpoint)
+
+
+def test_the_state_of_another_step_is_refused_and_what_users_add_is_not(tmp_path):
+    asyncio.run(save(tmp_path, 1))
+    folder = tmp_path / step_name(1)
+    (folder / "hf").mkdir()
+    (folder / "hf" / "README.md").write_text("mine")
+    (folder / "notes.txt").write_text("mine")
+    assert isinstance(inspect(folder), Checkpoint)
+    state = folder / "trainer.json"
+    state.write_bytes(msgspec.json.encode(RunState(step=2)))
+    manifest = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=Manifest)
+    files = {**manifest.files, "trainer.json": facts(state)}
+    (folder / "manifest.json").write_bytes(msgspec.structs.replace(manifest, files=files).sealed())
+    assert inspect(folder) == "trainer.json is that of step 2, manifest.json of 1"
+    state.write_text("[]")
+    files["trainer.json"] = facts(state)
+    (folder / "manifest.json").write_bytes(msgspec.structs.replace(manifest, files=files).sealed())
+    assert "trainer.json can't be read" in inspect(folder)
+
+
+def test_a_copy_under_a_name_of_its_own_is_a_checkpoint(tmp_path):
+    asyncio.run(save(tmp_path, 3))
+    kept = (tmp_path / step_name(3)).rename(tmp_path / "the-good-one")
+    assert inspect(kept).manifest.step == 3
+    moved = kept.rename(tmp_path / step_name(30))
+    assert "is that of step 3" in inspect(moved)
 
 
 def test_folders_of_other_names_are_no_checkpoints(tmp_path):

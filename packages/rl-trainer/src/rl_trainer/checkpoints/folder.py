@@ -1,12 +1,15 @@
 """A checkpoint on disk. It is written to a hidden folder, its manifest last, then renamed: a folder with the name of a step is whole.
 
 checkpoints/step-000010/
-    manifest.json           every other file with its size and SHA-256
+    manifest.json           every other file with its size and SHA-256, and a SHA-256 of the manifest itself
     config.yaml             the configuration of the run
     trainer.json            RunState
     actor/  critic/         per rank: tensors (safetensors), counters and random state (JSON)
     reward/worker.json
     hf/                     the policy for users, as transformers or peft writes it
+
+Outside hf/, where a user may add files, a folder with a file that the manifest does not name is no whole checkpoint: workers read every rank's
+file they find.
 """
 
 from __future__ import annotations
@@ -19,15 +22,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import msgspec
 
 from rl_protocol.durable import fsync, write_errors
 from rl_protocol.errors import UNREADABLE
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, CONFIG, RUN_STATE = "manifest.json", "config.yaml", "trainer.json"
+USERS = "hf"
+"""Folder that is for users."""
 _NAME = re.compile(r"step-(\d{6,})")
 writing = partial(
     write_errors,
@@ -58,6 +64,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     config_sha256: str
     files: dict[str, FileFacts]
     """Path below the folder -> what it must be; all but the manifest."""
+    digest: str = ""
+    """SHA-256 of the manifest without this field: its keys, known or not, sorted, as JSON without blanks."""
+
+    def sealed(self) -> bytes:
+        """JSON with the digest filled in."""
+        content = msgspec.to_builtins(self)
+        content["digest"] = _digest(content)
+        return msgspec.json.format(msgspec.json.encode(content), indent=1)
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,7 +141,7 @@ def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
         for folder in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):
             fsync(folder)
         path = temporary / MANIFEST
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+        path.write_bytes(manifest.sealed())
         fsync(path)
         fsync(temporary)
         if final.exists():  # a broken one of that step, passed over when the run was resumed before it
@@ -153,12 +167,23 @@ def sweep(checkpoints: Path) -> None:
 def read_manifest(folder: Path) -> Manifest | str:
     """The manifest, or why there is none that can be used."""
     try:
-        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        content = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=dict[str, Any])
+        manifest = msgspec.convert(content, type=Manifest)
     except (*UNREADABLE, OSError) as error:
         return f"{MANIFEST} can't be read: {error}"
     if manifest.format != FORMAT:
         return f"its format is {manifest.format}, and this version reads {FORMAT}"
+    if manifest.digest != _digest(content):
+        return f"{MANIFEST} is not what was written: its SHA-256 differs"
+    named = step_of(folder.name)
+    if named is not None and named != manifest.step:
+        return f"{MANIFEST} is that of step {manifest.step}, and the folder is named {folder.name}"
     return manifest
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in content.items() if key != "digest"}
+    return hashlib.sha256(msgspec.json.encode(rest, order="sorted")).hexdigest()
 
 
 def inspect(folder: Path) -> Checkpoint | str:
@@ -168,11 +193,31 @@ def inspect(folder: Path) -> Checkpoint | str:
         return manifest
     if not {CONFIG, RUN_STATE} <= manifest.files.keys():
         return f"{MANIFEST} does not name {CONFIG} and {RUN_STATE}"
+    if outside := [name for name in manifest.files if not _is_below(name)]:
+        return f"{MANIFEST} names {outside[0]!r}, which is not below the folder"
+    if unknown := sorted(_present(folder) - manifest.files.keys()):
+        return f"{unknown[0]} is not named in {MANIFEST}"
     with ThreadPoolExecutor() as pool:
         for wrong in pool.map(partial(_difference, folder), manifest.files.items()):
             if wrong:
                 return wrong
-    return Checkpoint(folder, manifest)
+    checkpoint = Checkpoint(folder, manifest)
+    try:
+        step = checkpoint.run_state.step
+    except UNREADABLE as error:
+        return f"{RUN_STATE} can't be read: {error}"
+    return checkpoint if step == manifest.step else f"{RUN_STATE} is that of step {step}, {MANIFEST} of {manifest.step}"
+
+
+def _is_below(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and path.as_posix() == name
+
+
+def _present(folder: Path) -> set[str]:
+    """Files below the folders that workers read."""
+    parts = [path for path in folder.iterdir() if path.is_dir() and path.name != USERS]
+    return {path.relative_to(folder).as_posix() for part in parts for path in part.rglob("*") if not path.is_dir()}
 
 
 def _difference(folder: Path, entry: tuple[str, FileFacts]) -> str:
