@@ -162,8 +162,11 @@ def test_a_curriculum_decides_by_epoch():
 # -- what is refused
 BAD_LINES = {
     2: (b'{"prompt": []', "not JSON in UTF-8"),
-    3: (json.dumps({"data_source": "s"}).encode(), "it has no field 'prompt'"),
-    4: (json.dumps(row(prompt="1+2=")).encode(), r"Expected `array`, got `str` - at `$.prompt`"),
+    3: (
+        json.dumps({"data_source": "s"}).encode(),
+        "missing fields: prompt (data.prompt_key), reward_model; fields found: data_source",
+    ),
+    4: (json.dumps(row(prompt=12)).encode(), r"Expected `array`, got `int` - at `$.prompt`"),
     5: (json.dumps(row(prompt=[])).encode(), "the prompt is empty"),
     6: (json.dumps(row(" ")).encode(), "the prompt is empty"),
     7: (json.dumps(row()).replace("sums", "s\\ud800").encode(), "not JSON in UTF-8"),
@@ -191,17 +194,73 @@ def bad_file(tmp_path):
     return path
 
 
-def test_bad_rows_end_the_run_and_each_is_named_by_file_and_row(tmp_path, encoder):
+def test_bad_rows_end_the_run_and_each_fault_is_named_by_file_and_row(tmp_path, encoder):
     path = bad_file(tmp_path)
     with pytest.raises(ConfigError) as caught:
         open_files(files(path, filter_overlong_prompts=False), encoder, tmp_path / "cache")
     message = str(caught.value)
     assert message.startswith(f"{len(BAD_LINES)} bad rows: ")
     assert "data.on_bad_row=skip" in message
+    same = {5: 6}  # rows with the same fault: the first is named
     for number, (_, reason) in BAD_LINES.items():
+        if number in same.values():
+            continue
         (named,) = [part for part in message.split(f"{path}, ") if part.startswith(f"row {number}: ")]
         assert reason in named
+    assert f"2 rows, the first {path}, row 5: the prompt is empty; example: " in message
     assert list((tmp_path / "cache").iterdir()) == []  # nothing half made is left
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_file_whose_every_row_lacks_the_same_fields_is_one_line_and_says_what_to_set(tmp_path, encoder, kind):
+    rows = [{"question": f"How many are {i} and {i}?", "answer": f"{2 * i}\n#### {2 * i}"} for i in range(50)]
+    path = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        write_jsonl(path, rows)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    with pytest.raises(ConfigError) as caught:
+        open_files(files(path), encoder, tmp_path / "cache")
+    assert str(caught.value) == (
+        f"50 bad rows: all 50 rows of {path}: missing fields: prompt (data.prompt_key), data_source, reward_model; "
+        'fields found: question, answer; example: {"question":"How many are 0 and 0?","answer":"0\\n#### 0"}. '
+        "Set data.prompt_key=question if that field is the prompt. Repair the files, or set data.on_bad_row=skip to train "
+        'without these rows. A row is {"prompt": [{"role": "user", "content": "..."}], "data_source": "...", '
+        '"reward_model": {"ground_truth": "..."}}.'
+    )
+
+
+def test_mixed_faults_are_grouped_with_counts_the_most_frequent_first(tmp_path, encoder):
+    rows = [row("1"), *[row("x" * n) for n in range(51, 54)], row(" "), *[{"prompt": "a", "id": i} for i in range(5)]]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(ConfigError) as caught:
+        open_files(files(path, filter_overlong_prompts=False), encoder, tmp_path / "cache")
+    assert str(caught.value).startswith(
+        f"9 bad rows: 5 rows, the first {path}, row 6: missing fields: data_source, reward_model; fields found: prompt, id; "
+        f'example: {{"prompt":"a","id":0}}; 3 rows, the first {path}, row 2: the prompt has 51 tokens, more than 50; '
+        f"{path}, row 5: the prompt is empty. Repair the files"
+    )
+    assert "Set data.prompt_key" not in str(caught.value)
+
+
+def test_a_long_row_is_shown_by_its_beginning(tmp_path, encoder):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"question": "x" * 10_000}] * 2)
+    with pytest.raises(ConfigError) as caught:
+        open_files(files(path), encoder, tmp_path / "cache")
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_file_without_rows_is_named(tmp_path, encoder):
+    path = write_jsonl(tmp_path / "a.jsonl", [])
+    with pytest.raises(ConfigError, match=r"No usable row in .*a\.jsonl: there are no rows at all\. A row is "):
+        open_files(files(path), encoder, tmp_path / "cache")
+
+
+def test_a_prompt_that_is_a_text_is_one_message_of_the_user(tmp_path):
+    encoder = PromptEncoder(characters(), "{{ messages[0]['role'] + '|' + messages[0]['content'] }}")
+    path = write_jsonl(tmp_path / "a.jsonl", [row(question="1+2=")])
+    data = open_files(files(path, prompt_key="question"), encoder, tmp_path / "cache")
+    assert text_of(data[0]) == "user|1+2="
 
 
 def test_bad_rows_are_left_out_and_counted(tmp_path, encoder, caplog):
@@ -211,10 +270,15 @@ def test_bad_rows_are_left_out_and_counted(tmp_path, encoder, caplog):
     assert f"{len(BAD_LINES) - 1} bad rows" in caplog.text
 
 
-def test_many_bad_rows_are_all_counted_and_twenty_named(tmp_path, encoder):
-    path = write_jsonl(tmp_path / "a.jsonl", [{}] * 30)
-    with pytest.raises(ConfigError, match=r"30 bad rows: .*row 20: .*; and 10 more"):
-        open_files(files(path), encoder, tmp_path / "cache")
+def test_all_bad_rows_are_counted_and_twenty_faults_named(tmp_path):
+    encoder = PromptEncoder(characters(), "{{ raise_exception(messages[0]['role']) }}")
+    rows = [row(prompt=[{"role": letter, "content": "x"}]) for letter in ALPHABET[:26]]
+    with pytest.raises(ConfigError) as caught:
+        open_files(files(write_jsonl(tmp_path / "a.jsonl", rows)), encoder, tmp_path / "cache")
+    message = str(caught.value)
+    assert message.startswith("26 bad rows: ")
+    assert message.count("the chat template refuses the prompt") == 20
+    assert "; 6 rows with other faults. " in message
 
 
 def test_invalid_utf8_in_parquet_is_one_bad_row(tmp_path, encoder):
@@ -235,7 +299,7 @@ def test_a_truncated_parquet_file_is_named(tmp_path, encoder):
     whole, cut = tmp_path / "whole.parquet", tmp_path / "cut.parquet"
     pq.write_table(pa.Table.from_pylist([row(str(i)) for i in range(50)]), whole)
     cut.write_bytes(whole.read_bytes()[:-20])
-    with pytest.raises(ConfigError, match=r"1 bad rows: .*cut\.parquet: not a whole parquet file"):
+    with pytest.raises(ConfigError, match=r"1 bad row: .*cut\.parquet: not a whole parquet file"):
         open_files(files(cut, whole), encoder, tmp_path / "cache")
     data = open_files(files(cut, whole, on_bad_row="skip"), encoder, tmp_path / "cache")
     assert (len(data), data.report.bad) == (50, 1)

@@ -42,7 +42,7 @@ class DataConfig:
         "",
         "order of prompts: sequential, or one installed under rl_trainer.curricula; empty: each epoch shuffled, in the shares of train_files",
     )
-    prompt_key: str = option("prompt", "field of a row that holds the prompt, a list of messages")
+    prompt_key: str = option("prompt", "field of a row that holds the prompt: a list of messages, or a text")
     max_prompt_length: int = option(512, "most tokens of a prompt from a file")
     filter_overlong_prompts: bool = option(True, "leave longer prompts out; otherwise they are bad rows")
     on_bad_row: str = option("error", "rows that do not meet the format: error, or skip them and say how many")

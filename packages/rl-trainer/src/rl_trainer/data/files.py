@@ -22,6 +22,7 @@ import msgspec
 from rl_protocol import ConfigError, SchemaError
 from rl_protocol.durable import write_errors
 from rl_protocol.errors import UNREADABLE
+from rl_trainer.data.bad_rows import ROW_FORMAT, BadRows
 from rl_trainer.data.chat import PromptEncoder
 from rl_trainer.data.images import FAMILIES, CheckedImage, Vision, check_images, parse_images
 from rl_trainer.data.prompts import PromptRow
@@ -29,11 +30,9 @@ from rl_trainer.data.rows import VerlRow, parse_row
 from rl_trainer.data.tables import BATCH_ROWS, PromptTable, parquet_rows, prompt_writer, saved_rows
 
 logger = logging.getLogger(__name__)
-FORMAT = 3
+FORMAT = 4
 """Raised whenever the code makes something else of equal files and settings."""
 IMAGES = "images"
-_NAMED = 20
-"""How many bad rows are named; all are counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     bad: int
     """Rows that do not meet the format, and files that end too soon."""
     bad_rows: tuple[str, ...]
-    """The first of them: file, row and reason."""
+    """One line for each fault: how many rows, file and number of the first, and why."""
     longest: int
     """Tokens of the longest prompt."""
     rows_of_files: tuple[int, ...]
@@ -68,8 +67,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Of all usable rows."""
 
     def __str__(self) -> str:
-        more = f"; and {self.bad - len(self.bad_rows)} more" if self.bad > len(self.bad_rows) else ""
-        return f"{self.bad} bad rows: {'; '.join(self.bad_rows)}{more}"
+        return f"{self.bad} bad row{'s' * (self.bad != 1)}: {'; '.join(self.bad_rows)}"
 
 
 class FilePrompts:
@@ -151,35 +149,36 @@ def prepare(files: DataFiles, encoder: PromptEncoder, target: Path) -> Report:
             writer.append([row for one, ids in pairs if (row := _fitted(one, ids, encoder, files, tally)) is not None])
     report = tally.report(files.paths)
     if report.bad and files.on_bad_row == "error":
-        raise ConfigError(f"{report}. Repair the files, or set data.on_bad_row=skip to train without these rows.")
+        raise ConfigError(f"{report}. {tally.bad.remedy(files.prompt_key)}")
     if not report.rows:
-        raise ConfigError(
-            f"No usable row in {', '.join(map(str, files.paths))}: {report.overlong} prompts have more than "
-            f"{files.max_prompt_length} tokens (data.max_prompt_length). {report}."
-        )
+        raise ConfigError(f"No usable row in {', '.join(map(str, files.paths))}: {_why_none(report, files, tally)}")
     return report
+
+
+def _why_none(report: Report, files: DataFiles, tally: _Tally) -> str:
+    said: list[str] = []
+    if report.overlong:
+        most = files.max_prompt_length
+        said.append(f"{report.overlong} prompts have more than {most} tokens (data.max_prompt_length).")
+    if report.bad:
+        said.append(f"{report}. {tally.bad.remedy(files.prompt_key)}")
+    return " ".join(said) or f"there are no rows at all. A row is {ROW_FORMAT}."
 
 
 @dataclass
 class _Tally:
     overlong: int = 0
-    bad: int = 0
     longest: int = 0
     images: int = 0
     rows_of_files: Counter[Path] = field(default_factory=Counter[Path])
-    named: list[str] = field(default_factory=list[str])
-
-    def add(self, place: str, reason: object) -> None:
-        self.bad += 1
-        if len(self.named) < _NAMED:
-            self.named.append(f"{place}: {reason}")
+    bad: BadRows = field(default_factory=BadRows)
 
     def report(self, paths: Sequence[Path]) -> Report:
         return Report(
             rows=self.rows_of_files.total(),
             overlong=self.overlong,
-            bad=self.bad,
-            bad_rows=tuple(self.named),
+            bad=self.bad.count,
+            bad_rows=self.bad.lines(),
             longest=self.longest,
             rows_of_files=tuple(self.rows_of_files[path] for path in paths),
             images=self.images,
@@ -207,6 +206,7 @@ def _usable(files: DataFiles, encoder: PromptEncoder, tally: _Tally, folder: Pat
         try:
             for number, raw in _raw_rows(path):
                 place = f"{path}, row {number}"
+                tally.bad.rows_of_files[path] += 1
                 try:
                     if isinstance(raw, SchemaError):
                         raise raw
@@ -214,12 +214,13 @@ def _usable(files: DataFiles, encoder: PromptEncoder, tally: _Tally, folder: Pat
                     images, counts = _images(row, encoder, path, place)
                     fields, text = _stored(row), encoder.text(row.prompt, images=bool(images))
                 except SchemaError as error:
-                    tally.add(place, error)
+                    tally.bad.add(path, place, error, raw)
                 else:
                     fields["images"] = [_kept(image, folder) for image in images]
                     yield _Usable(path, place, fields, text, counts)
         except SchemaError as error:  # of the file: what comes after is lost
-            tally.add(f"{path}, after row {place.rpartition(' ')[2]}" if place != str(path) else place, error)
+            broke = f"{path}, after row {place.rpartition(' ')[2]}" if place != str(path) else place
+            tally.bad.add(path, broke, error)
 
 
 def _images(row: VerlRow, encoder: PromptEncoder, path: Path, place: str) -> tuple[list[CheckedImage], tuple[int, ...]]:
@@ -264,7 +265,7 @@ def _fitted(
                 return None
             raise SchemaError(f"the prompt has {len(ids)} tokens, more than {files.max_prompt_length}")
     except SchemaError as error:
-        tally.add(one.place, error)
+        tally.bad.add(one.path, one.place, error)
         return None
     tally.longest = max(tally.longest, len(ids))
     tally.rows_of_files[one.path] += 1

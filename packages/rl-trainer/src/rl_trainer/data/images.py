@@ -154,6 +154,8 @@ def decoded(data: bytes, what: str) -> Any:
                     f"{what} has {width} x {height} pixels, one side more than {MOST_ASPECT} times the other"
                 )
             image.load()
+    except SchemaError:  # is a ValueError as well
+        raise
     except Image.DecompressionBombError as error:
         raise SchemaError(f"{what} has more than {MOST_PIXELS} pixels") from error
     except (OSError, SyntaxError, ValueError, EOFError) as error:  # what its decoders raise for damaged files

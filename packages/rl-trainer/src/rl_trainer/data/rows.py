@@ -3,8 +3,8 @@
     {"prompt": [{"role": "user", "content": "What is 2+3?"}], "data_source": "sums", "reward_model": {"ground_truth": "5"},
      "extra_info": {"index": 0}}
 
-A row may have `images`, for which its prompt says `<image>` once each (`rl_trainer.data.images`). Other columns are ignored, except `videos`, which
-must be empty.
+The prompt may also be a text: it is then the one message of the user. A row may have `images`, for which its prompt says
+`<image>` once each (`rl_trainer.data.images`). Other columns are ignored, except `videos`, which must be empty.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from typing import Any, cast
 import msgspec
 
 from rl_protocol import SchemaError
+from rl_trainer.data.bad_rows import MissingFieldsError
+
+_LISTED = 20
+"""Most fields of a row that a message lists."""
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -56,10 +60,14 @@ def parse_row(raw: object, prompt_key: str = "prompt") -> VerlRow:
     if not isinstance(raw, Mapping):
         raise SchemaError(f"a row must be an object with named fields; got {type(raw).__name__}")
     fields = cast(Mapping[str, Any], raw)
-    if prompt_key not in fields:
-        raise SchemaError(f"it has no field {prompt_key!r}, the prompt (data.prompt_key)")
+    missing = tuple(name for name in (prompt_key, "data_source", "reward_model") if name not in fields)
+    if missing:
+        raise _missing(missing, tuple(map(str, fields)), prompt_key)
+    prompt = fields[prompt_key]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
     try:
-        row = msgspec.convert({**fields, "prompt": fields[prompt_key]}, VerlRow)
+        row = msgspec.convert({**fields, "prompt": prompt}, VerlRow)
     except msgspec.ValidationError as error:
         raise SchemaError(str(error)) from error
     if not any(message.content.strip() for message in row.prompt):
@@ -71,3 +79,9 @@ def parse_row(raw: object, prompt_key: str = "prompt") -> VerlRow:
     if row.videos:
         raise SchemaError("it has videos, which are not supported yet; leave such rows out")
     return row
+
+
+def _missing(missing: tuple[str, ...], found: tuple[str, ...], prompt_key: str) -> MissingFieldsError:
+    named = ", ".join(f"{name} (data.prompt_key)" if name == prompt_key else name for name in missing)
+    listed = f"{', '.join(found[:_LISTED])}{', ...' if len(found) > _LISTED else ''}" or "none"
+    return MissingFieldsError(f"missing fields: {named}; fields found: {listed}", missing=missing, found=found)

@@ -1,0 +1,121 @@
+"""Rows that can't be used, grouped by what is wrong with them: a file whose every row lacks a field is one line, not a wall of them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from rl_protocol import SchemaError
+
+ROW_FORMAT = (
+    '{"prompt": [{"role": "user", "content": "..."}], "data_source": "...", "reward_model": {"ground_truth": "..."}}'
+)
+"""The fields a row must have."""
+_NAMED = 20
+"""How many faults are named; all rows are counted."""
+_EXAMPLE_CHARACTERS = 200
+_VARIABLE = re.compile(r"fields found: .*|'[^']*'|\([^)]*\)|\d+")
+"""Parts of a reason that differ between rows with the same fault."""
+PROMPT_NAMES = ("question", "problem", "query", "input", "instruction", "messages", "conversation", "text", "content")
+"""Fields that hold the prompt in data sets with other names, the likeliest first."""
+
+
+class MissingFieldsError(SchemaError):
+    """A row without fields that every row has.
+
+    Args:
+        message: what is missing, and what was found.
+        missing: names of the fields that are missing.
+        found: names of the fields of the row.
+    """
+
+    missing: tuple[str, ...]
+    found: tuple[str, ...]
+
+
+@dataclass
+class _Group:
+    """Rows with the same fault."""
+
+    reason: str
+    """Of the first of them."""
+    place: str
+    """Of the first of them."""
+    example: str
+    error: SchemaError
+    count: int = 0
+    files: Counter[Path] = field(default_factory=Counter[Path])
+
+    def line(self, rows_of_files: Mapping[Path, int]) -> str:
+        if self.count == 1:
+            return f"{self.place}: {self.reason}"
+        whole = [path for path, count in self.files.items() if count == rows_of_files[path]]
+        if len(whole) == len(self.files):
+            where = f"all {self.count} rows of {', '.join(map(str, whole))}"
+        else:
+            where = f"{self.count} rows, the first {self.place}"
+        return f"{where}: {self.reason}{f'; example: {self.example}' if self.example else ''}"
+
+
+class BadRows:
+    """Collects bad rows; memory does not grow with their number."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.rows_of_files: Counter[Path] = Counter()
+        """Rows seen of each file, good or bad; the caller counts them."""
+        self._groups: dict[str, _Group] = {}
+        self._more = 0
+        """Rows with faults beyond the first _NAMED ones."""
+
+    def add(self, path: Path, place: str, error: SchemaError, raw: object = None) -> None:
+        """Count one: `place` says where it is, `raw` is the row, where it could be read."""
+        self.count += 1
+        reason = str(error)
+        kind = _VARIABLE.sub("", reason)
+        if kind not in self._groups:
+            if len(self._groups) == _NAMED:
+                self._more += 1
+                return
+            self._groups[kind] = _Group(reason, place, _example(raw), error)
+        group = self._groups[kind]
+        group.count += 1
+        group.files[path] += 1
+
+    def lines(self) -> tuple[str, ...]:
+        """One line for each fault, the most frequent first: how many rows, where the first is, why, and what it looks like."""
+        groups = sorted(self._groups.values(), key=lambda group: -group.count)
+        more = (f"{self._more} rows with other faults",) if self._more else ()
+        return (*(group.line(self.rows_of_files) for group in groups), *more)
+
+    def remedy(self, prompt_key: str) -> str:
+        """What to do about them, as sentences."""
+        missing = [group.error for group in self._groups.values() if isinstance(group.error, MissingFieldsError)]
+        renamed = _renamed(missing, prompt_key)
+        shape = f" A row is {ROW_FORMAT}." if missing else ""
+        return f"{renamed}Repair the files, or set data.on_bad_row=skip to train without these rows.{shape}"
+
+
+def _renamed(missing: Sequence[MissingFieldsError], prompt_key: str) -> str:
+    for error in missing:
+        if prompt_key in error.missing:
+            for name in PROMPT_NAMES:
+                if name in error.found:
+                    return f"Set data.prompt_key={name} if that field is the prompt. "
+    return ""
+
+
+def _example(raw: object) -> str:
+    """The beginning of a row as JSON."""
+    if not isinstance(raw, Mapping):
+        return ""
+    try:
+        text = msgspec.json.encode(raw, enc_hook=repr).decode()
+    except (TypeError, ValueError, RecursionError):  # what JSON can't say
+        return ""
+    return text if len(text) <= _EXAMPLE_CHARACTERS else f"{text[:_EXAMPLE_CHARACTERS]}..."
