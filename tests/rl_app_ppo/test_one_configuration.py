@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from rl_app_ppo import preflight
+from rl_app_ppo import machine, preflight
 from rl_app_ppo.config import flat_settings, from_verl, load_config, options, resolve, to_yaml
 from rl_app_ppo.explain import difference, explain, read_side
 from rl_app_ppo.main import main
@@ -162,7 +163,7 @@ def test_vllm_makes_room_for_the_adapters_of_the_run():
 
 
 def test_vllms_processes_can_share_the_heads_of_the_model_and_get_a_cpu_each(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "require_vllm", lambda: None)
+    monkeypatch.setattr(machine, "require_vllm", lambda: SimpleNamespace(device="cpu"))
 
     def config(size, *more):
         return load_config(["rollout.name=vllm", f"rollout.tensor_model_parallel_size={size}", *more])
