@@ -42,11 +42,11 @@ from rl_transferqueue.bulk import (
     prepare,
     server_proof,
 )
+from rl_transferqueue.header_cache import unpack_header
 from rl_transferqueue.keys import PlaneKey
 from rl_transferqueue.liveness import this_process
 from rl_transferqueue.messages import Fence, Span, failure
 from rl_transferqueue.reactor import Reactor
-from rl_transferqueue.reader import unpack_header
 from rl_transferqueue.table import Ints
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,8 @@ _TURN_BYTES = 4 << 20
 _SCRATCH_BYTES = 1 << 16
 _FENCES = 64
 """Abandoned spans per session that late writes are compared with: writes that were overtaken by so many are long over."""
+_BARRED = 1 << 16
+"""Ended sessions that are not let in again: one that ended before so many others has no connection under way any more."""
 
 Step: TypeAlias = memoryview | Outgoing
 Script: TypeAlias = Generator[Step, None, None]
@@ -135,8 +137,8 @@ class BulkServer:
         self._key = key
         self._arena = arena
         self._connections: set[Connection] = set()
-        self._barred: set[bytes] = set()
-        """Sessions of other hosts that have ended."""
+        self._barred: dict[bytes, None] = {}
+        """Sessions of other hosts that have ended, the last ones."""
         self._abandoned: dict[bytes, deque[tuple[Span, int]]] = {}
         """What each session abandoned last, and how many spans it had abandoned then."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -166,7 +168,9 @@ class BulkServer:
         Of a session that has ended all connections end, and no more are let in.
         """
         if fence.ended:
-            self._barred.add(fence.session)
+            self._barred[fence.session] = None
+            if len(self._barred) > _BARRED:
+                del self._barred[next(iter(self._barred))]
             self._abandoned.pop(fence.session, None)
         else:
             late = self._abandoned.setdefault(fence.session, deque(maxlen=_FENCES))

@@ -9,10 +9,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TypeAlias
 
-import msgspec
 import numpy as np
 
 from rl_protocol.errors import (
@@ -28,15 +26,16 @@ from rl_protocol.meta import Scalar
 from rl_protocol.wire import Header
 from rl_transferqueue.blocks import Block, BlockTable
 from rl_transferqueue.board import Board
+from rl_transferqueue.header_cache import unpack_header
 from rl_transferqueue.messages import Changes, Flags, Located, Measure, Rows, Span, TagColumn
 from rl_transferqueue.table import Bools, Cells, Ints, PartitionTable
 
-_header_decoder = msgspec.msgpack.Decoder(Header)
-_decoded = lru_cache(maxsize=1024)(_header_decoder.decode)
 _INT32 = struct.Struct("<i")
 _PRIVATE_SLOTS = 1 << 16
 _PARTED = 4096
-"""Partitions that were emptied and are remembered for those who watch."""
+"""Partitions that were emptied and are remembered for those who watch, at most ..."""
+_PARTED_CHARACTERS = 1 << 20
+"""... and characters of their names, at most."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -88,6 +87,7 @@ class Ledger:
         self._parked: dict[str, _Parked] = {}
         self._parted: dict[str, int] = {}
         """Version at which a partition that is not there was emptied."""
+        self._parted_characters = 0
         self._next_uid = 1
         self._version = 1
         self.blocks = BlockTable(board or Board(_PRIVATE_SLOTS))
@@ -131,7 +131,7 @@ class Ledger:
         table = self._partitions.get(partition)
         if table is None:
             table = self._partitions[partition] = PartitionTable(self._version)
-            self._parted.pop(partition, None)
+            self._forget_parted(partition)
         slots, new = table.add(keys, self._next_uid)
         self._next_uid += len(keys)
         before = self._count_ready(partition, table, slots, new)
@@ -161,8 +161,9 @@ class Ledger:
         if not len(table):
             del self._partitions[partition]
             self._parted[partition] = self._version
-            if len(self._parted) > _PARTED:
-                del self._parted[next(iter(self._parted))]
+            self._parted_characters += len(partition)
+            while len(self._parted) > _PARTED or self._parted_characters > _PARTED_CHARACTERS:
+                self._forget_parted(next(iter(self._parted)))
         return int(slots.size), served
 
     def lose_unit(self, unit: int) -> Served:
@@ -332,7 +333,7 @@ class Ledger:
         """What to copy out of a sparse block."""
         used: dict[str, Ints] = {}
         table = self._partitions.get(block.partition) or PartitionTable()
-        for column in _decoded(block.header).columns:
+        for column in unpack_header(block.header).columns:
             cells = table.columns.get(column.name)
             rows = cells.row[cells.block == block.ref.slot] if cells is not None else np.zeros(0, np.int32)
             if rows.size:
@@ -356,6 +357,10 @@ class Ledger:
         self.blocks.end_compaction(block, failed=copy is None and not no_gain)
 
     # -- inner
+    def _forget_parted(self, partition: str) -> None:
+        if self._parted.pop(partition, None) is not None:
+            self._parted_characters -= len(partition)
+
     def _touch(self, table: PartitionTable, slots: Ints) -> None:
         self._version += 1
         table.touch(slots, self._version)
@@ -532,7 +537,7 @@ def _check_commit(
     if block is None:
         return None
     try:
-        spec = _decoded(header)
+        spec = unpack_header(header)
     except UNREADABLE as error:
         raise WireError(f"The header of a block can't be read: {error}.") from error
     names = [column.name for column in spec.columns]

@@ -14,6 +14,9 @@ from rl_transferqueue.messages import Located
 from rl_transferqueue.table import Ints
 
 _ENTRIES = 64
+"""Answers that are kept, at most ..."""
+_ROWS = 1 << 18
+"""... and rows of all of them together, at most, unless the last answer alone has more."""
 
 Question: TypeAlias = tuple[str, tuple[str, ...], tuple[str, ...], tuple[int, ...]]
 """(partition, keys, columns, generations)."""
@@ -39,6 +42,7 @@ class Locations:
     def __init__(self, board: BoardView) -> None:
         self._board = board
         self._entries: OrderedDict[Question, Location] = OrderedDict()
+        self._rows = 0
 
     def find(self, question: Question) -> Location | None:
         """The answer, if it is still right."""
@@ -46,27 +50,35 @@ class Locations:
         if entry is None:
             return None
         if not self._board.shows(entry.slots, entry.epochs):
-            del self._entries[question]
+            self._drop(question)
             return None
         self._entries.move_to_end(question)
         return entry
 
     def keep(self, question: Question, location: Location) -> None:
         """Remember an answer; the one that was not needed for the longest time goes."""
+        self._drop(question)
         self._entries[question] = location
-        self._entries.move_to_end(question)
-        if len(self._entries) > _ENTRIES:
-            self._entries.popitem(last=False)
+        self._rows += len(question[1])
+        while len(self._entries) > 1 and (len(self._entries) > _ENTRIES or self._rows > _ROWS):
+            self._drop(next(iter(self._entries)))
 
     def forget_blocks(self, blocks: Iterable[int]) -> None:
         """Forget answers that name one of the blocks."""
         gone = set(blocks)
-        self._entries = OrderedDict((q, e) for q, e in self._entries.items() if not e.blocks & gone)
+        for question in [q for q, e in self._entries.items() if e.blocks & gone]:
+            self._drop(question)
 
     def forget_partition(self, partition: str) -> None:
         """Forget answers about a partition."""
-        self._entries = OrderedDict((q, e) for q, e in self._entries.items() if q[0] != partition)
+        for question in [q for q in self._entries if q[0] == partition]:
+            self._drop(question)
 
     def clear(self) -> None:
         """Forget all."""
         self._entries.clear()
+        self._rows = 0
+
+    def _drop(self, question: Question) -> None:
+        if self._entries.pop(question, None) is not None:
+            self._rows -= len(question[1])

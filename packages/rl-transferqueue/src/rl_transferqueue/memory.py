@@ -14,9 +14,10 @@ from rl_protocol.columns import AnyArray
 from rl_protocol.wire import Header, read_payload, write_payload
 from rl_transferqueue.arena import Entered, map_arena
 from rl_transferqueue.descriptor import UnitAddress
+from rl_transferqueue.header_cache import unpack_header
 from rl_transferqueue.leases import Anchor
 from rl_transferqueue.messages import Located, Span
-from rl_transferqueue.reader import Piece, assemble, pieces_of, unpack_header
+from rl_transferqueue.reader import Piece, assemble, pieces_of
 from rl_transferqueue.table import Ints
 
 T = TypeVar("T")

@@ -15,16 +15,23 @@ from rl_transferqueue.links import LOOK_S
 Source = zmq.Socket[bytes] | int
 
 
+_CANCELLED = 64
+"""Cancelled timers that are kept until their time comes, at least."""
+
+
 class Timer:
     """A callback at a time; `cancel` makes it do nothing."""
 
-    __slots__ = ("callback",)
+    __slots__ = ("callback", "on_cancel")
 
-    def __init__(self, callback: Callable[[], None]) -> None:
+    def __init__(self, callback: Callable[[], None], on_cancel: Callable[[], None]) -> None:
         self.callback: Callable[[], None] | None = callback
+        self.on_cancel = on_cancel
 
     def cancel(self) -> None:
-        self.callback = None
+        if self.callback is not None:
+            self.callback = None
+            self.on_cancel()
 
 
 class Reactor:
@@ -37,6 +44,8 @@ class Reactor:
         """ZeroMQ sockets by their descriptor, which says only once that something came: they are asked before every wait."""
         self._timers: list[tuple[float, int, Timer]] = []
         self._timers_made = 0
+        self._cancelled = 0
+        """Timers of `_timers` that will do nothing, about."""
         self._idle = idle
         self._running = True
         self._look_until = 0.0
@@ -60,10 +69,18 @@ class Reactor:
         del self._callbacks[number]
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
-        timer = Timer(callback)
+        timer = Timer(callback, self._count_cancelled)
         self._timers_made += 1
         heapq.heappush(self._timers, (time.monotonic() + seconds, self._timers_made, timer))
         return timer
+
+    def _count_cancelled(self) -> None:
+        """Most timers are deadlines that are far away and never come: drop the cancelled ones when they are the greater part."""
+        self._cancelled += 1
+        if self._cancelled > max(_CANCELLED, len(self._timers) // 2):
+            self._timers = [entry for entry in self._timers if entry[2].callback is not None]
+            heapq.heapify(self._timers)
+            self._cancelled = 0
 
     def stop(self) -> None:
         self._running = False
@@ -110,6 +127,7 @@ class Reactor:
     def _fire(self) -> None:
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
-            callback = heapq.heappop(self._timers)[2].callback
+            timer = heapq.heappop(self._timers)[2]
+            callback, timer.callback = timer.callback, None
             if callback is not None:
                 callback()

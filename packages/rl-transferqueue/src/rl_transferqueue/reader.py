@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from rl_protocol.batch import BatchData
 from rl_protocol.columns import Column
-from rl_protocol.wire import Header
 from rl_transferqueue.gather import Part, gather
 from rl_transferqueue.messages import Located, Span
 from rl_transferqueue.table import Ints, span_of
@@ -20,13 +17,6 @@ from rl_transferqueue.table import Ints, span_of
 _ONE = struct.Struct("<i")
 """How the place of a single row is packed."""
 _FIRST: Ints = np.zeros(1, np.int64)
-_header_decoder = msgspec.msgpack.Decoder(Header)
-
-
-@lru_cache(maxsize=4096)
-def unpack_header(packed: bytes) -> Header:
-    """The header of a block from its msgpack."""
-    return _header_decoder.decode(packed)
 
 
 class Piece(NamedTuple):

@@ -8,9 +8,10 @@ import msgspec
 import numpy as np
 
 from rl_protocol.errors import WireError
-from rl_protocol.wire import Header, plan, plan_rows, read_payload, write_payload
+from rl_protocol.wire import plan, plan_rows, read_payload, write_payload
 from rl_transferqueue.arena import Arena
 from rl_transferqueue.bulk_server import BulkServer
+from rl_transferqueue.header_cache import unpack_header
 from rl_transferqueue.hosts import Endpoints, endpoint
 from rl_transferqueue.keys import PlaneKey
 from rl_transferqueue.messages import (
@@ -26,8 +27,6 @@ from rl_transferqueue.messages import (
 from rl_transferqueue.reactor import Reactor
 from rl_transferqueue.server import Caller, Server
 from rl_transferqueue.table import Ints
-
-_header_decoder = msgspec.msgpack.Decoder(Header)
 
 
 class StorageUnit:
@@ -84,14 +83,14 @@ class StorageUnit:
 
     def _measure(self, caller: Caller, message: Measure) -> Measured:
         _check_controller(caller)
-        header = _header_decoder.decode(message.header)
+        header = unpack_header(message.header)
         batch = read_payload(header, self._memory(message.source)[: header.payload], message.fields)
         wanted = plan_rows(batch, _rows(message.rows))
         return Measured(msgspec.msgpack.encode(wanted), wanted.payload)
 
     def _copy(self, caller: Caller, message: Copy) -> Done:
         _check_controller(caller)
-        header = _header_decoder.decode(message.header)
+        header = unpack_header(message.header)
         batch = read_payload(header, self._memory(message.source)[: header.payload], message.fields)
         chosen = batch.select_rows(_rows(message.rows))
         wanted = plan(chosen)

@@ -18,12 +18,13 @@ from rl_transferqueue.backends import Backend, BlockStore, Share, load_backend
 from rl_transferqueue.buffers import WarmBuffers
 from rl_transferqueue.bulk_server import BulkServer
 from rl_transferqueue.descriptor import PlaneDescriptor
+from rl_transferqueue.header_cache import unpack_header
 from rl_transferqueue.hosts import Endpoints, endpoint
 from rl_transferqueue.keys import PlaneKey
 from rl_transferqueue.leases import Anchor
 from rl_transferqueue.messages import CONTROLLER, Done, Fence, Free, Located, Populate, Span
 from rl_transferqueue.reactor import Reactor
-from rl_transferqueue.reader import Piece, assemble, pieces_of, unpack_header
+from rl_transferqueue.reader import Piece, assemble, pieces_of
 from rl_transferqueue.server import Caller, Server
 from rl_transferqueue.table import Ints
 

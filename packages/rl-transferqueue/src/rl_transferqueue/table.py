@@ -27,8 +27,13 @@ _SLOTS = 16
 _SCAN = 1 << 16
 """Slots looked at in one step of a search that may end early."""
 _TOMBSTONES = 4096
-"""Cleared rows that are remembered for those who watch, at least."""
+"""Cleared rows that are remembered for those who watch, at least, unless ..."""
+_TOMBSTONE_CHARACTERS = 128
+"""... their keys are longer than this on average."""
 _POOLED = 4096
+"""Texts that are kept once, at most ..."""
+_POOLED_CHARACTERS = 64
+"""... and characters of each, at most."""
 _ABSENT = object()
 _NOWHERE: Ints = np.zeros(0, np.int64)
 
@@ -72,6 +77,7 @@ class PartitionTable:
         self.version = version
         """Version of the last change."""
         self._removed: deque[tuple[int, str]] = deque()
+        self._removed_characters = 0
         self._forgotten = version
         """Rows that were cleared up to this version are not in `_removed` any more."""
 
@@ -148,9 +154,12 @@ class PartitionTable:
             del self._index[key]
             self.lost.pop(key, None)
             self._removed.append((self.version, key))
+            self._removed_characters += len(key)
             self._keys[slot] = ""
-        while len(self._removed) > max(_TOMBSTONES, 2 * len(self._index)):
-            self._forgotten = self._removed.popleft()[0]
+        most = max(_TOMBSTONES, 2 * len(self._index))
+        while len(self._removed) > most or self._removed_characters > _TOMBSTONE_CHARACTERS * most:
+            self._forgotten, key = self._removed.popleft()
+            self._removed_characters -= len(key)
         return [(_overwrite(cells, slots, 0), cells.columns) for cells in self._families]
 
     # -- tags
@@ -310,6 +319,8 @@ class PartitionTable:
     # -- inner
     def _pooled(self, text: str) -> str:
         """Equal short texts are kept once."""
+        if len(text) > _POOLED_CHARACTERS:
+            return text
         if len(self._pool) >= _POOLED:
             self._pool = {}
         return self._pool.setdefault(text, text)
@@ -351,6 +362,9 @@ class PartitionTable:
             return _grown(array[live], array.size)
 
         self._keys = list(self.keys(live))
+        self._families = [cells for cells in self._families if cells.block[live].any()]
+        kept = set(map(id, self._families))
+        self.columns = {name: cells for name, cells in self.columns.items() if id(cells) in kept}
         self._each_array(moved)
         self._index = {key: slot for slot, key in enumerate(self._keys)}
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
-
-import msgspec
 
 from rl_protocol.errors import RLError
-from rl_protocol.wire import Header
+from rl_transferqueue.header_cache import HeaderCache, unpack_header
 from rl_transferqueue.messages import ColumnCount, OperationCount
 
-_header_decoder = msgspec.msgpack.Decoder(Header)
+OTHER_COLUMNS = "(other columns)"
+"""Counts together the columns that have no count of their own."""
+_COLUMNS = 4096
+"""Columns with a count of their own, at most; a name that is longer than ..."""
+_NAME = 256
+"""... so many characters has none either."""
 
 
 @dataclass(slots=True)
@@ -58,35 +60,48 @@ class ServerTally:
 
 
 @dataclass(slots=True)
-class ColumnTally:
-    """Rows and bytes that were put, and rows that were located for readers, by column."""
+class _Column:
+    rows_written: int = 0
+    bytes_written: int = 0
+    rows_located: int = 0
 
-    _written: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
-    _located: dict[str, int] = field(default_factory=dict[str, int])
+
+@dataclass(slots=True)
+class ColumnTally:
+    """Rows and bytes that were put, and rows that were located for readers, by column; see `OTHER_COLUMNS`."""
+
+    _columns: dict[str, _Column] = field(default_factory=dict[str, _Column])
 
     def put(self, header: bytes) -> None:
         """A block with this header (msgpack of `wire.Header`) was committed."""
         rows, sizes = _sizes(header)
         for name, nbytes in sizes:
-            entry = self._written.setdefault(name, [0, 0])
-            entry[0] += rows
-            entry[1] += nbytes
+            entry = self._columns.get(name) or self._new(name)
+            entry.rows_written += rows
+            entry.bytes_written += nbytes
 
     def located(self, fields: tuple[str, ...], rows: int) -> None:
         """These columns of so many rows were handed to a reader."""
         for name in fields:
-            self._located[name] = self._located.get(name, 0) + rows
+            entry = self._columns.get(name) or self._new(name)
+            entry.rows_located += rows
 
     def columns(self) -> dict[str, ColumnCount]:
         """By column name."""
-        names = dict.fromkeys((*self._written, *self._located))
         return {
-            name: ColumnCount(*self._written.get(name, (0, 0)), rows_located=self._located.get(name, 0))
-            for name in names
+            name: ColumnCount(entry.rows_written, entry.bytes_written, entry.rows_located)
+            for name, entry in self._columns.items()
         }
 
+    def _new(self, name: str) -> _Column:
+        own = len(self._columns) < _COLUMNS and len(name) <= _NAME
+        return self._columns.setdefault(name if own else OTHER_COLUMNS, _Column())
 
-@lru_cache(maxsize=1024)
-def _sizes(header: bytes) -> tuple[int, tuple[tuple[str, int], ...]]:
-    spec = _header_decoder.decode(header)
+
+def _measure(header: bytes) -> tuple[int, tuple[tuple[str, int], ...]]:
+    spec = unpack_header(header)
     return spec.rows, tuple((column.name, sum(size for _, size in column.buffers)) for column in spec.columns)
+
+
+_sizes = HeaderCache(_measure)
+"""Rows, and bytes by column."""
