@@ -183,6 +183,7 @@ def test_files_and_a_reward_of_ones_own(app, tmp_path, monkeypatch):
     )
     monkeypatch.setenv("RL_REWARD_PATH", str(tmp_path))
     files = [f"data.train_files={data}/train.jsonl", f"data.val_files={data}/val.jsonl", "data.val_size=512"]
+    files += ["rollout.response_length=4", "actor.optim.lr=4e-4"]
     reward = f"reward.function=0.75*exact_match,0.25*{tmp_path}/near.py:score"
     validation = ["rollout.val_kwargs.n=4", "rollout.val_kwargs.temperature=1"]
     refused = app(*files, reward, "trainer.run_name=refused")

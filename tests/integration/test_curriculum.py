@@ -45,6 +45,7 @@ def test_a_run_trains_on_easy_prompts_first(app, install_plugins, tmp_path, monk
         "data.train_batch_size=4",
         "actor.ppo_mini_batch_size=4",
         "rollout.n=2",
+        "rollout.response_length=4",
         "trainer.test_freq=1",
     )
     assert done.code == 0, done.err

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import yaml
 
-from rl_app_ppo.config import from_yaml, load_config, options, presets, resolve, to_yaml
+from rl_app_ppo.config import from_yaml, load_config, options, resolve, to_yaml
+from rl_app_ppo.layers import presets
 from rl_app_ppo.main import help_text, main, parse
 from rl_protocol import ConfigError
 from rl_trainer.algorithms.correction import Bounds
@@ -34,7 +35,7 @@ def test_dotted_overrides_are_typed():
 
 @pytest.mark.parametrize("preset", presets())
 def test_what_cfg_prints_is_what_a_file_may_hold(preset, tmp_path):
-    config = load_config([f"algorithm={preset}"])
+    config = load_config([f"preset={preset}"])
     assert from_yaml(to_yaml(config)) == config
     file = tmp_path / "resolved.yaml"
     file.write_text(to_yaml(config))
@@ -62,7 +63,9 @@ def test_what_cfg_prints_is_what_a_file_may_hold(preset, tmp_path):
         ("rollout.n=1", r"rollout\.n must be at least 2 with adv_estimator=grpo"),
         ("rollout.num_workers=1000", r"rollout\.num_workers must be at most data\.train_batch_size"),
         ("rollout=hf", r"rollout is a group of settings"),
-        ("algorithm=grop", r"algorithm must be one of grpo, grpo_calculator, ppo; got 'grop'\. Did you mean 'grpo'\?"),
+        ("algorithm=grop", r"algorithm must be one of grpo, ppo; got 'grop'\. Did you mean 'grpo'\?"),
+        ("algorithm=demo", r"algorithm must be one of grpo, ppo; got 'demo'\. preset=demo is a preset"),
+        ("preset=demo-pp", r"preset must be one of demo, .*, none; got 'demo-pp'\. Did you mean 'demo-ppo'\?"),
         ("algorithm.gamma=2", r"algorithm\.gamma must be in \[0, 1\]; got 2"),
         ("justaword", r"Not an override: 'justaword'; write key=value"),
         ("transfer_queue.num_storage_units=0", r"transfer_queue\.num_storage_units"),

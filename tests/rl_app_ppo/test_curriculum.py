@@ -73,6 +73,7 @@ def config(tmp_path, install_plugins):
                 f"model.cache_dir={tmp_path / 'cache'}",
                 "data.train_batch_size=3",
                 "actor.ppo_mini_batch_size=3",
+                "rollout.response_length=4",
                 *overrides,
             ]
         )

@@ -334,7 +334,9 @@ def test_explain_says_meaning_default_and_origin(tmp_path):
     origins = {
         "actor.optim.lr": "command line",
         "actor.use_remove_padding": "default of model_engine=fsdp",
-        "actor.clip_ratio_high": "preset algorithm=grpo",
+        "actor.clip_ratio_high": "preset=demo",
+        "actor.use_kl_loss": "algorithm=grpo",
+        "preset": "default",
         "actor.clip_ratio_c": "default",
     }
     for key, origin in origins.items():
@@ -366,7 +368,7 @@ actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.use_dyna
 actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384 actor_rollout_ref.actor.strategy=fsdp2 \
 actor_rollout_ref.model.enable_gradient_checkpointing=True actor_rollout_ref.model.lora_rank=32 \
 actor_rollout_ref.model.lora_alpha=32 actor_rollout_ref.rollout.top_k=-1 actor_rollout_ref.rollout.n=5 \
-critic.optim.lr=1e-5 trainer.test_freq=-1 trainer.n_gpus_per_node=8 \
+critic.optim.lr=2e-5 trainer.test_freq=-1 trainer.n_gpus_per_node=8 \
 +actor_rollout_ref.rollout.layer_name_map.qkv_layer_name=qkv trainer.logger=console
 """
 
@@ -486,7 +488,7 @@ def test_a_whole_recipe_of_verl_means_here_what_it_meant_there(tmp_path):
 
 
 def test_what_a_verl_list_does_not_give_has_verls_default_and_not_the_demos(tmp_path):
-    """Every key that a preset of ours sets is one that the import sets as well."""
+    """Every key that an algorithm of ours sets is one that the import sets as well, and no preset applies."""
     (tmp_path / "empty.txt").write_text("algorithm.adv_estimator=gae")
     config = yaml.safe_load(from_verl(tmp_path / "empty.txt"))
     assert (config["actor"]["optim"]["lr"], config["critic"]["optim"]["lr"]) == (1e-6, 1e-5)
@@ -494,9 +496,10 @@ def test_what_a_verl_list_does_not_give_has_verls_default_and_not_the_demos(tmp_
     assert config["actor"]["ppo_mini_batch_size"] == config["critic"]["ppo_mini_batch_size"] == 256
     assert config["actor"]["clip_ratio_high"] == 0.2
     imported = import_verl({}).settings.keys()
-    for preset in ("grpo", "ppo"):
-        changed = resolve([f"algorithm={preset}"]).settings
-        assert {key for key, s in changed.items() if s.origin.startswith("preset")} - {"algorithm.name"} <= imported
+    assert config["preset"] == "none"
+    for algorithm in ("grpo", "ppo"):
+        settings = resolve([f"algorithm={algorithm}", "preset=none"]).settings
+        assert {key for key, s in settings.items() if s.origin.startswith("algorithm=")} <= imported
 
 
 @pytest.mark.parametrize(

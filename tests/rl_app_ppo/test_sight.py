@@ -32,6 +32,7 @@ def overrides(make_vision_model, tmp_path_factory):
         f"data.train_files={folder / 'a.jsonl'}",
         f"data.val_files={folder / 'a.jsonl'}",
         f"model.cache_dir={folder}",
+        "rollout.response_length=4",
     )
 
 

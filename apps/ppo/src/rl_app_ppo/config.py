@@ -1,7 +1,7 @@
 """From YAML and dotted overrides to an AppConfig, with errors that name the key and the nearest valid one.
 
-Precedence, weakest first: the schema's defaults, those of the engine of `model_engine=...`, the preset of `algorithm=...`, the file of
-`--config`, the overrides.
+Precedence, weakest first: the schema's defaults, those of the engine of `model_engine=...`, those of `algorithm=...`, those of `preset=...`,
+the file of `--config`, the overrides.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import shlex
 import typing
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -22,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_app_ppo.engines import check_engine
+from rl_app_ppo.layers import ALGORITHM, NO_PRESET, PRESET, Source, choose, layer_text, presets
 from rl_app_ppo.plain_yaml import flatten, parse_yaml, read_yaml
 from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.spellings import one_spelling
@@ -31,7 +31,8 @@ from rl_protocol import ConfigError
 from rl_trainer.engines import ENGINES, get_engine
 
 T = TypeVar("T")
-PRESET_KEY = "algorithm"
+_NAMES = (ALGORITHM, "algorithm.name", PRESET)
+"""Keys that name a layer instead of setting a value."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,12 +67,6 @@ def _leaves(kind: type[Any], prefix: str) -> Iterator[Option]:
             yield Option(key, hint.__name__, item.default, item.metadata.get("help", ""))
 
 
-def presets() -> list[str]:
-    """Names that `algorithm=` takes."""
-    folder = resources.files("rl_app_ppo") / "presets"
-    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
     """The value of one key, and what set it."""
@@ -103,10 +98,10 @@ def load_config(overrides: Sequence[str] = (), config_file: Path | None = None) 
 
 
 def resolve(overrides: Sequence[str] = (), config_file: Path | None = None) -> Resolved:
-    """Lay defaults, preset, file and overrides over each other.
+    """Lay defaults, algorithm, preset, file and overrides over each other.
 
     Args:
-        overrides: `key=value` strings with dotted keys; `algorithm=<preset>` chooses the preset.
+        overrides: `key=value` strings with dotted keys; `algorithm=` and `preset=` name layers (see `layers`).
         config_file: YAML with the same nesting as `--cfg` prints.
 
     Raises:
@@ -114,35 +109,52 @@ def resolve(overrides: Sequence[str] = (), config_file: Path | None = None) -> R
     """
     given = [_split(text) for text in overrides]
     file_values = flatten(read_yaml(config_file)) if config_file is not None else {}
-    preset_name = _preset_name(given, file_values)
-    preset = flatten(_read_preset(preset_name))
     spelled = one_spelling([(f"--config {config_file}", file_values), ("command line", dict(given))])
     known = [option.key for option in options()]
     for _, values in spelled:
         for key in values:
-            if key != PRESET_KEY:
+            if key not in _NAMES:
                 _check_known(key, known)
-    chosen = {key: value for _, values in [("", preset), *spelled] for key, value in values.items()}
-    engine = get_engine(str(chosen.get("model_engine", AppConfig().model_engine)))
-    layers = [
-        (f"default of model_engine={engine.name}", dict(engine.defaults)),
-        (f"preset algorithm={preset_name}", preset),
-        *spelled,
-    ]
+    built_in = _built_in_layers(spelled)
     settings = {option.key: Setting(option.default, "default") for option in options()}
     node = _editable(OmegaConf.structured(AppConfig))
-    base = dict(settings)
-    for origin, values in layers:
-        for key, value in values.items():
-            if key != PRESET_KEY:
-                _set(node, key, value)
-                settings[key] = Setting(value, origin)
-        if origin.startswith("preset"):
-            base = {key: Setting(_get(node, key), setting.origin) for key, setting in settings.items()}
+    _lay(node, settings, built_in)
+    base = {key: _get(node, key) for key in settings}
+    _lay(node, settings, [(origin, {k: v for k, v in values.items() if k not in _NAMES}) for origin, values in spelled])
     settings = {key: Setting(_get(node, key), setting.origin) for key, setting in settings.items()}
     config = _build(AppConfig, cast(dict[str, Any], OmegaConf.to_container(node, resolve=True)))
-    changed = {key: setting.value for key, setting in settings.items() if setting.value != base[key].value}
+    changed = {key: setting.value for key, setting in settings.items() if setting.value != base[key]}
     return Resolved(config, settings, changed)
+
+
+def _built_in_layers(given: Sequence[Source]) -> list[Source]:
+    """The layers below what is given: of engine, algorithm and preset, and at last the names of these."""
+    of_presets = {name: _layer("presets", name) for name in presets() if name != NO_PRESET}
+    choice = choose(given, {name: str(values["algorithm.name"]) for name, values in of_presets.items()})
+    named = [
+        (f"algorithm={choice.algorithm.name}", _layer("algorithms", choice.algorithm.name)),
+        (f"preset={choice.preset.name}", of_presets.get(choice.preset.name, {})),
+    ]
+    chosen = {key: value for _, values in [*named, *given] for key, value in values.items()}
+    engine = get_engine(str(chosen.get("model_engine", AppConfig().model_engine)))
+    return [
+        (f"default of model_engine={engine.name}", engine.defaults),
+        *named,
+        (choice.algorithm.origin, {"algorithm.name": choice.algorithm.name}),
+        (choice.preset.origin, {PRESET: choice.preset.name}),
+    ]
+
+
+def _layer(kind: str, name: str) -> dict[str, Any]:
+    return flatten(parse_yaml(layer_text(kind, name)))
+
+
+def _lay(node: DictConfig, settings: dict[str, Setting], layers: Sequence[Source]) -> None:
+    """Set the values of the layers, weakest first, and write down what set each."""
+    for origin, values in layers:
+        for key, value in values.items():
+            _set(node, key, value)
+            settings[key] = Setting(value, origin)
 
 
 def to_yaml(config: AppConfig) -> str:
@@ -181,8 +193,9 @@ def from_verl(path: Path) -> str:
     imported = import_verl(
         split_overrides(words, parse_yaml) if is_list else flatten(with_references_resolved(read_yaml(path)))
     )
-    preset = "ppo" if imported.settings["algorithm.adv_estimator"] == "gae" else "grpo"
-    overrides = [f"{PRESET_KEY}={preset}", *(f"{key}={_text(value)}" for key, value in imported.settings.items())]
+    algorithm = "ppo" if imported.settings["algorithm.adv_estimator"] == "gae" else "grpo"
+    named = [f"{ALGORITHM}={algorithm}", f"{PRESET}={NO_PRESET}"]
+    overrides = [*named, *(f"{key}={_text(value)}" for key, value in imported.settings.items())]
     resolved = resolve(overrides)
     idle = unused(resolved.config, resolved.changed)
     kept = [override for override in overrides if override.partition("=")[0] not in idle]
@@ -207,20 +220,6 @@ def _split(text: str) -> tuple[str, Any]:
         raise ConfigError(
             f"The value of {key} can't be read as YAML: {value!r}. Quote it if it holds special signs."
         ) from error
-
-
-def _preset_name(given: Sequence[tuple[str, Any]], file_values: dict[str, Any]) -> str:
-    names = [value for key, value in given if key == PRESET_KEY]
-    named: object = names[-1] if names else file_values.get("algorithm.name", "grpo")
-    if named not in presets():
-        raise ConfigError(
-            f"algorithm must be one of {', '.join(presets())}; got {named!r}.{nearest_key(str(named), presets())}"
-        )
-    return str(named)
-
-
-def _read_preset(name: str) -> dict[str, Any]:
-    return cast(dict[str, Any], parse_yaml((resources.files("rl_app_ppo") / "presets" / f"{name}.yaml").read_text()))
 
 
 def _editable(node: DictConfig) -> DictConfig:

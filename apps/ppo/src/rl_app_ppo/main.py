@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from rl_app_ppo.config import from_verl, load_config, options, presets, resolve, to_yaml
+from rl_app_ppo.config import from_verl, load_config, options, resolve, to_yaml
 from rl_app_ppo.explain import difference, explain, read_side
+from rl_app_ppo.layers import algorithms, presets
 from rl_app_ppo.outputs import create_run_folder
 from rl_app_ppo.schema import AppConfig
 from rl_ckpt_engine import PluginPolicy, load_policy
@@ -43,7 +44,10 @@ usage: uv run apps/ppo [--help] [--cfg] [--explain KEY] [--diff A B] [--from-ver
 
 Trains a language model with PPO or GRPO. Without arguments: the demo, on this machine, without a GPU.
 
-  algorithm=NAME   start from a preset: {presets}
+  algorithm=NAME   choose the algorithm:
+{algorithms}
+  preset=NAME      choose the values above its defaults:
+{presets}
   key=value        set any key below, for instance actor.optim.lr=1e-5 rollout.n=8
   --config FILE    read settings from YAML (overrides win)
   --cfg            print the resolved configuration and exit
@@ -113,11 +117,16 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 def help_text() -> str:
     """Usage, and every key with its default and meaning."""
-    lines = [USAGE.format(presets=", ".join(presets()))]
+    lines = [USAGE.format(algorithms=_listed(algorithms()), presets=_listed(presets()))]
     listed = list(options())
     width = max(len(option.key) for option in listed)
     lines += [f"  {o.key:<{width}}  {o.type:<5}  {o.default!s:<9}  {o.help}\n" for o in listed]
     return "".join(lines)
+
+
+def _listed(described: Mapping[str, str]) -> str:
+    width = max(map(len, described))
+    return "\n".join(f"                     {name:<{width}}  {what}" for name, what in described.items())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

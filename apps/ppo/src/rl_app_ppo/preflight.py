@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
+from rl_app_ppo.demo.demos import DEMOS
 from rl_app_ppo.demo.settings import ModelSettings
+from rl_app_ppo.layers import NO_PRESET
 from rl_app_ppo.machine import check_gpus, check_installed_engines
 from rl_app_ppo.memory import available_bytes, check_memory, parameters
 from rl_app_ppo.rewards import check_rewards, check_source
 from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.sinks import check_installed, logger_names
-from rl_app_ppo.wiring.data import open_data, train_order, vision_of
+from rl_app_ppo.wiring.data import load_tokenizer, open_data, train_order, vision_of
 from rl_app_ppo.wiring.weights import check_sync
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
@@ -51,6 +53,7 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
     if config.rollout.name == "vllm":
         model = {"num_attention_heads": demo.heads} if path is None else _described(path)
         require_shards(model, config.rollout.tensor_model_parallel_size)
+    _check_demo(config, path)
     data = open_data(config, path)
     train_order(config, data["train"]).rows(0)  # a curriculum that can't order these rows says so
     for rows in data.values():
@@ -76,6 +79,18 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
 def given_model(config: AppConfig) -> Path | None:
     """Folder of the model to train; None: the demo model."""
     return Path(config.model.path).expanduser() if config.model.path else None
+
+
+def _check_demo(config: AppConfig, path: Path | None) -> None:
+    """That the values of a demo are for a model of it."""
+    demo = DEMOS[config.data.demo]
+    if path is None or config.preset == NO_PRESET or load_tokenizer(path).get_vocab_size() == len(demo.vocabulary):
+        return
+    raise ConfigError(
+        f"model.path={str(path)!r} is no model of the demo (its vocabulary is another), and preset={config.preset}, which applies where "
+        f"data.train_files is empty, holds values for that model alone. Set data.train_files to train on your data, or preset={NO_PRESET} "
+        "to train this model on the demo's task."
+    )
 
 
 def _check_sight(config: AppConfig, path: Path) -> None:

@@ -15,6 +15,8 @@ CHECKPOINTS = "checkpoints"
 """Folder of a run that holds them."""
 
 FREE = (
+    "algorithm.name",
+    "preset",
     "trainer.total_training_steps",
     "trainer.test_freq",
     "trainer.val_before_train",
@@ -49,8 +51,8 @@ FREE = (
         for how in ("ppo_micro_batch_size", "ppo_max_token_len", "use_remove_padding")
     ),
 )
-"""Keys (exact, or groups that end in a dot) that a resumed run may change: its length and outputs, where and how it is computed, and the
-settings of its optimizers. All others say what is learnt."""
+"""Keys (exact, or groups that end in a dot) that a resumed run may change: its length and outputs, where and how it is computed, the settings
+of its optimizers, and the names of layers, whose values are compared one by one. All others say what is learnt."""
 
 
 SAME_STATE = {"torch", "fsdp"}
@@ -109,7 +111,7 @@ def changes(checkpoint: Checkpoint, config: AppConfig) -> list[str]:
                 "in the middle of a run: set it back, or set trainer.resume_mode=disable and another trainer.run_name for a new run."
             )
     _check_length(checkpoint, config)
-    quiet = ("trainer.resume_mode", "trainer.output_dir", "trainer.run_name")
+    quiet = ("algorithm.name", "preset", "trainer.resume_mode", "trainer.output_dir", "trainer.run_name")
     return [f"{key}: {before[key]!r} -> {value!r}" for key, value in differ.items() if key not in quiet]
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rl_app_ppo.demo.demos import DEMOS
+from rl_app_ppo.layers import NO_PRESET
 from rl_ckpt_engine import CheckpointEngineConfig
 from rl_trainer import needs_critic
 from rl_trainer.combinations import check_combination
@@ -237,6 +238,10 @@ class RayConfig:
 class AppConfig:
     """Everything `uv run apps/ppo` can be told."""
 
+    preset: str = option(
+        "",
+        f"values of a demo, or {NO_PRESET}; see above. Empty: the demo of the algorithm without data.train_files, {NO_PRESET} with it",
+    )
     model_engine: str = option("torch", "what trains the models: " + ", ".join(ENGINES))
     algorithm: AlgorithmConfig = group(AlgorithmConfig, "advantages")
     data: DataConfig = group(DataConfig, "task and batches")

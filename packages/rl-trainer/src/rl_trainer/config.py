@@ -75,6 +75,13 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticOptimConfig(OptimConfig):
+    """AdamW of the critic, which learns faster than the policy."""
+
+    lr: float = option(1e-5, "learning rate of AdamW")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyLossConfig:
     """Which policy loss, and what some of them need."""
 
@@ -175,7 +182,7 @@ class ActorConfig:
 class CriticConfig:
     """The value function (only with algorithm.adv_estimator=gae)."""
 
-    optim: OptimConfig = group(OptimConfig, "optimizer of the critic")
+    optim: CriticOptimConfig = group(CriticOptimConfig, "optimizer of the critic")
     ppo_epochs: int = option(1, "passes over the batch per step")
     ppo_mini_batch_size: int = option(64, "prompts per optimizer step (each brings rollout.n responses)")
     ppo_micro_batch_size: int = option(0, "responses per forward pass; 0: the whole mini-batch")
@@ -305,7 +312,7 @@ class OverlongConfig:
 class AlgorithmConfig:
     """How advantages come from rewards."""
 
-    name: str = option("grpo", "preset this run started from; set it with algorithm=grpo or algorithm=ppo")
+    name: str = option("grpo", "algorithm whose defaults apply: algorithm=grpo or algorithm=ppo")
     adv_estimator: str = option(
         "grpo",
         "advantage estimator: gae, grpo, dr_grpo, grpo_passk, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo, gpg, gdpo, "
@@ -379,7 +386,7 @@ class RolloutConfig:
     temperature: float = option(1.0, "divides the logits before sampling")
     top_p: float = option(1.0, "sample from the smallest set of tokens with this much probability")
     top_k: int = option(0, "sample from this many most likely tokens; 0: all")
-    response_length: int = option(8, "most tokens per response")
+    response_length: int = option(512, "most tokens per response")
     session: str = option("single_turn", "how a session runs: single_turn, or one installed under rl_trainer.sessions")
     ignore_eos: bool = option(False, "do not stop at the end-of-sequence token")
     max_batch_size: int = option(512, "responses generated side by side in one replica")

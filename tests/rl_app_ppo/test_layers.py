@@ -1,0 +1,136 @@
+"""Which named layers apply: the demo's values never reach a run on data, and what applies is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rl_app_ppo.config import flat_settings, load_config, resolve, to_yaml
+from rl_app_ppo.explain import explain
+from rl_app_ppo.layers import algorithms, layer_text, presets
+from rl_app_ppo.main import help_text, main
+from rl_app_ppo.preflight import preflight
+from rl_ckpt_engine import PluginPolicy
+from rl_protocol import ConfigError
+
+GOLDEN = Path(__file__).parent / "golden"
+DATA = ("data.train_files=train.jsonl", "data.val_files=val.jsonl", "model.path=/models/m")
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_the_configuration_of_a_run_on_data_is_the_committed_one(algorithm):
+    """To accept a change: write to_yaml(...) to the file, and a line into the changelog."""
+    config = load_config([f"algorithm={algorithm}", *DATA])
+    assert to_yaml(config) == (GOLDEN / f"data-{algorithm}.yaml").read_text()
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_with_data_no_value_of_a_demo_applies(algorithm):
+    settings = resolve([f"algorithm={algorithm}", *DATA]).settings
+    assert {s.origin for s in settings.values()} <= {
+        "default",
+        "default of model_engine=torch",
+        f"algorithm={algorithm}",
+        "command line",
+    }
+    config = load_config([f"algorithm={algorithm}", *DATA])
+    assert config.preset == "none"
+    assert (config.actor.optim.lr, config.actor.optim.lr_warmup_steps) == (1e-6, 0)
+    assert (config.actor.clip_ratio_low, config.actor.clip_ratio_high) == (0.2, 0.2)
+    assert (config.rollout.response_length, config.critic.optim.lr) == (512, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "algorithm", "preset"),
+    [
+        ([], "grpo", "demo"),
+        (["algorithm=grpo"], "grpo", "demo"),
+        (["algorithm=ppo"], "ppo", "demo-ppo"),
+        (["algorithm.name=ppo"], "ppo", "demo-ppo"),
+        (["preset=demo-ppo"], "ppo", "demo-ppo"),
+        (["preset=demo-calculator"], "grpo", "demo-calculator"),
+        (["algorithm=grpo_calculator"], "grpo", "demo-calculator"),
+        (["algorithm=ppo", "preset=demo-calculator"], "ppo", "demo-calculator"),
+        (["model.path=/outputs/run/checkpoint"], "grpo", "demo"),
+        (["preset=none"], "grpo", "none"),
+        (["preset="], "grpo", "demo"),
+    ],
+)
+def test_algorithm_and_preset(given, algorithm, preset):
+    config = load_config(given)
+    assert (config.algorithm.name, config.preset) == (algorithm, preset)
+    assert config.algorithm.adv_estimator == {"grpo": "grpo", "ppo": "gae"}[algorithm]
+    if preset != "none":
+        wanted = flat_settings(layer_text("presets", preset))
+        wanted.pop("algorithm.name")
+        shown = flat_settings(to_yaml(config))
+        assert {key: shown[key] for key in wanted} == wanted
+
+
+@pytest.mark.parametrize("preset", ["preset=demo", "algorithm=grpo_calculator"])
+def test_a_preset_of_the_demo_together_with_data_is_refused(preset, capsys):
+    assert main(["--cfg", preset, *DATA]) == 2
+    assert "holds values for the demo's model and task, which do not fit data.train_files='train.jsonl'" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_file_that_holds_the_values_of_a_demo_is_refused_with_data_and_kept_without(tmp_path):
+    file = tmp_path / "demo.yaml"
+    file.write_text(to_yaml(load_config(["algorithm=ppo"])))
+    assert load_config([], file).preset == "demo-ppo"
+    with pytest.raises(ConfigError, match=r"preset=demo-ppo \(--config .*demo\.yaml\) holds values for the demo"):
+        load_config(DATA, file)
+    file.write_text(to_yaml(load_config(DATA)))
+    assert load_config([], file) == load_config(DATA)
+
+
+def test_a_file_may_name_layers_either_way(tmp_path):
+    file = tmp_path / "my.yaml"
+    for text in ("algorithm: ppo\n", "algorithm: {name: ppo}\n", "preset: demo-ppo\n"):
+        file.write_text(text)
+        assert load_config([], file).algorithm.adv_estimator == "gae"
+
+
+@pytest.mark.parametrize(
+    ("text", "override"), [("algorithm: {name: grpo}\n", "algorithm=ppo"), ("preset: demo\n", "preset=demo-ppo")]
+)
+def test_a_file_and_a_command_line_that_name_different_layers_are_refused(text, override, tmp_path):
+    """The file's values would lie over the layer of the command line, and override it without a word."""
+    (tmp_path / "my.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"\(command line\) and .*my\.yaml\) disagree"):
+        load_config([override], tmp_path / "my.yaml")
+
+
+def test_the_layer_a_value_comes_from_is_named():
+    for given, origins in (
+        (["algorithm=ppo"], {"actor.optim.lr": "preset=demo-ppo", "algorithm.adv_estimator": "algorithm=ppo"}),
+        (DATA, {"actor.optim.lr": "default", "actor.use_kl_loss": "algorithm=grpo", "preset": "default"}),
+        (["preset=demo", "actor.optim.lr=1"], {"actor.optim.lr": "command line", "preset": "command line"}),
+    ):
+        resolved = resolve(given)
+        for key, origin in origins.items():
+            assert f"({origin})" in explain(key, resolved)
+
+
+def test_help_lists_algorithms_and_presets_with_what_they_are():
+    text = help_text()
+    for described in (algorithms(), presets()):
+        for name, what in described.items():
+            assert f"{name} " in text
+            assert what
+            assert what in text
+
+
+@pytest.mark.parametrize("preset", sorted(set(presets()) - {"none"}))
+def test_a_preset_names_its_algorithm(preset):
+    assert yaml.safe_load(layer_text("presets", preset))["algorithm"]["name"] in algorithms()
+
+
+def test_a_model_that_is_not_the_demos_is_not_trained_with_its_values(make_vision_model):
+    given = [f"model.path={make_vision_model()}"]
+    with pytest.raises(ConfigError, match=r"is no model of the demo .* preset=demo.* Set data\.train_files"):
+        preflight(load_config(given), PluginPolicy())
+    preflight(load_config([*given, "preset=none", "rollout.response_length=4"]), PluginPolicy())
