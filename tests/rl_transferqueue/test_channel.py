@@ -1,30 +1,30 @@
-"""Answers that cross with cancellations and deadlines are never lost."""
+"""Answers that cross with cancellations and deadlines: the caller has the answer, or the server knows that it has not."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 
+import msgspec
 import pytest
 
 from rl_protocol import PlaneTimeout
 from rl_transferqueue.channel import Channel
-from rl_transferqueue.links import UnixLink
-from rl_transferqueue.messages import Cleared, Reply, WaitReady
+from rl_transferqueue.links import Frames, UnixLink
+from rl_transferqueue.messages import Cancel, Cleared, GetStats, Reply, Request, WaitReady
 
 NEVER = WaitReady("never", 1, (), {}, None, 60.0)
 
 
 @pytest.mark.parametrize("when", ["before the cancel", "before the caller is told", "after the caller is told"])
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
-def test_an_answer_to_a_caller_that_left_goes_to_its_orphan(how: str, when: str) -> None:
+def test_a_caller_has_its_answer_or_the_server_is_told_that_it_left(how: str, when: str) -> None:
     async def main() -> None:
-        here, nobody = socket.socketpair(socket.AF_UNIX)  # every answer is the test's own
+        here, server = socket.socketpair(socket.AF_UNIX)  # every answer is the test's own
         channel = Channel(asyncio.get_running_loop(), UnixLink(here), "controller")
-        orphans: list[Cleared] = []
         call = channel.start(NEVER)
         answer = Reply(call.id, Cleared(7))
-        task = asyncio.ensure_future(channel.finish(call, Cleared, 60, orphan=orphans.append))
+        task = asyncio.ensure_future(channel.finish(call, Cleared, 60, takes=True))
         await asyncio.sleep(0)
         if when == "before the cancel":
             channel._take(answer)
@@ -37,12 +37,15 @@ def test_an_answer_to_a_caller_that_left_goes_to_its_orphan(how: str, when: str)
         done = (await asyncio.gather(task, return_exceptions=True))[0]
         if when == "after the caller is told":
             channel._take(answer)
+        channel.tell(GetStats())
+        _, *said = (msgspec.msgpack.decode(frame, type=Request) for frame in Frames().feed(server.recv(4096)))
         if isinstance(done, Cleared):
             assert (how, when, done.count) == ("deadline", "before the cancel", 7)
+            assert [(type(one.body), one.received) for one in said] == [(GetStats, (call.id,))]
         else:
             assert isinstance(done, asyncio.CancelledError if how == "cancel" else PlaneTimeout)
-            assert [orphan.count for orphan in orphans] == [7]
+            assert [(one.body, one.received) for one in said] == [(Cancel(call.id), ()), (GetStats(), ())]
         channel.close()
-        nobody.close()
+        server.close()
 
     asyncio.run(main())

@@ -508,7 +508,6 @@ def nonsense() -> st.SearchStrategy[AnyRequest]:
         st.builds(messages.Locate, number, text, texts, texts, raw),
         st.builds(messages.ReleaseLeases, ids),
         st.builds(messages.WaitReady, text, number, texts, tag, task, seconds),
-        st.builds(messages.GiveBack, text, text, raw),
         st.builds(messages.ListRows, text, tag, texts, task, st.one_of(st.none(), texts)),
         st.builds(messages.Watch, text, number, tag, seconds),
         st.builds(messages.Claim, text, texts, text),

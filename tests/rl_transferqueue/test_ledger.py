@@ -150,8 +150,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def reset(self, keys: list[str] | None, task: str | None) -> None:
         chosen = set(self.rows if keys is None else keys) & set(self.rows)
         tasks = [task] if task is not None else ["s", "t"]
-        count, served = self.ledger.reset_consumption("p", task, keys)
-        assert count == sum(any(key in self.consumed[t] for t in tasks) for key in chosen)
+        uids, served = self.ledger.reset_consumption("p", task, keys)
+        assert uids.size == sum(any(key in self.consumed[t] for t in tasks) for key in chosen)
         for t in tasks:
             self.consumed[t] -= chosen
         self.serve(served)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from rl_transferqueue.messages import (
     Answer,
     AnyRequest,
     Cancel,
+    Done,
     Failure,
     Reply,
     Request,
@@ -32,6 +34,7 @@ _HOLD_S = 50e-6
 """How long a caller that looks for its answer keeps its processor; a server with one of its own needs about that long."""
 _TURN_S = 1e-3
 """How long answers that come at once may keep the loop from others."""
+CLOSED = "This client is closed; connect again."
 
 
 class Call(NamedTuple):
@@ -50,7 +53,7 @@ def _expire(answer: asyncio.Future[Answer | None]) -> None:
 class Channel:
     """Requests and answers of one session with one server.
 
-    A call that is cancelled or runs out of time tells the server so; an answer that comes nevertheless goes to the call's `orphan`.
+    A call that is cancelled or runs out of time tells the server so, which undoes what the call took; a later answer is dropped.
     """
 
     def __init__(
@@ -68,10 +71,9 @@ class Channel:
         self._listening = True
         self._ids = count(1)
         self._pending: dict[int, asyncio.Future[Answer | None]] = {}
-        self._late: dict[int, Answer] = {}
-        """Answers to calls that were cancelled or ran out of time but whose callers have not been told yet."""
-        self._orphans: dict[int, Callable[[Answer], None]] = {}
-        self._cancels: dict[int, int] = {}
+        self._received: list[int] = []
+        """Calls that took something and have returned, which the server does not know yet."""
+        self._ending = False
         self._lost: str | None = None
         self._turned = time.monotonic()
         """When a caller last let the loop go on."""
@@ -84,22 +86,21 @@ class Channel:
 
         Raises:
             BatchError: the message can't be said; nothing was sent.
-            PlaneLostError: the plane is gone.
+            PlaneLostError: the plane is gone, or the client is closed.
         """
+        self.check()
         call = Call(self.tell(body), self._loop.create_future())
         self._pending[call.id] = call.answer
         return call
 
-    async def finish(
-        self, call: Call, expect: type[A], timeout_s: float, *, orphan: Callable[[A], None] | None = None
-    ) -> A:
+    async def finish(self, call: Call, expect: type[A], timeout_s: float, *, takes: bool = False) -> A:
         """The answer, if it comes within `timeout_s` seconds.
 
         Args:
             call: made by `start`.
             expect: type of the answer.
             timeout_s: deadline; a server that keeps the deadline itself is given a little more.
-            orphan: gets the answer if the caller has left before it came.
+            takes: the call takes rows or memory, which the server is to give back unless the answer is returned here.
 
         Raises:
             PlaneTimeout, PlaneLostError, and whatever the server answers.
@@ -113,7 +114,7 @@ class Channel:
                 self._turned = time.monotonic()
             answer = await call.answer
         except asyncio.CancelledError:
-            self._leave(call, expect, orphan)
+            self._leave(call)
             raise
         finally:
             self._pending.pop(call.id, None)
@@ -121,19 +122,19 @@ class Channel:
                 timer.cancel()
                 self._turned = time.monotonic()
         if answer is None:
-            self._leave(call, expect, orphan)
+            self._leave(call)
             raise PlaneTimeout(f"The {self.name} of the data plane did not answer within {timeout_s:g} s.")
         if isinstance(answer, Failure):
             raise error_of(answer)
         if not isinstance(answer, expect):
             raise WireError(f"The {self.name} answered {type(answer).__name__} where {expect.__name__} was expected.")
+        if takes:
+            self._received.append(call.id)
         return answer
 
-    async def call(
-        self, body: AnyRequest, expect: type[A], timeout_s: float, *, orphan: Callable[[A], None] | None = None
-    ) -> A:
+    async def call(self, body: AnyRequest, expect: type[A], timeout_s: float, *, takes: bool = False) -> A:
         """`start` and `finish`."""
-        return await self.finish(self.start(body), expect, timeout_s, orphan=orphan)
+        return await self.finish(self.start(body), expect, timeout_s, takes=takes)
 
     def tell(self, body: AnyRequest) -> int:
         """Send a message without waiting for an answer; returns its id.
@@ -141,9 +142,11 @@ class Channel:
         Raises:
             BatchError, PlaneLostError: see `start`.
         """
-        self.check()
+        if self._lost is not None:
+            raise PlaneLostError(self._lost)
         request = next(self._ids)
-        frame = pack(Request(request, body))
+        frame = pack(Request(request, body, tuple(self._received)))
+        self._received.clear()
         self.bytes_sent += len(frame)
         if not self._link.send(frame) and self._listening:
             self._loop.add_writer(self._fd, self._flush)
@@ -151,7 +154,9 @@ class Channel:
         return request
 
     def check(self) -> None:
-        """Raise PlaneLostError if the plane is gone."""
+        """Raise PlaneLostError if the client is closed or the plane is gone."""
+        if self._ending:
+            raise PlaneLostError(CLOSED)
         if self._lost is not None:
             raise PlaneLostError(self._lost)
 
@@ -161,6 +166,26 @@ class Channel:
             self._lost = message
             self._fail(message)
 
+    def end_calls(self) -> None:
+        """The client is being closed: calls under way are left and raise PlaneLostError, as do later ones."""
+        self._ending = True
+        for request, answer in self._pending.items():
+            if not answer.done():
+                answer.set_exception(PlaneLostError(CLOSED))
+                with contextlib.suppress(PlaneLostError):
+                    self.tell(Cancel(request))
+
+    async def say_last(self, body: AnyRequest, timeout_s: float) -> None:
+        """Send the last message of the session, and wait so long for the server to take notice.
+
+        Raises:
+            PlaneTimeout, PlaneLostError: see `finish`.
+        """
+        call = Call(self.tell(body), self._loop.create_future())
+        if timeout_s > 0:
+            self._pending[call.id] = call.answer
+            await self.finish(call, Done, timeout_s)
+
     def mute(self) -> None:
         """Leave the loop: from here on only `tell` may be used, by one thread at a time; nothing is read."""
         if self._listening:
@@ -168,12 +193,12 @@ class Channel:
             self._loop.remove_reader(self._fd)
             self._loop.remove_writer(self._fd)
             self._link.detach(_LINGER_S)
-            self._fail("This client is closed; connect again.")
+            self._fail(CLOSED)
 
     def close(self) -> None:
         """Close the socket; messages sent last have half a second to leave."""
         self.mute()
-        self.lose("This client is closed; connect again.")
+        self.lose(CLOSED)
         self._link.close()
 
     def _fail(self, message: str) -> None:
@@ -181,21 +206,9 @@ class Channel:
             if not answer.done():
                 answer.set_exception(PlaneLostError(message))
 
-    def _leave(self, call: Call, expect: type[A], orphan: Callable[[A], None] | None) -> None:
-        def pass_on(answer: Answer) -> None:
-            if orphan is not None and isinstance(answer, expect):
-                orphan(answer)
-
-        if self._lost is not None or not self._listening:
-            return
-        answer = self._late.pop(call.id, None)
-        if answer is None and call.answer.done() and not call.answer.cancelled():
-            answer = call.answer.result()
-        if answer is not None:
-            pass_on(answer)
-        else:
-            self._orphans[call.id] = pass_on
-        self._cancels[self.tell(Cancel(call.id))] = call.id
+    def _leave(self, call: Call) -> None:
+        if self._lost is None and self._listening:
+            self.tell(Cancel(call.id))
 
     def _look(self, answer: asyncio.Future[Answer | None]) -> bool:
         """Whether the answer comes at once. Others may use this processor meanwhile, but not this loop."""
@@ -235,13 +248,7 @@ class Channel:
 
     def _take(self, reply: Reply) -> None:
         answer = self._pending.get(reply.id)
-        if answer is not None and answer.done():
-            self._late[reply.id] = reply.body
-        elif answer is not None:
+        if answer is not None and not answer.done():
             answer.set_result(reply.body)
-        elif reply.id in self._orphans:
-            self._orphans.pop(reply.id)(reply.body)
         elif reply.id == NOTICE and self._on_notice is not None:
             self._on_notice(reply.body)
-        elif reply.id in self._cancels:  # answers come in order: none will come to the call that was left
-            self._orphans.pop(self._cancels.pop(reply.id), None)

@@ -27,6 +27,7 @@ from rl_transferqueue.descriptor import PlaneDescriptor
 from rl_transferqueue.leases import Leases
 from rl_transferqueue.liveness import this_process
 from rl_transferqueue.locations import Location, Locations, Question
+from rl_transferqueue.memory import Writes
 from rl_transferqueue.messages import (
     Abandon,
     Answer,
@@ -43,7 +44,6 @@ from rl_transferqueue.messages import (
     GetMetrics,
     GetProduction,
     GetStats,
-    GiveBack,
     Hello,
     ListRows,
     Locate,
@@ -117,6 +117,7 @@ class Client:
         self._locations: Locations | None = None
         self._watched: dict[str, int] = {}
         """Name of each process that lives -> what becomes readable when it ends."""
+        self._writes = Writes()
         self._written = 0
         self._read = 0
         self._closed = False
@@ -257,14 +258,9 @@ class Client:
         if count < 0:
             raise BatchError(f"wait_ready needs count >= 0; got {count}.")
 
-        def give_back(rows: Rows) -> None:
-            if task is not None:
-                with contextlib.suppress(PlaneLostError):
-                    self._controller.tell(GiveBack(partition, task, rows.uids))
-
         seconds = self._seconds(timeout_s)
         wish = WaitReady(partition, count, tuple(fields), dict(where or {}), task, seconds)
-        rows = await self._controller.call(wish, Rows, seconds + _GRACE_S, orphan=give_back)
+        rows = await self._controller.call(wish, Rows, seconds + _GRACE_S, takes=task is not None)
         return _meta(partition, rows)
 
     async def claim(
@@ -272,7 +268,7 @@ class Client:
     ) -> KVBatchMeta:
         """See rl_protocol.ports.DataPlane.claim."""
         wish = Claim(partition, tuple(keys), task)
-        return _meta(partition, await self._controller.call(wish, Rows, self._seconds(timeout_s)))
+        return _meta(partition, await self._controller.call(wish, Rows, self._seconds(timeout_s), takes=True))
 
     async def consumption_status(self, partition: str, *, task: str, timeout_s: float | None = None) -> RowFlags:
         """See rl_protocol.ports.DataPlane.consumption_status."""
@@ -338,12 +334,13 @@ class Client:
             return
         self._closed = True
         self._forget(None)
-        if flush_s > 0:
-            with contextlib.suppress(RLError):
-                await self._controller.call(Bye(), Done, flush_s)
+        self._controller.end_calls()
+        self._memory.close()
+        await self._writes.ended()
+        with contextlib.suppress(RLError):
+            await self._controller.say_last(Bye(), flush_s)
         for name in list(self._watched):
             self._unwatch_process(name)
-        self._memory.close()
         self._controller.mute()
         self._leases.detach()
 
@@ -363,7 +360,8 @@ class Client:
         header = msgspec.msgpack.encode(spec)
 
         async def write(span: Span) -> tuple[int, ...]:
-            await self._memory.write(span, spec, data, self._left(deadline))
+            with self._writes:
+                await self._memory.write(span, spec, data, self._left(deadline))
             return await self._commit(wish, (span, header, data.nbytes), deadline)
 
         return await self._with_room(spec.payload, deadline, write, ended)
@@ -374,7 +372,8 @@ class Client:
         batch = draft.batch()
         nbytes = batch.nbytes
         try:
-            await self._memory.finish(draft.span, draft.header, batch, self._left(deadline))
+            with self._writes:
+                await self._memory.finish(draft.span, draft.header, batch, self._left(deadline))
             uids = await self._commit(wish, (draft.span, msgspec.msgpack.encode(draft.header), nbytes), deadline)
         except PlaneLostError:
             draft.discard()
@@ -394,7 +393,7 @@ class Client:
             wish = msgspec.structs.replace(wish, block=span, header=header, spare=spare)
         call = self._controller.start(wish)
         try:
-            made = await self._controller.finish(call, Committed, self._left(deadline), orphan=self._reserve_spare)
+            made = await self._controller.finish(call, Committed, self._left(deadline), takes=wish.spare > 0)
         except BaseException:
             if wish.spare:
                 self._regions.add(None)
@@ -446,10 +445,7 @@ class Client:
     async def _reserve(self, nbytes: int, deadline: float) -> Span:
         left = self._left(deadline)
         wish = Reserve(nbytes, left)
-        reserved = await self._controller.call(
-            wish, Reserved, left + _GRACE_S, orphan=lambda late: self._abandon(late.span)
-        )
-        return reserved.span
+        return (await self._controller.call(wish, Reserved, left + _GRACE_S, takes=True)).span
 
     def _give_up_reserve(self) -> None:
         rest = self._regions.take()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -15,6 +14,7 @@ from rl_transferqueue.allocator import ALIGN, rounded
 from rl_transferqueue.blocks import Block
 from rl_transferqueue.board import SharedBoard
 from rl_transferqueue.bulk_server import BulkServer
+from rl_transferqueue.handouts import Taken, TakenRows
 from rl_transferqueue.hosts import Endpoints, endpoint
 from rl_transferqueue.keys import PlaneKey
 from rl_transferqueue.ledger import Ledger, Served, Waiter, Watcher
@@ -41,7 +41,6 @@ from rl_transferqueue.messages import (
     GetMetrics,
     GetProduction,
     GetStats,
-    GiveBack,
     Hello,
     ListRows,
     Locate,
@@ -62,34 +61,15 @@ from rl_transferqueue.messages import (
     Watch,
 )
 from rl_transferqueue.occupancy import Occupancy
-from rl_transferqueue.reactor import Reactor, Timer
+from rl_transferqueue.reactor import Reactor
 from rl_transferqueue.server import Caller, Server
+from rl_transferqueue.session import Session, Waiting
 from rl_transferqueue.space import Space, no_units
 from rl_transferqueue.table import Ints
 from rl_transferqueue.tally import ColumnTally
 from rl_transferqueue.unit_link import UnitLink
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A request that is answered later: `leave` undoes the waiting."""
-
-    timer: Timer
-    leave: Callable[[], None]
-
-
-@dataclass(slots=True)
-class _Session:
-    pidfd: int
-    """Of the client's process, or the socket of a client on another host: readable when the client is gone."""
-    remote: bool
-    name: str
-    """Of the client, for people."""
-    abandoned: int = 0
-    """Spans it has given back while bytes for them may still have been on their way."""
-    waiting: dict[int, _Waiting] = field(default_factory=dict[int, _Waiting])
 
 
 class Controller:
@@ -110,8 +90,8 @@ class Controller:
         self._ledger = Ledger(self._board)
         self._space = Space(len(units), unit_bytes)
         self._columns = ColumnTally()
-        self._sessions: dict[bytes, _Session] = {}
-        self._departed: dict[bytes, _Session] = {}
+        self._sessions: dict[bytes, Session] = {}
+        self._departed: dict[bytes, Session] = {}
         """Ended sessions that still hold leases."""
         self._bulk: BulkServer | None = None
         self._stored = stored
@@ -134,7 +114,6 @@ class Controller:
                 Locate: self._locate,
                 ReleaseLeases: self._release_leases,
                 WaitReady: self._wait_ready,
-                GiveBack: self._give_back,
                 ListRows: self._list_rows,
                 Watch: self._watch,
                 Claim: self._claim,
@@ -146,6 +125,7 @@ class Controller:
                 GetMetrics: self._metrics,
                 Cancel: self._cancel,
             },
+            self._received,
         )
 
     @property
@@ -186,7 +166,7 @@ class Controller:
         name = f"session {caller.session.hex()} of another host"
         if message.process is not None:
             name = f"pid {message.process.pid}"
-        self._sessions[caller.session] = _Session(pidfd, message.process is None, name)
+        self._sessions[caller.session] = Session(pidfd, message.process is None, name)
         self.reactor.watch(pidfd, lambda: self._died(caller.session))
         return Done()
 
@@ -213,6 +193,8 @@ class Controller:
 
     def _died(self, session: bytes) -> None:
         if session in self._sessions:
+            for rows in self._sessions[session].handouts.pop_rows():
+                self._give_back(session, rows)
             self._depart(session)
         self._ledger.blocks.release(session)
         self._forget_departed(session)
@@ -250,7 +232,7 @@ class Controller:
         if unit in self._units:  # otherwise the memory is gone, too
             self._units[unit].send(fence, fenced)
 
-    def _session(self, caller: Caller) -> _Session:
+    def _session(self, caller: Caller) -> Session:
         session = self._sessions.get(caller.session)
         if session is None:
             raise WireError("This session is not known or has ended; connect again.")
@@ -275,27 +257,49 @@ class Controller:
             leave()
             over()
 
-        waiting = _Waiting(self.reactor.call_later(seconds, expire), leave)
+        waiting = Waiting(self.reactor.call_later(seconds, expire), leave)
         self._session(caller).waiting[caller.request] = waiting
 
-    def _unpark(self, caller: Caller) -> _Waiting | None:
+    def _unpark(self, caller: Caller) -> Waiting | None:
         session = self._sessions.get(caller.session)
         waiting = session.waiting.pop(caller.request, None) if session is not None else None
         if waiting is not None:
             waiting.timer.cancel()
         return waiting
 
-    def _cancel(self, caller: Caller, message: Cancel) -> Done:
+    def _cancel(self, caller: Caller, message: Cancel) -> None:
         waiting = self._unpark(Caller(caller.session, message.request))
         if waiting is not None:
             waiting.leave()
-            self._serve_puts()
-        return Done()
+        session = self._sessions.get(caller.session)
+        taken = session.handouts.pop(message.request) if session is not None else None
+        if taken is not None:
+            self._give_back(caller.session, taken)
+        self._serve_puts()
+
+    def _received(self, session: bytes, requests: Sequence[int]) -> None:
+        if session in self._sessions:
+            self._sessions[session].handouts.confirm(requests)
+
+    def _give_back(self, session: bytes, taken: Taken) -> None:
+        if isinstance(taken, TakenRows):
+            self._serve(self._ledger.give_back(taken.partition, taken.task, taken.uids))
+        else:
+            self._space.abandon(session, taken)
+
+    def _hand_out(self, caller: Caller, partition: str, task: str | None, rows: Rows) -> Rows:
+        """Rows that were consumed for the caller: they are given back if it leaves without the answer."""
+        if task is not None:
+            taken = TakenRows(partition, task, np.unique(_numbers(rows.uids)))
+            self._session(caller).handouts.add(caller.request, taken)
+        return rows
 
     def _serve(self, served: Served) -> None:
         for who, answer in served:
             assert isinstance(who.token, Caller)
             self._unpark(who.token)
+            if isinstance(who, Waiter) and isinstance(answer, Rows):
+                self._hand_out(who.token, who.partition, who.task, answer)
             self.server.answer(who.token, answer)
 
     # -- writing
@@ -347,6 +351,7 @@ class Controller:
             return
         for caller, span in self._puts.serve(self._take):
             self._unpark(caller)
+            self._session(caller).handouts.add(caller.request, span)
             self.server.answer(caller, Reserved(span))
         self._keep_ahead()
 
@@ -367,7 +372,7 @@ class Controller:
         self._serve_puts()
 
     def _commit(self, caller: Caller, message: Commit) -> Committed:
-        self._session(caller)
+        session = self._session(caller)
         if message.block is not None:
             self._space.check(caller.session, message.block)
         uids, served = self._ledger.commit(
@@ -382,6 +387,8 @@ class Controller:
         if message.spare and not self._puts:
             spare = self._space.spare(caller.session, message.spare)
             self._keep_ahead()
+        if spare is not None:
+            session.handouts.add(caller.request, spare)
         return Committed(uids.astype("<i8").tobytes(), spare)
 
     def _clear(self, caller: Caller, message: Clear) -> Cleared:
@@ -473,15 +480,13 @@ class Controller:
                 lambda: self._ledger.forget(waiter),
                 lambda: self.server.fail(caller, _too_few(waiter, message.timeout_s)),
             )
-        return rows
+            return None
+        return self._hand_out(caller, message.partition, message.task, rows)
 
     def _claim(self, caller: Caller, message: Claim) -> Rows:
-        del caller
-        return self._ledger.claim(message.partition, message.keys, message.task)
-
-    def _give_back(self, caller: Caller, message: GiveBack) -> None:
-        del caller
-        self._serve(self._ledger.give_back(message.partition, message.task, np.unique(_numbers(message.uids))))
+        self._session(caller)
+        rows = self._ledger.claim(message.partition, message.keys, message.task)
+        return self._hand_out(caller, message.partition, message.task, rows)
 
     def _consumption(self, caller: Caller, message: GetConsumption) -> Flags:
         del caller
@@ -493,9 +498,11 @@ class Controller:
 
     def _reset_consumption(self, caller: Caller, message: ResetConsumption) -> Cleared:
         del caller
-        count, served = self._ledger.reset_consumption(message.partition, message.task, message.keys)
+        uids, served = self._ledger.reset_consumption(message.partition, message.task, message.keys)
+        for session in self._sessions.values():
+            session.handouts.forget(message.partition, message.task, uids)
         self._serve(served)
-        return Cleared(count)
+        return Cleared(uids.size)
 
     # -- storage
     def _settle(self) -> None:

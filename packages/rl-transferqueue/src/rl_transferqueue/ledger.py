@@ -314,17 +314,17 @@ class Ledger:
         return _describe(table, slots)
 
     def give_back(self, partition: str, task: str, uids: Ints) -> Served:
-        """Rows that were handed out to someone who had left; those that still exist can be handed out again."""
+        """Rows that were handed out to a caller that has left; those that still exist can be handed out again."""
         table = self._partitions.get(partition)
         if table is None:
             return []
         return self._unconsume(partition, table, table.find_uids(uids), [task])[1]
 
-    def reset_consumption(self, partition: str, task: str | None, keys: Sequence[str] | None) -> tuple[int, Served]:
-        """Rows may be handed out again; returns how many had been consumed, and those who are served by it."""
+    def reset_consumption(self, partition: str, task: str | None, keys: Sequence[str] | None) -> tuple[Ints, Served]:
+        """Rows may be handed out again; returns the uids of those that had been consumed, and those who are served by it."""
         table = self._partitions.get(partition)
         if table is None:
-            return 0, []
+            return np.zeros(0, np.int64), []
         slots = table.slots() if keys is None else np.unique(table.find(keys)[0])
         return self._unconsume(partition, table, slots, table.tasks if task is None else [task])
 
@@ -429,13 +429,13 @@ class Ledger:
 
     def _unconsume(
         self, partition: str, table: PartitionTable, slots: Ints, tasks: Sequence[str]
-    ) -> tuple[int, Served]:
+    ) -> tuple[Ints, Served]:
         before = self._count_ready(partition, table, slots)
         consumed = np.zeros(slots.size, np.bool_)
         for task in tasks:
             consumed |= table.consumed(slots, task)
             table.consume(slots, task, False)
-        return int(np.count_nonzero(consumed)), self._serve(partition, table, slots, before)
+        return table.uids(slots[consumed]), self._serve(partition, table, slots, before)
 
 
 def _describe(table: PartitionTable, slots: Ints) -> Rows:

@@ -66,6 +66,28 @@ class PlaneMemory(Protocol):
         ...
 
 
+class Writes:
+    """Writes to reserved memory that are under way: each is a `with` block."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._none = asyncio.Event()
+        self._none.set()
+
+    def __enter__(self) -> None:
+        self._count += 1
+        self._none.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self._count -= 1
+        if not self._count:
+            self._none.set()
+
+    async def ended(self) -> None:
+        """Wait until none is under way."""
+        await self._none.wait()
+
+
 class _Anchored(np.ndarray):
     """Memory that keeps an object alive whose end says that nobody looks at the memory any more."""
 

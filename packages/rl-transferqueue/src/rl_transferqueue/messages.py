@@ -129,15 +129,6 @@ class WaitReady(_Message, frozen=True):
     timeout_s: Seconds
 
 
-class GiveBack(_Message, frozen=True):
-    """Rows handed out for a task to a caller that had left: they are no longer consumed."""
-
-    partition: str
-    task: str
-    uids: bytes
-    """int64 [N]."""
-
-
 class ListRows(_Message, frozen=True):
     partition: str
     where: TagMessage
@@ -191,7 +182,8 @@ class GetMetrics(_Message, frozen=True):
 
 
 class Cancel(_Message, frozen=True):
-    """The caller has left request `request`: forget it if it waits. The answer to this comes after any answer to that request."""
+    """The caller has left request `request` without its answer: it stops waiting, and the rows and the memory that it took are given
+    back. What it wrote or cleared stays. Sent without waiting for an answer."""
 
     request: Count
 
@@ -374,7 +366,6 @@ ControllerRequest: TypeAlias = (
     | Locate
     | ReleaseLeases
     | WaitReady
-    | GiveBack
     | ListRows
     | Watch
     | Claim
@@ -411,6 +402,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     id: Count
     body: AnyRequest
+    received: tuple[Count, ...] = ()
+    """Earlier requests that took rows or memory and whose callers have the answer: they are not undone any more."""
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

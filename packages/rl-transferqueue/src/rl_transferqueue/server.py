@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -49,9 +49,17 @@ _id_decoder = msgspec.msgpack.Decoder(_OnlyId)
 class Server:
     """Reads requests and answers them. Frames that can't be read are counted, answered with WireError, and harm nobody else."""
 
-    def __init__(self, reactor: Reactor, address: str, handlers: Mapping[type, Handler]) -> None:
+    def __init__(
+        self,
+        reactor: Reactor,
+        address: str,
+        handlers: Mapping[type, Handler],
+        on_received: Callable[[bytes, Sequence[int]], None] | None = None,
+    ) -> None:
+        """`on_received`: called with a session and the requests whose answers have reached their callers."""
         self._reactor = reactor
         self._handlers = handlers
+        self._on_received = on_received
         self._listener = listen_unix(address)
         self._peers: dict[bytes, Connection] = {}
         self._strangers: set[Connection] = set()
@@ -149,6 +157,8 @@ class Server:
             self.fail(Caller(session, _id_of(frame)), WireError(f"The request can't be read: {error}."))
             return
         caller = Caller(session, request.id)
+        if request.received and self._on_received is not None:
+            self._on_received(session, request.received)
         handler = self._handlers.get(type(request.body))
         try:
             if handler is None:

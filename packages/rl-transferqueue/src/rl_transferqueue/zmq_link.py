@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import zmq
 
 from rl_transferqueue.keys import PlaneKey
@@ -30,7 +32,8 @@ class ZmqLink:
         return int(self._socket.getsockopt(zmq.FD))
 
     def send(self, frame: bytes) -> bool:
-        self._socket.send(frame, zmq.DONTWAIT)
+        with contextlib.suppress(zmq.Again):  # the server refused the connection: the call has its deadline
+            self._socket.send(frame, zmq.DONTWAIT)
         return True
 
     def flush(self) -> bool:
