@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, cast
 
 from rl_app_ppo.demo.demos import DEMOS
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_app_ppo.layers import NO_PRESET
 from rl_app_ppo.machine import check_gpus, check_installed_engines
 from rl_app_ppo.memory import available_bytes, check_memory, parameters
+from rl_app_ppo.model_path import ADVICE, given_model, read_json
 from rl_app_ppo.rewards import check_rewards, check_source
 from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.sinks import check_installed, logger_names
@@ -25,8 +24,6 @@ from rl_trainer.rewards import parse_terms
 from rl_trainer.rewards.described import Model, is_described, read_description
 from rl_trainer.sessions import SESSIONS
 
-_ADVICE = "Give a folder written by save_pretrained, or leave model.path empty for the demo model."
-
 
 def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
     """Check it; returns the graph of its steps.
@@ -39,10 +36,9 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
         ConfigError: names the key.
     """
     graph = build_graph(config.algorithm, config.actor)
-    check_installed_engines(config)
     check_rewards(config.reward)
     SESSIONS.get(config.rollout.session)
-    check_gpus(config, check_sync(config.checkpoint_engine, plugins).capabilities.devices)
+    sync = check_sync(config.checkpoint_engine, plugins)
     check_installed(logger_names(config.trainer.logger))
     named_hooks(config.trainer.hooks)
     path, demo = given_model(config), ModelSettings()
@@ -50,8 +46,10 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
     if path is not None and vision_of(path) is not None:
         _check_sight(config, path)
         graph = build_graph(config.algorithm, config.actor, images=True)
+    check_installed_engines(config)
+    check_gpus(config, sync.capabilities.devices)
     if config.rollout.name == "vllm":
-        model = {"num_attention_heads": demo.heads} if path is None else _described(path)
+        model = {"num_attention_heads": demo.heads} if path is None else read_json(path / "config.json", str(path))
         require_shards(model, config.rollout.tensor_model_parallel_size)
     _check_demo(config, path)
     data = open_data(config, path)
@@ -74,11 +72,6 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
                 f"{config.rollout.response_length}; got {most}."
             )
     return graph
-
-
-def given_model(config: AppConfig) -> Path | None:
-    """Folder of the model to train; None: the demo model."""
-    return Path(config.model.path).expanduser() if config.model.path else None
 
 
 def _check_demo(config: AppConfig, path: Path | None) -> None:
@@ -114,24 +107,9 @@ def _check_sight(config: AppConfig, path: Path) -> None:
 
 def _context(path: Path) -> int:
     """Most tokens the model at `path` can see, after a look at whether it can be loaded at all."""
-    described = _described(path)
+    described = read_json(path / "config.json", str(path))
     text = described.get("text_config")  # of a model that sees: the part that reads text
     context = described.get("max_position_embeddings", text.get("max_position_embeddings") if text else None)
     if not isinstance(context, int):
-        raise ConfigError(f"model.path={str(path)!r}: config.json names no max_position_embeddings. {_ADVICE}")
-    if not list(path.glob("*.safetensors")):
-        raise ConfigError(f"model.path={str(path)!r} holds no *.safetensors file. {_ADVICE}")
+        raise ConfigError(f"model.path={str(path)!r}: config.json names no max_position_embeddings. {ADVICE}")
     return context
-
-
-def _described(path: Path) -> dict[str, Any]:
-    """The config.json of a checkpoint folder."""
-    try:
-        described: object = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        if isinstance(described, dict):
-            return cast("dict[str, Any]", described)
-        raise ValueError(f"it holds a {type(described).__name__}")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path={str(path)!r} is no readable Hugging Face checkpoint folder: config.json: {error}. {_ADVICE}"
-        ) from error

@@ -15,8 +15,8 @@ import msgspec
 from rl_app_ppo.config import flat_settings, to_yaml
 from rl_app_ppo.console import Screen
 from rl_app_ppo.demo.store import read_facts
+from rl_app_ppo.model_path import given_model
 from rl_app_ppo.outputs import JSONLSink, kept_metrics, publish_folder
-from rl_app_ppo.preflight import given_model
 from rl_app_ppo.profiling import Profiling
 from rl_app_ppo.recorder import Recorder, RunFiles
 from rl_app_ppo.resume import Start

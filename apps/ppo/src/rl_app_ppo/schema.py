@@ -115,7 +115,9 @@ class ModelConfig:
     """Where the policy starts from."""
 
     path: str = option(
-        "", "Hugging Face checkpoint folder; empty: the demo model, made by a short supervised warm-up and cached"
+        "",
+        "Hugging Face checkpoint folder, or name of a model in the local Hugging Face cache; empty: the demo model, "
+        "made by a short supervised warm-up and cached",
     )
     cache_dir: str = option(
         "~/.cache/rl-app-ppo", "where demo models and prepared data files are kept, by content hash"

@@ -1,0 +1,122 @@
+"""From `model.path` to a folder with a whole checkpoint: a folder, or the name of a model in the local Hugging Face cache. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any, cast
+
+from rl_app_ppo.schema import AppConfig
+from rl_protocol import ConfigError
+
+ADVICE = "Give a folder written by save_pretrained, or leave model.path empty for the demo model."
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+"""`Qwen/Qwen2.5-0.5B-Instruct` or `gpt2`."""
+_NEEDED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+_INDEX = "model.safetensors.index.json"
+
+
+def given_model(config: AppConfig) -> Path | None:
+    """Folder of the model to train; None: the demo model.
+
+    Raises:
+        ConfigError: see `find_model`.
+    """
+    return find_model(config.model.path) if config.model.path else None
+
+
+def find_model(name: str) -> Path:
+    """The checkpoint folder that `model.path=name` means: that folder, or the cached copy of the model of that name on the Hugging Face Hub.
+
+    Raises:
+        ConfigError: there is neither, it is an adapter, or files of it are missing; gives the command to run.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _whole(path, name)
+    if path.exists():
+        raise ConfigError(f"model.path={name!r} is a file. {ADVICE}")
+    if not _HUB_NAME.fullmatch(name):
+        raise ConfigError(f"model.path={name!r} is not there. {ADVICE}")
+    cached = _cached(name)
+    if cached is None:
+        raise ConfigError(
+            f"model.path={name!r} is no folder here, and no whole model of that name is in the local Hugging Face cache "
+            f"({_cache()}). Nothing is downloaded in a run: run `uv run hf download {name}` first, or set HF_HOME to the cache that has it."
+        )
+    return _whole(cached, name)
+
+
+def _cache() -> str:
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_CACHE
+
+
+def _cached(name: str) -> Path | None:
+    """The newest snapshot of a model in the cache that HF_HOME or HF_HUB_CACHE names; no network is used."""
+    from huggingface_hub import snapshot_download  # a second to import
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=_NEEDED))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return folder if (folder / "config.json").exists() and _weights(folder) else None
+
+
+def _whole(path: Path, name: str) -> Path:
+    adapter = path / "adapter_config.json"
+    if adapter.exists() and not (path / "config.json").exists():
+        raise ConfigError(_about_adapter(adapter, name))
+    weights = _weights(path)
+    missing = [shard for shard in _shards(path, name) if not (path / shard).exists()]
+    if missing:
+        raise ConfigError(
+            f"model.path={name!r} lacks {len(missing)} of the files that {_INDEX} names, such as {missing[0]}. "
+            "Copy or download the folder once more."
+        )
+    if (path / "config.json").exists() and not weights:
+        raise ConfigError(f"model.path={name!r} holds no *.safetensors file. {ADVICE}")
+    return path
+
+
+def _weights(path: Path) -> list[Path]:
+    return sorted(path.glob("*.safetensors"))
+
+
+def _shards(path: Path, name: str) -> list[str]:
+    """Files that the weights are spread over, as far as an index names them."""
+    if not (path / _INDEX).exists():
+        return []
+    index = read_json(path / _INDEX, name)
+    return sorted({str(shard) for shard in cast("dict[str, object]", index.get("weight_map", {})).values()})
+
+
+def _about_adapter(file: Path, name: str) -> str:
+    base = read_json(file, name).get("base_model_name_or_path")
+    merged = f"{name.rstrip('/')}-merged"
+    command = shlex.join(["uv", "run", "python", "-m", "rl_app_ppo.merge_adapter", name, merged])
+    return (
+        f"model.path={name!r} holds an adapter (PEFT) of the base model {base!r}, and no model of its own. Merge the two with "
+        f"`{command}`, then set model.path={merged}."
+    )
+
+
+def read_json(file: Path, name: str) -> dict[str, Any]:
+    """A JSON object in a checkpoint folder.
+
+    Raises:
+        ConfigError: it can't be read.
+    """
+    try:
+        described: object = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(described, dict):
+            return cast("dict[str, Any]", described)
+        raise ValueError(f"it holds a {type(described).__name__}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path={name!r} is no readable Hugging Face checkpoint folder: {file.name}: {error}. {ADVICE}"
+        ) from error
