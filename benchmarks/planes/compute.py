@@ -24,7 +24,7 @@ from planes.payloads import (
 )
 from rl_protocol import BatchData, ColumnSpec, DenseColumn, KVBatchMeta, ObjectColumn, RaggedColumn, RowKey, dense
 from rl_protocol.columns import Column, offsets_from_lengths
-from rl_protocol.torch import to_tensor
+from rl_protocol.torch import lent_tensor
 from rl_trainer.algorithms.losses import BatchCounts
 from rl_trainer.algorithms.losses.objective import PolicyObjective, TokenColumns
 from rl_trainer.metrics import WeightedMeans
@@ -222,7 +222,7 @@ class TinyPolicy:
     def _update_actor(self, step: int, keys: Sequence[str], data: BatchData) -> BatchData:  # noqa: ARG002
         log_probs, entropy = self._forward(data)
         flat = {
-            name: to_tensor(data.ragged(name).values, data.ragged(name).dtype)
+            name: lent_tensor(data.ragged(name).values, data.ragged(name).dtype)
             for name in ("response_mask", "old_log_probs", "advantages", "ref_log_prob")
         }
         lengths = torch.from_numpy(data.ragged("responses").lengths)
@@ -249,7 +249,7 @@ class TinyPolicy:
         sums = torch.zeros(len(data), 1)
         for spec in self._family.extra:
             for i, row in enumerate(data.ragged(spec.name).rows()):
-                sums[i] += to_tensor(row, spec.dtype).float().mean() / (1 if spec.dtype == "bfloat16" else VOCABULARY)
+                sums[i] += lent_tensor(row, spec.dtype).float().mean() / (1 if spec.dtype == "bfloat16" else VOCABULARY)
         return self.model["context"](sums)
 
     def _logits(self, tokens: torch.Tensor, context: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
@@ -22,11 +24,13 @@ from rl_protocol import (
     wire,
 )
 from rl_protocol.dtypes import STORAGE_DTYPES
+from rl_protocol.testing.fakes import MemoryDataPlane
 from rl_protocol.torch import (
     TORCH_DTYPES,
     column_from_tensor,
     from_tensordict,
     from_weight,
+    lent_weight,
     tensor_from_column,
     to_array,
     to_tensor,
@@ -174,13 +178,44 @@ def test_gradients_and_strides_do_not_matter():
     assert (array.tolist(), name) == ([[0, 3], [1, 4], [2, 5]], "float32")
 
 
-def test_read_only_memory_becomes_a_tensor_without_a_warning_or_a_copy():
-    array = np.arange(4.0)
-    array.flags.writeable = False
-    tensor = to_tensor(array, "float64")
-    assert tensor.data_ptr() == array.ctypes.data
-    del array
-    assert tensor.tolist() == [0, 1, 2, 3]
+def test_memory_that_may_not_be_written_is_copied():
+    """Torch has no read-only tensors: on a page without write access `add_` would end the process."""
+    for owner in (np.arange(4.0), np.frombuffer(np.arange(4.0).tobytes())):
+        owner.flags.writeable = False
+        tensor = to_tensor(owner[1:], "float64")
+        tensor += 10
+        assert (tensor.tolist(), owner.tolist()) == ([11, 12, 13], [0, 1, 2, 3])
+
+
+def test_a_view_that_refuses_writes_to_memory_that_takes_them_is_shared():
+    """As the columns of a batch are."""
+    owner = np.arange(4.0)
+    view = owner[1:]
+    view.flags.writeable = False
+    tensor = to_tensor(view, "float64")
+    assert tensor.data_ptr() == view.ctypes.data
+    del view, owner
+    assert tensor.tolist() == [1, 2, 3]
+
+
+def test_a_received_weight_may_be_written_to_and_a_lent_one_shares_its_memory():
+    received = np.frombuffer(np.array([1.5, 2.5], np.float32).tobytes(), np.uint8)
+    weight = WeightTensor("w", "float32", (2,), received)
+    from_weight(weight).zero_()
+    lent = lent_weight(weight)
+    assert lent.data_ptr() == received.ctypes.data
+    del received, weight
+    assert lent.tolist() == [1.5, 2.5]
+
+
+def test_tensors_of_the_plane_in_memory_are_the_readers_own():
+    async def main() -> None:
+        plane = MemoryDataPlane()
+        meta = await plane.put("p", ["a"], BatchData({"x": dense(np.ones((1, 2)))}))
+        to_tensordict(await plane.get(meta))["x"].zero_()
+        assert (await plane.get(meta)).dense("x").values.tolist() == [[1, 1]]
+
+    asyncio.run(main())
 
 
 OBJECTS: list[list[object]] = [[], [None], ["a", "a"], [[1, 2], [3]], [[], []], [{"a": 1}, {"b": [1, {}]}], [b"x", 1]]

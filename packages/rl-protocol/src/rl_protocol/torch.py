@@ -48,9 +48,18 @@ def to_array(tensor: torch.Tensor) -> tuple[AnyArray, str]:
 
 
 def to_tensor(array: AnyArray, dtype: str) -> torch.Tensor:
-    """The array as a tensor of the named type, sharing memory. Treat it as read-only: other readers may see the same memory."""
+    """The array as a tensor of the named type.
+
+    Memory is shared where the process may write to it. Memory that it may not, such as the rows that a data plane lends or a buffer of
+    bytes, is copied: torch has no read-only tensors, and writing in place to such memory ends the process.
+    """
+    return lent_tensor(array if _may_be_written(array) else array.copy(), dtype)
+
+
+def lent_tensor(array: AnyArray, dtype: str) -> torch.Tensor:
+    """The array as a tensor that shares its memory, whatever it is. The tensor must never be written to, nor handed to others."""
     writable = array
-    if not array.flags.writeable:  # torch warns about read-only memory; the contract above is what protects it
+    if not array.flags.writeable:  # torch warns about arrays that refuse writes
         interface = dict(array.__array_interface__)
         interface["data"] = (interface["data"][0], False)
         writable = np.asarray(_Memory(interface, array)) if array.size else array.copy()
@@ -65,6 +74,14 @@ class _Memory:
     def __init__(self, interface: dict[str, object], owner: AnyArray) -> None:
         self.__array_interface__ = interface
         self._owner = owner
+
+
+def _may_be_written(array: AnyArray) -> bool:
+    """Whether the array that owns the memory, or reads it out of a buffer, takes writes; views of it may refuse them, as columns do."""
+    owner = array
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    return owner.flags.writeable
 
 
 def column_from_tensor(tensor: torch.Tensor) -> Column:
@@ -96,7 +113,7 @@ def column_from_tensor(tensor: torch.Tensor) -> Column:
 
 
 def tensor_from_column(column: DenseColumn | RaggedColumn) -> torch.Tensor:
-    """The inverse of `column_from_tensor`, sharing memory; a ragged column always becomes a jagged nested tensor."""
+    """The inverse of `column_from_tensor`; a ragged column always becomes a jagged nested tensor. Memory is shared as by `to_tensor`."""
     if isinstance(column, DenseColumn):
         return to_tensor(column.values, column.dtype)
     lengths = column.lengths
@@ -110,7 +127,10 @@ def tensor_from_column(column: DenseColumn | RaggedColumn) -> torch.Tensor:
 
 
 def to_tensordict(batch: BatchData) -> TensorDict:
-    """The batch as a TensorDict of batch size [N]: tensors share memory, object columns become NonTensorStack."""
+    """The batch as a TensorDict of batch size [N]; object columns become NonTensorStack.
+
+    Every tensor may be written to. Those of a batch that a data plane has read out of its own memory are copies (see `to_tensor`).
+    """
     items: dict[str, object] = {}
     for name, column in batch.columns.items():
         items[name] = (
@@ -158,5 +178,14 @@ def to_weight(name: str, tensor: torch.Tensor) -> WeightTensor:
 
 
 def from_weight(weight: WeightTensor) -> torch.Tensor:
-    """The inverse of `to_weight`, sharing memory; treat it as read-only."""
-    return to_tensor(weight.data.view(storage_dtype(weight.dtype)), weight.dtype).reshape(weight.shape)
+    """The inverse of `to_weight`; memory is shared as by `to_tensor`."""
+    return to_tensor(_elements(weight), weight.dtype).reshape(weight.shape)
+
+
+def lent_weight(weight: WeightTensor) -> torch.Tensor:
+    """The weight as a tensor that shares its memory. The tensor must never be written to: others may read the same memory."""
+    return lent_tensor(_elements(weight), weight.dtype).reshape(weight.shape)
+
+
+def _elements(weight: WeightTensor) -> AnyArray:
+    return weight.data.view(storage_dtype(weight.dtype))

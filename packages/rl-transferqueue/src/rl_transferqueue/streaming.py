@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from tensordict import TensorDict
@@ -21,6 +22,7 @@ from rl_transferqueue.blocking import portal
 from rl_transferqueue.client import Client, connect
 from rl_transferqueue.descriptor import PlaneDescriptor
 from rl_transferqueue.draws import draw
+from rl_transferqueue.memory import copying
 from rl_transferqueue.samplers import Sampler
 
 Batch: TypeAlias = tuple[TensorDict, KVBatchMeta]
@@ -190,4 +192,4 @@ class _Stream:
             except PlaneTimeout:  # the one who waits for a batch keeps the deadline, and closes this
                 continue
             data = await self._plane.get(shares[of.rank])
-            return to_tensordict(data), shares[of.rank]
+            return await copying(data.nbytes, partial(to_tensordict, data)), shares[of.rank]

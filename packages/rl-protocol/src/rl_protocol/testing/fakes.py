@@ -114,7 +114,8 @@ class MemoryDataPlane:
                         f"Row {key!r} of partition {meta.partition!r} has no column {name!r}; it has {sorted(rows[key].columns)}."
                     )
         parts = [BatchData({name: rows[key].columns[name] for name in names}, 1) for key in meta.keys]
-        out = BatchData.concat(parts) if parts else BatchData({}, 0)
+        # `concat` returns a single part as it is; readers must not share memory with the plane
+        out = BatchData.concat(parts).select_rows(np.arange(len(parts))) if parts else BatchData({}, 0)
         self._read += out.nbytes
         return out
 

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper,
 
 from rl_protocol import RolloutError, WeightSyncError, WeightTensor
 from rl_protocol.ports import Generation, GenerationRequest, SamplingParams
-from rl_protocol.torch import TORCH_DTYPES, from_weight, torch_dtype_name
+from rl_protocol.torch import TORCH_DTYPES, lent_weight, torch_dtype_name
 from rl_trainer.backends.loading import Facts, load_model
 from rl_trainer.backends.tokens import image_inputs
 from rl_trainer.lora import LoraConfig
@@ -280,4 +280,4 @@ def _fitting(
             raise WeightSyncError(
                 f"Weight {name!r} of version {version} is {weight.dtype} {weight.shape}; the rollout model has {wanted[name]}."
             )
-    return {name: from_weight(weight) for name, weight in given.items()}
+    return {name: lent_weight(weight) for name, weight in given.items()}

@@ -69,7 +69,7 @@ def _as_rows(column: Column) -> Column:
 
 
 def to_tensordict(batch: BatchData) -> TensorDict:
-    """The columns as a TensorDict of batch size [N]; tensors share memory with the plane: treat them as read-only."""
+    """The columns as a TensorDict of batch size [N]. Tensors may be written to: memory of the plane is copied (rl_protocol.torch.to_tensor)."""
     return TensorDict({name: _field(column) for name, column in batch.columns.items()}, batch_size=[len(batch)])
 
 

@@ -25,6 +25,7 @@ from rl_transferqueue.compat.errors import KeyNotFoundError, NotReadyError, Stor
 from rl_transferqueue.compat.fetching import Settings, fetch
 from rl_transferqueue.compat.meta import Meta
 from rl_transferqueue.draws import draws_of
+from rl_transferqueue.memory import copying
 
 _UNNAMED = "\x00"
 """First character of the keys of rows that the user gave none."""
@@ -66,9 +67,10 @@ class Core:
         """
         try:
             fields = await self._all_fields(partition, keys) if select_fields is None else select_fields
-            return to_tensordict(await self.plane.get(Rows(partition=partition, keys=tuple(keys)), fields))
+            batch = await self.plane.get(Rows(partition=partition, keys=tuple(keys)), fields)
         except MissingDataError as error:
             raise StorageKeyNotFoundError(error.message) from error
+        return await copying(batch.nbytes, lambda: to_tensordict(batch))
 
     async def _all_fields(self, partition: str, keys: Sequence[str]) -> list[str]:
         """Columns of the rows, which must agree in them."""
@@ -251,7 +253,8 @@ class Core:
                 raise StorageKeyNotFoundError(error.message) from error
             order += places
         whole = BatchData.concat(parts)
-        return to_tensordict(whole if order == sorted(order) else whole.select_rows(np.argsort(order)))
+        batch = whole if order == sorted(order) else whole.select_rows(np.argsort(order))
+        return await copying(batch.nbytes, lambda: to_tensordict(batch))
 
     async def clear_partition(self, partition_id: str) -> None:
         """Remove a partition, and what was decided about it."""
