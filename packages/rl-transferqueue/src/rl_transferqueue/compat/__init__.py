@@ -7,7 +7,6 @@ Names, arguments and meaning are those of 0.1.11. What differs, and why:
 | Ray hosts the plane; one per cluster                        | `init` starts it on this host; others attach by RL_TRANSFERQUEUE_PLANE,   |
 |                                                             | or by a named actor where Ray runs                                        |
 | reads drop rows and fields that are not there               | StorageKeyNotFoundError (KeyError, ValueError) names them                 |
-| "all fields" of rows that differ: those they share          | StorageKeyNotFoundError names the fields that only some have              |
 | a put the controller refuses is reported as done            | raises, and stores nothing                                                |
 | BatchMeta.select_fields drops unknown names                 | FieldNotFoundError (KeyError)                                             |
 | put through metadata of cleared rows brings them back       | StorageKeyNotFoundError                                                   |
@@ -16,16 +15,15 @@ Names, arguments and meaning are those of 0.1.11. What differs, and why:
 | samplers run in the controller                              | in the asking process; row claims are atomic, and what was decided for a  |
 |                                                             | (dp_rank, batch_index) is kept in the plane for all processes             |
 | data_parser is shipped by cloudpickle to the storage        | runs in the process that puts                                             |
-| non-tensor values may be pickled                            | numbers, strings, bytes, tensors, arrays, and lists and dicts of them;    |
-|                                                             | others raise SchemaError                                                  |
-| tags may hold anything                                      | bool, int, float, str, None                                               |
+| non-tensor values and tags may be pickled                   | None, bools, numbers, strings, bytes, tensors, arrays, and lists, tuples  |
+|                                                             | and dicts of them; others, such as sets, raise SchemaError                |
 | total_storage_size bounds rows, and puts beyond it raise    | ignored; `rl_transferqueue.capacity_mb` bounds bytes, and puts wait       |
 | checkpoints are pickles, and need the same number of units  | msgpack and wire format 1, any number of units; row numbers are new       |
 | StreamingDataset polls and keeps every batch                | waits for the event and keeps what `step` has not released                |
 """
 
-from rl_transferqueue.compat.batch_meta import BatchMeta
 from rl_transferqueue.compat.client import AsyncTransferQueueClient, TransferQueueClient
+from rl_transferqueue.compat.dataloader import StreamingDataLoader, StreamingDataset
 from rl_transferqueue.compat.errors import (
     FieldNotFoundError,
     KeyNotFoundError,
@@ -49,16 +47,16 @@ from rl_transferqueue.compat.kv import (
     load_checkpoint,
     save_checkpoint,
 )
-from rl_transferqueue.compat.meta import KVBatchMeta
+from rl_transferqueue.compat.metadata.batch_meta import BatchMeta
+from rl_transferqueue.compat.metadata.kv_batch_meta import KVBatchMeta
 from rl_transferqueue.compat.runtime import close, get_client, get_metrics_endpoint, init
-from rl_transferqueue.compat.samplers import (
+from rl_transferqueue.compat.sampler import (
     BaseSampler,
     GRPOGroupNSampler,
     RankAwareSampler,
     SeqlenBalancedSampler,
     SequentialSampler,
 )
-from rl_transferqueue.compat.streaming import StreamingDataLoader, StreamingDataset
 
 __all__ = [
     "AsyncTransferQueueClient",

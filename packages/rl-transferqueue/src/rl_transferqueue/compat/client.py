@@ -9,7 +9,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rl_protocol.errors import ConfigError
 from rl_transferqueue.blocking import Portal, portal
@@ -21,6 +21,47 @@ from rl_transferqueue.descriptor import PlaneDescriptor
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Method = Callable[Concatenate[Core, P], Coroutine[Any, Any, T]]
+
+
+def _hopping(method: Method[P, T]) -> Callable[Concatenate[AsyncTransferQueueClient, P], Coroutine[Any, Any, T]]:
+    """A method that runs an operation of the core on the portal's loop; it may be awaited on any loop."""
+
+    @functools.wraps(method)
+    async def call(self: AsyncTransferQueueClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.hopping(method)(self.core, *args, **kwargs)
+
+    return call
+
+
+def _blocking(method: Method[P, T]) -> Callable[Concatenate[TransferQueueClient, P], T]:
+    """A method that waits for an operation of the core."""
+
+    @functools.wraps(method)
+    def call(self: TransferQueueClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.portal.run(method(self.core, *args, **kwargs))
+
+    return call
+
+
+async def _save_controller(core: Core, path: str) -> None:
+    """Write rows, tags and consumption of all partitions to a file."""
+    await checkpoint.save_rows(core, Path(path))
+
+
+async def _load_controller(core: Core, path: str) -> None:
+    """Make the rows of such a file, in place of those the plane holds."""
+    await checkpoint.load_rows(core, Path(path))
+
+
+async def _save_storage(core: Core, checkpoint_dir: str) -> None:
+    """Write the columns of all partitions to files of a folder."""
+    await checkpoint.save_columns(core, Path(checkpoint_dir))
+
+
+async def _load_storage(core: Core, checkpoint_dir: str) -> None:
+    """Put the columns of such a folder."""
+    await checkpoint.load_columns(core, Path(checkpoint_dir))
 
 
 class AsyncTransferQueueClient:
@@ -31,6 +72,10 @@ class AsyncTransferQueueClient:
         controller_info: the plane: a PlaneDescriptor, or its JSON (`conf.controller.zmq_info` of what `init` returns).
         zmq_io_threads, zmq_max_sockets: as in 0.1.11; a client here has one thread and one socket per process of the plane.
         settings: how to fetch; default: the sequential sampler.
+        timeout_s: seconds to connect within.
+
+    Raises:
+        PlaneLostError, PlaneTimeout: see `rl_transferqueue.connect`.
     """
 
     def __init__(
@@ -41,33 +86,34 @@ class AsyncTransferQueueClient:
         zmq_max_sockets: int | None = None,
         *,
         settings: Settings | None = None,
+        timeout_s: float = 10.0,
     ) -> None:
         del zmq_io_threads, zmq_max_sockets
         self.client_id = client_id
         descriptor = PlaneDescriptor.from_json(controller_info) if isinstance(controller_info, str) else controller_info
         self.descriptor = descriptor
         self._portal = portal()
-        self._core = Core(self._portal.run(connect(descriptor)), settings or Settings())
-        core = self._core
-        self.async_get_meta = self.hopping(core.get_meta)
-        self.async_set_custom_meta = self.hopping(core.set_custom_meta)
-        self.async_put = self.hopping(core.put)
-        self.async_get_data = self.hopping(core.get_data)
-        self.async_clear_partition = self.hopping(core.clear_partition)
-        self.async_clear_samples = self.hopping(core.clear_samples)
-        self.async_get_consumption_status = self.hopping(core.get_consumption_status)
-        self.async_get_production_status = self.hopping(core.get_production_status)
-        self.async_check_consumption_status = self.hopping(core.check_consumption_status)
-        self.async_check_production_status = self.hopping(core.check_production_status)
-        self.async_reset_consumption = self.hopping(core.reset_consumption)
-        self.async_get_partition_list = self.hopping(core.list_partitions)
-        self.async_kv_retrieve_meta = self.hopping(core.kv_retrieve_meta)
-        self.async_kv_retrieve_keys = self.hopping(core.kv_retrieve_keys)
-        self.async_kv_list = self.hopping(core.kv_list)
-        self.async_save_controller_checkpoint = self.hopping(self._save_controller)
-        self.async_load_controller_checkpoint = self.hopping(self._load_controller)
-        self.async_save_storage_checkpoint = self.hopping(self._save_storage)
-        self.async_load_storage_checkpoint = self.hopping(self._load_storage)
+        self._core = Core(self._portal.run(connect(descriptor, timeout_s=timeout_s)), settings or Settings())
+
+    async_get_meta = _hopping(Core.get_meta)
+    async_set_custom_meta = _hopping(Core.set_custom_meta)
+    async_put = _hopping(Core.put)
+    async_get_data = _hopping(Core.get_data)
+    async_clear_partition = _hopping(Core.clear_partition)
+    async_clear_samples = _hopping(Core.clear_samples)
+    async_get_consumption_status = _hopping(Core.get_consumption_status)
+    async_get_production_status = _hopping(Core.get_production_status)
+    async_check_consumption_status = _hopping(Core.check_consumption_status)
+    async_check_production_status = _hopping(Core.check_production_status)
+    async_reset_consumption = _hopping(Core.reset_consumption)
+    async_get_partition_list = _hopping(Core.list_partitions)
+    async_kv_retrieve_meta = _hopping(Core.kv_retrieve_meta)
+    async_kv_retrieve_keys = _hopping(Core.kv_retrieve_keys)
+    async_kv_list = _hopping(Core.kv_list)
+    async_save_controller_checkpoint = _hopping(_save_controller)
+    async_load_controller_checkpoint = _hopping(_load_controller)
+    async_save_storage_checkpoint = _hopping(_save_storage)
+    async_load_storage_checkpoint = _hopping(_load_storage)
 
     @property
     def core(self) -> Core:
@@ -102,49 +148,26 @@ class AsyncTransferQueueClient:
         """Release what this client holds; safe to call twice. The plane lives on."""
         self._portal.run(self._core.plane.close())
 
-    async def _save_controller(self, path: str) -> None:
-        await checkpoint.save_rows(self._core, Path(path))
-
-    async def _load_controller(self, path: str) -> None:
-        await checkpoint.load_rows(self._core, Path(path))
-
-    async def _save_storage(self, checkpoint_dir: str) -> None:
-        await checkpoint.save_columns(self._core, Path(checkpoint_dir))
-
-    async def _load_storage(self, checkpoint_dir: str) -> None:
-        await checkpoint.load_columns(self._core, Path(checkpoint_dir))
-
 
 class TransferQueueClient(AsyncTransferQueueClient):
     """A client with blocking methods besides the async ones; see `rl_transferqueue.compat.core.Core` for what each does."""
 
-    def __init__(
-        self,
-        client_id: str,
-        controller_info: PlaneDescriptor | str,
-        zmq_io_threads: int | None = None,
-        zmq_max_sockets: int | None = None,
-        *,
-        settings: Settings | None = None,
-    ) -> None:
-        super().__init__(client_id, controller_info, zmq_io_threads, zmq_max_sockets, settings=settings)
-        core, blocking = self._core, self._portal.blocking
-        self.get_meta = blocking(core.get_meta)
-        self.set_custom_meta = blocking(core.set_custom_meta)
-        self.put = blocking(core.put)
-        self.get_data = blocking(core.get_data)
-        self.clear_partition = blocking(core.clear_partition)
-        self.clear_samples = blocking(core.clear_samples)
-        self.get_consumption_status = blocking(core.get_consumption_status)
-        self.get_production_status = blocking(core.get_production_status)
-        self.check_consumption_status = blocking(core.check_consumption_status)
-        self.check_production_status = blocking(core.check_production_status)
-        self.reset_consumption = blocking(core.reset_consumption)
-        self.get_partition_list = blocking(core.list_partitions)
-        self.kv_retrieve_meta = blocking(core.kv_retrieve_meta)
-        self.kv_retrieve_keys = blocking(core.kv_retrieve_keys)
-        self.kv_list = blocking(core.kv_list)
-        self.save_controller_checkpoint = blocking(self._save_controller)
-        self.load_controller_checkpoint = blocking(self._load_controller)
-        self.save_storage_checkpoint = blocking(self._save_storage)
-        self.load_storage_checkpoint = blocking(self._load_storage)
+    get_meta = _blocking(Core.get_meta)
+    set_custom_meta = _blocking(Core.set_custom_meta)
+    put = _blocking(Core.put)
+    get_data = _blocking(Core.get_data)
+    clear_partition = _blocking(Core.clear_partition)
+    clear_samples = _blocking(Core.clear_samples)
+    get_consumption_status = _blocking(Core.get_consumption_status)
+    get_production_status = _blocking(Core.get_production_status)
+    check_consumption_status = _blocking(Core.check_consumption_status)
+    check_production_status = _blocking(Core.check_production_status)
+    reset_consumption = _blocking(Core.reset_consumption)
+    get_partition_list = _blocking(Core.list_partitions)
+    kv_retrieve_meta = _blocking(Core.kv_retrieve_meta)
+    kv_retrieve_keys = _blocking(Core.kv_retrieve_keys)
+    kv_list = _blocking(Core.kv_list)
+    save_controller_checkpoint = _blocking(_save_controller)
+    load_controller_checkpoint = _blocking(_load_controller)
+    save_storage_checkpoint = _blocking(_save_storage)
+    load_storage_checkpoint = _blocking(_load_storage)

@@ -6,48 +6,78 @@ numbers come back as a tensor [N]. Strings and records come back as NonTensorSta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import msgspec
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from rl_protocol.batch import BatchData
 from rl_protocol.columns import Column, DenseColumn, ObjectColumn, RaggedColumn
-from rl_protocol.dtypes import dtype_name, storage_dtype
 from rl_protocol.errors import BatchError, SchemaError
-from rl_protocol.torch import TORCH_DTYPES, column_from_tensor, tensor_from_column, to_array, to_tensor
-from rl_transferqueue.compat.batch_meta import Schema
-
-_TENSOR, _ARRAY = 1, 2
-"""Kinds of msgpack extension inside object columns."""
+from rl_protocol.torch import TORCH_DTYPES, column_from_tensor, tensor_from_column
+from rl_transferqueue.compat.metadata.batch_meta import Schema
+from rl_transferqueue.compat.objects import pack, unpack
 
 
 # ---------------------------------------------------------------------------------------------------------------- tables
 def to_batch(fields: TensorDict) -> BatchData:
-    """A TensorDict of batch size [N] as columns.
+    """A TensorDict of batch size [N, ...] as columns.
 
     Raises:
         SchemaError: a field that can't be stored; names it.
-        BatchError: not one batch dimension, or a field of another length.
+        BatchError: no batch dimension, or a field of another length.
     """
-    if len(fields.batch_size) != 1:
-        raise BatchError(f"Fields must have batch size [N]; got {list(fields.batch_size)}.")
-    columns = {str(name): _column(str(name), fields.get(name)) for name in fields.keys()}  # noqa: SIM118
-    return BatchData(columns, int(fields.batch_size[0]))
+    rows = _rows_in(fields)
+    return BatchData({str(name): _column(str(name), fields.get(name), rows) for name in fields.keys()}, rows)  # noqa: SIM118
 
 
-def _column(name: str, value: Any) -> Column:
-    if isinstance(value, torch.Tensor):
-        if value.is_nested and value.layout != torch.jagged:
-            value = _jagged(name, value.unbind())
-        return _as_rows(column_from_tensor(value))
-    if isinstance(value, NonTensorStack | list):
-        rows = value.tolist() if isinstance(value, NonTensorStack) else cast("list[object]", value)
-        return _objects(name, rows)
-    raise SchemaError(f"Field {name!r} is a {type(value).__name__}; tensors, lists and NonTensorStack can be stored.")
+def _rows_in(fields: TensorDict) -> int:
+    if not fields.batch_size:
+        raise BatchError("Fields must have a batch size [N, ...]; got [].")
+    return int(fields.batch_size[0])
+
+
+def _column(name: str, value: Any, rows: int) -> Column:
+    if not isinstance(value, torch.Tensor):
+        return _objects(name, values_of(name, value, rows))
+    if value.is_nested and value.layout != torch.jagged:
+        value = _jagged(name, value.unbind())
+    return _as_rows(column_from_tensor(value))
+
+
+def values_of(name: str, value: Any, rows: int) -> list[Any]:
+    """What each row has of a field that is no tensor.
+
+    A list or array inside NonTensorData has one element per row, as in 0.1.11; any other value in it is that of every row.
+
+    Raises:
+        SchemaError: not such a field.
+        BatchError: a list or array of another length.
+    """
+    if isinstance(value, NonTensorStack):
+        return value.tolist()
+    inner = value.data if isinstance(value, NonTensorData) else value
+    if isinstance(inner, list | np.ndarray):
+        if len(cast("list[Any]", inner)) != rows:
+            raise BatchError(f"Field {name!r} has {len(cast('list[Any]', inner))} values, the batch has {rows} rows.")
+        return list(cast("list[Any]", inner))
+    if isinstance(value, NonTensorData):
+        return [inner] * rows
+    raise SchemaError(
+        f"Field {name!r} is a {type(value).__name__}; tensors, lists, NonTensorData and NonTensorStack can be stored."
+    )
+
+
+def _objects(name: str, values: Sequence[object]) -> ObjectColumn:
+    packed: list[object] = []
+    for row, value in enumerate(values):
+        try:
+            packed.append(pack(value))
+        except SchemaError as error:
+            raise SchemaError(f"Field {name!r}, row {row}: {error.message}") from error
+    return ObjectColumn.from_values(packed)
 
 
 def _jagged(name: str, rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -75,7 +105,7 @@ def to_tensordict(batch: BatchData) -> TensorDict:
 
 def _field(column: Column) -> object:
     if isinstance(column, ObjectColumn):
-        return NonTensorStack(*(_unpack(value) for value in column.values()))
+        return NonTensorStack(*(unpack(value) for value in column.values()))
     return tensor_from_column(column)
 
 
@@ -98,52 +128,6 @@ def _schema(column: Column, batch: BatchData) -> Schema:
     return schema | {"per_sample_shapes": shapes} if nested else schema
 
 
-# ---------------------------------------------------------------------------------------------------------------- objects
-def _objects(name: str, values: Sequence[object]) -> ObjectColumn:
-    try:
-        return ObjectColumn.from_values(_pack(value) for value in values)
-    except SchemaError as error:
-        raise SchemaError(
-            f"Field {name!r}: {error} Store numbers, strings, bytes, tensors, arrays, and lists, tuples and dicts of them."
-        ) from error
-
-
-def _pack(value: Any) -> Any:
-    """The value with tensors and arrays as msgpack extensions."""
-    if isinstance(value, torch.Tensor):
-        array, dtype = to_array(value)
-        return _extension(_TENSOR, (dtype, tuple(value.shape), np.ascontiguousarray(array).tobytes()))
-    if isinstance(value, np.ndarray):
-        return _extension(_ARRAY, (dtype_name(value), value.shape, np.ascontiguousarray(value).tobytes()))
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, list | tuple):
-        return [_pack(item) for item in cast("Sequence[Any]", value)]
-    if isinstance(value, Mapping):
-        return {key: _pack(item) for key, item in cast("Mapping[Any, Any]", value).items()}
-    return value
-
-
-def _extension(kind: int, value: object) -> msgspec.msgpack.Ext:
-    return msgspec.msgpack.Ext(kind, msgspec.msgpack.encode(value))
-
-
-def _unpack(value: Any) -> Any:
-    if isinstance(value, msgspec.msgpack.Ext):
-        return _unpack_extension(value.code, bytes(memoryview(value.data)))
-    if isinstance(value, list):
-        return [_unpack(item) for item in cast("list[Any]", value)]
-    if isinstance(value, dict):
-        return {key: _unpack(item) for key, item in cast("dict[Any, Any]", value).items()}
-    return value
-
-
-def _unpack_extension(kind: int, data: bytes) -> Any:
-    dtype, shape, raw = msgspec.msgpack.decode(data, type=tuple[str, tuple[int, ...], bytearray])
-    array = np.frombuffer(raw, storage_dtype(dtype)).reshape(shape)
-    return to_tensor(array, dtype) if kind == _TENSOR else array
-
-
 # ---------------------------------------------------------------------------------------------------------------- parsers
 def parsed(fields: TensorDict, parser: Callable[[dict[str, Any]], object]) -> TensorDict:
     """The fields as a `data_parser` returns them, or has changed them in place; it runs here, in the process that puts.
@@ -152,12 +136,15 @@ def parsed(fields: TensorDict, parser: Callable[[dict[str, Any]], object]) -> Te
         BatchError: it added or removed a field or a row.
     """
     plain: dict[str, Any] = {}
+    rows = _rows_in(fields)
     for name in fields.keys():  # noqa: SIM118
         value = cast("Any", fields.get(name))
-        plain[str(name)] = value if isinstance(value, torch.Tensor) and not value.is_nested else _list_of(value)
+        plain[str(name)] = (
+            value if isinstance(value, torch.Tensor) and not value.is_nested else _list_of(name, value, rows)
+        )
     changed = parser(plain)
     plain = cast("dict[str, Any]", changed) if isinstance(changed, dict) else plain
-    rows, names = int(fields.batch_size[0]), {str(name) for name in fields.keys()}  # noqa: SIM118
+    names = {str(name) for name in fields.keys()}  # noqa: SIM118
     if set(plain) != names or any(len(value) != rows for value in plain.values()):
         raise BatchError(
             f"The data_parser must keep the fields {sorted(names)} and {rows} rows in each; it left "
@@ -166,8 +153,8 @@ def parsed(fields: TensorDict, parser: Callable[[dict[str, Any]], object]) -> Te
     return TensorDict({name: _repacked(name, value) for name, value in plain.items()}, batch_size=[rows])
 
 
-def _list_of(value: Any) -> list[Any]:
-    return list(value.unbind()) if isinstance(value, torch.Tensor) else value.tolist()
+def _list_of(name: Any, value: Any, rows: int) -> list[Any]:
+    return list(value.unbind()) if isinstance(value, torch.Tensor) else values_of(str(name), value, rows)
 
 
 def _repacked(name: str, value: Any) -> object:

@@ -19,11 +19,12 @@ from rl_protocol.errors import BatchError, ConflictError, MissingDataError, Plan
 from rl_protocol.meta import KVBatchMeta as Rows
 from rl_protocol.meta import Tag
 from rl_transferqueue.client import Client
-from rl_transferqueue.compat.batch_meta import BatchMeta
 from rl_transferqueue.compat.convert import parsed, schema_of, to_batch, to_tensordict
 from rl_transferqueue.compat.errors import KeyNotFoundError, NotReadyError, StorageKeyNotFoundError
 from rl_transferqueue.compat.fetching import Settings, fetch
-from rl_transferqueue.compat.meta import Meta
+from rl_transferqueue.compat.metadata.batch_meta import BatchMeta
+from rl_transferqueue.compat.metadata.kv_batch_meta import Meta
+from rl_transferqueue.compat.objects import pack_tag, unpack_tag
 from rl_transferqueue.draws import draws_of
 from rl_transferqueue.memory import copying
 
@@ -56,7 +57,7 @@ class Core:
         if fields is not None:
             fields = parsed(fields, data_parser) if data_parser is not None else fields
         batch = to_batch(fields) if fields is not None else None
-        await self.plane.put(partition, keys, batch, tags=tags)
+        await self.plane.put(partition, keys, batch, tags=None if tags is None else [pack_tag(tag) for tag in tags])
         return await self.plane.list_rows(partition, keys=keys)
 
     async def get_rows(self, keys: Sequence[str], partition: str, select_fields: Sequence[str] | None) -> TensorDict:
@@ -66,30 +67,12 @@ class Core:
             StorageKeyNotFoundError: a row, or a column of a row, that is not there.
         """
         try:
-            fields = await self._all_fields(partition, keys) if select_fields is None else select_fields
+            shared = (await self.plane.list_rows(partition, keys=keys)).fields if select_fields is None else ()
+            fields = sorted(shared) if select_fields is None else select_fields
             batch = await self.plane.get(Rows(partition=partition, keys=tuple(keys)), fields)
         except MissingDataError as error:
             raise StorageKeyNotFoundError(error.message) from error
         return await copying(batch.nbytes, lambda: to_tensordict(batch))
-
-    async def _all_fields(self, partition: str, keys: Sequence[str]) -> list[str]:
-        """Columns of the rows, which must agree in them."""
-        rows = await self.plane.list_rows(partition, keys=keys)
-        if len(keys) == 1:  # one row can't differ
-            return sorted(rows.fields)
-        others = sorted(set((await self.plane.stats()).columns.get(partition, ())) - set(rows.fields))
-        partly = await self._had_by_some(partition, set(keys), others) if others else []
-        if partly:
-            raise StorageKeyNotFoundError(
-                f"Only some of the {len(keys)} rows of partition {partition!r} have {partly}; select the fields you mean."
-            )
-        return sorted(rows.fields)
-
-    async def _had_by_some(self, partition: str, keys: set[str], fields: list[str]) -> list[str]:
-        """Which of the columns at least one of the rows has."""
-        status = await self.plane.production_status(partition, fields=fields)
-        has: list[list[bool]] = [f for key, f in zip(status.keys, status.flags.tolist(), strict=True) if key in keys]
-        return [name for place, name in enumerate(fields) if any(flags[place] for flags in has)]
 
     async def list_partitions(self) -> list[str]:
         """Partitions that have rows."""
@@ -101,7 +84,7 @@ class Core:
         listed = [await self.plane.list_rows(name) for name in names]
         return {
             rows.partition: {
-                k: dict(t) for k, t in zip(rows.keys, rows.tags, strict=True) if not k.startswith(_UNNAMED)
+                k: unpack_tag(t) for k, t in zip(rows.keys, rows.tags, strict=True) if not k.startswith(_UNNAMED)
             }
             for rows in listed
             if rows
@@ -218,7 +201,7 @@ class Core:
             raise BatchError(f"put needs one row per row of metadata: {metadata.size} rows, {len(batch)} in the data.")
         for partition, places in _by_partition(metadata).items():
             rows = await self._rows(metadata, partition, places)
-            tags = [metadata.custom_meta[place] for place in places]
+            tags = [pack_tag(metadata.custom_meta[place]) for place in places]
             await self._store(rows, batch.select_rows(places), tags)
         return metadata.add_fields(data)
 
@@ -226,7 +209,7 @@ class Core:
         """Store the tags of rows."""
         for partition, places in _by_partition(metadata).items():
             rows = await self._rows(metadata, partition, places)
-            await self._store(rows, None, [metadata.custom_meta[place] for place in places])
+            await self._store(rows, None, [pack_tag(metadata.custom_meta[place]) for place in places])
 
     async def _store(self, rows: Rows, batch: BatchData | None, tags: Sequence[Tag]) -> None:
         try:
@@ -342,7 +325,7 @@ def _batch_meta(rows: Rows, schema: Mapping[str, Meta], ready: Any) -> BatchMeta
         [rows.partition] * len(rows),
         dict(schema),
         ready,
-        custom_meta=[dict(tag) for tag in rows.tags],
+        custom_meta=[unpack_tag(tag) for tag in rows.tags],
         _custom_backend_meta=[{_KEY: key} for key in rows.keys],
     )
 

@@ -5,11 +5,12 @@ FieldNotFoundError       UnknownNameError, KeyError               a field that t
 KeyNotFoundError         UnknownNameError, RuntimeError           a key that the metadata does not have
 NotReadyError            PlaneTimeout, RuntimeError               too little data until the deadline
 NotInitializedError      PlaneLostError, RuntimeError, AssertionError   no plane: `init` was not called
+UnevenPartsError         BatchError, AssertionError               lengths that can't be partitioned as asked
 """
 
 from __future__ import annotations
 
-from rl_protocol.errors import MissingDataError, PlaneLostError, PlaneTimeout, UnknownNameError
+from rl_protocol.errors import BatchError, MissingDataError, PlaneLostError, PlaneTimeout, UnknownNameError
 
 
 class StorageKeyNotFoundError(MissingDataError, KeyError, ValueError):
@@ -30,3 +31,7 @@ class NotReadyError(PlaneTimeout, RuntimeError):
 
 class NotInitializedError(PlaneLostError, RuntimeError, AssertionError):
     """There is no plane yet, or not any more."""
+
+
+class UnevenPartsError(BatchError, AssertionError):
+    """Lengths that can't be partitioned as asked."""

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_protocol.errors import ConflictError, MissingDataError, PlaneTimeout
+from rl_protocol.errors import BatchError, ConflictError, MissingDataError, PlaneTimeout
 from rl_protocol.meta import KVBatchMeta as Rows
 from rl_protocol.meta import Tag
 from rl_transferqueue.client import Client
-from rl_transferqueue.compat.samplers import BaseSampler, SequentialSampler
+from rl_transferqueue.compat.objects import unpack_tag
+from rl_transferqueue.compat.sampler import BaseSampler, SequentialSampler
 from rl_transferqueue.draws import draw
 from rl_transferqueue.samplers import Shares
 
@@ -35,7 +36,7 @@ class _TagsOf:
 
     def get_custom_meta(self, global_indices: list[int]) -> dict[int, dict[str, Any]]:
         """See PartitionView."""
-        return {index: dict(self.tags[index]) for index in global_indices}
+        return {index: unpack_tag(self.tags[index]) for index in global_indices}
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ async def fetch(
     if rank is None or "batch_index" not in config:
         return await _sample_alone(plane, _Asked(sampler, count, told, ()), fields, partition, task, seconds)
     ranks = sampler.settled_ranks(rank)
+    if rank not in ranks:
+        raise BatchError(f"dp_rank {rank} is not one of the ranks {list(ranks)} of the {type(sampler).__name__}.")
     turn = f"{ranks[0]}-{ranks[-1]}/{config['batch_index']}"
     asked = _Asked(sampler, count, told, ranks)
     shares = await draw(plane, asked, partition, task=task, count=count, fields=fields, turn=turn, timeout_s=seconds)

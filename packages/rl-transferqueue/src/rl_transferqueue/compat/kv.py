@@ -18,7 +18,8 @@ from rl_protocol.meta import KVBatchMeta as Rows
 from rl_transferqueue.compat import checkpoint
 from rl_transferqueue.compat.core import Core, Parser
 from rl_transferqueue.compat.errors import FieldNotFoundError
-from rl_transferqueue.compat.meta import KVBatchMeta, Meta
+from rl_transferqueue.compat.metadata.kv_batch_meta import KVBatchMeta, Meta
+from rl_transferqueue.compat.objects import unpack_tag
 from rl_transferqueue.compat.runtime import get_client
 
 P = ParamSpec("P")
@@ -62,7 +63,7 @@ def _list(names: Sequence[str] | str) -> list[str]:
 
 
 def _described(rows: Rows) -> KVBatchMeta:
-    return KVBatchMeta(list(rows.keys), [dict(tag) for tag in rows.tags], rows.partition, sorted(rows.fields))
+    return KVBatchMeta(list(rows.keys), [unpack_tag(tag) for tag in rows.tags], rows.partition, sorted(rows.fields))
 
 
 async def _kv_put(
@@ -192,18 +193,6 @@ async_kv_clear = _async(_kv_clear)
 
 
 # ---------------------------------------------------------------------------------------------------------------- checkpoints
-async def _save(core: Core, folder: Path, include_storage: bool) -> None:
-    await checkpoint.save_rows(core, folder / checkpoint.ROWS_FILE)
-    if include_storage:
-        await checkpoint.save_columns(core, folder)
-
-
-async def _load(core: Core, folder: Path, include_storage: bool) -> None:
-    await checkpoint.load_rows(core, folder / checkpoint.ROWS_FILE)
-    if include_storage:
-        await checkpoint.load_columns(core, folder)
-
-
 def save_checkpoint(
     checkpoint_dir: str | Path, *, include_storage: bool = True, metadata: dict[str, Any] | None = None
 ) -> None:
@@ -215,37 +204,48 @@ def save_checkpoint(
         metadata: facts of the caller's, kept in metadata.json.
 
     Raises:
+        NotInitializedError: there is no plane; nothing is written.
         OutputError: the folder can't be written.
     """
     del include_storage
-    target = Path(checkpoint_dir)
-    fresh, old = target.with_name(f"{target.name}.tmp"), target.with_name(f"{target.name}.old")
+    client, target = get_client(), Path(checkpoint_dir)
+    fresh = target.with_name(f"{target.name}.tmp")
     try:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
-        _blocking(_save)(fresh, True)
-        (fresh / _METADATA_FILE).write_text(
-            json.dumps({"storage_saved": True, "user_metadata": metadata or {}}, indent=2)
-        )
-        shutil.rmtree(old, ignore_errors=True)
-        if target.exists():
-            target.rename(old)
-        fresh.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
+        client.save_controller_checkpoint(str(fresh / checkpoint.ROWS_FILE))
+        client.save_storage_checkpoint(str(fresh))
+        saved = {"storage_saved": True, "user_metadata": metadata or {}}
+        (fresh / _METADATA_FILE).write_text(json.dumps(saved, indent=2))
+        _replace(target, fresh)
     except OSError as error:
         raise OutputError(f"The checkpoint {target} can't be written: {error}.") from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _replace(target: Path, fresh: Path) -> None:
+    old = target.with_name(f"{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    fresh.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def load_checkpoint(checkpoint_dir: str | Path) -> None:
     """Make the plane hold what a checkpoint says, and nothing else. Row numbers (global_indexes) are new.
 
     Raises:
+        NotInitializedError: there is no plane.
         FileNotFoundError: no checkpoint there.
         WireError: a file of it is damaged.
     """
-    target = Path(checkpoint_dir)
+    client, target = get_client(), Path(checkpoint_dir)
     old = target.with_name(f"{target.name}.old")
     if not target.exists() and old.exists():  # a save was cut short between its two renames
         old.rename(target)
     saved: Meta = json.loads((target / _METADATA_FILE).read_text())
-    _blocking(_load)(target, bool(saved.get("storage_saved")))
+    client.load_controller_checkpoint(str(target / checkpoint.ROWS_FILE))
+    if saved.get("storage_saved"):
+        client.load_storage_checkpoint(str(target))

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +23,7 @@ from rl_transferqueue.compat import discovery
 from rl_transferqueue.compat.client import TransferQueueClient
 from rl_transferqueue.compat.errors import NotInitializedError
 from rl_transferqueue.compat.fetching import Settings
-from rl_transferqueue.compat.samplers import (
+from rl_transferqueue.compat.sampler import (
     BaseSampler,
     GRPOGroupNSampler,
     RankAwareSampler,
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PLANE_VARIABLE = "RL_TRANSFERQUEUE_PLANE"
+_ATTACH_S = 60.0
+"""Seconds an operation may take to find the plane where `init` was not called."""
 _SAMPLERS = {
     kind.__name__: kind for kind in (SequentialSampler, GRPOGroupNSampler, RankAwareSampler, SeqlenBalancedSampler)
 }
@@ -108,7 +111,7 @@ def init(conf: Any = None) -> Conf:
         conf: settings to lay over the defaults, any mapping (OmegaConf too), as in 0.1.11. Used: `controller.sampler` (a name, a class or an
             instance), `controller.polling_mode`, `backend.SimpleStorage.num_data_storage_units`, `metrics.enabled` and `metrics.port` (on
             127.0.0.1, needs the extra `[metrics]`); `total_storage_size` (rows) is ignored, the bound is in bytes:
-            `rl_transferqueue.capacity_mb` and the other fields of TransferQueueConfig.
+            `rl_transferqueue.capacity_mb` and the other fields of TransferQueueConfig. `rl_transferqueue.timeout_s` bounds this call, too.
 
     Returns:
         All settings; `controller.zmq_info` is the descriptor as JSON, for TransferQueueClient and StreamingDataset, and `metrics.endpoint`
@@ -116,18 +119,30 @@ def init(conf: Any = None) -> Conf:
 
     Raises:
         ConfigError: a setting that can't be honoured.
+        PlaneTimeout: the plane there is, or the actor that announces it, did not answer within the timeout.
+        PlaneLostError: a plane could not be started within the timeout.
     """
     merged = _merge(_DEFAULTS, conf if conf is not None else {})
+    deadline = time.monotonic() + _plane_config(merged).timeout_s
     with _lock:
         here = _here()
-        _drop_dead(here)
+        _drop_dead(here, deadline)
         here.sampler = _own_sampler(merged) or here.sampler
-        if here.client is None and not _attach(here):
-            _start(here, merged)
+        if here.client is None and not _attach(here, deadline):
+            _start(here, merged, deadline)
         assert here.client is not None
-        merged["controller"]["zmq_info"] = here.client.descriptor.to_json()
-        merged["metrics"]["endpoint"] = here.metrics_endpoint or None
-        return merged
+        return _told(merged, here.client.descriptor, here.metrics_endpoint)
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
+def _told(conf: Conf, descriptor: PlaneDescriptor, endpoint: str) -> Conf:
+    """The settings, with what is known once there is a plane."""
+    conf["controller"]["zmq_info"] = descriptor.to_json()
+    conf["metrics"]["endpoint"] = endpoint or None
+    return conf
 
 
 def get_client() -> TransferQueueClient:
@@ -139,7 +154,7 @@ def get_client() -> TransferQueueClient:
     here = _here()
     if here.client is None:
         with _lock:
-            if here.client is None and not _attach(here):
+            if here.client is None and not _attach(here, time.monotonic() + _ATTACH_S):
                 raise NotInitializedError(
                     f"There is no plane: call init() first. Processes that are not children of the one that did need {PLANE_VARIABLE} set as it "
                     "is there, or Ray."
@@ -153,7 +168,7 @@ def get_metrics_endpoint() -> str | None:
     here = _here()
     with _lock:
         if here.client is None:
-            _attach(here)
+            _attach(here, time.monotonic() + _ATTACH_S)
     return here.metrics_endpoint or None
 
 
@@ -184,12 +199,16 @@ def settings_of(conf: Any) -> Settings:
 
 
 # ---------------------------------------------------------------------------------------------------------------- inner
-def _attach(here: _Process) -> bool:
+def _attach(here: _Process, deadline: float) -> bool:
     """Connect to an announced plane that is alive."""
-    return any(text and _connect(here, text) for text in (os.environ.get(PLANE_VARIABLE, ""), discovery.find()))
+    inherited = os.environ.get(PLANE_VARIABLE, "")
+    if inherited and _connect(here, inherited, deadline):
+        return True
+    found = discovery.find(_left(deadline))
+    return bool(found) and _connect(here, found, deadline)
 
 
-def _connect(here: _Process, text: str) -> bool:
+def _connect(here: _Process, text: str, deadline: float) -> bool:
     try:
         told = msgspec.json.decode(text, type=Announcement)
     except UNREADABLE as error:
@@ -201,7 +220,7 @@ def _connect(here: _Process, text: str) -> bool:
     if sampler is not None:
         settings.sampler = sampler
     try:
-        here.client = _client(told.descriptor, settings)
+        here.client = _client(told.descriptor, settings, deadline)
     except PlaneLostError:
         logger.info("An announced plane is gone: %s", told.descriptor.controller.address)
         return False
@@ -209,23 +228,23 @@ def _connect(here: _Process, text: str) -> bool:
     return True
 
 
-def _drop_dead(here: _Process) -> None:
+def _drop_dead(here: _Process, deadline: float) -> None:
     """Forget a client whose plane has ended."""
     if here.client is None:
         return
     try:
-        here.client.portal.run(here.client.core.plane.stats())
+        here.client.portal.run(here.client.core.plane.stats(timeout_s=_left(deadline)))
     except PlaneLostError:
         close()
 
 
-def _start(here: _Process, conf: Conf) -> None:
+def _start(here: _Process, conf: Conf, deadline: float) -> None:
     settings = settings_of(conf)
     kind = type(settings.sampler).__name__
     known = kind if _SAMPLERS.get(kind) is type(settings.sampler) else ""
     sizes = {name: value for name, value in vars(settings.sampler).items() if known and name in _SAMPLER_SIZES}
     with contextlib.ExitStack() as undo:
-        plane = undo.enter_context(start_local_plane(_plane_config(conf)))
+        plane = undo.enter_context(start_local_plane(_plane_config(conf), start_timeout_s=_left(deadline)))
         endpoint = ""
         if conf.metrics.enabled:
             metrics = undo.enter_context(_serve_metrics(plane.descriptor, conf.metrics.port))
@@ -234,18 +253,18 @@ def _start(here: _Process, conf: Conf) -> None:
             plane.descriptor, known, sizes, settings.polling_mode, settings.fetch_timeout_s, metrics=endpoint
         )
         text = msgspec.json.encode(told).decode()
-        here.notice = discovery.announce(text)
+        here.notice = discovery.announce(text, _told(conf, plane.descriptor, endpoint), _left(deadline))
         if here.notice is not None:
             here.plane = undo.pop_all()
     if here.notice is None:  # another process was faster
-        if not _attach(here):
+        if not _attach(here, deadline):
             raise NotInitializedError(
                 "Another process has announced a plane at the same time, and it is gone already; call init() again."
             )
         return
     os.environ[PLANE_VARIABLE] = text
     here.metrics_endpoint = endpoint
-    here.client = _client(plane.descriptor, settings)
+    here.client = _client(plane.descriptor, settings, deadline)
 
 
 def _serve_metrics(descriptor: PlaneDescriptor, port: int) -> MetricsServer:
@@ -258,13 +277,16 @@ def _serve_metrics(descriptor: PlaneDescriptor, port: int) -> MetricsServer:
     return serve_metrics(descriptor, port=port)
 
 
-def _client(descriptor: PlaneDescriptor, settings: Settings) -> TransferQueueClient:
-    return TransferQueueClient(f"TransferQueueClient_{os.getpid()}", descriptor, settings=settings)
+def _client(descriptor: PlaneDescriptor, settings: Settings, deadline: float) -> TransferQueueClient:
+    name = f"TransferQueueClient_{os.getpid()}"
+    return TransferQueueClient(name, descriptor, settings=settings, timeout_s=_left(deadline))
 
 
 def _plane_config(conf: Conf) -> TransferQueueConfig:
     if conf.backend.storage_backend != "SimpleStorage":
         raise ConfigError(f"backend.storage_backend must be SimpleStorage; got {conf.backend.storage_backend!r}.")
+    if conf.backend.SimpleStorage.get("ssd_offload", {}).get("enabled"):
+        raise ConfigError("backend.SimpleStorage.ssd_offload.enabled must be false; rows are kept in memory here.")
     units = conf.backend.SimpleStorage.num_data_storage_units
     own: Mapping[str, Any] = {"num_storage_units": units} | conf["rl_transferqueue"]
     try:

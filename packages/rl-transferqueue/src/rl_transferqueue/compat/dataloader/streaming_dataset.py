@@ -1,20 +1,20 @@
-"""StreamingDataset and StreamingDataLoader of 0.1.11; `rl_transferqueue.streaming` is the native way."""
+"""StreamingDataset of 0.1.11; `rl_transferqueue.streaming` is the native way."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from tensordict import TensorDict
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from rl_protocol.errors import BatchError
-from rl_transferqueue.compat.batch_meta import BatchMeta
 from rl_transferqueue.compat.client import TransferQueueClient
-from rl_transferqueue.compat.convert import to_batch, to_tensordict
 from rl_transferqueue.compat.errors import NotReadyError
+from rl_transferqueue.compat.metadata.batch_meta import BatchMeta
 from rl_transferqueue.compat.runtime import settings_of
 
 Fetched: TypeAlias = tuple[TensorDict, BatchMeta]
@@ -162,52 +162,16 @@ def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int 
     rows = int(td.batch_size[0])
     if not 1 <= micro_batch_size <= rows:
         raise BatchError(f"micro_batch_size must be in 1..{rows}; got {micro_batch_size}.")
-    batch = to_batch(td)
     spans = [(start, min(start + micro_batch_size, rows)) for start in range(0, rows, micro_batch_size)]
-    return [(to_tensordict(batch.slice(*span)), batch_meta[slice(*span)]) for span in spans]
+    nested = {name: value.unbind() for name, value in td.items() if isinstance(value, torch.Tensor) and value.is_nested}
+    others = td.exclude(*nested)
+    return [(_part(others[start:stop], td, nested, start, stop), batch_meta[start:stop]) for start, stop in spans]
 
 
-class StreamingDataLoader(DataLoader[Fetched]):
-    """A DataLoader that hands on what a StreamingDataset gives; the arguments are those of DataLoader."""
-
-    def __init__(
-        self,
-        dataset: StreamingDataset,
-        num_workers: int = 0,
-        collate_fn: Callable[[Any], Any] | None = None,
-        pin_memory: bool = False,
-        worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: Any = None,
-        prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
-        pin_memory_device: str = "",
-    ) -> None:
-        super().__init__(
-            dataset,
-            batch_size=None,
-            num_workers=num_workers,
-            collate_fn=collate_fn or _as_it_is,
-            pin_memory=pin_memory,
-            worker_init_fn=worker_init_fn,
-            multiprocessing_context=multiprocessing_context,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-        )
-        self._streaming = dataset
-
-    def reset(self) -> None:
-        """See StreamingDataset.reset."""
-        self._streaming.reset()
-
-    def step(self, partition_id: str) -> None:
-        """See StreamingDataset.step."""
-        self._streaming.step(partition_id)
-
-    def get_buffer(self) -> list[Fetched]:
-        """The batches fetched since the last `step`."""
-        return self._streaming.buffer
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
+def _part(
+    part: Any, whole: TensorDict, nested: Mapping[str, Sequence[torch.Tensor]], start: int, stop: int
+) -> TensorDict:
+    """The rows of the fields that can't be sliced, beside those that were."""
+    for name, rows in nested.items():
+        part[name] = torch.nested.as_nested_tensor(list(rows[start:stop]), layout=whole[name].layout)
+    return part

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 
 from rl_protocol.errors import BatchError
 from rl_transferqueue.compat.errors import FieldNotFoundError
-from rl_transferqueue.compat.meta import Meta, check_order, chunk_spans, merge_extra
+from rl_transferqueue.compat.metadata.kv_batch_meta import Meta, check_order, chunk_spans, merge_extra
 
 Schema: TypeAlias = dict[str, Any]
 """Of one field: dtype, shape (of one row), is_nested, is_non_tensor; per_sample_shapes where rows differ."""

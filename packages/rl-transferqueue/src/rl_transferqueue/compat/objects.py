@@ -1,0 +1,125 @@
+"""Values that are no tensors, as msgpack: in columns, and in tags.
+
+0.1.11 pickles what it does not know, and a pickle can run code where it is read. Here a value is None, a bool, number, string, bytes, tensor or
+array, or a list, tuple or dict of them; tuples become lists, numpy scalars become Python's. Anything else is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import torch
+
+from rl_protocol.dtypes import dtype_name, storage_dtype
+from rl_protocol.errors import UNREADABLE, SchemaError, WireError
+from rl_protocol.meta import Tag
+from rl_protocol.torch import to_array, to_tensor
+
+_TENSOR, _ARRAY = 1, 2
+"""Kinds of msgpack extension."""
+_PLAIN = (bool, int, float, str, bytes, bytearray, type(None))
+_PACKED = "\x00"
+"""First character of a tag that holds something else than the plane's tags can: base64 of its msgpack follows."""
+
+
+def pack(value: Any) -> Any:
+    """The value with tensors and arrays as msgpack extensions.
+
+    Raises:
+        SchemaError: it is, or holds, something that can't be stored.
+    """
+    if isinstance(value, torch.Tensor):
+        array, dtype = to_array(value)
+        return _extension(_TENSOR, (dtype, tuple(value.shape), np.ascontiguousarray(array).tobytes()))
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind in "OSU":
+            return pack(value.tolist())
+        return _extension(_ARRAY, (dtype_name(value), value.shape, np.ascontiguousarray(value).tobytes()))
+    if isinstance(value, np.generic):
+        return pack(value.item())
+    if isinstance(value, list | tuple):
+        return [pack(item) for item in cast("Sequence[Any]", value)]
+    if isinstance(value, Mapping):
+        return {_key(key): pack(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        raise SchemaError(f"The number {value} can't be stored; whole numbers have up to 64 bits.")
+    if isinstance(value, _PLAIN):
+        return value
+    raise SchemaError(
+        f"A {type(value).__name__} can't be stored, since nothing is pickled here. Store numbers, strings, bytes, tensors, arrays, and lists, "
+        "tuples and dicts of them."
+    )
+
+
+def _key(key: Any) -> Any:
+    plain = key.item() if isinstance(key, np.generic) else key
+    if not isinstance(plain, bool | int | float | str | bytes | None):
+        raise SchemaError(f"A dict with a key of type {type(key).__name__} can't be stored; use strings or numbers.")
+    return plain
+
+
+def _extension(kind: int, value: object) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(kind, msgspec.msgpack.encode(value))
+
+
+def unpack(value: Any) -> Any:
+    """The inverse of `pack`; tensors and arrays may be written to."""
+    if isinstance(value, msgspec.msgpack.Ext):
+        return _unpack_extension(value.code, bytes(memoryview(value.data)))
+    if isinstance(value, list):
+        return [unpack(item) for item in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {key: unpack(item) for key, item in cast("dict[Any, Any]", value).items()}
+    return value
+
+
+def _unpack_extension(kind: int, data: bytes) -> Any:
+    dtype, shape, raw = msgspec.msgpack.decode(data, type=tuple[str, tuple[int, ...], bytearray])
+    array = np.frombuffer(raw, storage_dtype(dtype)).reshape(shape)
+    return to_tensor(array, dtype) if kind == _TENSOR else array
+
+
+def pack_tag(tag: Mapping[str, Any]) -> Tag:
+    """Tags as the plane keeps them: a tensor or array of one number becomes a number, lists and dicts become text.
+
+    Raises:
+        SchemaError: a value that can't be stored; names the tag.
+    """
+    out: dict[str, Any] = {}
+    for name, value in tag.items():
+        try:
+            out[name] = _packed_tag(value)
+        except SchemaError as error:
+            raise SchemaError(f"Tag {name!r}: {error.message}") from error
+    return out
+
+
+def _packed_tag(value: Any) -> Any:
+    if isinstance(value, torch.Tensor | np.ndarray) and not value.ndim:
+        value = value.item()
+    value = pack(value)
+    if isinstance(value, bool | int | float | None) or (isinstance(value, str) and not value.startswith(_PACKED)):
+        return value
+    return _PACKED + base64.b64encode(msgspec.msgpack.encode(value)).decode()
+
+
+def unpack_tag(tag: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `pack_tag`.
+
+    Raises:
+        WireError: a tag that this module has not packed.
+    """
+    return {name: _unpacked_tag(name, value) for name, value in tag.items()}
+
+
+def _unpacked_tag(name: str, value: Any) -> Any:
+    if not isinstance(value, str) or not value.startswith(_PACKED):
+        return value
+    try:
+        return unpack(msgspec.msgpack.decode(base64.b64decode(value[len(_PACKED) :], validate=True)))
+    except (*UNREADABLE, ValueError) as error:
+        raise WireError(f"Tag {name!r} was not written by this API: {error}.") from error
