@@ -87,7 +87,7 @@ def test_all_weights_are_trained_as_on_plain_torch(model, tmp_path, alone):
     batch = measured_by(theirs)
     for _ in range(2):
         one, other = (policy.update(batch, temperature=0.9) for policy in (ours, theirs))
-        assert {name: one[name] for name in other} == pytest.approx(other, abs=1e-5)
+        assert {name: one[name] for name in other} == pytest.approx(other, rel=1e-4, abs=1e-5)
     assert other["actor/pg_clipfrac"] > 0
     weights = {weight.name: weight.data.view("float32") for weight in theirs.named_weights()}
     for weight in ours.named_weights():

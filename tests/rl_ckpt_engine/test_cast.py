@@ -15,6 +15,8 @@ from rl_ckpt_engine.engines.shm import ShmEngine
 from rl_protocol.errors import ConfigError
 from rl_protocol.weights import WeightTensor
 
+pytestmark = pytest.mark.numeric
+
 TORCH = {
     "float64": torch.float64,
     "float32": torch.float32,

@@ -32,6 +32,8 @@ from rl_ckpt_engine.testing import EngineConformance, assert_same, make_weights,
 from rl_protocol.errors import WeightSyncError
 from rl_protocol.weights import WeightTensor
 
+pytestmark = pytest.mark.numeric
+
 T = 20.0
 
 

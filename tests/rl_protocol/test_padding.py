@@ -22,6 +22,8 @@ from rl_protocol.padding import (
     unpad_batch,
 )
 
+pytestmark = pytest.mark.numeric
+
 LENGTHS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=5)
 """(prompt, response) of each row."""
 

@@ -39,6 +39,8 @@ from rl_protocol.torch import (
     torch_dtype_name,
 )
 
+pytestmark = pytest.mark.numeric
+
 
 def sample(dtype: str, *shape: int) -> torch.Tensor:
     count = int(np.prod(shape))

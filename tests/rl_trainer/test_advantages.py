@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from rl_protocol import BatchError, ConfigError, RowKey
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, whiten
 
+pytestmark = pytest.mark.numeric
+
 NAMES = ADVANTAGE_ESTIMATORS.names()
 COMPARING = [name for name in NAMES if ADVANTAGE_ESTIMATORS.get(name).compares]
 GROUP = [name for name in COMPARING if name != "optimal_token_baseline"]  # one advantage for all tokens of a session

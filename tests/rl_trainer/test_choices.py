@@ -15,6 +15,8 @@ from rl_trainer.algorithms.covariance import centred_products, clip_cov_tokens, 
 from rl_trainer.algorithms.dapo import Generate, GiveUp, Train, next_round, overlong_penalty, prompts_that_teach
 from rl_trainer.algorithms.kl import adaptive_kl_coef, kl_penalty
 
+pytestmark = pytest.mark.numeric
+
 # ---------------------------------------------------------------------------------------------------- DAPO
 
 

@@ -22,6 +22,8 @@ from rl_trainer.algorithms.correction import (
     reject,
 )
 
+pytestmark = pytest.mark.numeric
+
 # two rows, ratios 2, 0.5, 1 (the last token masked: 100) and 4
 RATIOS, OFFSETS = np.array([2.0, 0.5, 1.0, 100.0, 4.0]), np.array([0, 4, 5])
 ROWS = Rows.of(np.array([True, True, True, False, True]), OFFSETS)

@@ -19,6 +19,8 @@ from rl_trainer import ActorConfig, OptimConfig
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
 from rl_trainer.rollout.hf import HFRolloutEngine, uniforms
 
+pytestmark = pytest.mark.numeric
+
 REQUESTS = [GenerationRequest(uid=f"p{i}", session=0, prompt_ids=(2 + i % 5,) * (1 + i % 4)) for i in range(12)]
 
 

@@ -24,6 +24,8 @@ from rl_trainer.pixels import image_columns
 from rl_trainer.rollout.hf import HFRolloutEngine
 from rl_trainer.rollout.images import FolderImageReader
 
+pytestmark = pytest.mark.numeric
+
 PIECE, VIDEO = 3, 32
 SIZES = ([(16, 8)], [], [(16, 16), (24, 8)], [(32, 32)])
 """Of the images of four prompts: 2, 0, 4 and 3, and 16 tokens."""

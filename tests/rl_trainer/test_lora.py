@@ -21,6 +21,8 @@ from rl_trainer.backends.tokens import token_batch
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
 from rl_trainer.rollout.hf import HFRolloutEngine
 
+pytestmark = pytest.mark.numeric
+
 KINDS = {
     "plain": LoraConfig(rank=4, alpha=8),
     "rslora": LoraConfig(rank=4, alpha=8, use_rslora=True, target_modules="q_proj,v_proj,down_proj"),
@@ -78,9 +80,10 @@ def test_the_merged_weights_are_the_policy(model_path, lora, training_batch):
     assert all(torch.equal(first[name], merged[name]) for name in same)
     assert bool(same) == bool(lora.excluded())
     plain.load_state_dict(merged)
-    log_p = torch.log_softmax(logits(plain, data), -1).gather(-1, token_batch(data, 0).targets[:, None]).squeeze(-1)
+    scores = logits(plain, data)
+    log_p = torch.log_softmax(scores, -1).gather(-1, token_batch(data, 0).targets[:, None]).squeeze(-1)
     own = policy.compute_log_probs(data, temperature=1.0).ragged("log_probs").values
-    assert log_p.numpy().tolist() == pytest.approx(own.tolist(), abs=1e-5)
+    assert np.abs(log_p.numpy() - own).max() < 1e-5 * scores.abs().max()  # float32 rounds what the logits are sums of
     assert all(torch.equal(a, b) for a, b in zip(weights(policy).values(), merged.values(), strict=True))
 
 

@@ -26,6 +26,8 @@ from rl_trainer.algorithms.losses import (
 from rl_trainer.algorithms.policy_losses import LOSS_AGG_MODES, POLICY_LOSSES
 from rl_trainer.config import ActorConfig, PolicyLossConfig
 
+pytestmark = pytest.mark.numeric
+
 NAMES = POLICY_LOSSES.names()
 LOW, HIGH, C, TAU_POS, TAU_NEG, COEF = 0.2, 0.28, 3.0, 1.0, 1.5, 0.1
 CONFIG = ActorConfig(

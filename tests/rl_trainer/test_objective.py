@@ -16,6 +16,8 @@ from rl_trainer.algorithms.policy_losses import LOSS_AGG_MODES, POLICY_LOSSES
 from rl_trainer.config import ActorConfig, PolicyLossConfig, RolloutCorrectionConfig
 from rl_trainer.metrics import WeightedMeans
 
+pytestmark = pytest.mark.numeric
+
 NAMES = POLICY_LOSSES.names()
 NONE = RolloutCorrectionConfig()
 

@@ -19,6 +19,8 @@ from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
 from rl_trainer.backends.world import World
 
+pytestmark = pytest.mark.numeric
+
 
 def config(**how):
     return ActorConfig(optim=OptimConfig(lr=1e-3), ppo_mini_batch_size=8, use_kl_loss=True, entropy_coeff=0.01, **how)
@@ -32,8 +34,12 @@ def test_packed_equals_padded(model_path, training_batch):
         one, other = padded.update(data, temperature=0.8), packed.update(data, temperature=0.8)
         assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
     for a, b in zip(padded.named_weights(), packed.named_weights(), strict=True):
-        # Adam makes steps of what rounding leaves of gradients near 0, such as those of key biases
-        assert torch.allclose(from_weight(a), from_weight(b), atol=5e-5), a.name
+        if not a.name.endswith(
+            "k_proj.bias"
+        ):  # it changes no output: its gradient is rounding, of which Adam makes whole steps
+            assert torch.allclose(from_weight(a), from_weight(b), atol=0.05 * 1e-3), (
+                a.name
+            )  # of steps of the learning rate
     one, other = (policy.compute_log_probs(data, temperature=0.8) for policy in (padded, packed))
     for name in ("log_probs", "entropy", "sum_pi_squared"):
         assert one.ragged(name).offsets.tolist() == other.ragged(name).offsets.tolist()
