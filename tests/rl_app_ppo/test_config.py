@@ -185,7 +185,7 @@ def test_data_files_and_their_shares():
         ("0.7*a.jsonl,b.jsonl", "v.jsonl", "all have a share, or none"),
         ("a.jsonl", "1*v.jsonl", r"data\.val_files must be files without shares"),
         ("a.jsonl,a.jsonl", "v.jsonl", "different files"),
-        ("a.jsonl", "", r"data\.val_files must be set exactly when"),
+        ("", "v.jsonl", r"data\.val_files must be empty where data\.train_files is"),
     ):
         with pytest.raises(ConfigError, match=message):
             load_config([f"data.train_files={train}", f"data.val_files={val}"])

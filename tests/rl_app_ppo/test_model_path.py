@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from rl_app_ppo.main import main
 from rl_app_ppo.merge_adapter import main as merge
 from rl_app_ppo.merge_adapter import merge_adapter
 from rl_app_ppo.model_path import find_model, given_model
+from rl_app_ppo.preflight import preflight
+from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError, OutputError
 
 NAME, REVISION = "Qwen/Tiny-Instruct", "a" * 40
@@ -106,6 +109,27 @@ def test_a_checkpoint_that_lacks_files_is_named(tmp_path):
         find_model(str(folder))
     with pytest.raises(ConfigError, match=r"holds no \*\.safetensors file"):
         find_model(str(checkpoint(tmp_path / "n", "config.json")))
+
+
+def test_prompts_with_tokens_that_the_model_does_not_have_are_refused(base, tmp_path):
+    """Its tokenizer was given more tokens than its embeddings have rows: here h, the last of eight, with seven rows left."""
+    folder = tmp_path / "small"
+    shutil.copytree(base, folder)
+    described = json.loads((folder / "config.json").read_text()) | {"vocab_size": 7}
+    (folder / "config.json").write_text(json.dumps(described))
+    file = tmp_path / "a.jsonl"
+    rows = [{"prompt": text, "data_source": "d", "reward_model": {"ground_truth": "a"}} for text in ("a", "h")]
+
+    def check(rows):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = [f"data.train_files={file}", f"data.val_files={file}", f"model.path={folder}"]
+        preflight(load_config([*config, f"model.cache_dir={tmp_path}", "rollout.response_length=8"]), PluginPolicy())
+
+    check([rows[0]] * 2)
+    with pytest.raises(
+        ConfigError, match=r"the prompts hold token 7, and the model's vocab_size is 7: tokenizer and model"
+    ):
+        check(rows)
 
 
 # -- adapters

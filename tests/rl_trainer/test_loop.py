@@ -138,6 +138,7 @@ class Setup:
         session="single_turn",
         lora=None,
         validate=False,
+        validation_size=20,
         response_length=3,
     ):
         algorithm = AlgorithmConfig(adv_estimator=estimator, **(algorithm or {}))
@@ -196,7 +197,7 @@ class Setup:
                 workers=self.workers,
                 weight_sync=self.sync if sync else None,
                 train_order=PromptOrder(20, 8, 0),
-                validation_size=20,
+                validation_size=validation_size,
                 rollout=rollout,
                 actor=actor,
                 filter_groups=algorithm.filter_groups,
@@ -223,6 +224,13 @@ def test_a_step_goes_through_all_stages_and_leaves_the_plane_empty(model_path):
     assert setup.sync.versions == [1, 2]
     assert asyncio.run(setup.plane.stats()).rows == {"train": 0, "train/prompts": 0, "val": 0, "val/prompts": 0}
     assert all(type(v) is float for _, metrics in setup.steps for v in metrics.values())
+
+
+def test_without_validation_rows_nothing_is_validated(model_path):
+    setup = Setup(model_path, validate=True, validation_size=0)
+    assert setup.fit() == {}
+    assert [step for step, _ in setup.steps] == [1, 2]
+    assert not any(name.startswith("val-") or name == "timing_s/testing" for _, m in setup.steps for name in m)
 
 
 def test_the_example_of_the_readme_trains(model_path, readme_code):

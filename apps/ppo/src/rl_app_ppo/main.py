@@ -199,8 +199,7 @@ def _train(config: AppConfig, plugins: PluginPolicy, out: Console) -> int:
         _interruptible(run(RunPlan(config=config, graph=graph, files=files, start=start, plugins=plugins), screen))
     )
     screen.curve(recorder.curves)
-    first, last = (recorder.validation[i][1] if recorder.validation else float("nan") for i in (0, -1))
-    out.print(Text(f"validation accuracy {first:.3f} -> {last:.3f} in {time.perf_counter() - began:.0f} s"))
+    out.print(Text(f"{validated(recorder.validation)} in {time.perf_counter() - began:.0f} s"))
     screen.paths(
         {
             "config": files.config,
@@ -211,6 +210,11 @@ def _train(config: AppConfig, plugins: PluginPolicy, out: Console) -> int:
         }
     )
     return 0
+
+
+def validated(curve: Sequence[tuple[int, float]]) -> str:
+    """What came out of a run: its first and last validation accuracy, if it validated."""
+    return f"validation accuracy {curve[0][1]:.3f} -> {curve[-1][1]:.3f}" if curve else "done, without validation,"
 
 
 async def _interruptible(work: Coroutine[Any, Any, T]) -> T:

@@ -58,6 +58,8 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
         if len(rows):
             check_source(config.reward, rows[0].data_source)
     longest = max(rows.longest for rows in data.values())
+    if path is not None:
+        _check_vocabulary(path, max(rows.largest_token for rows in data.values()))
     if path is not None and config.ray.address == "local":
         check_memory(parameters(path), config, available_bytes())
     if longest + config.rollout.response_length > context:
@@ -103,6 +105,18 @@ def _check_sight(config: AppConfig, path: Path) -> None:
             raise ConfigError(
                 f"model.path={str(path)!r} sees images, which the reward model {term.name} would not; leave it out of reward.function."
             )
+
+
+def _check_vocabulary(path: Path, largest: int) -> None:
+    """That the model has an embedding for every token of the prompts."""
+    described = read_json(path / "config.json", str(path))
+    size = described.get("vocab_size", (described.get("text_config") or {}).get("vocab_size"))
+    if isinstance(size, int) and largest >= size:
+        raise ConfigError(
+            f"model.path={str(path)!r}: the prompts hold token {largest}, and the model's vocab_size is {size}: tokenizer and model do not "
+            "belong together. Save the model's own tokenizer in its folder, or call model.resize_token_embeddings(len(tokenizer)) and save "
+            "both again."
+        )
 
 
 def _context(path: Path) -> int:

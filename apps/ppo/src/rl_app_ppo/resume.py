@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,7 +105,11 @@ def changes(checkpoint: Checkpoint, config: AppConfig) -> list[str]:
     before, now = flat_settings(checkpoint.config), flat_settings(to_yaml(config))
     differ = {key: value for key, value in now.items() if before.get(key, value) != value}
     for key, value in differ.items():
-        if not _free(key) or (key == "model_engine" and not {value, before[key]} <= SAME_STATE):
+        if (
+            not _free(key)
+            or _moves_rows(key, before, now)
+            or (key == "model_engine" and not {value, before[key]} <= SAME_STATE)
+        ):
             raise ConfigError(
                 f"{key}={value!r} is not what the checkpoint {checkpoint.folder} was trained with, {before[key]!r}. It can't change "
                 "in the middle of a run: set it back, or set trainer.resume_mode=disable and another trainer.run_name for a new run."
@@ -113,6 +117,12 @@ def changes(checkpoint: Checkpoint, config: AppConfig) -> list[str]:
     _check_length(checkpoint, config)
     quiet = ("algorithm.name", "preset", "trainer.resume_mode", "trainer.output_dir", "trainer.run_name")
     return [f"{key}: {before[key]!r} -> {value!r}" for key, value in differ.items() if key not in quiet]
+
+
+def _moves_rows(key: str, before: Mapping[str, object], now: Mapping[str, object]) -> bool:
+    """Whether a change of that key makes other rows of the training files validation rows: see AppConfig.holds_out."""
+    held = bool(now["data.train_files"]) and not now["data.val_files"] and bool(now["data.val_split"])
+    return key == "trainer.test_freq" and held and not (before[key] and now[key])
 
 
 def _check_length(checkpoint: Checkpoint, config: AppConfig) -> None:

@@ -25,7 +25,7 @@ from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.runtime.placement import require_cpus
 from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.sinks import CONSOLE, RunFacts, logger_names, open_sinks
-from rl_app_ppo.wiring.data import Prompts, open_data, train_order
+from rl_app_ppo.wiring.data import about_validation, open_data, train_order
 from rl_app_ppo.wiring.replicas import Replica, ReplicaSync
 from rl_app_ppo.wiring.weights import RemoteSender, make_sync, measured
 from rl_ckpt_engine import PluginPolicy
@@ -39,6 +39,7 @@ from rl_trainer import (
     needs_reference,
 )
 from rl_trainer.checkpoints.writer import CheckpointWriter
+from rl_trainer.data.split import Measured
 from rl_trainer.hooks import named_hooks
 from rl_transferqueue import LocalPlane, connect, start_local_plane
 
@@ -95,6 +96,8 @@ async def run(plan: RunPlan, screen: Screen) -> Recorder:
             sinks.append(sink)
             stack.callback(sink.close)
         data = open_data(config, model_path)
+        if about := about_validation(config, data):
+            screen.note(about)
         parts = _parts(plan, data, plane, processes, workers, recorder, screen)
         if config.trainer.profile_steps:
             models = [process for process in processes.values() if process.role != "reward"]
@@ -116,7 +119,7 @@ async def run(plan: RunPlan, screen: Screen) -> Recorder:
 
 def _parts(
     plan: RunPlan,
-    data: Mapping[str, Prompts],
+    data: Mapping[str, Measured],
     plane: DataPlane,
     processes: Mapping[str, RayWorker],
     workers: Workers,
@@ -137,7 +140,7 @@ def _parts(
         workers=workers,
         weight_sync=ReplicaSync(manager, replicas) if manager else None,
         train_order=train_order(config, data["train"]),
-        validation_size=len(data["val"]),
+        validation_size=len(data["val"]) if "val" in data else 0,
         rollout=config.rollout,
         actor=config.actor,
         critic=config.critic,

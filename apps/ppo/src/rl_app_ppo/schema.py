@@ -38,7 +38,13 @@ class DataConfig:
         "",
         "files to train on, comma-separated, with shares as in 0.7*a.jsonl,0.3*b.parquet, or folders of save_to_disk; empty: the demo",
     )
-    val_files: str = option("", "files to validate with, likewise, without shares")
+    val_files: str = option(
+        "", "files to validate with, likewise, without shares; empty: data.val_split of the rows of train_files"
+    )
+    val_split: float = option(
+        0.1,
+        "share of the rows of train_files that is held out for validation where val_files is empty and trainer.test_freq is above 0",
+    )
     curriculum: str = option(
         "",
         "order of prompts: sequential, or one installed under rl_trainer.curricula; empty: each epoch shuffled, in the shares of train_files",
@@ -55,11 +61,12 @@ class DataConfig:
     def __post_init__(self) -> None:
         require(self.train_batch_size >= 1, "data.train_batch_size", "at least 1", self.train_batch_size)
         require(
-            bool(self.files("train")) == bool(self.files("val")),
+            bool(self.files("train")) or not self.files("val"),
             "data.val_files",
-            f"set exactly when data.train_files is ({self.train_files!r})",
+            "empty where data.train_files is: the demo has a validation split of its own",
             self.val_files,
         )
+        require(0 <= self.val_split < 1, "data.val_split", "in [0, 1)", self.val_split)
         given = {weight is None for _, weight in _weighted(self.train_files)}
         require(len(given) < 2, "data.train_files", "files that all have a share, or none of them", self.train_files)
         require(
@@ -264,6 +271,12 @@ class AppConfig:
     def ranks(self) -> int:
         """Processes that share each trained model."""
         return {"fsdp": self.fsdp.world_size, "megatron": self.megatron.ranks}.get(self.model_engine, 1)
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether rows of the training files are held out for validation."""
+        data = self.data
+        return bool(data.train_files and not data.val_files and data.val_split and self.trainer.test_freq)
 
     @property
     def sends_adapters(self) -> bool:

@@ -128,6 +128,11 @@ RULES = (
         "data.train_files",
     ),
     Rule(
+        ("data.val_split",),
+        lambda c: bool(c.data.train_files and not c.data.val_files and c.trainer.test_freq),
+        "data.train_files without data.val_files, and trainer.test_freq above 0",
+    ),
+    Rule(
         ("data.demo", "data.train_size", "data.val_size", "data.seed"),
         lambda c: not c.model.path or not c.data.train_files,
         "the demo task or the demo model",

@@ -132,14 +132,15 @@ class PPOTrainer:
     async def _fit(self) -> dict[str, float]:
         loop = self._p.loop
         last: dict[str, float] = {}
-        if loop.val_before_train and not self._steps_done:
+        validates = self._p.validation_size > 0
+        if validates and loop.val_before_train and not self._steps_done:
             last = await self.validate(0)
             self._p.on_step(0, last)
         for step in range(self._steps_done + 1, loop.total_training_steps + 1):
             self._tell("on_step_begin", step)
             metrics = await self.step(step)
             final, validated = step == loop.total_training_steps, dict[str, float]()
-            if final or (loop.test_freq and step % loop.test_freq == 0):
+            if validates and (final or (loop.test_freq and step % loop.test_freq == 0)):
                 start = time.perf_counter()
                 last = validated = await self.validate(step)
                 metrics |= last | {"timing_s/testing": time.perf_counter() - start}

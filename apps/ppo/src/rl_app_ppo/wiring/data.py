@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from tokenizers import Tokenizer
 
@@ -13,9 +12,10 @@ from rl_app_ppo.demo.demos import DEMOS
 from rl_app_ppo.demo.vocabulary import demo_tokenizer
 from rl_app_ppo.schema import AppConfig
 from rl_protocol import ConfigError
-from rl_trainer import Mixture, PromptDataset, PromptOrder, PromptRow
+from rl_trainer import Mixture, PromptOrder, PromptRow
 from rl_trainer.data.curricula import NamedCurriculum
 from rl_trainer.data.images import Vision
+from rl_trainer.data.split import Measured, Selected, hold_out
 from rl_trainer.sessions import Codec
 
 
@@ -45,20 +45,6 @@ def vision_of(model_path: Path) -> Vision | None:
     return found if isinstance(found, Vision) else None
 
 
-class Prompts(PromptDataset, Protocol):
-    """A split, and what must be known of it as a whole."""
-
-    @property
-    def rows_of_files(self) -> tuple[int, ...]:
-        """Rows of each file it is from, in order."""
-        ...
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        ...
-
-
 class DemoDataset:
     """Problems as token ids."""
 
@@ -84,9 +70,14 @@ class DemoDataset:
         """Tokens of the longest prompt."""
         return max(len(row.prompt_ids) for row in self._rows)
 
+    @property
+    def largest_token(self) -> int:
+        """Largest token id of all prompts."""
+        return max(max(row.prompt_ids) for row in self._rows)
 
-def open_data(config: AppConfig, model_path: Path | None) -> Mapping[str, Prompts]:
-    """The `train` and `val` splits; `model_path` is None while there is no model yet: the demo's tokenizer is known.
+
+def open_data(config: AppConfig, model_path: Path | None) -> Mapping[str, Measured]:
+    """The splits `train` and, in a run that validates, `val`; `model_path` is None while there is no model yet: the demo's tokenizer is known.
 
     Raises:
         ConfigError: tokenizer or files can't be used.
@@ -103,15 +94,16 @@ def open_data(config: AppConfig, model_path: Path | None) -> Mapping[str, Prompt
     }
 
 
-def _from_files(config: AppConfig, model_path: Path | None) -> Mapping[str, Prompts]:
+def _from_files(config: AppConfig, model_path: Path | None) -> Mapping[str, Measured]:
     from rl_trainer.data.chat import PromptEncoder
     from rl_trainer.data.files import DataFiles, open_files  # pyarrow: the demo does without it
 
-    data, splits = config.data, dict[str, Prompts]()
+    data = config.data
     encoder = (
         PromptEncoder.load(model_path) if model_path else PromptEncoder(demo_tokenizer(DEMOS[data.demo].vocabulary))
     )
-    for split, names in (("train", data.files("train")), ("val", data.files("val"))):
+
+    def opened(names: Sequence[str]) -> Measured:
         files = DataFiles(
             paths=tuple(Path(name).expanduser() for name in names),
             prompt_key=data.prompt_key,
@@ -119,11 +111,26 @@ def _from_files(config: AppConfig, model_path: Path | None) -> Mapping[str, Prom
             filter_overlong_prompts=data.filter_overlong_prompts,
             on_bad_row="skip" if data.on_bad_row == "skip" else "error",
         )
-        splits[split] = open_files(files, encoder, Path(config.model.cache_dir).expanduser())
-    return splits
+        return open_files(files, encoder, Path(config.model.cache_dir).expanduser())
+
+    whole = opened(data.files("train"))
+    if data.val_files:
+        return {"train": whole, "val": opened(data.files("val"))}
+    if not config.holds_out:
+        return {"train": whole}
+    train, val = hold_out(len(whole), data.val_split)
+    return {"train": Selected(whole, train), "val": Selected(whole, val)}
 
 
-def train_order(config: AppConfig, rows: Prompts) -> PromptOrder:
+def about_validation(config: AppConfig, data: Mapping[str, Measured]) -> str:
+    """What a run whose `data.val_files` is empty validates with; empty: nothing is to be said."""
+    if config.holds_out:
+        held, rows = len(data["val"]), sum(map(len, data.values()))
+        return f"validation: {held} of the {rows} rows of data.train_files are held out (data.val_split={config.data.val_split:g})"
+    return "" if "val" in data else "no validation: data.val_files is empty, and no rows are held out"
+
+
+def train_order(config: AppConfig, rows: Measured) -> PromptOrder:
     """The order of training prompts: that of data.curriculum, or shuffled, in the shares of data.train_files.
 
     Raises:

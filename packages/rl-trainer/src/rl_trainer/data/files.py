@@ -30,7 +30,7 @@ from rl_trainer.data.rows import VerlRow, parse_row
 from rl_trainer.data.tables import BATCH_ROWS, PromptTable, parquet_rows, prompt_writer, saved_rows
 
 logger = logging.getLogger(__name__)
-FORMAT = 4
+FORMAT = 5
 """Raised whenever the code makes something else of equal files and settings."""
 IMAGES = "images"
 
@@ -61,6 +61,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """One line for each fault: how many rows, file and number of the first, and why."""
     longest: int
     """Tokens of the longest prompt."""
+    largest_token: int
+    """Largest token id of all usable prompts."""
     rows_of_files: tuple[int, ...]
     """Usable rows of each file, in order."""
     images: int
@@ -87,6 +89,11 @@ class FilePrompts:
     def longest(self) -> int:
         """Tokens of the longest prompt."""
         return self.report.longest
+
+    @property
+    def largest_token(self) -> int:
+        """Largest token id of all prompts."""
+        return self.report.largest_token
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -169,6 +176,7 @@ def _why_none(report: Report, files: DataFiles, tally: _Tally) -> str:
 class _Tally:
     overlong: int = 0
     longest: int = 0
+    largest_token: int = 0
     images: int = 0
     rows_of_files: Counter[Path] = field(default_factory=Counter[Path])
     bad: BadRows = field(default_factory=BadRows)
@@ -180,6 +188,7 @@ class _Tally:
             bad=self.bad.count,
             bad_rows=self.bad.lines(),
             longest=self.longest,
+            largest_token=self.largest_token,
             rows_of_files=tuple(self.rows_of_files[path] for path in paths),
             images=self.images,
         )
@@ -268,6 +277,7 @@ def _fitted(
         tally.bad.add(one.path, one.place, error)
         return None
     tally.longest = max(tally.longest, len(ids))
+    tally.largest_token = max(tally.largest_token, max(ids))
     tally.rows_of_files[one.path] += 1
     tally.images += len(one.image_tokens)
     return {"prompt_ids": ids, **one.fields}
