@@ -19,7 +19,7 @@ from network_helpers import MIB, NO_KEY, SMALL, other_client, rows_of, served
 
 from rl_protocol import ConfigError
 from rl_protocol.hosts import this_host
-from rl_transferqueue import LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, start_local_plane
+from rl_transferqueue import LocalPlane, PlaneDescriptor, TransferQueueConfig, check_plane, connect, start_local_plane
 from rl_transferqueue.bulk import client_proof
 from rl_transferqueue.hosts import listen_address
 from rl_transferqueue.keys import KEY, KEY_FILE, PlaneKey, load_key
@@ -116,8 +116,8 @@ def test_listening_beyond_loopback_takes_a_key(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ConfigError, match=rf"10\.77\.0\.1.* needs a key: set {KEY_FILE}"):
         start_local_plane(TransferQueueConfig(listen="10.77.0.1"), tmp_path)
     assert list(tmp_path.iterdir()) == []
-    assert listen_address("10.77.0.1", PlaneKey(GOOD.encode())) == "10.77.0.1"
-    assert listen_address("localhost", NO_KEY) in ("127.0.0.1", "::1")
+    assert listen_address("10.77.0.1", PlaneKey(GOOD.encode())) == ("10.77.0.1", 0)
+    assert listen_address("localhost", NO_KEY).host in ("127.0.0.1", "::1")
     for everywhere in ("0.0.0.0", "::"):
         with pytest.raises(ConfigError, match="every address"):
             listen_address(everywhere, PlaneKey(GOOD.encode()))
@@ -125,6 +125,50 @@ def test_listening_beyond_loopback_takes_a_key(tmp_path: Path, monkeypatch: pyte
         listen_address("not an address", NO_KEY)
     with pytest.raises(ConfigError, match=r"transfer_queue\.listen"):
         TransferQueueConfig(shared_memory=False)
+
+
+@pytest.mark.parametrize(
+    ("listen", "expected"),
+    [
+        ("127.0.0.2:5600", ("127.0.0.2", 5600)),
+        ("[::1]:5600", ("::1", 5600)),
+        ("[::1]", ("::1", 0)),
+        ("::1", ("::1", 0)),
+        ("127.0.0.2", ("127.0.0.2", 0)),
+    ],
+)
+def test_the_address_to_listen_on_may_have_a_port(listen: str, expected: tuple[str, int]) -> None:
+    assert listen_address(listen, NO_KEY) == expected
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.2:", "127.0.0.2:0", "127.0.0.2:65536", "127.0.0.2:http", "[::1]:-1"])
+def test_a_port_that_is_none_is_named(listen: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"must have a port in 1\.\.65535; got .*\. Write host, host:port or \[IPv6\]:port"
+    ):
+        listen_address(listen, NO_KEY)
+
+
+def test_addresses_and_ports_that_can_not_be_had_are_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(KEY, GOOD)
+    monkeypatch.delenv(KEY_FILE, raising=False)
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        port = taken.getsockname()[1]
+        for first in (port, port - 1):  # the first of the plane's ports, or one of the next
+            with pytest.raises(
+                ConfigError, match=rf"listen='127\.0\.0\.2:{first}': port \d+ can't be used: Address already"
+            ):
+                check_plane(TransferQueueConfig(listen=f"127.0.0.2:{first}"))
+    with pytest.raises(ConfigError, match=r"the address is not one of this host: Cannot assign"):
+        check_plane(TransferQueueConfig(listen="203.0.113.7"))
+    with pytest.raises(ConfigError, match=r"begins 4 ports.* set a port of at most 65532"):
+        check_plane(TransferQueueConfig(listen="127.0.0.2:65533"))
+    monkeypatch.delenv(KEY)
+    with pytest.raises(ConfigError, match=r"10\.77\.0\.1.* needs a key"):
+        check_plane(TransferQueueConfig(listen="10.77.0.1:5600"))
+    check_plane(TransferQueueConfig())
 
 
 def test_a_process_that_took_the_port_of_another_is_noticed(keyed: LocalPlane) -> None:

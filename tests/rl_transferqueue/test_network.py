@@ -22,7 +22,7 @@ from network_helpers import MIB, NO_KEY, SMALL, other_client, rows_of, served
 from rl_protocol import BatchData, CapacityTimeout, ConfigError, PlaneLostError, PlaneTimeout, RLError, dense, ragged
 from rl_protocol.errors import WireError
 from rl_protocol.wire import plan
-from rl_transferqueue import Client, LocalPlane, TransferQueueConfig, connect, start_local_plane
+from rl_transferqueue import Client, LocalPlane, TransferQueueConfig, check_plane, connect, start_local_plane
 from rl_transferqueue.buffers import WarmBuffers
 from rl_transferqueue.bulk import MAGIC, ReadRows, Sending, WantedPiece, WriteBlock, Written, frame
 from rl_transferqueue.bulk_client import BulkConnection, dial
@@ -82,6 +82,25 @@ def test_a_client_in_another_pid_namespace_takes_the_network_by_itself() -> None
     with start_local_plane(TransferQueueConfig(capacity_mb=8, segment_mb=1)) as plane:
         done = other_client(plane.descriptor, *apart)
         assert "set transfer_queue.listen" in done.stderr
+
+
+def test_with_a_port_the_plane_listens_there_and_at_those_after_it() -> None:
+    """An address of its own: ports that other programs of this machine use are taken at others."""
+    settings = {"num_storage_units": 2, "capacity_mb": 8, "segment_mb": 1, "shared_memory": False}
+    for first in range(21_000, 22_000, 50):
+        config = TransferQueueConfig(listen=f"127.0.0.73:{first}", **settings)
+        try:
+            check_plane(config)
+        except ConfigError:
+            continue  # taken by a program that listens at all addresses
+        break
+    with start_local_plane(config) as plane:
+        controller, units = plane.descriptor.controller, plane.descriptor.units
+        assert controller.control == f"tcp://127.0.0.73:{first}"
+        assert [controller.bulk, *(unit.bulk for unit in units)] == [f"127.0.0.73:{first + i}" for i in (1, 2, 3)]
+        assert other_client(plane.descriptor).stdout == "False\n"
+        with pytest.raises(ConfigError, match="Address already in use"):
+            start_local_plane(config)
 
 
 def test_an_ipv6_address_will_do() -> None:

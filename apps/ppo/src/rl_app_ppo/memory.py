@@ -1,20 +1,28 @@
-"""How much memory the processes of a run will need, said before they are started."""
+"""How much memory the processes of a run and its data plane will need, checked before they start."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rl_app_ppo.schema import AppConfig
 from rl_protocol import ConfigError
-from rl_trainer import needs_critic, needs_reference
+from rl_trainer import StepGraph, needs_critic, needs_reference
+from rl_trainer.columns import TRAINER_SCHEMA
 
 WEIGHTS = 4
 """Bytes of a float32 weight."""
 TRAINED = 16
 """With its gradient and the two moments of AdamW."""
+_PROMPT_TOKEN = 8
+"""Bytes of a prompt's token in the data plane."""
+_HEADROOM = 1.1
+"""A block lies in one storage unit: what is left of several is not one piece."""
 
 
 def parameters(model: Path) -> int:
@@ -62,6 +70,57 @@ def check_memory(count: int, config: AppConfig, available: int) -> None:
         raise ConfigError(
             f"A model of {count:,} weights needs {_gib(sum(needed.values()))} of memory before any activation ({parts}); "
             f"{_gib(available)} are available. Set lora.rank, lower rollout.num_workers, or take a smaller model.path."
+        )
+
+
+def step_bytes(config: AppConfig, graph: StepGraph, longest: int, validation_rows: int) -> int:
+    """Bytes of the data plane that a step can take, where every prompt and response is as long as it may be; images are not counted.
+
+    Args:
+        config: of the run.
+        graph: of its steps.
+        longest: tokens of the longest prompt.
+        validation_rows: rows of the validation set, which is rolled out as a whole.
+    """
+    rollout, batch = config.rollout, config.data.train_batch_size
+    widths = {stage.name: _token_bytes(stage.writes) for stage in graph.stages}
+    filtering = config.algorithm.filter_groups
+    rounds = filtering.max_num_gen_batches if filtering.enable else 1
+    greedy = 1 if "baseline" in graph else 0
+    made = rounds * rollout.n + greedy  # responses of each prompt
+    train = (
+        batch
+        * rollout.response_length
+        * (made * widths["rollout"] + rollout.n * (sum(widths.values()) - widths["rollout"]))
+    )
+    train += batch * rounds * longest * _PROMPT_TOKEN
+    validated = rollout.val_kwargs.n * rollout.response_length * widths["rollout"] + longest * _PROMPT_TOKEN
+    return max(train, validation_rows * validated)
+
+
+def _token_bytes(columns: Sequence[str]) -> int:
+    """Bytes of one response token in those of the columns that have a value per token."""
+    per_token = {name for law in TRAINER_SCHEMA.laws for name in law.columns}
+    return sum(np.dtype(TRAINER_SCHEMA[name].dtype).itemsize for name in columns if name in per_token)
+
+
+def check_plane_size(config: AppConfig, needed: int) -> None:
+    """Refuse a data plane that can't hold a step.
+
+    Args:
+        config: of the run.
+        needed: bytes that a step can take, from `step_bytes`.
+
+    Raises:
+        ConfigError: names the key and the least value.
+    """
+    least, got = math.ceil(needed * _HEADROOM / 2**20), config.transfer_queue.capacity_mb
+    if least > got:
+        rollout = config.rollout
+        raise ConfigError(
+            f"transfer_queue.capacity_mb={got} is too small: with data.train_batch_size={config.data.train_batch_size}, rollout.n={rollout.n} "
+            f"and rollout.response_length={rollout.response_length}, a step or a validation can take {least} MiB of the data plane. Set "
+            f"transfer_queue.capacity_mb={least} (memory is taken when it is used), or lower one of the others."
         )
 
 

@@ -8,7 +8,7 @@ from rl_app_ppo.demo.demos import DEMOS
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_app_ppo.layers import NO_PRESET
 from rl_app_ppo.machine import check_gpus, check_installed_engines
-from rl_app_ppo.memory import available_bytes, check_memory, parameters
+from rl_app_ppo.memory import available_bytes, check_memory, check_plane_size, parameters, step_bytes
 from rl_app_ppo.model_path import ADVICE, given_model, read_json
 from rl_app_ppo.rewards import check_rewards, check_source
 from rl_app_ppo.schema import AppConfig
@@ -23,6 +23,7 @@ from rl_trainer.hooks import named_hooks
 from rl_trainer.rewards import parse_terms
 from rl_trainer.rewards.described import Model, is_described, read_description
 from rl_trainer.sessions import SESSIONS
+from rl_transferqueue import check_plane
 
 
 def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
@@ -48,6 +49,7 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
         graph = build_graph(config.algorithm, config.actor, images=True)
     check_installed_engines(config)
     check_gpus(config, sync.capabilities.devices)
+    check_plane(config.transfer_queue)
     if config.rollout.name == "vllm":
         model = {"num_attention_heads": demo.heads} if path is None else read_json(path / "config.json", str(path))
         require_shards(model, config.rollout.tensor_model_parallel_size)
@@ -60,6 +62,7 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
     longest = max(rows.longest for rows in data.values())
     if path is not None:
         _check_vocabulary(path, max(rows.largest_token for rows in data.values()))
+    check_plane_size(config, step_bytes(config, graph, longest, len(data["val"]) if "val" in data else 0))
     if path is not None and config.ray.address == "local":
         check_memory(parameters(path), config, available_bytes())
     if longest + config.rollout.response_length > context:

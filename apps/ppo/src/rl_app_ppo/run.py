@@ -76,6 +76,8 @@ async def run(plan: RunPlan, screen: Screen) -> Recorder:
         loggers = logger_names(config.trainer.logger)
         recorder = Recorder(screen, sinks, config.trainer.total_training_steps, lines=CONSOLE in loggers)
         plane_process = await stack.enter_async_context(_local_plane(config, files.logs))
+        if control := plane_process.descriptor.controller.control:
+            screen.note(f"data plane: listens at {control}")
         await stack.enter_async_context(ray_session(config.ray, config.trainer))
         roles = _roles(config)
         await require_cpus(sum(computing(role, config) for role in roles.values()), config.ray.cpus_per_worker)

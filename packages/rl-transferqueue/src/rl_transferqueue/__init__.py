@@ -4,7 +4,7 @@ from rl_transferqueue.blocking import BlockingPlane, Portal, connect_blocking, p
 from rl_transferqueue.client import Client, connect
 from rl_transferqueue.config import TransferQueueConfig
 from rl_transferqueue.descriptor import PlaneDescriptor
-from rl_transferqueue.launch import LocalPlane, start_local_plane
+from rl_transferqueue.launch import LocalPlane, check_plane, start_local_plane
 
 __version__ = "0.1.0"
 
@@ -15,6 +15,7 @@ __all__ = [
     "PlaneDescriptor",
     "Portal",
     "TransferQueueConfig",
+    "check_plane",
     "connect",
     "connect_blocking",
     "portal",

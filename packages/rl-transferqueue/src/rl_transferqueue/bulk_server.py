@@ -132,7 +132,9 @@ class Connection:
 class BulkServer:
     """Listens, shakes hands, and serves the arena of a unit. A controller has no arena: its connections only show who lives."""
 
-    def __init__(self, reactor: Reactor, host: str, key: PlaneKey, arena: memoryview | None = None) -> None:
+    def __init__(
+        self, reactor: Reactor, host: str, key: PlaneKey, arena: memoryview | None = None, port: int = 0
+    ) -> None:
         self._reactor = reactor
         self._key = key
         self._arena = arena
@@ -142,7 +144,7 @@ class BulkServer:
         self._abandoned: dict[bytes, deque[tuple[Span, int]]] = {}
         """What each session abandoned last, and how many spans it had abandoned then."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self.port = int(self._listener.getsockname()[1])

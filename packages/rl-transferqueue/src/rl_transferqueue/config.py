@@ -48,8 +48,8 @@ class TransferQueueConfig:
     listen: str = field(
         default="",
         metadata={
-            "help": "Address of this host to serve clients of other hosts at; beyond loopback it needs a key (RL_TQ_KEY_FILE). "
-            "Empty: only this host, over unix sockets."
+            "help": "Address of this host to serve clients of other hosts at, host, host:port or [IPv6]:port: with a port, that one and those "
+            "after it; beyond loopback it needs a key (RL_TQ_KEY_FILE). Empty: only this host, over unix sockets."
         },
     )
     shared_memory: bool = field(

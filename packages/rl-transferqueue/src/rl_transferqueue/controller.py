@@ -133,10 +133,10 @@ class Controller:
         """File descriptor and bytes of what clients map."""
         return self._board.fd, self._board.nbytes
 
-    def listen(self, host: str, key: PlaneKey) -> Endpoints:
-        """Also serve clients of other hosts."""
-        self._bulk = BulkServer(self.reactor, host, key)
-        return Endpoints(self.server.listen(host, key), endpoint(host, self._bulk.port))
+    def listen(self, host: str, key: PlaneKey, port: int = 0) -> Endpoints:
+        """Also serve clients of other hosts: control messages at `port`, bytes at the next one; 0: at ports that are free."""
+        self._bulk = BulkServer(self.reactor, host, key, port=port and port + 1)
+        return Endpoints(self.server.listen(host, key, port), endpoint(host, self._bulk.port))
 
     def when_ready(self, callback: Callable[[], None]) -> None:
         """Call back once, when all units are connected: from then on the end of each is noticed."""

@@ -28,7 +28,7 @@ from rl_transferqueue.descriptor import (
     PlaneDescriptor,
     UnitAddress,
 )
-from rl_transferqueue.hosts import listen_address
+from rl_transferqueue.hosts import check_ports, listen_address
 from rl_transferqueue.keys import load_key
 from rl_transferqueue.links import socket_path
 from rl_transferqueue.liveness import this_process
@@ -97,6 +97,17 @@ class LocalPlane:
         self.close()
 
 
+def check_plane(config: TransferQueueConfig) -> None:
+    """Check what `start_local_plane` would refuse, without starting anything.
+
+    Raises:
+        ConfigError: there is no such backend; the address to listen on can't be used, needs a key, or one of its ports is taken.
+    """
+    check_backend(config.backend)
+    if config.listen:
+        check_ports(config.listen, listen_address(config.listen, load_key()), 2 + config.num_storage_units)
+
+
 def start_local_plane(
     config: TransferQueueConfig,
     runtime_dir: Path | None = None,
@@ -118,7 +129,7 @@ def start_local_plane(
             needs a key; there is no such backend.
         PlaneLostError: a process ended or was not up in time; carries the end of what it wrote.
     """
-    check_backend(config.backend)
+    check_plane(config)
     private = _private_dir(runtime_dir)
     children: list[_Child] = []
     with contextlib.ExitStack() as undo:
@@ -165,7 +176,7 @@ def _descriptor(
 
 
 def _specs(config: TransferQueueConfig, private: Path) -> tuple[ControllerSpec, list[UnitSpec]]:
-    listen = listen_address(config.listen, load_key()) if config.listen else ""
+    host, port = listen_address(config.listen, load_key()) if config.listen else ("", 0)
     units = [
         UnitSpec(
             index=i,
@@ -175,7 +186,8 @@ def _specs(config: TransferQueueConfig, private: Path) -> tuple[ControllerSpec, 
             plane=private.name,
             backend=config.backend,
             backend_address=config.backend_address,
-            listen=listen,
+            listen=host,
+            port=port and port + 2 + i,
         )
         for i in range(config.num_storage_units)
     ]
@@ -185,7 +197,8 @@ def _specs(config: TransferQueueConfig, private: Path) -> tuple[ControllerSpec, 
         unit_bytes=config.unit_bytes,
         segment=config.segment_mb << 20,
         stored=config.backend not in BUILT_IN,
-        listen=listen,
+        listen=host,
+        port=port,
     )
     return controller, units
 

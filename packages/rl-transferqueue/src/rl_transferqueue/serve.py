@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     else:
         for fd in (sys.stdin.fileno(), parent):
             role.reactor.watch(fd, role.reactor.stop)
-        endpoints = listen(role, config.spec.listen)
+        endpoints = listen(role, config.spec.listen, config.spec.port)
         role.when_ready(lambda: _say(config.ready_fd, ready(role, endpoints)))
         log.info("serving %s", config.spec)
         role.reactor.run()
@@ -64,7 +64,7 @@ def build(spec: UnitSpec | ControllerSpec) -> Role:
     return Controller(spec.address, spec.units, spec.unit_bytes, spec.segment, stored=spec.stored)
 
 
-def listen(role: Role, host: str) -> Endpoints:
+def listen(role: Role, host: str, port: int) -> Endpoints:
     """Have it serve clients of other hosts, too; without a host do nothing.
 
     Raises:
@@ -73,7 +73,7 @@ def listen(role: Role, host: str) -> Endpoints:
     if not host:
         return Endpoints()
     key = load_key()
-    return role.listen(listen_address(host, key), key)
+    return role.listen(listen_address(host, key).host, key, port)
 
 
 def ready(role: Role, endpoints: Endpoints) -> Ready:

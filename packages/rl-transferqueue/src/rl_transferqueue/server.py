@@ -71,8 +71,8 @@ class Server:
         self.tally = ServerTally()
         reactor.watch(self._listener.fileno(), self._accept)
 
-    def listen(self, host: str, key: PlaneKey) -> str:
-        """Also serve other hosts, at an address of this one and a port that is free; returns the endpoint."""
+    def listen(self, host: str, key: PlaneKey, port: int = 0) -> str:
+        """Also serve other hosts, at an address of this one and that port, or one that is free; returns the endpoint."""
         self._context = zmq.Context()
         router = self._router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
@@ -81,7 +81,7 @@ class Server:
         router.setsockopt(zmq.LINGER, 0)
         key.protect_server(router)
         router.setsockopt(zmq.IPV6, int(":" in host))
-        router.bind(f"tcp://{endpoint(host, '*')}")
+        router.bind(f"tcp://{endpoint(host, port or '*')}")
         self._reactor.watch(router, self._read_router)
         return router.getsockopt_string(zmq.LAST_ENDPOINT)
 

@@ -19,6 +19,8 @@ class UnitSpec(msgspec.Struct, frozen=True, tag=True):
     backend_address: str
     listen: str = ""
     """Numeric address for clients of other hosts; empty: none."""
+    port: int = 0
+    """For bytes; 0: one that is free."""
 
 
 class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
@@ -32,6 +34,8 @@ class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
     """Blocks lie in a backend's stores."""
     listen: str = ""
     """See UnitSpec."""
+    port: int = 0
+    """For control messages, and the next one for bytes; 0: ones that are free."""
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

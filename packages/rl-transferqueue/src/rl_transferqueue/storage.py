@@ -56,9 +56,9 @@ class StorageUnit:
         """File descriptor and bytes of what clients map."""
         return self.arena.fd, len(self.arena.memory)
 
-    def listen(self, host: str, key: PlaneKey) -> Endpoints:
-        """Also serve clients of other hosts."""
-        self._bulk = BulkServer(self.reactor, host, key, memoryview(self.arena.memory))
+    def listen(self, host: str, key: PlaneKey, port: int = 0) -> Endpoints:
+        """Also serve clients of other hosts; 0: at a port that is free."""
+        self._bulk = BulkServer(self.reactor, host, key, memoryview(self.arena.memory), port)
         return Endpoints(bulk=endpoint(host, self._bulk.port))
 
     def when_ready(self, callback: Callable[[], None]) -> None:

@@ -155,9 +155,9 @@ class StoreUnit:
         """There is none to map; the bytes are those of the store."""
         return -1, self._capacity
 
-    def listen(self, host: str, key: PlaneKey) -> Endpoints:
+    def listen(self, host: str, key: PlaneKey, port: int = 0) -> Endpoints:
         """Also serve clients of other hosts: they see here that the unit lives."""
-        self._bulk = BulkServer(self.reactor, host, key)
+        self._bulk = BulkServer(self.reactor, host, key, port=port)
         return Endpoints(bulk=endpoint(host, self._bulk.port))
 
     def when_ready(self, callback: Callable[[], None]) -> None:

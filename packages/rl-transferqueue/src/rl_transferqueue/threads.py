@@ -58,7 +58,7 @@ class ServerThreads:
         from rl_transferqueue.serve import build, listen, ready  # what clients need not load
 
         role = build(spec)
-        endpoints = listen(role, spec.listen)
+        endpoints = listen(role, spec.listen, spec.port)
         said: queue.SimpleQueue[Ready] = queue.SimpleQueue()
 
         def serve() -> None:
