@@ -8,8 +8,9 @@ import re
 import numpy as np
 import pytest
 
-from rl_app_ppo.config import from_verl, load_config
+from rl_app_ppo.config import load_config
 from rl_app_ppo.preflight import preflight
+from rl_app_ppo.verl.convert import import_verl
 from rl_app_ppo.wiring.data import open_data, train_order
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
@@ -133,11 +134,10 @@ def test_shares_and_a_curriculum_are_two_answers_to_one_question(config):
         config("data.train_files=0.7*a.jsonl,0.3*b.jsonl", "data.curriculum=sequential")
 
 
-def test_what_verl_calls_it(tmp_path):
-    file = tmp_path / "verl.txt"
-    file.write_text("data.shuffle=False data.sampler.class_path=mine.py data.sampler.class_name=Mine")
-    text = from_verl(file)
-    assert "curriculum: sequential" in text
-    assert text.count("set data.curriculum to the name of a curriculum that an installed package offers") == 2
-    file.write_text("data.shuffle=True")
-    assert "curriculum: ''" in from_verl(file)
+def test_what_verl_calls_it():
+    file = {"data.shuffle": False, "data.sampler.class_path": "mine.py", "data.sampler.class_name": "Mine"}
+    imported = import_verl(file)
+    assert imported.settings["data.curriculum"] == "sequential"
+    assert len(imported.lost) == 2
+    assert all("set data.curriculum to the name of a curriculum" in why for why in imported.lost.values())
+    assert "data.curriculum" not in import_verl({"data.shuffle": True}).settings

@@ -12,7 +12,7 @@ import torch
 
 from rl_app_ppo.config import load_config
 from rl_app_ppo.profiling import Profiling
-from rl_app_ppo.verl import import_verl
+from rl_app_ppo.verl.convert import import_verl
 from rl_app_ppo.wiring.tracing import Trace
 from rl_protocol import ConfigError, WorkerError
 

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from rl_app_ppo.config import load_config, options, to_yaml
+from rl_app_ppo.length import with_length
 from rl_app_ppo.outputs import kept_metrics
 from rl_app_ppo.resume import FREE, Start, find_start
 from rl_protocol import ConfigError
@@ -105,6 +106,13 @@ def test_length_outputs_and_how_it_is_computed_may_change_and_are_told(folder):
 def test_an_engine_whose_state_is_of_another_kind_does_not_go_on(folder):
     with pytest.raises(ConfigError, match=r"model_engine='megatron' is not what .* was trained with, 'torch'"):
         find_start(config("model_engine=megatron", "lora.rank=8"), folder)
+
+
+def test_a_resumed_run_may_have_more_epochs(folder):
+    now = config("trainer.total_epochs=3", "trainer.total_training_steps=-1")
+    start = find_start(with_length(now), folder)
+    assert "changed since then: trainer.total_epochs: 0 -> 3" in start.notes
+    assert f"changed since then: trainer.total_training_steps: 10 -> {3 * (4000 // 64)}" in start.notes
 
 
 def test_every_key_that_may_change_is_one():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import shlex
 import typing
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,8 +24,8 @@ from rl_app_ppo.layers import ALGORITHM, NO_PRESET, PRESET, Source, choose, laye
 from rl_app_ppo.plain_yaml import flatten, parse_yaml, read_yaml
 from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.spellings import one_spelling
-from rl_app_ppo.unused import refuse_unused, unused
-from rl_app_ppo.verl import import_verl, report, split_overrides, with_references_resolved
+from rl_app_ppo.unused import refuse_unused
+from rl_app_ppo.verl.table import describe
 from rl_protocol import ConfigError
 from rl_trainer.engines import ENGINES, get_engine
 
@@ -110,6 +109,7 @@ def resolve(overrides: Sequence[str] = (), config_file: Path | None = None) -> R
     given = [_split(text) for text in overrides]
     file_values = flatten(read_yaml(config_file)) if config_file is not None else {}
     spelled = one_spelling([(f"--config {config_file}", file_values), ("command line", dict(given))])
+    spelled = [(origin, _epochs_alone(values)) for origin, values in spelled]
     known = [option.key for option in options()]
     for _, values in spelled:
         for key in values:
@@ -175,37 +175,6 @@ def from_yaml(text: str) -> AppConfig:
     return _build(AppConfig, parse_yaml(text))
 
 
-def from_verl(path: Path) -> str:
-    """A verl 0.9 configuration as YAML for `--config`, checked, with what could not be mapped in comments.
-
-    Args:
-        path: YAML, or overrides as on verl's command line, separated by white space or line ends.
-
-    Raises:
-        ConfigError: the file can't be read, or what was mapped is no configuration of ours.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--from-verl {path}: can't be read: {error}") from error
-    words = shlex.split(text.replace("\\\n", " "), comments=True)
-    is_list = all("=" in word for word in words if not word.startswith("-"))
-    imported = import_verl(
-        split_overrides(words, parse_yaml) if is_list else flatten(with_references_resolved(read_yaml(path)))
-    )
-    algorithm = "ppo" if imported.settings["algorithm.adv_estimator"] == "gae" else "grpo"
-    named = [f"{ALGORITHM}={algorithm}", f"{PRESET}={NO_PRESET}"]
-    overrides = [*named, *(f"{key}={_text(value)}" for key, value in imported.settings.items())]
-    resolved = resolve(overrides)
-    idle = unused(resolved.config, resolved.changed)
-    kept = [override for override in overrides if override.partition("=")[0] not in idle]
-    return report(imported, idle) + to_yaml(load_config(kept))
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _split(text: str) -> tuple[str, Any]:
     key, sign, value = text.partition("=")
     if not sign or not key:
@@ -220,6 +189,12 @@ def _split(text: str) -> tuple[str, Any]:
         raise ConfigError(
             f"The value of {key} can't be read as YAML: {value!r}. Quote it if it holds special signs."
         ) from error
+
+
+def _epochs_alone(values: dict[str, Any]) -> dict[str, Any]:
+    """A layer with epochs and without steps sets no limit of steps, whatever a weaker layer has."""
+    epochs, steps = values.get("trainer.total_epochs", 0), "trainer.total_training_steps"
+    return {**values, steps: -1} if isinstance(epochs, int) and epochs > 0 and steps not in values else values
 
 
 def _editable(node: DictConfig) -> DictConfig:
@@ -238,7 +213,9 @@ def _check_known(key: str, known: Sequence[str]) -> None:
     inside = [name for name in known if name.startswith(key + ".")]
     if inside:
         raise ConfigError(f"{key} is a group of settings, not one setting; set one of its keys, such as {inside[0]}.")
-    raise ConfigError(f"Unknown key {key!r}.{nearest_key(key, known)} See --help for all keys.")
+    of_verl = describe(key)
+    hint = f" {of_verl}" if of_verl else nearest_key(key, known)
+    raise ConfigError(f"Unknown key {key!r}.{hint} See --help for all keys.")
 
 
 def _set(node: DictConfig, key: str, value: Any) -> None:

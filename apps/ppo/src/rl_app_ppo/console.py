@@ -85,7 +85,7 @@ class Screen:
             ("reward", config.reward.function),
             (
                 "step",
-                f"{config.data.train_batch_size} prompts x {config.rollout.n} responses = {responses}, {config.trainer.total_training_steps} steps",
+                f"{config.data.train_batch_size} prompts x {config.rollout.n} responses = {responses}, {_length(config)}",
             ),
             (
                 "workers",
@@ -148,3 +148,8 @@ def _task(data: DataConfig) -> str:
     if data.train_files:
         return f"{data.train_files}, validated with {data.val_files}"
     return f"two-digit addition, {data.train_size} training and {data.val_size} validation problems"
+
+
+def _length(config: AppConfig) -> str:
+    epochs, steps = config.trainer.total_epochs, f"{config.trainer.total_training_steps} steps"
+    return f"{steps} (at most {epochs} epochs)" if epochs else steps

@@ -1,6 +1,6 @@
 """The command line: `uv run apps/ppo [key=value ...]`.
 
-Exit codes: 0 done, 1 a run that failed, 2 wrong configuration or output folder, 130 interrupted.
+Exit codes: 0 done, 1 a run that failed or a conversion that loses settings, 2 wrong configuration or output folder, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from rl_app_ppo.config import from_verl, load_config, options, resolve, to_yaml
+from rl_app_ppo.config import load_config, options, resolve, to_yaml
 from rl_app_ppo.explain import difference, explain, read_side
 from rl_app_ppo.layers import algorithms, presets
 from rl_app_ppo.outputs import create_run_folder
@@ -40,7 +40,8 @@ RAY_SETTINGS = {
 """What Ray is told unless the environment says otherwise."""
 
 USAGE = """\
-usage: uv run apps/ppo [--help] [--cfg] [--explain KEY] [--diff A B] [--from-verl FILE] [--config FILE] [--allow-unsafe-plugins] [key=value ...]
+usage: uv run apps/ppo [--help] [--cfg] [--explain KEY] [--diff A B] [--from-verl FILE [--accept-losses]]
+                        [--config FILE] [--allow-unsafe-plugins] [key=value ...]
 
 Trains a language model with PPO or GRPO. Without arguments: the demo, on this machine, without a GPU.
 
@@ -53,7 +54,9 @@ Trains a language model with PPO or GRPO. Without arguments: the demo, on this m
   --cfg            print the resolved configuration and exit
   --explain KEY    say what a key, or each key of a group, means, its value and what set it, and exit
   --diff A B       print where two configurations differ and exit; each is a YAML file, or overrides such as "algorithm=ppo rollout.n=4"
-  --from-verl FILE turn a verl 0.9 configuration (YAML, or its overrides one a line) into ours, print it and exit
+  --from-verl FILE turn a verl 0.9 configuration (YAML, a list of overrides, or a shell script) into ours, print it and exit;
+                   exit code 1 where settings that change what is learnt have no counterpart
+  --accept-losses  with --from-verl: exit code 0 nevertheless
   --allow-unsafe-plugins
                    let checkpoint_engine.custom_backend_module and checkpoint_manager_class name any code, as module:Class
   --help           print this and exit
@@ -63,6 +66,7 @@ keys:
 
 
 UNSAFE_PLUGINS = "--allow-unsafe-plugins"
+ACCEPT_LOSSES = "--accept-losses"
 FLAGS = {
     "--help": 0,
     "-h": 0,
@@ -70,6 +74,7 @@ FLAGS = {
     "--explain": 1,
     "--diff": 2,
     "--from-verl": 1,
+    ACCEPT_LOSSES: 0,
     "--config": 1,
     UNSAFE_PLUGINS: 0,
 }
@@ -134,6 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
     try:
         arguments = parse(sys.argv[1:] if argv is None else argv)
+        if "--from-verl" in arguments.flags:
+            return _convert(arguments, out, err)
         answer = _answer(arguments)
         if answer is not None:
             out.print(Text(answer), end="", soft_wrap=True)
@@ -149,6 +156,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _convert(arguments: Arguments, out: Console, err: Console) -> int:
+    from rl_app_ppo.verl.convert import from_verl  # it reads verl's defaults, which nothing else needs
+
+    if arguments.overrides or "--config" in arguments.flags:
+        raise ConfigError(
+            "--from-verl converts a file alone; give overrides when you run what it prints, with --config."
+        )
+    conversion = from_verl(Path(arguments.flags["--from-verl"][0]))
+    out.print(Text(conversion.text), end="", soft_wrap=True)
+    if not conversion.lost or ACCEPT_LOSSES in arguments.flags:
+        return 0
+    err.print(
+        Text(
+            f"{len(conversion.lost)} settings that change what is learnt are lost; see the lines '# lost:' above. "
+            f"{ACCEPT_LOSSES} says that they may be."
+        ),
+        soft_wrap=True,
+    )
+    return 1
+
+
 def _answer(arguments: Arguments) -> str | None:
     """What is to be printed in place of a run."""
     flags = arguments.flags
@@ -157,8 +185,6 @@ def _answer(arguments: Arguments) -> str | None:
     if "--diff" in flags:
         a, b = flags["--diff"]
         return difference(read_side(a), read_side(b)) + "\n"
-    if "--from-verl" in flags:
-        return from_verl(Path(flags["--from-verl"][0]))
     if "--explain" in flags:
         return explain(flags["--explain"][0], resolve(arguments.overrides, arguments.config_file))
     return to_yaml(load_config(arguments.overrides, arguments.config_file)) if "--cfg" in flags else None
@@ -170,12 +196,14 @@ def _train(config: AppConfig, plugins: PluginPolicy, out: Console) -> int:
     from rl_app_ppo.console import (
         Screen,
     )  # these pull in Ray, which --help and --cfg do without, and which reads its settings then
+    from rl_app_ppo.length import with_length
     from rl_app_ppo.preflight import preflight
     from rl_app_ppo.recorder import RunFiles, write_config
     from rl_app_ppo.resume import find_start
     from rl_app_ppo.run import RunPlan, run
 
     graph = preflight(config, plugins)
+    written, config = config, with_length(config)  # a resumed run may have more epochs
     name = config.trainer.run_name or time.strftime(
         f"%Y-%m-%d_%H-%M-%S_{config.algorithm.name}_seed{config.trainer.seed}"
     )
@@ -184,7 +212,7 @@ def _train(config: AppConfig, plugins: PluginPolicy, out: Console) -> int:
     go_on = config.trainer.resume_mode == "auto"
     folder = create_run_folder(output_dir, name, config.trainer.min_free_disk_mb, go_on=go_on)
     files = RunFiles(folder=folder.resolve())
-    write_config(config, files)
+    write_config(written, files)
     logging.basicConfig(
         filename=files.logs / "driver.log", level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

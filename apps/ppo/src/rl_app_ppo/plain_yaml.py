@@ -37,8 +37,8 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, Loader=PlainNumbers)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
+def read_yaml(path: Path, flag: str = "--config") -> dict[str, Any]:
+    """The mapping in a YAML file; `flag` is what named it.
 
     Raises:
         ConfigError: the file can't be read, or holds something else.
@@ -46,9 +46,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         values: object = parse_yaml(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path}: can't be read as YAML: {error}") from error
+        raise ConfigError(f"{flag} {path}: can't be read as YAML: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"--config {path}: expected a mapping of groups to settings; got {type(values).__name__}.")
+        raise ConfigError(f"{flag} {path}: expected a mapping of groups to settings; got {type(values).__name__}.")
     return cast(dict[str, Any], values)
 
 

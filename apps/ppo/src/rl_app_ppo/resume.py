@@ -18,6 +18,7 @@ FREE = (
     "algorithm.name",
     "preset",
     "trainer.total_training_steps",
+    "trainer.total_epochs",
     "trainer.test_freq",
     "trainer.val_before_train",
     "trainer.save_freq",

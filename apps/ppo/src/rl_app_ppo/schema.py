@@ -185,6 +185,9 @@ class GenerationConfig(RolloutConfig):
 class TrainerConfig(LoopConfig):
     """The run and what it writes."""
 
+    total_epochs: int = option(
+        0, "most passes over the training data, each of as many steps as there are whole batches; 0: steps alone count"
+    )
     output_dir: str = option("outputs", "folder in which each run gets a folder of its own")
     run_name: str = option("", "name of that folder; empty: date, time, algorithm and seed")
     resume_mode: str = option(
@@ -205,6 +208,13 @@ class TrainerConfig(LoopConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(self.total_epochs >= 0, "trainer.total_epochs", "at least 0", self.total_epochs)
+        require(
+            self.total_training_steps >= 0 or self.total_epochs >= 1,
+            "trainer.total_training_steps",
+            "at least 0 without trainer.total_epochs",
+            self.total_training_steps,
+        )
         require(bool(self.output_dir), "trainer.output_dir", "a folder", self.output_dir)
         require("/" not in self.run_name, "trainer.run_name", "a name without slashes", self.run_name)
         require(bool(self.resume_mode), "trainer.resume_mode", "disable, auto or a folder", self.resume_mode)

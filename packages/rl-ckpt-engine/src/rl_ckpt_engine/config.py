@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from rl_protocol.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?")
 
 
 @dataclass(frozen=True, kw_only=True)

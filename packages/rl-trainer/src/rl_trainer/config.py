@@ -416,7 +416,7 @@ class RolloutConfig:
 class LoopConfig:
     """Length, pace and seed of a run."""
 
-    total_training_steps: int = option(30, "steps to train")
+    total_training_steps: int = option(30, "steps to train; -1: as many as trainer.total_epochs has")
     test_freq: int = option(5, "validate every so many steps; 0: only before and after")
     val_before_train: bool = option(True, "validate before the first step")
     save_freq: int = option(0, "save a checkpoint to resume from every so many steps, and after the last; 0: none")
@@ -424,7 +424,9 @@ class LoopConfig:
     stage_timeout_s: float = option(600.0, "longest one stage of a step may take, seconds")
 
     def __post_init__(self) -> None:
-        require(self.total_training_steps >= 0, "trainer.total_training_steps", "at least 0", self.total_training_steps)
+        require(
+            self.total_training_steps >= -1, "trainer.total_training_steps", "at least -1", self.total_training_steps
+        )
         require(self.test_freq >= 0, "trainer.test_freq", "at least 0", self.test_freq)
         require(self.save_freq >= 0, "trainer.save_freq", "at least 0", self.save_freq)
         require(0 <= self.seed < 2**31, "trainer.seed", "in [0, 2**31)", self.seed)

@@ -39,6 +39,7 @@ from rl_trainer.messages import (
     StageResult,
 )
 from rl_trainer.routing import roll_out
+from rl_trainer.settings import require
 from rl_trainer.stages import StepGraph
 
 logger = logging.getLogger(__name__)
@@ -87,9 +88,14 @@ class PPOTrainer:
 
     Lifecycle: build it with `TrainerParts`, await `resume()` to go on from a checkpoint, then `fit()`, which returns the metrics of the last
     validation. It owns none of its parts: whoever built them closes them.
+
+    Raises:
+        ConfigError: the number of steps is not known.
     """
 
     def __init__(self, parts: TrainerParts) -> None:
+        steps = parts.loop.total_training_steps
+        require(steps >= 0, "trainer.total_training_steps", "at least 0 where training starts", steps)
         self._p = parts
         self._steps_done = 0
         self._version = 0

@@ -1,0 +1,156 @@
+"""A configuration of verl as one of ours, and a report of what could not be carried over.
+
+What the file does not give has verl's default, not ours: a file means what it meant there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rl_app_ppo.config import load_config, nearest_key, resolve, to_yaml
+from rl_app_ppo.layers import ALGORITHM, NO_PRESET, PRESET
+from rl_app_ppo.unused import unused
+from rl_app_ppo.verl.entries import Answer, Lost, Note, Value, Verl
+from rl_app_ppo.verl.reading import CONFIG_NAME, defaults, defaults_file, read_verl, resolved, resolved_defaults
+from rl_app_ppo.verl.table import find
+from rl_app_ppo.verl.turns import ACTOR, ENGINES
+
+
+@dataclass(slots=True)
+class Imported:
+    """What became of a verl configuration."""
+
+    settings: dict[str, Value] = field(default_factory=dict[str, Value])
+    """Ours: dotted key -> value; where nothing was given, verl's default."""
+    given: set[str] = field(default_factory=set[str])
+    """Those of them that the file gives."""
+    changed: set[str] = field(default_factory=set[str])
+    """Those of them that the file gives another value than verl's default."""
+    lost: dict[str, str] = field(default_factory=dict[str, str])
+    """verl's key -> why its value, which changes what is learnt, has no counterpart."""
+    notes: dict[str, str] = field(default_factory=dict[str, str])
+    """verl's key -> what else is to be known of its value."""
+    kept_defaults: int = 0
+    """Keys without a counterpart that have verl's default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What --from-verl prints."""
+
+    text: str
+    """YAML for --config, after the report as comments."""
+    lost: tuple[str, ...]
+    """Keys of verl that change what is learnt and have no counterpart."""
+
+
+def from_verl(path: Path) -> Conversion:
+    """A verl configuration as YAML for --config, checked.
+
+    Args:
+        path: YAML, overrides as on verl's command line, or a shell script with them.
+
+    Raises:
+        ConfigError: the file can't be read, or what was mapped is no configuration of ours.
+    """
+    imported = import_verl(read_verl(path))
+    algorithm = "ppo" if imported.settings["algorithm.adv_estimator"] == "gae" else "grpo"
+    named = [f"{ALGORITHM}={algorithm}", f"{PRESET}={NO_PRESET}"]
+    overrides = [*named, *(f"{key}={json.dumps(value)}" for key, value in imported.settings.items())]
+    resolution = resolve(overrides)
+    idle = unused(resolution.config, resolution.changed)
+    kept = [override for override in overrides if override.partition("=")[0] not in idle]
+    return Conversion(report(imported, idle) + to_yaml(load_config(kept)), tuple(imported.lost))
+
+
+def import_verl(file: Mapping[str, Value]) -> Imported:
+    """Turn verl's keys into ours. The result has not been checked: `rl_app_ppo.config.resolve` does that.
+
+    Args:
+        file: what a file gives, see `read_verl`.
+
+    Raises:
+        ConfigError: a value refers to nothing.
+    """
+    given = {key.lstrip("+~"): None if key.startswith("~") else value for key, value in file.items()}
+    given = {key: value for key, value in given.items() if not key.endswith("_target_")}
+    found = Imported(settings={"model_engine": "fsdp"})  # also where verl's engine is not supported
+    base = str(given.pop(CONFIG_NAME, "ppo_trainer")).removesuffix(".yaml")
+    engine = "megatron" if "megatron" in base else str(given.get("model_engine", "fsdp"))
+    if base not in ("ppo_trainer", "ppo_megatron_trainer"):
+        found.lost[f"{CONFIG_NAME}={base}"] = (
+            "the configuration it names is not read; convert what verl prints with --cfg job --resolve"
+        )
+    engine = str(given.setdefault(f"{ACTOR}.strategy", ENGINES.get(engine, engine)))
+    before = {**resolved_defaults(engine), f"{ACTOR}.strategy": "fsdp"}
+    verl = Verl(resolved({**defaults(engine), **given}), frozenset(given))
+    for key in verl.values:
+        if not key.endswith("_target_"):
+            _convert(key, verl, before, found)
+    return found
+
+
+def _convert(key: str, verl: Verl, before: Mapping[str, Value], found: Imported) -> None:
+    value, entry = verl.values[key], find(key)
+    changed = key not in before or value != before[key]
+    shown = _shown(key, verl)
+    if entry is None:
+        if changed and value is not None:
+            found.lost[shown] = (
+                f"there is no such key in verl {defaults_file()['version']}.{nearest_key(key, list(before))}"
+            )
+        return
+    if (value is None and not entry.null) or value == "???":
+        return
+    answer: Answer = entry.answer(value, verl)
+    if isinstance(answer, Lost) and key.startswith("critic.") and not verl.has_critic:
+        answer = Note("there is no critic with this estimator")
+    match answer:
+        case Lost(why):
+            if changed:
+                found.lost[shown] = why
+            else:
+                found.kept_defaults += 1
+        case Note(why, settings, always):
+            if always or (changed and key in verl.given):
+                ours = ", ".join(f"{name}={value}" for name, value in (settings or {}).items())
+                found.notes[ours if always and ours else shown] = why
+            elif not settings:
+                found.kept_defaults += 1
+            _merge(key, changed, settings or {}, verl, found)
+        case settings:
+            _merge(key, changed, settings, verl, found)
+
+
+def _shown(key: str, verl: Verl) -> str:
+    return f"{key}={json.dumps(verl.values[key], default=str)}"
+
+
+def _merge(key: str, changed: bool, settings: Mapping[str, Value], verl: Verl, found: Imported) -> None:
+    """Take settings over; what is given holds against a default, and of two that are given the first."""
+    for name, ours in settings.items():
+        if key in verl.given and name in found.given and found.settings[name] != ours:
+            found.lost[_shown(key, verl)] = (
+                f"{name} is {found.settings[name]!r} already, by another key of verl that means the same"
+            )
+        elif key in verl.given or name not in found.given:
+            found.settings[name] = ours
+        if key in verl.given:
+            found.given.add(name)
+            found.changed |= {name} if changed else set()
+
+
+def report(imported: Imported, idle: Mapping[str, str]) -> str:
+    """What could not be carried over, as YAML comments; `idle` are settings of ours that nothing would read -> what they need."""
+    lines = [f"# lost: {key}: {why}" for key, why in sorted(imported.lost.items())]
+    lines += [f"# note: {key}: {why}" for key, why in sorted(imported.notes.items())]
+    lines += [
+        f"# note: {key} is left out: nothing reads it without {idle[key]}"
+        for key in sorted(idle.keys() & imported.changed)
+    ]
+    if imported.kept_defaults:
+        lines.append(f"# note: {imported.kept_defaults} keys that have verl's default have no counterpart here")
+    return "".join(line + "\n" for line in lines)

@@ -1,0 +1,1 @@
+"""The parts of the table, by groups of verl's configuration."""

@@ -1,0 +1,103 @@
+"""Every key of verl's own configuration is mapped, refused with a reason, or known to have no effect here."""
+
+from __future__ import annotations
+
+import pytest
+
+from rl_app_ppo.config import load_config, options
+from rl_app_ppo.verl.convert import import_verl
+from rl_app_ppo.verl.entries import Lost, Note, Verl
+from rl_app_ppo.verl.reading import defaults, defaults_file, resolved_defaults
+from rl_app_ppo.verl.table import TABLE, describe, find
+from rl_protocol import ConfigError
+
+KEYS = {option.key for option in options()}
+ENGINES = tuple(defaults_file()["engines"])
+SAMPLES = (None, 1, 0, -1, 2.5, True, False, "fsdp", "cosine", "x", [0.9, 0.95], ["a", "b"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_key_of_verls_configuration_is_in_the_table(engine):
+    keys = {*defaults(engine), *resolved_defaults(engine)}
+    assert len(keys) > 700
+    assert [key for key in sorted(keys) if find(key) is None and not key.endswith("_target_")] == []
+
+
+def test_every_entry_says_why_or_what():
+    for entry in TABLE:
+        assert entry.keys
+        assert entry.turn is not None or entry.why, entry.keys
+        assert set(entry.to) <= KEYS, entry.keys
+
+
+def test_every_exact_key_of_the_table_is_verls_or_of_a_group_that_takes_more():
+    """A key that verl renames must not stay behind unseen."""
+    known = {key for engine in ENGINES for key in {*defaults(engine), *resolved_defaults(engine)}}
+    exact = {key for entry in TABLE for key in entry.keys if not key.endswith(".*")}
+    more = {
+        "model_engine",  # a group of configurations
+        "algorithm.gdpo_reward_keys",
+        "algorithm.gdpo_reward_weights",
+        "data.cache_dir",
+        "actor_rollout_ref.rollout.limit_images",
+        "actor_rollout_ref.rollout.checkpoint_manager_class",
+        "critic.pad_to_length",
+        "critic.use_torch_compile",
+        *(f"{role}.optim.grad_clip" for role in ("actor_rollout_ref.actor", "critic")),
+        *(f"actor_rollout_ref.actor.fsdp_config.{name}" for name in ("grad_offload",)),
+    }
+    parts = (
+        "overlong_buffer",
+        "reward_kwargs",
+        "override_optimizer_config",
+        "override_transformer_config",
+        "critic.model.lora",
+    )
+    assert {key for key in exact - known - more if not any(part in key for part in parts)} == set()
+
+
+def test_a_conversion_gives_keys_that_its_entry_names_for_any_value():
+    for entry in TABLE:
+        for key in entry.keys:
+            for value in SAMPLES if entry.turn is not None else ():
+                verl = Verl({**resolved_defaults("fsdp"), key: value}, frozenset({key}))
+                try:
+                    answer = entry.answer(value, verl)
+                except (TypeError, ValueError, IndexError, ZeroDivisionError):
+                    continue  # a value of another type than verl's
+                settings = {Lost: {}, Note: getattr(answer, "settings", None) or {}}.get(type(answer), answer)
+                assert set(settings) <= set(entry.to), key
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+def test_verls_defaults_lose_nothing(engine):
+    imported = import_verl({"model_engine": engine})
+    assert imported.lost == {}
+    assert set(imported.settings) <= KEYS
+    given = import_verl({**defaults(engine), "model_engine": engine})  # the same, written out
+    assert given.lost == {}
+    assert given.settings == imported.settings
+
+
+@pytest.mark.parametrize(
+    ("key", "answer"),
+    [
+        ("trainer.n_gpus_per_node=8", "It is a key of verl, which has no counterpart here: .*world_size"),
+        ("actor_rollout_ref.actor.ppo_epochs=2", r"here it is actor\.ppo_epochs\."),
+        ("+actor_rollout_ref.actor.ppo_epochs=2", r"here it is actor\.ppo_epochs\."),
+        ("actor_rollout_ref.actor.clip_ratio=0.3", r"here it is actor\.clip_ratio_low and actor\.clip_ratio_high"),
+        ("trainer.nnodes=2", "has no effect here: this version trains on one host"),
+        ("data.tokenizer=x", "is not supported: the tokenizer is that of model.path"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.x=1", "has no effect here: the rollout engine's own settings"),
+        ("trainer.default_local_dir=x", r"here it is trainer\.output_dir"),
+    ],
+)
+def test_a_command_line_that_uses_verls_key_is_told_what_it_is_here(key, answer):
+    with pytest.raises(ConfigError, match=answer):
+        load_config([key])
+
+
+def test_what_is_no_key_of_verl_gets_the_nearest_key():
+    assert describe("rollout.nn") == ""
+    with pytest.raises(ConfigError, match=r"Unknown key 'rollout\.nn'\. Did you mean 'rollout\.n'\?"):
+        load_config(["rollout.nn=2"])
