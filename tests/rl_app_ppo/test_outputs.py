@@ -44,9 +44,10 @@ def test_tensorboard_reads_its_events(tmp_path):
 
 
 def test_a_run_folder_is_new_and_empty(tmp_path):
-    folder = create_run_folder(tmp_path / "outputs", "a", 0)
-    assert folder.is_dir()
-    assert not list(folder.iterdir())
+    made = create_run_folder(tmp_path / "outputs", "a", 0)
+    assert made.is_new
+    assert not list(made.path.iterdir())
+    assert not create_run_folder(tmp_path / "outputs", "a", 0, go_on=True).is_new
     with pytest.raises(OutputError, match=r"^/.*/outputs/a exists already; .*trainer\.resume_mode=auto\.$"):
         create_run_folder(tmp_path / "outputs", "a", 0)
 

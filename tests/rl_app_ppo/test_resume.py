@@ -9,9 +9,9 @@ import pytest
 
 from rl_app_ppo.config import load_config, options, to_yaml
 from rl_app_ppo.length import with_length
-from rl_app_ppo.outputs import kept_metrics
+from rl_app_ppo.outputs import kept_metrics, set_aside
 from rl_app_ppo.resume import FREE, Start, find_start
-from rl_protocol import ConfigError
+from rl_protocol import ConfigError, OutputError
 from rl_trainer import Workers
 from rl_trainer.checkpoints.folder import RunState, step_name
 from rl_trainer.checkpoints.stateful import StatefulWorker
@@ -62,8 +62,46 @@ def test_auto_takes_the_newest_whole_one_and_says_which_it_passed_over(folder):
 
 
 def test_without_a_checkpoint_auto_begins_and_disable_never_looks(folder, tmp_path):
-    assert find_start(config(), tmp_path / "other") == Start(notes=[])
+    assert find_start(config(), tmp_path / "other") == Start(notes=[], set_aside=True)
     assert find_start(load_config(["trainer.run_name=r"]), folder) == Start()
+
+
+def test_auto_never_starts_over_in_a_folder_with_results(folder, tmp_path):
+    """It would overwrite the configuration, the metrics and the model of the run."""
+    finished = tmp_path / "finished"
+    (finished / "checkpoint").mkdir(parents=True)
+    with pytest.raises(
+        OutputError, match=r"finds no whole checkpoint in .*finished: it has a finished model in checkpoint/"
+    ):
+        find_start(config(), finished)
+    for step in (2, 4):
+        (folder / "checkpoints" / step_name(step) / "trainer.json").write_text("{")
+    with pytest.raises(OutputError, match=r"step-000004 is passed over: .*; checkpoint step-000002 is passed over: .*"):
+        find_start(config(), folder)
+
+
+def test_a_finished_run_is_left_as_it_is_until_it_is_made_longer(folder):
+    ended = config("trainer.total_training_steps=4")
+    assert not find_start(ended, folder).finished  # its model has not been written
+    (folder / "checkpoint").mkdir()
+    start = find_start(ended, folder)
+    assert start.finished
+    assert start.notes == [
+        f"{folder} has done its 4 steps already; nothing is to be done. Raise trainer.total_training_steps to go on with it."
+    ]
+    assert not find_start(config(), folder).finished
+
+
+def test_what_an_attempt_without_a_checkpoint_has_left_is_kept(tmp_path):
+    for attempt in ("1", "2"):
+        (tmp_path / "metrics.jsonl").write_text(attempt)
+        (tmp_path / "logs").mkdir()
+        (note,) = set_aside(tmp_path)
+        assert f"attempts/{attempt}" in note
+        assert [path.name for path in tmp_path.iterdir()] == ["attempts"]
+        assert (tmp_path / "attempts" / attempt / "metrics.jsonl").read_text() == attempt
+        assert (tmp_path / "attempts" / attempt / "logs").is_dir()
+    assert set_aside(tmp_path) == []
 
 
 def test_a_path_names_one_checkpoint(folder):
@@ -98,7 +136,7 @@ def test_length_outputs_and_how_it_is_computed_may_change_and_are_told(folder):
     assert start.checkpoint.manifest.step == 4
     assert "changed since then: trainer.total_training_steps: 10 -> 20" in start.notes
     assert "changed since then: actor.optim.lr: 0.001 -> 0.0001" in start.notes
-    assert "changed since then: trainer.save_freq: 0 -> 3" in start.notes
+    assert "changed since then: trainer.save_freq: 10 -> 3" in start.notes
     with pytest.raises(ConfigError, match=r"trainer\.total_training_steps must be at least 4, .*; got 3"):
         find_start(config("trainer.total_training_steps=3"), folder)
 

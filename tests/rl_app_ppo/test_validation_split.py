@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from rl_app_ppo.config import load_config, to_yaml
-from rl_app_ppo.main import validated
 from rl_app_ppo.resume import changes
 from rl_app_ppo.wiring.data import about_validation, open_data, train_order
 from rl_protocol import ConfigError
@@ -114,8 +113,3 @@ def test_a_resumed_run_keeps_its_training_rows(config, files):
     with_files = config(f"data.val_files={files[1]}", train=str(files[0]))
     without = config(f"data.val_files={files[1]}", "trainer.test_freq=0", train=str(files[0]))
     assert resumed(with_files, without) == ["trainer.test_freq: 5 -> 0"]
-
-
-def test_the_last_line_says_what_was_validated():
-    assert validated([(0, 0.25), (5, 0.5), (9, 0.75)]) == "validation accuracy 0.250 -> 0.750"
-    assert validated([]) == "done, without validation,"

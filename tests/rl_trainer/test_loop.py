@@ -431,7 +431,7 @@ def test_no_answer_to_the_driver_has_room_for_a_column():
     }
     assert kinds == {
         StageResult: {"metrics": dict[str, float]},
-        RolloutResult: {"trajectories": int, "tokens": int},
+        RolloutResult: {"trajectories": int, "tokens": int, "truncated": int},
         FilterResult: {"uids": tuple[str, ...]},
     }
 

@@ -20,7 +20,7 @@ from rl_trainer import (
 )
 from rl_trainer.config import PolicyLossConfig, RolloutCorrectionConfig
 from rl_trainer.metrics import explained_variance, length_stats, stats
-from rl_trainer.scoring import Scoring, estimate_advantages, row_sums
+from rl_trainer.scoring import Scoring, _equal_groups, estimate_advantages, row_sums
 
 
 def test_masked_statistics_by_hand():
@@ -231,3 +231,11 @@ def test_the_order_of_prompts_covers_each_epoch_once_and_can_be_asked_for_at_any
     assert PromptOrder(10, 4, seed=4).rows(0) != order.rows(0)
     with pytest.raises(ConfigError, match="empty"):
         PromptOrder(0, 1, 0)
+
+
+def test_prompts_whose_sessions_all_score_alike_are_counted_by_hand():
+    """a: 1, 1; b: 0, 1; c: one session, which has nothing to be compared with."""
+    assert _equal_groups(["a", "b", "a", "b", "c"], np.array([1.0, 0.0, 1.0, 1.0, 1.0])) == {
+        "critic/score/equal_groups": 0.5
+    }
+    assert _equal_groups(["a", "b"], np.array([1.0, 1.0])) == {}

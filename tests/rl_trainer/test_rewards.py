@@ -28,6 +28,7 @@ from rl_trainer.rewards import (
     load_reward,
     parse_terms,
 )
+from rl_trainer.rewards.functions import run
 from rl_trainer.rewards.outcomes import outcome_of
 from rl_trainer.rewards.pool import LATE_S, MOST_LATE, Turns
 
@@ -501,3 +502,28 @@ def test_every_sample_has_an_outcome_in_its_place(returned):
         assert isinstance(outcome, Scored) == finite
         if finite:
             assert outcome.numbers["score"] == float(value)
+
+
+def test_a_failure_names_the_innermost_line_of_the_file_of_the_function(tmp_path):
+    """What raises may be deep in a library: the user looks for the line of their own."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import json\n"
+        "def parse(text):\n"
+        "    return json.loads(text)\n"
+        "def score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return parse(solution_str)['score']\n"
+        "async def later(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return parse(solution_str)['score']\n"
+        "def no_arguments():\n"
+        "    return 1.0\n"
+    )
+    environment = {"RL_REWARD_PATH": str(tmp_path)}
+    samples = [Sample(data_source="s", solution_str=text, ground_truth="") for text in ("{", "{}", '{"score": 1}')]
+    for name, line in (("score", 5), ("later", 7)):
+        bad, missing, good = run(load_reward(f"{path}:{name}", environment), samples, 10)
+        assert (bad.where, missing.where) == (f"{path}:3", f"{path}:{line}")
+        assert missing.said == f"raised KeyError: 'score' ({path}:{line})"
+        assert good.numbers["score"] == 1.0
+    (called,) = run(load_reward(f"{path}:no_arguments", environment), samples[:1], 10)
+    assert (called.where, called.said) == ("", called.message)

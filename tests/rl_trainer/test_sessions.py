@@ -54,9 +54,16 @@ def test_one_turn_is_one_call_for_all_sessions():
     engine = Echo()
     out = asyncio.run(run_sessions(SESSIONS.get("single_turn"), refs(2, 3), engine, SAMPLING))
     assert out == [
-        [Trajectory(response_ids=(n,) * 4, made=(True,) * 4, log_probs=(-0.5,) * 4, weight_version=7)] for n in (2, 3)
+        [Trajectory(response_ids=(n,) * 4, made=(True,) * 4, log_probs=(-0.5,) * 4, weight_version=7, truncated=True)]
+        for n in (2, 3)
     ]
     assert engine.calls == [([("p0", 0, (1, 2)), ("p1", 0, (1, 2, 3))], 4)]
+
+
+@pytest.mark.parametrize(("reason", "truncated"), [("stop", False), ("length", True), ("abort", False)])
+def test_only_a_response_that_ended_at_its_length_is_truncated(reason, truncated):
+    one = Generation(response_ids=(1,), log_probs=(0.0,), finish_reason=reason, weight_version=0)
+    assert Trajectory.of(one).truncated is truncated
 
 
 async def as_many_turns_as_tokens(row, generate):

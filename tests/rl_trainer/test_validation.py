@@ -138,6 +138,15 @@ def test_a_table_can_be_read_back(tmp_path):
     assert len(lines) == 2
     assert json.loads(lines[0])["outcome"] == {"type": "failure", "kind": "timeout", "message": "late"}
     assert json.loads(lines[0])["response"] == "3"
+    assert "note" not in json.loads(lines[0])
+
+
+def test_every_row_carries_what_a_reader_must_know(tmp_path):
+    log = SampleLog(tmp_path, "train-", note="answers are written units first")
+    log.write(3, [ROW, ROW])
+    log.close()
+    rows = [json.loads(line) for line in (tmp_path / "train-3.jsonl").read_text().splitlines()]
+    assert [row["note"] for row in rows] == ["answers are written units first"] * 2
 
 
 def test_a_slow_disk_blocks_nobody(tmp_path, monkeypatch, caplog):

@@ -60,7 +60,7 @@ def test_nothing_ends_a_process_by_force() -> None:
 
 def test_only_entry_points_set_logging_up() -> None:
     setting_up = {path.name for path in SOURCES if re.search(r"basicConfig|dictConfig|getLogger\(\)", path.read_text())}
-    assert setting_up <= {"main.py", "host.py", "serve.py"}  # the app, a worker process of it, a process of a plane
+    assert setting_up <= {"launch.py", "host.py", "serve.py"}  # the app, a worker process of it, a process of a plane
 
 
 RUNNERS = (

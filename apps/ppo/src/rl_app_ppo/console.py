@@ -12,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from rl_app_ppo.schema import AppConfig, DataConfig
+from rl_app_ppo.banner import described
+from rl_app_ppo.schema import AppConfig
 from rl_ckpt_engine.progress import PHASES, SyncProgress
 
 ACCURACY = "acc/mean@"
@@ -25,14 +26,15 @@ def validation_accuracy(metrics: Mapping[str, float]) -> float | None:
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
-    """One line about one step; its fields keep their columns from step to step."""
-    kl = metrics.get("actor/ref_kl", metrics.get("actor/reward_kl_penalty", metrics.get("actor/ppo_kl", 0.0)))
+    """One line about one step; its fields keep their columns from step to step. `kl` is the divergence from the reference, nats per token,
+    and left out where there is no reference."""
+    kl = metrics.get("actor/ref_kl", metrics.get("actor/reward_kl_penalty"))
     parts = [
         f"step {step:>{len(str(total))}}/{total}",
         f"reward {metrics.get('critic/score/mean', 0.0):6.3f}",
         f"accuracy {metrics.get('critic/acc/mean', 0.0):5.3f}",
         f"length {metrics.get('response_length/mean', 0.0):5.2f}",
-        f"kl {kl:7.4f}",
+        *([f"kl {kl:7.4f}"] if kl is not None else []),
         f"entropy {metrics.get('actor/entropy', 0.0):5.3f}",
         f"{metrics.get('timing_s/step', 0.0):5.2f} s",
     ]
@@ -69,37 +71,10 @@ class Screen:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def header(self, config: AppConfig, model: str, folder: Path) -> None:
+    def header(self, config: AppConfig, folder: Path) -> None:
         """Say what will run."""
         table = Table.grid(padding=(0, 2))
-        responses = config.data.train_batch_size * config.rollout.n
-        sync = config.checkpoint_engine
-        critic = " + critic" if config.algorithm.adv_estimator == "gae" else ""
-        for name, value in (
-            (
-                "algorithm",
-                f"{config.algorithm.name} ({config.algorithm.adv_estimator} advantages), seed {config.trainer.seed}",
-            ),
-            ("model", model),
-            ("task", _task(config.data)),
-            ("reward", config.reward.function),
-            (
-                "step",
-                f"{config.data.train_batch_size} prompts x {config.rollout.n} responses = {responses}, {_length(config)}",
-            ),
-            (
-                "workers",
-                f"{config.rollout.num_workers} rollout + reward + actor + reference{critic}, Ray ({config.ray.address})",
-            ),
-            ("data plane", f"rl-transferqueue, {config.transfer_queue.num_storage_units} storage units, shared memory"),
-            (
-                "weights",
-                f"rl-ckpt-engine ({sync.backend}), after every step"
-                if sync.enabled
-                else "SYNC IS OFF: rollout keeps the initial weights",
-            ),
-            ("output", str(folder)),
-        ):
+        for name, value in (*described(config).items(), ("output", str(folder))):
             table.add_row(Text(name, style="bold"), Text(value, style="bold red" if "OFF" in value else ""))
         self._console.print(Panel(table, title="rl-app-ppo", title_align="left", expand=False))
 
@@ -142,14 +117,3 @@ class Screen:
         """List what was written."""
         for name, path in entries.items():
             self._console.print(Text(f"  {name:<12} {path}"), soft_wrap=True)
-
-
-def _task(data: DataConfig) -> str:
-    if data.train_files:
-        return f"{data.train_files}, validated with {data.val_files}"
-    return f"two-digit addition, {data.train_size} training and {data.val_size} validation problems"
-
-
-def _length(config: AppConfig) -> str:
-    epochs, steps = config.trainer.total_epochs, f"{config.trainer.total_training_steps} steps"
-    return f"{steps} (at most {epochs} epochs)" if epochs else steps

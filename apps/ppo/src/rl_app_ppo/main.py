@@ -6,15 +6,11 @@ Exit codes: 0 done, 1 a run that failed or a conversion that loses settings, 2 w
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import signal
 import sys
-import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -22,13 +18,10 @@ from rich.text import Text
 from rl_app_ppo.config import load_config, options, resolve, to_yaml
 from rl_app_ppo.explain import difference, explain, read_side
 from rl_app_ppo.layers import algorithms, presets
-from rl_app_ppo.outputs import create_run_folder
 from rl_app_ppo.schema import AppConfig
+from rl_app_ppo.startup import Startup
 from rl_ckpt_engine import PluginPolicy, load_policy
 from rl_protocol import ConfigError, OutputError, RLError
-
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 RAY_SETTINGS = {
     # One uv environment serves driver and workers of a machine. Ray's hook would package the working folder and start uv for every
@@ -193,68 +186,13 @@ def _answer(arguments: Arguments) -> str | None:
 def _train(config: AppConfig, plugins: PluginPolicy, out: Console) -> int:
     for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
-    from rl_app_ppo.console import (
-        Screen,
-    )  # these pull in Ray, which --help and --cfg do without, and which reads its settings then
-    from rl_app_ppo.length import with_length
-    from rl_app_ppo.preflight import preflight
-    from rl_app_ppo.recorder import RunFiles, write_config
-    from rl_app_ppo.resume import find_start
-    from rl_app_ppo.run import RunPlan, run
-
-    graph = preflight(config, plugins)
-    written, config = config, with_length(config)  # a resumed run may have more epochs
-    name = config.trainer.run_name or time.strftime(
-        f"%Y-%m-%d_%H-%M-%S_{config.algorithm.name}_seed{config.trainer.seed}"
-    )
-    output_dir = Path(config.trainer.output_dir)
-    start = find_start(config, output_dir.expanduser() / name)
-    go_on = config.trainer.resume_mode == "auto"
-    folder = create_run_folder(output_dir, name, config.trainer.min_free_disk_mb, go_on=go_on)
-    files = RunFiles(folder=folder.resolve())
-    write_config(written, files)
-    logging.basicConfig(
-        filename=files.logs / "driver.log", level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.captureWarnings(capture=True)
-    logger.info("run %s starts", files.folder)
-    screen = Screen(out)
-    screen.header(config, config.model.path or "demo model", files.folder)
-    for note in start.notes:
-        screen.note(note)
-    began = time.perf_counter()
-    recorder = asyncio.run(
-        _interruptible(run(RunPlan(config=config, graph=graph, files=files, start=start, plugins=plugins), screen))
-    )
-    screen.curve(recorder.curves)
-    out.print(Text(f"{validated(recorder.validation)} in {time.perf_counter() - began:.0f} s"))
-    screen.paths(
-        {
-            "config": files.config,
-            "metrics": files.metrics,
-            "tensorboard": files.tensorboard,
-            "curve": files.curve,
-            "checkpoint": files.checkpoint,
-        }
-    )
+    startup = Startup(lambda line: out.print(Text(line), soft_wrap=True))
+    try:
+        with startup.phase("imports", "importing libraries"):
+            from rl_app_ppo.launch import (
+                launch,
+            )  # imports Ray, which --help and --cfg do without, and which reads its settings then
+        launch(config, plugins, out, startup)
+    finally:
+        startup.end()
     return 0
-
-
-def validated(curve: Sequence[tuple[int, float]]) -> str:
-    """What came out of a run: its first and last validation accuracy, if it validated."""
-    return f"validation accuracy {curve[0][1]:.3f} -> {curve[-1][1]:.3f}" if curve else "done, without validation,"
-
-
-async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
-    """Ctrl-C and SIGTERM end the work in order, once: `uv run` passes on a Ctrl-C that the terminal has sent to us already, and a second
-    one must not cut the clean-up short, which is bounded."""
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
-
-    def end() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, logger.info, "ending already")
-        task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end)
-    return await task

@@ -8,6 +8,7 @@ import platform
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,10 +22,21 @@ writing = partial(
     remedy="Free some space, make the folder writable, or set trainer.output_dir to another place.",
 )
 """writing(path): of what is done within, see write_errors."""
+ATTEMPTS = "attempts"
+"""Folder of a run for what attempts have left that ended before a checkpoint."""
 
 
-def create_run_folder(output_dir: Path, run_name: str, min_free_mb: int, *, go_on: bool = False) -> Path:
-    """Make the folder of a run and check that it can be written and has room.
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Where a run writes."""
+
+    path: Path
+    is_new: bool
+    """Made for this run."""
+
+
+def create_run_folder(output_dir: Path, run_name: str, min_free_mb: int, *, go_on: bool = False) -> RunFolder:
+    """Make the folder of a run and check that it can be written and has room. One that is refused is not made.
 
     Args:
         output_dir: where runs are.
@@ -38,26 +50,38 @@ def create_run_folder(output_dir: Path, run_name: str, min_free_mb: int, *, go_o
     folder = output_dir.expanduser() / run_name
     with writing(folder):
         is_new = not folder.exists()
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            folder.mkdir(exist_ok=go_on)
-        except FileExistsError:
+        if not is_new and not go_on:
             raise OutputError(
                 f"{folder} exists already; nothing is overwritten. Set trainer.run_name to another name, or go on with it: "
                 "trainer.resume_mode=auto."
-            ) from None
+            )
+        there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+        free = shutil.disk_usage(there).free // 2**20
+        if free < min_free_mb:
+            raise OutputError(
+                f"{output_dir} has {free} MiB of free space, less than trainer.min_free_disk_mb={min_free_mb}. "
+                "Free some space or set trainer.output_dir to another place."
+            )
+        folder.mkdir(parents=True, exist_ok=go_on)
         probe = folder / ".probe"
         probe.write_bytes(b"\0" * 4096)
         probe.unlink()
-        free = shutil.disk_usage(folder).free // 2**20
-    if free < min_free_mb:
-        if is_new:
-            folder.rmdir()
-        raise OutputError(
-            f"{output_dir} has {free} MiB of free space, less than trainer.min_free_disk_mb={min_free_mb}. "
-            "Free some space or set trainer.output_dir to another place."
-        )
-    return folder
+    return RunFolder(folder, is_new)
+
+
+def set_aside(folder: Path) -> list[str]:
+    """Move what an attempt without a checkpoint has left in its run folder into `attempts/<number>/` there; says so, if there was anything."""
+    with writing(folder):
+        left = [path for path in folder.iterdir() if path.name != ATTEMPTS]
+        if not left:
+            return []
+        attempts = folder / ATTEMPTS
+        attempts.mkdir(exist_ok=True)
+        aside = attempts / str(1 + max((int(p.name) for p in attempts.iterdir() if p.name.isdecimal()), default=0))
+        aside.mkdir()
+        for path in left:
+            os.replace(path, aside / path.name)  # noqa: PTH105 - see publish_folder
+    return [f"the run was ended before its first checkpoint, so it begins again; what it had written is in {aside}"]
 
 
 def kept_metrics(path: Path, last_step: int) -> list[dict[str, float]]:
@@ -142,11 +166,14 @@ class TensorBoardSink:
 
 
 def publish_folder(temporary: Path, final: Path) -> None:
-    """Move a finished folder to its name in one step, so that nobody ever sees half of it; one that a run has left there goes first."""
+    """Move a finished folder to its name in one step, so that no reader sees half of it. One of that name is replaced, and deleted last."""
+    old = final.with_name(f".old-{final.name}")
     with writing(final):
+        shutil.rmtree(old, ignore_errors=True)
         if final.exists():
-            shutil.rmtree(final)
+            os.replace(final, old)  # noqa: PTH105 - as below
         os.replace(temporary, final)  # noqa: PTH105 - Path.replace would hide that this is the atomic step
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def draw_curve(path: Path, curves: Mapping[str, Sequence[tuple[int, float]]], title: str) -> None:

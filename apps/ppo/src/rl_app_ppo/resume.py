@@ -8,11 +8,13 @@ from pathlib import Path
 
 from rl_app_ppo.config import flat_settings, to_yaml
 from rl_app_ppo.schema import AppConfig
-from rl_protocol import ConfigError
+from rl_protocol import ConfigError, OutputError
 from rl_trainer.checkpoints.folder import Checkpoint, inspect, newest_whole
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run that holds them."""
+MODEL = "checkpoint"
+"""Folder of a run with the model that it ended with, as transformers or peft writes it."""
 
 FREE = (
     "algorithm.name",
@@ -66,6 +68,10 @@ class Start:
 
     checkpoint: Checkpoint | None = None
     """None: at the beginning."""
+    finished: bool = False
+    """The run has done all its steps and written its model: there is nothing to do."""
+    set_aside: bool = False
+    """The run folder may hold what an attempt has left that ended before its first checkpoint."""
     notes: Sequence[str] = field(default_factory=tuple[str, ...])
     """What the user is to know: what was passed over, what has changed."""
 
@@ -75,6 +81,7 @@ def find_start(config: AppConfig, folder: Path) -> Start:
 
     Raises:
         ConfigError: it names no whole checkpoint, or one of a run that differs in a key that may not change; names the key.
+        OutputError: the run folder holds a finished run, or damaged checkpoints, and none to go on from: starting over would overwrite it.
     """
     mode, notes = config.trainer.resume_mode, list[str]()
     if mode == "disable":
@@ -91,10 +98,30 @@ def find_start(config: AppConfig, folder: Path) -> Start:
             )
         checkpoint = found
     if checkpoint is None:
-        return Start(notes=notes)
+        _refuse_to_start_over(folder, notes)
+        return Start(notes=notes, set_aside=True)
+    done = checkpoint.manifest.step
+    if mode == "auto" and done == config.trainer.total_training_steps and (folder / MODEL).exists():
+        changes(checkpoint, config)
+        return Start(
+            checkpoint=checkpoint,
+            finished=True,
+            notes=[
+                f"{folder} has done its {done} steps already; nothing is to be done. Raise trainer.total_training_steps to go on with it."
+            ],
+        )
     notes.append(f"resumes after step {checkpoint.manifest.step} ({checkpoint.folder})")
     notes += [f"changed since then: {change}" for change in changes(checkpoint, config)]
     return Start(checkpoint=checkpoint, notes=notes)
+
+
+def _refuse_to_start_over(folder: Path, skipped: Sequence[str]) -> None:
+    if (folder / MODEL).exists() or skipped:
+        why = "; ".join(skipped) or f"it has a finished model in {MODEL}/, and no checkpoints"
+        raise OutputError(
+            f"trainer.resume_mode=auto finds no whole checkpoint in {folder}: {why}. Starting over would overwrite what is there. Set "
+            "trainer.run_name to another name for a new run."
+        )
 
 
 def changes(checkpoint: Checkpoint, config: AppConfig) -> list[str]:

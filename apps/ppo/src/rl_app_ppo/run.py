@@ -25,6 +25,8 @@ from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.runtime.placement import require_cpus
 from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.sinks import CONSOLE, RunFacts, logger_names, open_sinks
+from rl_app_ppo.startup import Startup
+from rl_app_ppo.symptoms import RewardFailures, Symptoms
 from rl_app_ppo.wiring.data import about_validation, open_data, train_order
 from rl_app_ppo.wiring.replicas import Replica, ReplicaSync
 from rl_app_ppo.wiring.weights import RemoteSender, make_sync, measured
@@ -38,9 +40,11 @@ from rl_trainer import (
     needs_critic,
     needs_reference,
 )
+from rl_trainer.agents import ToolAgent
 from rl_trainer.checkpoints.writer import CheckpointWriter
 from rl_trainer.data.split import Measured
-from rl_trainer.hooks import named_hooks
+from rl_trainer.hooks import Hook, named_hooks
+from rl_trainer.sessions import SESSIONS
 from rl_transferqueue import LocalPlane, connect, start_local_plane
 
 
@@ -63,8 +67,13 @@ class RunPlan:
     plugins: PluginPolicy
 
 
-async def run(plan: RunPlan, screen: Screen) -> Recorder:
+async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
     """Train as planned.
+
+    Args:
+        plan: what to do.
+        screen: where progress is shown.
+        startup: times the phases until the first step.
 
     Raises:
         RLError: whatever went wrong; processes are down and files closed by then.
@@ -74,19 +83,22 @@ async def run(plan: RunPlan, screen: Screen) -> Recorder:
         stack.enter_context(screen)
         sinks: list[MetricSink] = []
         loggers = logger_names(config.trainer.logger)
-        recorder = Recorder(screen, sinks, config.trainer.total_training_steps, lines=CONSOLE in loggers)
-        plane_process = await stack.enter_async_context(_local_plane(config, files.logs))
-        if control := plane_process.descriptor.controller.control:
-            screen.note(f"data plane: listens at {control}")
-        await stack.enter_async_context(ray_session(config.ray, config.trainer))
-        roles = _roles(config)
-        await require_cpus(sum(computing(role, config) for role in roles.values()), config.ray.cpus_per_worker)
-        processes = _start_processes(roles, config, files.logs)
+        symptoms = Symptoms(screen.note, tools=_has_tools(config), reward_log=files.logs / "reward.log")
+        recorder = Recorder(
+            screen, sinks, config.trainer.total_training_steps, symptoms, startup, lines=CONSOLE in loggers
+        )
+        with startup.phase("data_plane", "starting the data plane"):
+            plane_process = await stack.enter_async_context(_local_plane(config, files.logs, screen))
+        with startup.phase("ray", "starting Ray"):
+            await stack.enter_async_context(ray_session(config.ray, config.trainer))
+            await require_cpus(
+                sum(computing(role, config) for role in _roles(config).values()), config.ray.cpus_per_worker
+            )
+        processes = _start_processes(_roles(config), config, files.logs)
         stack.callback(_kill, processes)
         workers = _workers(processes, config)
-        model_path = given_model(config) or await _demo_model(config, processes["actor"], screen)
         store = Path(stack.enter_context(TemporaryDirectory(prefix="rl-app-ppo-")))
-        await _build(plan, workers, model_path, plane_process, store)
+        model_path = await _load(plan, processes, plane_process, store, screen, startup)
         plane = await connect(plane_process.descriptor)
         stack.push_async_callback(plane.close)
         checkpoint = plan.start.checkpoint
@@ -94,24 +106,27 @@ async def run(plan: RunPlan, screen: Screen) -> Recorder:
         for line in kept_metrics(files.metrics, -1 if after is None else after):
             recorder.remember(int(line["step"]), line)
         facts = RunFacts(folder=files.folder, config=flat_settings(to_yaml(config)), after=after)
-        for sink in (JSONLSink(files.metrics), *open_sinks(loggers, facts)):
-            sinks.append(sink)
-            stack.callback(sink.close)
-        data = open_data(config, model_path)
+        with startup.phase("data", "opening data and loggers"):
+            for sink in (JSONLSink(files.metrics), *open_sinks(loggers, facts)):
+                sinks.append(sink)
+                stack.callback(sink.close)
+            data = open_data(config, model_path)
         if about := about_validation(config, data):
             screen.note(about)
         parts = _parts(plan, data, plane, processes, workers, recorder, screen)
-        if config.trainer.profile_steps:
-            models = [process for process in processes.values() if process.role != "reward"]
-            profiling = Profiling(files.profile, config.trainer.profiled(), models, write_timeline)
-            stack.push_async_callback(profiling.close)
-            parts = replace(parts, hooks={**parts.hooks, "trainer.profile_steps": profiling})
-        trainer = PPOTrainer(parts)
+        own = _own_hooks(plan, processes, symptoms, stack)
+        trainer = PPOTrainer(replace(parts, hooks={**parts.hooks, **own}))
         try:
             if checkpoint is not None:
-                await trainer.resume(checkpoint)
+                with startup.phase("resume", "loading the checkpoint"):
+                    await trainer.resume(checkpoint)
+            startup.done()
+            startup.begin(
+                "first validation" if config.trainer.val_before_train and checkpoint is None else "first step"
+            )
             await trainer.fit()
         finally:
+            startup.end()
             recorder.write_curve(files.curve)
         temporary = files.folder / ".checkpoint"
         await trainer.save(temporary)
@@ -160,9 +175,24 @@ def _parts(
     )
 
 
+def _own_hooks(
+    plan: RunPlan, processes: Mapping[str, RayWorker], symptoms: Symptoms, stack: AsyncExitStack
+) -> dict[str, Hook]:
+    """Hooks of the app itself, by what switches them on."""
+    hooks: dict[str, Hook] = {"reward failures": RewardFailures(symptoms)}
+    if plan.config.trainer.profile_steps:
+        models = [process for process in processes.values() if process.role != "reward"]
+        profiling = Profiling(plan.files.profile, plan.config.trainer.profiled(), models, write_timeline)
+        stack.push_async_callback(profiling.close)
+        hooks["trainer.profile_steps"] = profiling
+    return hooks
+
+
 @asynccontextmanager
-async def _local_plane(config: AppConfig, logs: Path) -> AsyncGenerator[LocalPlane]:
+async def _local_plane(config: AppConfig, logs: Path, screen: Screen) -> AsyncGenerator[LocalPlane]:
     plane = await asyncio.to_thread(start_local_plane, config.transfer_queue, log_dir=logs)
+    if control := plane.descriptor.controller.control:
+        screen.note(f"data plane: listens at {control}")
     try:
         yield plane
     finally:
@@ -182,6 +212,12 @@ def _roles(config: AppConfig) -> dict[str, Role]:
     roles |= {f"rollout-{i}": "rollout" for i in range(config.rollout.num_workers)}
     roles["reward"] = "reward"
     return roles
+
+
+def _has_tools(config: AppConfig) -> bool:
+    """Whether sessions offer tools; of a session that is no ToolAgent it is not known."""
+    run = SESSIONS.get(config.rollout.session).run
+    return isinstance(getattr(run, "__self__", None), ToolAgent)
 
 
 def _has_reference(config: AppConfig) -> bool:
@@ -222,14 +258,38 @@ def _kill(processes: Mapping[str, RayWorker]) -> None:
         process.kill()
 
 
-async def _demo_model(config: AppConfig, actor: RayWorker, screen: Screen) -> Path:
+async def _load(
+    plan: RunPlan,
+    processes: Mapping[str, RayWorker],
+    plane: LocalPlane,
+    store: Path,
+    screen: Screen,
+    startup: Startup,
+) -> Path:
+    """Wait for the processes, and have them load their models; returns the folder of the policy that they start from.
+
+    The ranks of a role meet through a file in `store`, which they use until the run ends.
+    """
+    config = plan.config
+    model_path = given_model(config)
+    if model_path is None:
+        with startup.phase("base_model", "making or finding the demo's base model"):
+            model_path = await _demo_model(config, processes["actor"], screen, startup)
+    with startup.phase("workers", f"starting {len(processes)} worker processes"):
+        await asyncio.gather(*(process.ready(config.ray.start_timeout_s) for process in processes.values()))
+    with startup.phase("models", "workers load their models"):
+        await _build(plan, _workers(processes, config), model_path, plane, store)
+    return model_path
+
+
+async def _demo_model(config: AppConfig, actor: RayWorker, screen: Screen, startup: Startup) -> Path:
     start, path, worked = time.perf_counter(), "", False
-    screen.bar("starting workers", 0, 1)
     async for progress in actor.warm_up(to_yaml(config)):
         if progress.path:
             path = progress.path
             continue
         worked = True
+        startup.describe(f"warm-up of the demo's base model, step {progress.step} of at most {progress.total}")
         screen.bar("warm-up", progress.step, progress.total)
     screen.clear_bar()
     how = (

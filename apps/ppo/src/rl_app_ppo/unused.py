@@ -116,7 +116,6 @@ RULES = (
         lambda c: c.rollout.name == "vllm",
         "rollout.name=vllm",
     ),
-    Rule(("trainer.max_ckpt_to_keep",), lambda c: c.trainer.save_freq > 0, "trainer.save_freq greater than 0"),
     Rule(
         ("model.cache_dir",),
         lambda c: not c.model.path or bool(c.data.train_files),

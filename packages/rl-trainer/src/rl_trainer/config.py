@@ -419,7 +419,9 @@ class LoopConfig:
     total_training_steps: int = option(30, "steps to train; -1: as many as trainer.total_epochs has")
     test_freq: int = option(5, "validate every so many steps; 0: only before and after")
     val_before_train: bool = option(True, "validate before the first step")
-    save_freq: int = option(0, "save a checkpoint to resume from every so many steps, and after the last; 0: none")
+    save_freq: int = option(
+        10, "save a checkpoint to resume from every so many steps, and after the last; 0: after the last alone"
+    )
     seed: int = option(0, "everything random is derived from it")
     stage_timeout_s: float = option(600.0, "longest one stage of a step may take, seconds")
 

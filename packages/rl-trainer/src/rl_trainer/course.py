@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from rl_protocol import KVBatchMeta, RowKey, Tag
 from rl_trainer.metrics import stats
 
+FULL = "response_length"
+"""`Course.finish` of a trajectory that has reached rollout.response_length."""
 _TURNS, _CALLS, _ERRORS, _FINISH = "turns", "tool_calls", "tool_errors", "finish"
 
 

@@ -40,6 +40,9 @@ class Hook:
     def on_sample_end(self, step: int, rows: KVBatchMeta) -> None:
         """When their trajectories are in the data plane: keys and tags (`version`, `prompt_len`, `response_len`)."""
 
+    def on_reward_failure(self, step: int, failed: int, scored: int, example: str) -> None:
+        """When the reward function has failed on `failed` of `scored` trajectories, which have no score; `example` says how on the first."""
+
     def on_validate_begin(self, step: int) -> None:
         """Before the validation set is rolled out; step 0 is before training."""
 

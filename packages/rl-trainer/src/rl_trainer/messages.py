@@ -51,6 +51,8 @@ class RewardResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     metrics: dict[str, float] = {}
     failed: tuple[str, ...] = ()
     """Keys of the trajectories that have no score, because the reward function failed on their session."""
+    failure: str = ""
+    """What the reward function did on the first of them, with file and line where it raised an exception; empty: it did not fail."""
 
 
 class RolloutResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,6 +61,8 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     trajectories: int
     tokens: int = 0
     """Of all their responses."""
+    truncated: int = 0
+    """Trajectories that ended because rollout.response_length was reached, and not with the end of sequence."""
 
 
 class FilterResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

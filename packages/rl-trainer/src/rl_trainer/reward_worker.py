@@ -123,7 +123,11 @@ class RewardWorker(StatefulWorker):
         )
         if good:
             await store(self._plane, call.batch.select_rows(good), stage, data.select_rows(good), columns)
-        return RewardResult(metrics=metrics, failed=tuple(call.batch.keys[i] for i in failed))
+        return RewardResult(
+            metrics=metrics,
+            failed=tuple(call.batch.keys[i] for i in failed),
+            failure=next((one.said for one in failed.values()), ""),
+        )
 
     def _penalty(self, lengths: IntArray) -> FloatArray:
         """[N] what responses of these lengths pay."""
@@ -140,7 +144,7 @@ class RewardWorker(StatefulWorker):
         values = (await self._plane.get(call.batch, [name])).dense(name).values.astype(np.float64)
         return FilterResult(uids=tuple(prompts_that_teach([RowKey.parse(key) for key in call.batch.keys], values)))
 
-    async def evaluate(self, call: StageCall) -> StageResult:
+    async def evaluate(self, call: StageCall) -> RewardResult:
         """Score validation sessions, report them by data source (see `rl_trainer.validation`), and write them down.
 
         A session on which the reward function fails counts as wrong, with a score of 0, and is counted in val-aux/<source>/reward_failures.
@@ -156,7 +160,12 @@ class RewardWorker(StatefulWorker):
         judged = [Judged.of(source, uid, outcome) for source, uid, outcome in zip(sources, uids, outcomes, strict=True)]
         if self._samples is not None:
             self._samples.write(call.step, self._sample_rows(batch, data, outcomes))
-        return StageResult(metrics=validation_metrics(judged))
+        failed = [(key, one) for key, one in zip(batch.keys, outcomes, strict=True) if isinstance(one, Failure)]
+        return RewardResult(
+            metrics=validation_metrics(judged),
+            failed=tuple(key for key, _ in failed),
+            failure=failed[0][1].said if failed else "",
+        )
 
     def _sample_rows(self, batch: KVBatchMeta, data: BatchData, outcomes: Sequence[Outcome]) -> list[SampleRow]:
         columns = zip(
@@ -261,14 +270,12 @@ class RewardWorker(StatefulWorker):
             if isinstance(one, Failure)
         ]
         for key, sample, one in failures:
-            logger.warning(
-                "reward failed (%s) for sample %r of %r: it %s", one.kind, key, sample.data_source, one.message
-            )
+            logger.warning("reward failed (%s) for sample %r of %r: it %s", one.kind, key, sample.data_source, one.said)
         if len(failures) == len(samples) >= MANY:
             key, sample, first = failures[0]
             raise RewardError(
                 f"The reward function failed on all {len(samples)} samples, so it is to blame and not they. For sample {key!r} of "
-                f"{sample.data_source!r} it {first.message}."
+                f"{sample.data_source!r} it {first.said}."
             )
         return outcomes
 

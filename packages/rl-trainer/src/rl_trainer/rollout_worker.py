@@ -12,6 +12,7 @@ from rl_protocol import BatchData, ConfigError, ObjectColumn, RowKey, Tag, ragge
 from rl_protocol.ports import DataPlane, ImageInput, RolloutEngine
 from rl_protocol.rl_columns import PROMPT_SCHEMA, prompt_partition
 from rl_trainer.columns import TRAINER_SCHEMA
+from rl_trainer.course import FULL
 from rl_trainer.data import PromptDataset, PromptRow
 from rl_trainer.messages import RolloutCall, RolloutResult
 from rl_trainer.pixels import ImageReader, image_columns
@@ -81,7 +82,11 @@ class RolloutWorker(Worker):
             for index, trajectory in enumerate(trajectories)
         ]
         await self._put_trajectories(call, named)
-        return RolloutResult(trajectories=len(named), tokens=sum(len(t.response_ids) for *_, t in named))
+        return RolloutResult(
+            trajectories=len(named),
+            tokens=sum(len(t.response_ids) for *_, t in named),
+            truncated=sum(t.truncated or (t.course is not None and t.course.finish == FULL) for *_, t in named),
+        )
 
     async def _seen(self, row: PromptRow) -> tuple[ImageInput, ...]:
         """The images of a row, read and decoded in a thread: the event loop keeps answering other calls."""

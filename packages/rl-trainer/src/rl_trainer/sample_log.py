@@ -17,7 +17,7 @@ from rl_trainer.rewards.outcomes import Outcome
 logger = logging.getLogger(__name__)
 
 
-class SampleRow(msgspec.Struct, frozen=True, kw_only=True):
+class SampleRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One response."""
 
     key: str
@@ -27,6 +27,8 @@ class SampleRow(msgspec.Struct, frozen=True, kw_only=True):
     ground_truth: str
     outcome: Outcome
     """Numbers and texts, or why there are none."""
+    note: str = ""
+    """What a reader must know of the task, the same in every row."""
 
 
 class SampleLog:
@@ -36,9 +38,10 @@ class SampleLog:
     another is still being written is left out; a table that can't be written is, too. Both are said in the log: a run does not end for it.
     """
 
-    def __init__(self, folder: Path, prefix: str = "") -> None:
+    def __init__(self, folder: Path, prefix: str = "", *, note: str = "") -> None:
         self._folder = folder
         self._prefix = prefix
+        self._note = note
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="samples")
         self._last: Future[None] | None = None
 
@@ -63,7 +66,8 @@ class SampleLog:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             unfinished = self._folder / f".{name}"
-            unfinished.write_bytes(msgspec.json.Encoder().encode_lines(rows))
+            noted = [msgspec.structs.replace(row, note=self._note) for row in rows]
+            unfinished.write_bytes(msgspec.json.Encoder().encode_lines(noted))
             unfinished.rename(self._folder / f"{name}.jsonl")
         except OSError as error:
             logger.warning("the samples of step %d can't be written: %s", step, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,6 +92,7 @@ def estimate_advantages(batch: KVBatchMeta, data: BatchData, scoring: Scoring) -
     final = inputs.episodes.final_row
     rewards = scores if penalty is None else scores + row_sums(penalty, offsets)
     metrics |= kl_metrics | batch_metrics(data, mask, rewards, advantages, returns, scoring.response_length, final)
+    metrics |= _equal_groups([inputs.keys[row].uid for row in final], scores[final])
     return BatchData(columns), metrics
 
 
@@ -184,6 +186,15 @@ def batch_metrics(
         metrics["training/rollout_probs_diff_max"] = float(difference.max())
         metrics["training/rollout_log_probs_diff_max"] = float(np.abs(rollout - old).max())
     return metrics
+
+
+def _equal_groups(uids: Sequence[str], scores: FloatArray) -> dict[str, float]:
+    """Share of the prompts with several sessions [S] whose sessions all have the same score; empty where no prompt has several."""
+    groups: dict[str, list[float]] = {}
+    for uid, score in zip(uids, scores.tolist(), strict=True):
+        groups.setdefault(uid, []).append(score)
+    several = [group for group in groups.values() if len(group) > 1]
+    return {"critic/score/equal_groups": sum(len(set(g)) == 1 for g in several) / len(several)} if several else {}
 
 
 def _flat(data: BatchData, name: str) -> FloatArray:

@@ -37,6 +37,8 @@ class Trajectory:
     """The oldest of the weights that made it."""
     course: Course | None = None
     """How it came about, for metrics; None: nothing to tell."""
+    truncated: bool = False
+    """It ended because rollout.response_length was reached."""
 
     @classmethod
     def of(cls, generation: Generation) -> Trajectory:
@@ -46,6 +48,7 @@ class Trajectory:
             made=(True,) * len(generation.response_ids),
             log_probs=generation.log_probs,
             weight_version=generation.weight_version,
+            truncated=generation.finish_reason == "length",
         )
 
 

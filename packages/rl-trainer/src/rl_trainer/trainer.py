@@ -66,9 +66,21 @@ class TrainerParts:
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     """Looked at where the graph has the stage `filter`."""
     checkpoints: CheckpointWriter | None = None
-    """Where loop.save_freq has checkpoints go."""
+    """Writes checkpoints every loop.save_freq steps, and one after the last step; None: there are none."""
     hooks: Mapping[str, Hook] = field(default_factory=dict[str, Hook])
     """Name -> whom to tell what happens."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rolled:
+    """What a rollout has put into the plane."""
+
+    rows: KVBatchMeta
+    """Trajectories, with tags."""
+    imbalance: float
+    """Of the replicas."""
+    truncated: int
+    """Trajectories that reached rollout.response_length."""
 
 
 @dataclass
@@ -162,7 +174,7 @@ class PPOTrainer:
         if writer is None:
             return {}
         start = time.perf_counter()
-        if not (loop.save_freq and (final or self._steps_done % loop.save_freq == 0)):
+        if not (final or (loop.save_freq and self._steps_done % loop.save_freq == 0)):
             return self._published(writer.metrics())
         metrics = self._published(await writer.finish())
         self._tell("on_checkpoint_begin", self._steps_done)
@@ -219,8 +231,9 @@ class PPOTrainer:
             self._sampling(), temperature=sampling.temperature, top_p=1.0, top_k=0, ignore_eos=False
         )
         async with self._rows(VALIDATION_PARTITION):
-            batch, _ = await self._rollout(VALIDATION_PARTITION, "val", step, prompts, sampling.n, params)
-            metrics = await self._reward("evaluate", step, batch.without_tags())
+            batch = (await self._rollout(VALIDATION_PARTITION, "val", step, prompts, sampling.n, params)).rows
+            judged = await self._scored("evaluate", step, batch.without_tags())
+            metrics = dict(judged.metrics)
             metrics |= {f"val-aux/{name}": value for name, value in course_metrics(batch).items()}
         self._tell("on_validate_end", step, metrics)
         return metrics
@@ -237,20 +250,21 @@ class PPOTrainer:
         prompts = self._prompts = list[PromptRef]()
         decision: Generate | Train | GiveUp = Generate(num_prompts=wanted)
         tagged = KVBatchMeta(partition=TRAIN_PARTITION, keys=())
-        rounds, failed = 0, set[str]()
+        rounds, failed, truncated = 0, set[str](), 0
         while isinstance(decision, Generate):
             fresh = self._next_prompts(step, len(prompts), decision.num_prompts)
             prompts += fresh
             rounds += 1
             self._tell("on_sample_begin", step, len(fresh))
-            new, imbalance = await clock.time(
+            rolled = await clock.time(
                 "gen", self._rollout(TRAIN_PARTITION, "train", step, fresh, p.rollout.n, self._sampling(), tagged)
             )
+            new, truncated = rolled.rows, truncated + rolled.truncated
             self._tell("on_sample_end", step, new)
-            metrics["rollout/imbalance"] = max(imbalance, metrics.get("rollout/imbalance", 1.0))
+            metrics["rollout/imbalance"] = max(rolled.imbalance, metrics.get("rollout/imbalance", 1.0))
             tagged = KVBatchMeta.concat([tagged, new]) if tagged else new
-            metrics |= course_metrics(tagged)
-            scored = await clock.time("reward", self._score(step, new.without_tags()))
+            metrics |= course_metrics(tagged) | {"response_length/truncated_ratio": truncated / len(tagged)}
+            scored = await clock.time("reward", self._scored("reward", step, new.without_tags()))
             failed |= set(scored.failed)
             metrics |= scored.metrics | {"reward/failures": float(len(failed))}
             if "filter" not in p.graph:
@@ -299,8 +313,8 @@ class PPOTrainer:
         n: int,
         sampling: SamplingParams,
         before: KVBatchMeta | None = None,
-    ) -> tuple[KVBatchMeta, float]:
-        """Trajectories of these prompts, with tags, and the replicas' imbalance; `before` are those of this step that are there already."""
+    ) -> _Rolled:
+        """Roll these prompts out; `before` are the trajectories of this step that are there already."""
         timeout_s = self._p.loop.stage_timeout_s
         whole = RolloutCall(partition=partition, split=split, step=step, prompts=tuple(prompts), n=n, sampling=sampling)
         results, imbalance = await roll_out(self._p.workers.rollout, whole, self._p.rollout.router, timeout_s)
@@ -315,7 +329,7 @@ class PPOTrainer:
             partition, count=count, fields=writes, where={"step": step}, timeout_s=timeout_s
         )
         new = sorted(set(ready.keys) - known)  # by name, not by arrival: the same batch in every run
-        return ready.select_keys(new), imbalance
+        return _Rolled(ready.select_keys(new), imbalance, sum(result.truncated for result in results))
 
     async def _teaching(self, step: int, batch: KVBatchMeta) -> tuple[str, ...]:
         """Uids of the prompts that are worth training on."""
@@ -328,8 +342,8 @@ class PPOTrainer:
         uids = {RowKey.parse(key).uid for key in batch.keys}
         prompts = [ref for ref in self._prompts if ref.uid in uids]
         async with self._rows(BASELINE_PARTITION):
-            rows, _ = await self._rollout(BASELINE_PARTITION, "train", step, prompts, 1, greedy)
-            await self._score(step, rows.without_tags())
+            rows = (await self._rollout(BASELINE_PARTITION, "train", step, prompts, 1, greedy)).rows
+            await self._scored("reward", step, rows.without_tags())
             return await self._reward("baseline", step, batch)
 
     async def _update(self, clock: _Clock, step: int, rows: StepRows) -> dict[str, float]:
@@ -374,9 +388,13 @@ class PPOTrainer:
             return await update(ranks, name, step, rows, schedule, self._critic_updates, timeout_s, shares)
         return await forward(ranks, name, step, rows, timeout_s, shares)
 
-    async def _score(self, step: int, batch: KVBatchMeta) -> RewardResult:
+    async def _scored(self, name: str, step: int, batch: KVBatchMeta) -> RewardResult:
+        """Have responses scored, to be trained on (reward) or as validation (evaluate); failures are told to the hooks."""
         message = StageCall(step=step, batch=batch)
-        return await call(self._p.workers.reward, "reward", message, RewardResult, self._p.loop.stage_timeout_s)
+        result = await call(self._p.workers.reward, name, message, RewardResult, self._p.loop.stage_timeout_s)
+        if result.failed:
+            self._tell("on_reward_failure", step, len(result.failed), len(batch), result.failure)
+        return result
 
     async def _reward(self, name: str, step: int, batch: KVBatchMeta) -> dict[str, float]:
         message = StageCall(step=step, batch=batch)

@@ -30,6 +30,10 @@ class MakeSplit(Protocol):
 class Demo:
     """One task."""
 
+    title: str
+    """What the task is, with an example."""
+    note: str = ""
+    """How answers are to be read, where that is unusual."""
     data_source: str
     make_split: MakeSplit
     right: Callable[[Problem], Sequence[Piece]]
@@ -50,6 +54,8 @@ def _with_the_tool(problem: Problem) -> Sequence[Piece]:
 
 DEMOS: Mapping[str, Demo] = {
     "addition": Demo(
+        title="two-digit addition, answers written units first (37+45= is answered by 280, that is 082)",
+        note="answers are written units first: 280 is the number 082",
         data_source=arithmetic.DATA_SOURCE,
         make_split=arithmetic.make_split,
         right=lambda problem: [Piece(problem.answer)],
@@ -58,6 +64,7 @@ DEMOS: Mapping[str, Demo] = {
         target_probability=0.43,
     ),
     "calculator": Demo(
+        title="products of three-digit numbers with a calculator as a tool (384*592= is answered by 227328)",
         data_source=calculator.DATA_SOURCE,
         make_split=calculator.make_split,
         right=_with_the_tool,

@@ -72,6 +72,22 @@ class RayWorker:
         self.bytes_moved += len(answer)
         return answer
 
+    async def ready(self, timeout_s: float) -> None:
+        """Wait until the process has started.
+
+        Raises:
+            WorkerError: it died, or did not start in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._actor.__ray_ready__.remote()
+        except (RayTaskError, RayActorError, TimeoutError) as error:
+            if isinstance(error, TimeoutError):
+                raise WorkerError(
+                    f"Worker {self.name} did not start within {timeout_s:g} s (ray.start_timeout_s). Its log: {self._log_path}"
+                ) from None
+            raise self._translate("start", error, timeout_s) from None
+
     def send(self, method: str, payload: bytes) -> Callable[[], Awaitable[bytes]]:
         """Have the call begin before any that comes later, without waiting for it; what is returned waits.
 

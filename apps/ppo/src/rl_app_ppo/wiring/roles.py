@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from rl_app_ppo.config import from_yaml
+from rl_app_ppo.demo.demos import DEMOS
 from rl_app_ppo.rewards import open_scorer
 from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.schema import AppConfig
@@ -52,6 +53,7 @@ async def build(role: Role, call: BuildCall) -> Built:
     if role == "reward":
         decode = decoder(load_tokenizer(path))
         scorer = await open_scorer(config.reward, path)
+        note = "" if config.data.train_files else DEMOS[config.data.demo].note
         worker = RewardWorker(
             plane,
             graph,
@@ -61,8 +63,8 @@ async def build(role: Role, call: BuildCall) -> Built:
             config.rollout.response_length,
             policy_loss=config.actor.policy_loss,
             overlong=config.reward.overlong,
-            samples=SampleLog(Path(call.samples)) if call.samples else None,
-            train_samples=TrainSamples(SampleLog(Path(call.samples), "train-"), config.trainer.test_freq)
+            samples=SampleLog(Path(call.samples), note=note) if call.samples else None,
+            train_samples=TrainSamples(SampleLog(Path(call.samples), "train-", note=note), config.trainer.test_freq)
             if call.samples
             else None,
             seed=config.trainer.seed,

@@ -129,7 +129,7 @@ def combine(terms: Sequence[Term], outcomes: Sequence[Outcome]) -> Outcome:
     score = 0.0
     for term, outcome in zip(terms, outcomes, strict=True):
         if isinstance(outcome, Failure):
-            return Failure(kind=outcome.kind, message=f"{term.name}: {outcome.message}")
+            return Failure(kind=outcome.kind, message=f"{term.name}: {outcome.message}", where=outcome.where)
         score += term.weight * outcome.numbers["score"]
         numbers |= {f"{term.name}/{name}": value for name, value in outcome.numbers.items()}
         texts = outcome.texts | texts

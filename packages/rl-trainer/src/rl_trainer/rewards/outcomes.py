@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, cast
 
@@ -34,11 +35,18 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):
     """What it said in words, such as `pred`, the answer it found in the response."""
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
+class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure", omit_defaults=True):
     """Why there is no score."""
 
     kind: FailureKind
     message: str
+    where: str = ""
+    """File and line of the reward function where it raised an exception, as `path.py:3`."""
+
+    @property
+    def said(self) -> str:
+        """The message, with file and line."""
+        return f"{self.message} ({self.where})" if self.where else self.message
 
 
 Outcome = Scored | Failure
@@ -81,5 +89,13 @@ def outcome_of(returned: object) -> Outcome:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Of an exception that a reward function raised."""
-    return Failure(kind="exception", message=f"raised {type(error).__name__}: {error}"[:_LONGEST])
+    """Of an exception that a reward function raised and its caller caught."""
+    message = f"raised {type(error).__name__}: {error}"[:_LONGEST]
+    return Failure(kind="exception", message=message, where=_where(error))
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line, in the file of the function that was called, that the exception passed; empty where the call itself failed."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the caller's
+    lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
+    return f"{frames[0].filename}:{lines[-1]}" if frames else ""
