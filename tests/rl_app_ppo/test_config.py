@@ -48,7 +48,7 @@ def test_what_cfg_prints_is_what_a_file_may_hold(preset, tmp_path):
         ("actor.optim.lrr=1", r"Unknown key 'actor\.optim\.lrr'\. Did you mean 'actor\.optim\.lr'\?"),
         ("rolout.n=8", r"Did you mean 'rollout\.n'\?"),
         ("actor.temperature=1", r"Did you mean 'rollout\.temperature'\?"),
-        ("trainer.total_steps=3", r"Did you mean 'trainer\.total_training_steps'\?"),
+        ("trainer.training_steps=3", r"Did you mean 'trainer\.total_training_steps'\?"),
         ("rollout.n=abc", r"rollout\.n must be of type int; got 'abc'"),
         ("rollout.n=2.5", r"rollout\.n must be of type int; got 2\.5"),
         ("actor.optim.lr=fast", r"actor\.optim\.lr must be of type float; got 'fast'"),

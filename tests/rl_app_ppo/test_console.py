@@ -36,6 +36,7 @@ def test_the_banner_of_the_demo_says_preset_task_and_how_answers_are_written():
     assert said["trained"] == "all weights, by torch on cpu in float32"
     assert "at most 4 tokens per response" in said["rollout"]
     assert said["workers"] == "2 rollout, reward, actor, reference; Ray (local)"
+    assert said["data plane"] == "rl-transferqueue, 2 storage units, shared memory"
     assert "critic" not in said
     assert "calculator" in described(load_config(["preset=demo-calculator"]))["task"]
 

@@ -33,7 +33,8 @@ def described(config: AppConfig) -> dict[str, str]:
         f"temperature {rollout.temperature:g}",
         "step": f"{data.train_batch_size} prompts x {n} responses = {responses}, {_length(config)}",
         "workers": f"{_workers(config)}; Ray ({config.ray.address})",
-        "data plane": f"rl-transferqueue, {config.transfer_queue.num_storage_units} storage units, {config.transfer_queue.backend}",
+        "data plane": f"rl-transferqueue, {config.transfer_queue.num_storage_units} storage units, "
+        + {"simple": "shared memory"}.get(config.transfer_queue.backend, config.transfer_queue.backend),
         "weights": f"rl-ckpt-engine ({config.checkpoint_engine.backend}), after every step"
         if config.checkpoint_engine.enabled
         else "SYNC IS OFF: rollout keeps the initial weights",
