@@ -134,8 +134,8 @@ def test_bfloat16_is_what_is_computed_in_and_float32_what_is_trained(model, tmp_
     assert all(cast(cast(w, "float32"), "bfloat16").data.tobytes() == w.data.tobytes() for w in sent)
 
 
-@pytest.mark.parametrize("dora", ["false", "true"])
-def test_a_rollout_makes_the_policys_weights_of_the_adapter_it_is_sent(model, tmp_path, alone, dora):
+@pytest.mark.parametrize("kind", ["use_dora=false", "use_dora=true", "use_rslora=true"])
+def test_a_rollout_makes_the_policys_weights_of_the_adapter_it_is_sent(model, tmp_path, alone, kind):
     """Under the names, of the shapes and with the meaning that the rollout on transformers knows."""
     from transformers import AutoModelForCausalLM
 
@@ -143,7 +143,7 @@ def test_a_rollout_makes_the_policys_weights_of_the_adapter_it_is_sent(model, tm
     from rl_protocol.torch import from_weight
     from rl_trainer.backends.lora import MergedAdapter
 
-    config = load_config([*TRAINED, "lora.rank=2", f"lora.use_dora={dora}", "actor.optim.lr=1e-2"])
+    config = load_config([*TRAINED, "lora.rank=2", f"lora.{kind}", "actor.optim.lr=1e-2"])
     rollout = MergedAdapter(AutoModelForCausalLM.from_pretrained(model), config.lora)
     policy = megatron_policy(config, model, rank=0, store=tmp_path / "store")
     policy.update(measured_by(policy), temperature=0.9)

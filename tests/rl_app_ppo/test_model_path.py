@@ -175,6 +175,15 @@ def test_an_adapter_is_answered_with_the_command_that_merges_it_which_does(base,
     assert (out / "tokenizer.json").exists()
 
 
+def test_a_model_beside_an_adapter_is_refused(base, adapter):
+    """transformers would add the adapter to the model; Megatron and vLLM would not."""
+    folder, _ = adapter
+    for file in ("config.json", "model.safetensors"):
+        (folder / file).write_bytes((base / file).read_bytes())
+    with pytest.raises(ConfigError, match=r"holds a model and an adapter \(adapter_config\.json\)"):
+        find_model(str(folder))
+
+
 def test_what_can_not_be_merged_is_named(base, adapter, tmp_path, cache, capsys):
     folder, _ = adapter
     with pytest.raises(OutputError, match="exists already"):

@@ -97,7 +97,6 @@ def test_every_engines_keys_are_known_and_explained_whichever_is_chosen():
     [
         (["algorithm=ppo", "critic.use_remove_padding=true"], r"critic\.use_remove_padding=True has no effect"),
         (["lora.rank=8", "algorithm.adv_estimator=optimal_token_baseline"], "Set another estimator"),
-        (["lora.rank=8", "lora.use_rslora=true"], r"use_rslora=True has no effect: .* model_engine=torch or fsdp"),
         (["lora.rank=8", "actor.use_remove_padding=true"], r"actor\.use_remove_padding=True has no effect"),
         (["lora.rank=8", "fsdp.world_size=2"], r"nothing reads it without model_engine=fsdp"),
         (

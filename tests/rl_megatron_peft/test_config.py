@@ -14,7 +14,7 @@ from rl_protocol import ConfigError
 def test_defaults_cover_every_target():
     config = LoraConfig()
     assert config.target_modules == TARGETS
-    assert config.scaling == 2.0
+    assert config.scaling_of("model.layers.0.mlp.up_proj") == 2.0
     assert config.covers("model.layers.31.mlp.down_proj")
     assert not config.covers("lm_head")
     with pytest.raises(AttributeError):
@@ -42,7 +42,7 @@ def test_excluded_modules_are_matched_as_in_peft():
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1; got 1.0"),
         ({"dropout": -0.1}, "dropout must be at least 0 and below 1"),
         ({"target_modules": ()}, "target_modules is empty"),
-        ({"target_modules": "q_proj"}, "target_modules must be a tuple of names; got 'q_proj'"),
+        ({"target_modules": "q_proj"}, "target_modules must be a tuple of names or a compiled .*; got 'q_proj'"),
         ({"target_modules": ["q_proj"]}, "must be a tuple of names"),
         ({"target_modules": (1,)}, "must be a tuple of names"),
         ({"target_modules": ("q_porj",)}, r"Unknown module 'q_porj' in target_modules.*Did you mean 'q_proj'\?"),

@@ -96,8 +96,8 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 @pytest.mark.parametrize(
     ("config", "field", "message"),
     [
-        ({"rank": 2}, "rank", "rank is 2, the model's is 3"),
-        ({"alpha": 3.0}, "alpha", "alpha is 3.0, the model's is 6"),
+        ({"rank": 2}, "rank", "the rank of model.layers.0.mlp.down_proj is 2, the model's is 3"),
+        ({"alpha": 3.0}, "alpha", "the scale of model.layers.0.mlp.down_proj is 1.0, the model's is 2.0"),
         ({"use_dora": True}, "use_dora", "use_dora is True, the model's is False"),
         ({"target_modules": ATTENTION}, "model.layers.0.mlp.down_proj", "it lacks .*model.layers.1.mlp.up_proj"),
     ],

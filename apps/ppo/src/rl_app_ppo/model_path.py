@@ -71,6 +71,11 @@ def _whole(path: Path, name: str) -> Path:
     adapter = path / "adapter_config.json"
     if adapter.exists() and not (path / "config.json").exists():
         raise ConfigError(_about_adapter(adapter, name))
+    if adapter.exists():
+        raise ConfigError(
+            f"model.path={name!r} holds a model and an adapter (adapter_config.json), of which transformers loads both and other engines "
+            "the model alone. Move the files of the adapter to a folder of their own."
+        )
     weights = _weights(path)
     missing = [shard for shard in _shards(path, name) if not (path / shard).exists()]
     if missing:

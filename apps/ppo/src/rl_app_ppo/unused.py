@@ -39,7 +39,7 @@ RULES = (
     Rule(("fsdp.",), lambda c: c.model_engine == "fsdp", "model_engine=fsdp"),
     Rule(("megatron.",), lambda c: c.model_engine == "megatron", "model_engine=megatron"),
     Rule(
-        ("actor.use_remove_padding", "actor.ppo_max_token_len", "lora.use_rslora"),
+        ("actor.use_remove_padding", "actor.ppo_max_token_len"),
         lambda c: c.model_engine != "megatron",
         "model_engine=torch or fsdp",
     ),

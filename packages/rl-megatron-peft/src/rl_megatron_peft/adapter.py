@@ -23,11 +23,13 @@ from typing import Any
 import numpy as np
 import safetensors
 
+from rl_megatron_peft.adapter_config import from_peft, to_peft, typed
 from rl_megatron_peft.config import LoraConfig
-from rl_megatron_peft.errors import AdapterError
-from rl_megatron_peft.naming import HFModule
+from rl_megatron_peft.errors import bad_file
+from rl_megatron_peft.naming import TARGETS, HFModule
 from rl_megatron_peft.writing import new_folder
 from rl_protocol.errors import ConfigError, SchemaError
+from rl_protocol.peft_fields import PICKLED, PICKLED_FILE
 from rl_protocol.weights import WeightTensor
 
 CONFIG_FILE = "adapter_config.json"
@@ -38,20 +40,6 @@ PREFIX = "base_model.model."
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CODES = {name: code for code, name in _DTYPES.items()}
 _SIDES = {".lora_A.weight": "a", ".lora_B.weight": "b", ".lora_magnitude_vector": "magnitude"}
-_NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
-    "bias": (None, "none"),
-    "fan_in_fan_out": (None, False),
-    "use_rslora": (None, False),
-    "lora_bias": (None, False),
-    "modules_to_save": (None, []),
-    "layers_to_transform": (None, []),
-    "layer_replication": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, []),
-}
-"""Field of adapter_config.json -> values that mean it is not used; any other value changes the adapter in a way this reader would lose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,56 +82,58 @@ def verify_adapter(adapter: Adapter, file: str = WEIGHTS_FILE) -> None:
     """
     config = adapter.config
     if not adapter.pairs:
-        raise _bad(file, "pairs", "holds no adapter at all")
+        raise bad_file(file, "pairs", "holds no adapter at all")
     layers: set[int] = set()
     for module, pair in adapter.pairs.items():
         try:
             layers.add(HFModule.parse(module).layer)
         except ConfigError as error:
-            raise _bad(file, module, str(error)) from error
+            raise bad_file(file, module, str(error)) from error
         if not config.covers(module):
-            raise _bad(
+            raise bad_file(
                 file,
                 module,
-                f"is adapted, but target_modules is {list(config.target_modules)}, exclude {list(config.exclude)}",
+                f"is adapted, but target_modules is {config.target_modules!r}, exclude {config.exclude!r}",
             )
         _verify_pair(file, module, pair, config)
-    wanted = [HFModule(layer, name).name for layer in sorted(layers) for name in config.target_modules]
-    for module in wanted:
+    present = [HFModule(layer, name).name for layer in sorted(layers) for name in TARGETS]
+    for module in present:
         if config.covers(module) and module not in adapter.pairs:
-            raise _bad(
+            raise bad_file(
                 file, module, "is a target of the configuration and has no adapter, though others of its layer have"
             )
-    for name in config.target_modules:
-        if not any(module.endswith("." + name) for module in adapter.pairs):
-            raise _bad(file, "target_modules", f"names {name!r}, but no module of that name is adapted")
+    for name in config.target_modules if isinstance(config.target_modules, tuple) else ():
+        if not any(module == name or module.endswith("." + name) for module in present):
+            raise bad_file(file, "target_modules", f"names {name!r}, which is in no layer with adapters")
 
 
 def _verify_pair(file: str, module: str, pair: LoraPair, config: LoraConfig) -> None:
-    rank = config.rank
+    rank = config.rank_of(module)
     for side, tensor, axis in (("lora_A", pair.a, 0), ("lora_B", pair.b, 1)):
         field = f"{module}.{side}"
         if tensor.dtype not in _CODES:
-            raise _bad(file, field, f"is of type {tensor.dtype}; adapters are {', '.join(_CODES)}")
+            raise bad_file(file, field, f"is of type {tensor.dtype}; adapters are {', '.join(_CODES)}")
         if len(tensor.shape) != 2 or 0 in tensor.shape:
-            raise _bad(file, field, f"has shape {tensor.shape}; expected two dimensions, neither empty")
+            raise bad_file(file, field, f"has shape {tensor.shape}; expected two dimensions, neither empty")
         if tensor.shape[axis] != rank:
-            raise _bad(file, field, f"has shape {tensor.shape}, but r is {rank}: dimension {axis} must be {rank}")
+            raise bad_file(file, field, f"has shape {tensor.shape}, but r is {rank}: dimension {axis} must be {rank}")
     if pair.a.dtype != pair.b.dtype:
-        raise _bad(file, module, f"has factors of two types, {pair.a.dtype} and {pair.b.dtype}")
+        raise bad_file(file, module, f"has factors of two types, {pair.a.dtype} and {pair.b.dtype}")
     _verify_magnitude(file, f"{module}.lora_magnitude_vector", pair, config)
 
 
 def _verify_magnitude(file: str, field: str, pair: LoraPair, config: LoraConfig) -> None:
     magnitude = pair.magnitude
     if (magnitude is not None) != config.use_dora:
-        raise _bad(file, field, f"is {'missing' if config.use_dora else 'there'}, but use_dora is {config.use_dora}")
+        raise bad_file(
+            file, field, f"is {'missing' if config.use_dora else 'there'}, but use_dora is {config.use_dora}"
+        )
     if magnitude is None:
         return
     if magnitude.dtype not in _CODES:
-        raise _bad(file, field, f"is of type {magnitude.dtype}; adapters are {', '.join(_CODES)}")
+        raise bad_file(file, field, f"is of type {magnitude.dtype}; adapters are {', '.join(_CODES)}")
     if magnitude.shape != pair.b.shape[:1]:
-        raise _bad(file, field, f"has shape {magnitude.shape}, but lora_B has {pair.b.shape[0]} rows")
+        raise bad_file(file, field, f"has shape {magnitude.shape}, but lora_B has {pair.b.shape[0]} rows")
 
 
 def write_adapter(path: Path, adapter: Adapter) -> None:
@@ -167,7 +157,7 @@ def write_files(folder: Path, adapter: Adapter) -> list[Path]:
     verify_adapter(adapter, "the adapter to be written")
     sums = {
         WEIGHTS_FILE: _write(folder / WEIGHTS_FILE, _weights_bytes(adapter)),
-        CONFIG_FILE: _write(folder / CONFIG_FILE, _json_bytes(_config_fields(adapter))),
+        CONFIG_FILE: _write(folder / CONFIG_FILE, _json_bytes(to_peft(adapter.config, adapter.base_model))),
     }
     _write(folder / MANIFEST_FILE, _json_bytes({"version": 1, "files": sums, "base_model": adapter.fingerprint}))
     return [folder / name for name in (*sums, MANIFEST_FILE)]
@@ -189,85 +179,18 @@ def read_adapter(path: Path) -> Adapter:
     Raises:
         AdapterError: a file is missing, damaged, or contradicts another; names file and field.
     """
+    _refuse_pickles(path)
     config_bytes, weights_bytes = (_read(path / name) for name in (CONFIG_FILE, WEIGHTS_FILE))
     fingerprint = ""
     if (path / MANIFEST_FILE).exists():
         fingerprint = _check_manifest(path, {CONFIG_FILE: config_bytes, WEIGHTS_FILE: weights_bytes})
     fields = _json_object(path / CONFIG_FILE, config_bytes)
-    config = _config_from(str(path / CONFIG_FILE), fields)
+    config = from_peft(str(path / CONFIG_FILE), fields)
     pairs = _pairs_from(str(path / WEIGHTS_FILE), weights_bytes)
     base_model = str(fields.get("base_model_name_or_path") or "")
     adapter = Adapter(base_model=base_model, config=config, pairs=pairs, fingerprint=fingerprint)
     verify_adapter(adapter, str(path / WEIGHTS_FILE))
     return adapter
-
-
-# -- configuration
-
-
-def _config_fields(adapter: Adapter) -> dict[str, object]:
-    config = adapter.config
-    return {
-        "alpha_pattern": {},
-        "auto_mapping": None,
-        "base_model_name_or_path": adapter.base_model or None,
-        "bias": "none",
-        "exclude_modules": list(config.exclude) or None,
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "layers_pattern": None,
-        "layers_to_transform": None,
-        "lora_alpha": int(config.alpha) if float(config.alpha).is_integer() else config.alpha,
-        "lora_dropout": config.dropout,
-        "modules_to_save": None,
-        "peft_type": "LORA",
-        "r": config.rank,
-        "rank_pattern": {},
-        "revision": None,
-        "target_modules": list(config.target_modules),
-        "task_type": "CAUSAL_LM",
-        "use_dora": config.use_dora,
-        "use_rslora": False,
-    }
-
-
-def _config_from(file: str, fields: Mapping[str, Any]) -> LoraConfig:
-    if fields.get("peft_type") != "LORA":
-        raise _bad(file, "peft_type", f"must be 'LORA'; got {fields.get('peft_type')!r}")
-    for field, unused in _NOT_SUPPORTED.items():
-        if fields.get(field) not in unused:
-            raise _bad(file, field, f"is {fields[field]!r}, which this reader can't honour; expected {unused[-1]!r}")
-    exclude = fields.get("exclude_modules")
-    try:
-        return LoraConfig(
-            rank=_typed(file, fields, "r", int),
-            alpha=float(_typed(file, fields, "lora_alpha", int, float)),
-            dropout=float(_typed(file, fields, "lora_dropout", int, float)),
-            target_modules=tuple(_typed(file, fields, "target_modules", list)),
-            exclude=() if exclude is None else tuple(_typed(file, fields, "exclude_modules", list)),
-            use_dora=_flag(file, fields, "use_dora"),
-        )
-    except (ConfigError, OverflowError) as error:
-        ours = getattr(error, "field", "alpha")
-        theirs = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "exclude": "exclude_modules"}
-        raise _bad(file, theirs.get(ours, ours), str(error)) from error
-
-
-def _flag(file: str, fields: Mapping[str, Any], field: str) -> bool:
-    value = fields.get(field)
-    if value is not None and not isinstance(value, bool):
-        raise _bad(file, field, f"must be true or false; got {value!r}")
-    return bool(value)
-
-
-def _typed(file: str, fields: Mapping[str, Any], field: str, *kinds: type) -> Any:
-    if field not in fields:
-        raise _bad(file, field, "is missing")
-    value = fields[field]
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        raise _bad(file, field, f"must be {' or '.join(kind.__name__ for kind in kinds)}; got {value!r}")
-    return value
 
 
 # -- tensors
@@ -290,12 +213,12 @@ def _pairs_from(file: str, raw: bytes) -> dict[str, LoraPair]:
     try:
         entries: list[tuple[str, dict[str, Any]]] = safetensors.deserialize(raw)  # pyright: ignore[reportAssignmentType]
     except safetensors.SafetensorError as error:
-        raise _bad(file, "header", f"is not a safetensors header: {error}") from error
+        raise bad_file(file, "header", f"is not a safetensors header: {error}") from error
     halves: dict[str, dict[str, WeightTensor]] = {}
     for name, entry in entries:
         suffix = next((s for s in _SIDES if name.endswith(s)), None)
         if suffix is None or not name.startswith(PREFIX):
-            raise _bad(
+            raise bad_file(
                 file,
                 name,
                 f"is not named like '{PREFIX}<module>.lora_A.weight', '.lora_B.weight' or '.lora_magnitude_vector'",
@@ -305,45 +228,46 @@ def _pairs_from(file: str, raw: bytes) -> dict[str, LoraPair]:
     for module, sides in halves.items():
         for suffix, side in _SIDES.items():
             if side not in sides and side != "magnitude":
-                raise _bad(file, f"{PREFIX}{module}{suffix}", "is missing while the module's other factor is there")
+                raise bad_file(file, f"{PREFIX}{module}{suffix}", "is missing while the module's other factor is there")
     return {module: LoraPair(**sides) for module, sides in sorted(halves.items())}
 
 
 def _tensor(file: str, name: str, entry: Mapping[str, Any]) -> WeightTensor:
     dtype = _DTYPES.get(entry["dtype"])
     if dtype is None:
-        raise _bad(file, name, f"is of type {entry['dtype']}; adapters are {', '.join(_DTYPES)}")
+        raise bad_file(file, name, f"is of type {entry['dtype']}; adapters are {', '.join(_DTYPES)}")
     try:
         return WeightTensor(name, dtype, tuple(entry["shape"]), np.frombuffer(entry["data"], dtype=np.uint8))
     except SchemaError as error:
-        raise _bad(file, name, str(error)) from error
+        raise bad_file(file, name, str(error)) from error
 
 
 # -- files
-
-
-def _bad(file: str, field: str, why: str) -> AdapterError:
-    return AdapterError(f"{file}: {field} {why}.", file=file, field=field)
 
 
 def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise _bad(str(file), "file", f"can't be read: {error.strerror or error}") from error
+        raise bad_file(str(file), "file", f"can't be read: {error.strerror or error}") from error
+
+
+def _refuse_pickles(path: Path) -> None:
+    if (path / PICKLED_FILE).exists() and not (path / WEIGHTS_FILE).exists():
+        raise bad_file(str(path / PICKLED_FILE), "file", PICKLED)
 
 
 def _json_bytes(value: object) -> list[bytes | memoryview]:
-    return [(json.dumps(value, indent=2, sort_keys=True) + "\n").encode()]
+    return [(json.dumps(value, indent=2) + "\n").encode()]
 
 
 def _json_object(file: Path, raw: bytes) -> dict[str, Any]:
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise _bad(str(file), "file", f"is not JSON: {error}") from error
+        raise bad_file(str(file), "file", f"is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise _bad(str(file), "file", f"must hold a JSON object; got {type(value).__name__}")
+        raise bad_file(str(file), "file", f"must hold a JSON object; got {type(value).__name__}")
     return value  # pyright: ignore[reportUnknownVariableType]
 
 
@@ -366,12 +290,12 @@ def _check_manifest(path: Path, contents: Mapping[str, bytes]) -> str:
     file = path / MANIFEST_FILE
     manifest = _json_object(file, _read(file))
     if manifest.get("version") != 1:
-        raise _bad(str(file), "version", f"must be 1; got {manifest.get('version')!r}")
-    files = _typed(str(file), manifest, "files", dict)
+        raise bad_file(str(file), "version", f"must be 1; got {manifest.get('version')!r}")
+    files = typed(str(file), manifest, "files", dict)
     for name, raw in contents.items():
         want = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
         if files.get(name) != want:
-            raise _bad(
+            raise bad_file(
                 str(path / name), "file", f"is not what {MANIFEST_FILE} says: expected {files.get(name)}, got {want}"
             )
     return str(manifest.get("base_model", ""))

@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
 from rl_megatron_peft.naming import TARGETS, suggestion
 from rl_protocol.errors import ConfigError
+
+Modules = tuple[str, ...] | re.Pattern[str]
+"""Modules by name, or by a regular expression."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021, https://arxiv.org/abs/2106.09685): W x + alpha / rank * B A x.
 
+    Modules are named and patterns are matched as in PEFT's LoraConfig.
+
     >>> LoraConfig(rank=8, target_modules=("q_proj", "v_proj")).covers("model.layers.0.self_attn.v_proj")
     True
+    >>> LoraConfig(rank=8, rank_pattern={"v_proj": 2}).rank_of("model.layers.0.self_attn.v_proj")
+    2
 
     Attributes:
         rank: rows of A and columns of B, >= 1.
         alpha: numerator of the scale, above 0.
         dropout: probability with which an input of A is zeroed in training, in [0, 1).
-        target_modules: logical names of the adapted modules, without repeats.
+        target_modules: the adapted modules, without repeats: logical names (`q_proj`), full Hugging Face names or their last parts
+            (`layers.0.mlp.up_proj`); or a compiled regular expression that matches the full names.
         use_dora: train the length of each row of W + alpha / rank * B A as well, apart from its direction (DoRA, Liu et al. 2024,
             https://arxiv.org/abs/2402.09353), as PEFT has it.
-        exclude: modules that get no adapter although their name is a target: full Hugging Face names, or their last parts
-            (`layers.0.mlp.up_proj`), as in PEFT's `exclude_modules`.
+        exclude: modules that get no adapter although they are targets, in the same forms.
+        use_rslora: scale by alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023, https://arxiv.org/abs/2312.03732).
+        rank_pattern: regular expression for the last parts of a full name -> rank of these modules. The first that matches counts.
+        alpha_pattern: the same, of alpha.
 
     Raises:
         ConfigError: names the setting, what was got, and the nearest name.
@@ -34,38 +46,108 @@ class LoraConfig:
     rank: int = 16
     alpha: float = 32.0
     dropout: float = 0.0
-    target_modules: tuple[str, ...] = TARGETS
-    exclude: tuple[str, ...] = ()
+    target_modules: Modules = TARGETS
+    exclude: Modules = ()
     use_dora: bool = False
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict[str, int])
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
-        _number("rank", self.rank, lambda x: isinstance(x, int) and x >= 1, "an integer >= 1")
-        _number("alpha", self.alpha, lambda x: 0 < x < math.inf, "a finite number above 0")
+        _number("rank", self.rank, *_RANK)
+        _number("alpha", self.alpha, *_ALPHA)
         _number("dropout", self.dropout, lambda x: 0 <= x < 1, "at least 0 and below 1")
-        _names("target_modules", self.target_modules)
-        _names("exclude", self.exclude)
+        _modules("target_modules", self.target_modules)
+        _modules("exclude", self.exclude)
+        _pattern("rank_pattern", self.rank_pattern, *_RANK)
+        _pattern("alpha_pattern", self.alpha_pattern, *_ALPHA)
         if not self.target_modules:
             raise ConfigError(
                 f"target_modules is empty: name at least one of {', '.join(TARGETS)}.", field="target_modules"
             )
-        for name in self.target_modules:
-            _known("target_modules", name, name)
-        for name in self.exclude:
-            _known("exclude", name, name.rsplit(".", 1)[-1])
-            if name in self.target_modules:
-                raise ConfigError(
-                    f"{name!r} is in both target_modules and exclude; take it out of one.", field="exclude"
-                )
+        both = set(_listed(self.target_modules)) & set(_listed(self.exclude))
+        if both:
+            raise ConfigError(
+                f"{min(both)!r} is in both target_modules and exclude; take it out of one.", field="exclude"
+            )
 
-    @property
-    def scaling(self) -> float:
-        """alpha / rank."""
-        return self.alpha / self.rank
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> LoraConfig:
+        """Read `facts` back, without dropout.
+
+        Raises:
+            KeyError, TypeError, ValueError: a fact is missing or wrong; a setting that is refused is a ConfigError.
+        """
+        return cls(
+            rank=facts["rank"],
+            alpha=facts["alpha"],
+            target_modules=_from_fact(facts["target_modules"]),
+            exclude=_from_fact(facts["exclude"]),
+            use_dora=facts["use_dora"],
+            use_rslora=facts["use_rslora"],
+            rank_pattern=dict(facts["rank_pattern"]),
+            alpha_pattern=dict(facts["alpha_pattern"]),
+        )
+
+    def facts(self) -> dict[str, object]:
+        """What two adapters of one kind have in common, as JSON. Patterns are lists of pairs, since their order counts."""
+        return {
+            "rank": self.rank,
+            "alpha": self.alpha,
+            "target_modules": _to_fact(self.target_modules),
+            "exclude": _to_fact(self.exclude),
+            "use_dora": self.use_dora,
+            "use_rslora": self.use_rslora,
+            "rank_pattern": [list(pair) for pair in self.rank_pattern.items()],
+            "alpha_pattern": [list(pair) for pair in self.alpha_pattern.items()],
+        }
 
     def covers(self, module: str) -> bool:
         """Whether the Hugging Face module of that full name gets an adapter."""
-        excluded = any(module == name or module.endswith("." + name) for name in self.exclude)
-        return module.rsplit(".", 1)[-1] in self.target_modules and not excluded
+        return _matches(self.target_modules, module) and not _matches(self.exclude, module)
+
+    def rank_of(self, module: str) -> int:
+        """Rank of the adapter of the Hugging Face module of that full name."""
+        return _found(self.rank_pattern, module, self.rank)
+
+    def alpha_of(self, module: str) -> float:
+        """Numerator of the scale of the Hugging Face module of that full name."""
+        return _found(self.alpha_pattern, module, self.alpha)
+
+    def scaling_of(self, module: str) -> float:
+        """What B A x of the Hugging Face module of that full name is multiplied by."""
+        rank = self.rank_of(module)
+        return self.alpha_of(module) / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+V = TypeVar("V", int, float)
+_Check = tuple[Callable[[float], bool], str]
+_RANK: _Check = (lambda x: isinstance(x, int) and x >= 1, "an integer >= 1")
+_ALPHA: _Check = (lambda x: 0 < x < math.inf, "a finite number above 0")
+
+
+def _to_fact(modules: Modules) -> list[str] | str:
+    return sorted(modules) if isinstance(modules, tuple) else modules.pattern
+
+
+def _from_fact(modules: list[str] | str) -> Modules:
+    return re.compile(modules) if isinstance(modules, str) else tuple(modules)
+
+
+def _listed(modules: Modules) -> tuple[str, ...]:
+    return modules if isinstance(modules, tuple) else ()
+
+
+def _matches(modules: Modules, module: str) -> bool:
+    """As PEFT matches `target_modules` and `exclude_modules`."""
+    if isinstance(modules, re.Pattern):
+        return modules.fullmatch(module) is not None
+    return any(module == name or module.endswith("." + name) for name in modules)
+
+
+def _found(pattern: Mapping[str, V], module: str, default: V) -> V:
+    """As PEFT looks a module up in `rank_pattern` and `alpha_pattern`."""
+    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 def _number(field: str, value: object, fine: Callable[[float], bool], wanted: str) -> None:
@@ -73,11 +155,29 @@ def _number(field: str, value: object, fine: Callable[[float], bool], wanted: st
         raise ConfigError(f"LoRA {field} must be {wanted}; got {value!r}.", field=field)
 
 
-def _names(field: str, value: object) -> None:
-    if not isinstance(value, tuple) or not all(isinstance(name, str) for name in value):  # pyright: ignore[reportUnknownVariableType]
-        raise ConfigError(f"{field} must be a tuple of names; got {value!r}.", field=field)
-    if len(set(value)) != len(value):  # pyright: ignore[reportUnknownArgumentType]
-        raise ConfigError(f"{field} names a module twice: {value!r}.", field=field)
+def _modules(field: str, value: object) -> None:
+    if isinstance(value, re.Pattern):
+        return
+    if not isinstance(value, tuple) or not all(isinstance(name, str) for name in cast("tuple[object, ...]", value)):
+        raise ConfigError(
+            f"{field} must be a tuple of names or a compiled regular expression; got {value!r}.", field=field
+        )
+    names = cast("tuple[str, ...]", value)
+    if len(set(names)) != len(names):
+        raise ConfigError(f"{field} names a module twice: {names!r}.", field=field)
+    for name in names:
+        _known(field, name, name.rsplit(".", 1)[-1])
+
+
+def _pattern(field: str, value: object, fine: Callable[[float], bool], wanted: str) -> None:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{field} must map regular expressions to numbers; got {value!r}.", field=field)
+    for key, number in cast("Mapping[str, object]", value).items():
+        try:
+            re.compile(key)
+        except (re.error, TypeError) as error:
+            raise ConfigError(f"{field} has {key!r}, which is no regular expression: {error}.", field=field) from error
+        _number(field, number, fine, wanted)
 
 
 def _known(field: str, name: str, last: str) -> None:

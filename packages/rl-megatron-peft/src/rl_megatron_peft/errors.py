@@ -16,3 +16,8 @@ class AdapterError(RLError, ValueError):
 
     file: str
     field: str
+
+
+def bad_file(file: str, field: str, why: str) -> AdapterError:
+    """The error of a field of a file; `why` is a predicate without a full stop."""
+    return AdapterError(f"{file}: {field} {why}.", file=file, field=field)

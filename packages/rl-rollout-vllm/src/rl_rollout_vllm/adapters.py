@@ -7,10 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_protocol.errors import WeightSyncError
+from rl_protocol.errors import ConfigError, WeightSyncError
+from rl_protocol.peft_fields import PICKLED, PICKLED_FILE, unread_field
 from rl_protocol.weights import WeightTensor
 from rl_rollout_vllm.checkpoint import read_json, read_tensors
 from rl_rollout_vllm.config import AdapterConfig
+
+_REQUIRED = ("r", "lora_alpha", "target_modules")
+_OF_TENSORS = ("exclude_modules", "layers_pattern", "layers_to_transform")
+"""They say which modules are adapted, as the names of the tensors do, which vLLM goes by."""
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
@@ -45,19 +50,34 @@ def read_adapter(folder: Path, room: AdapterConfig | None) -> Adapter:
 
     Raises:
         ConfigError: the folder can't be read.
-        WeightSyncError: see `with_config`; or a kind of adapter that vLLM does not know.
+        WeightSyncError: see `with_config`; or a setting that vLLM does not apply, such as DoRA or ranks of each module's own.
     """
     room = _room(room)
     settings = read_json(folder / "adapter_config.json")
-    for name in ("use_dora", "modules_to_save"):
-        if settings.get(name):
-            raise WeightSyncError(
-                f"The adapter {folder} has {name}={settings[name]!r}, which vLLM can't serve: merge it instead."
-            )
-    weights = tuple(read_tensors(folder / "adapter_model.safetensors"))
-    _rank(weights, room)
-    known = ("r", "lora_alpha", "target_modules", "bias", "use_rslora", "rank_pattern", "alpha_pattern")
-    return Adapter({name: settings[name] for name in known if name in settings}, weights)
+    _check_served(folder, settings)
+    file = folder / "adapter_model.safetensors"
+    if (folder / PICKLED_FILE).exists() and not file.exists():
+        raise ConfigError(f"{folder / PICKLED_FILE} {PICKLED}.")
+    weights = tuple(read_tensors(file))
+    rank = _rank(weights, room)
+    if rank != settings["r"]:
+        raise WeightSyncError(f"The adapter {folder} has tensors of rank {rank} and r={settings['r']!r}.")
+    return Adapter({name: settings[name] for name in (*_REQUIRED, "use_rslora") if name in settings}, weights)
+
+
+def _check_served(folder: Path, settings: Mapping[str, object]) -> None:
+    """That vLLM computes with the adapter what peft does: of the settings it reads `_REQUIRED` and `use_rslora` alone."""
+    if settings.get("peft_type") != "LORA":
+        raise WeightSyncError(
+            f"The adapter {folder} has peft_type={settings.get('peft_type')!r}; vLLM serves adapters of peft_type='LORA'."
+        )
+    lost = unread_field(settings, (*_REQUIRED, *_OF_TENSORS, "use_rslora"))
+    if lost is not None:
+        field, why = lost
+        raise WeightSyncError(f"The adapter {folder} can't be served by vLLM: {field} {why}. Merge it instead.")
+    missing = [name for name in _REQUIRED if name not in settings]
+    if missing:
+        raise WeightSyncError(f"The adapter {folder} lacks {', '.join(missing)} in adapter_config.json.")
 
 
 def _room(room: AdapterConfig | None) -> AdapterConfig:

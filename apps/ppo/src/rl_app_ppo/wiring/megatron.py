@@ -77,6 +77,7 @@ def _adapters(lora: rl_trainer.LoraConfig) -> LoraConfig:
         exclude=lora.excluded(),
         dropout=lora.dropout,
         use_dora=lora.use_dora,
+        use_rslora=lora.use_rslora,
     )
 
 

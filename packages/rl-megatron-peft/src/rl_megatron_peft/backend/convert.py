@@ -90,15 +90,8 @@ def _settings(manifest: Path) -> tuple[LoraConfig, bool]:
     """What the adapter of a checkpoint to resume from is, and whether it is fused."""
     fields: dict[str, Any] = json.loads(manifest.read_text())
     try:
-        config = LoraConfig(
-            rank=fields["rank"],
-            alpha=fields["alpha"],
-            target_modules=tuple(fields["target_modules"]),
-            exclude=tuple(fields["exclude"]),
-            use_dora=fields["use_dora"],
-        )
-        return config, bool(fields["fused"])
-    except (KeyError, TypeError, ConfigError) as error:
+        return LoraConfig.from_facts(fields), bool(fields["fused"])
+    except (KeyError, TypeError, ValueError) as error:
         field = str(error.args[0]) if isinstance(error, KeyError) else getattr(error, "field", "target_modules")
         raise AdapterError(
             f"{manifest}: {field} is missing or wrong: {error}.", file=str(manifest), field=field

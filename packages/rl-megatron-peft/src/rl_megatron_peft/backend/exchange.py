@@ -105,7 +105,8 @@ def scatter_adapter(
 def _sizes(module: HFModule, config: LoraConfig, shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Shape of each tensor that there is, whole."""
     out, inner = shape.linear(module.logical)
-    return {"a": (config.rank, inner), "b": (out, config.rank)} | ({"magnitude": (out,)} if config.use_dora else {})
+    rank = config.rank_of(module.name)
+    return {"a": (rank, inner), "b": (out, rank)} | ({"magnitude": (out,)} if config.use_dora else {})
 
 
 def _part(tensor: torch.Tensor, split: int | None, ranks: Ranks) -> torch.Tensor:
@@ -117,17 +118,17 @@ def _exported(name: str, tensor: torch.Tensor) -> WeightTensor:
 
 
 def _check_same(adapter: Adapter, config: LoraConfig, shape: ModelShape, fingerprint: str, source: str) -> None:
-    def refuse(field: str, got: object, want: object) -> AdapterError:
-        return AdapterError(
-            f"{source}: {field} is {got!r}, the model's is {want!r}; they must be the same.", file=source, field=field
-        )
-
-    if fingerprint and adapter.fingerprint and adapter.fingerprint != fingerprint:
-        raise refuse("base_model_fingerprint", adapter.fingerprint, fingerprint)
-    for field in ("rank", "alpha", "use_dora"):
-        got, want = getattr(adapter.config, field), getattr(config, field)
+    def same(field: str, got: object, want: object, what: str = "") -> None:
         if got != want:
-            raise refuse(field, got, want)
+            raise AdapterError(
+                f"{source}: {what or field} is {got!r}, the model's is {want!r}; they must be the same.",
+                file=source,
+                field=field,
+            )
+
+    if fingerprint and adapter.fingerprint:
+        same("base_model_fingerprint", adapter.fingerprint, fingerprint)
+    same("use_dora", adapter.config.use_dora, config.use_dora)
     wanted = [module.name for module in covered_modules(config, shape)]
     if set(wanted) != set(adapter.pairs):
         missing, more = sorted(set(wanted) - set(adapter.pairs)), sorted(set(adapter.pairs) - set(wanted))
@@ -137,7 +138,8 @@ def _check_same(adapter: Adapter, config: LoraConfig, shape: ModelShape, fingerp
             field=(missing or more)[0],
         )
     for name, pair in adapter.pairs.items():
+        same("rank", adapter.config.rank_of(name), config.rank_of(name), f"the rank of {name}")
+        same("alpha", adapter.config.scaling_of(name), config.scaling_of(name), f"the scale of {name}")
         tensors = pair.tensors()
         for side, want in _sizes(HFModule.parse(name), config, shape).items():
-            if tensors[side].shape != want:
-                raise refuse(f"{name}.{_NAMES[side]} shape", tensors[side].shape, want)
+            same(f"{name}.{_NAMES[side]} shape", tensors[side].shape, want)

@@ -180,11 +180,7 @@ class MegatronLearner(ABC, Generic[Loss]):
             return {"base_model": base, "trained": "all weights"}
         return {
             "base_model": base,
-            "rank": self.lora.rank,
-            "alpha": self.lora.alpha,
-            "target_modules": sorted(self.lora.target_modules),
-            "exclude": sorted(self.lora.exclude),
-            "use_dora": self.lora.use_dora,
+            **self.lora.facts(),
             "fused": self.fused,
         }
 

@@ -101,7 +101,7 @@ class Lora(torch.nn.Module):
         self._dropout = config.dropout
         self._seed = seed
         self._draw = draw
-        self._scaling = config.scaling
+        self._scaling = {part.logical: config.scaling_of(part.name) for part in module.parts}
         self._row_parallel = module.fused in ROW_PARALLEL
         self._sequence_parallel = ranks.layout.sequence_parallel
         cut = self._row_parallel or self._sequence_parallel  # the input: in its features, or in its tokens
@@ -109,18 +109,20 @@ class Lora(torch.nn.Module):
         self._names = {part.logical: part.name for part in module.parts}
         self._fused = fused and len(self._names) > 1
         targets = [part.logical for part in module.parts if config.covers(part.name)]
+        rank_of = {part.logical: config.rank_of(part.name) for part in module.parts}
         out_cut = 1 if self._row_parallel else ranks.layout.tensor
         self._rows = {name: shape.linear(name)[0] // out_cut for name in self._names}
         order = fused_order(shape, ranks.layout.tensor) if module.fused == "linear_qkv" else None
         self._order = None if order is None else torch.tensor(order, device=base.device)
         a = {}
         for key in [module.fused] if self._fused else targets:
-            whole = _first_a(f"{module.name}.{key}", config.rank, shape.linear(targets[0])[1], seed)
+            rank = rank_of[targets[0] if self._fused else key]
+            whole = _first_a(f"{module.name}.{key}", rank, shape.linear(targets[0])[1], seed)
             shards = whole.chunk(ranks.layout.tensor, dim=1) if self._row_parallel else [whole] * ranks.layout.tensor
             a[key] = torch.nn.Parameter(shards[ranks.tensor].to(base.device, copy=True).contiguous())
         self.a = torch.nn.ParameterDict(a)
         self.b = torch.nn.ParameterDict(
-            {key: torch.nn.Parameter(torch.zeros(self._rows[key], config.rank, device=base.device)) for key in targets}
+            {key: torch.nn.Parameter(torch.zeros(self._rows[key], rank_of[key], device=base.device)) for key in targets}
         )
         self._apart = partial(unfuse, fused=module.fused, shape=shape, tensor=ranks.layout.tensor)
         lengths = self._lengths(base) if config.use_dora else {}
@@ -136,17 +138,17 @@ class Lora(torch.nn.Module):
         """See forward; of an input as it was dropped."""
         low = torch.nn.functional.linear(x, torch.cat(list(self.a.values())).to(x.dtype))
         if self._row_parallel:
-            (b,) = self.b.values()
-            return self._scaling * torch.nn.functional.linear(self._summed(low), b.to(x.dtype))
+            ((name, b),) = self.b.items()
+            return self._scaling[name] * torch.nn.functional.linear(self._summed(low), b.to(x.dtype))
         low = self._of_all(low)
-        low_of = dict(zip(self.a, low.chunk(len(self.a), dim=-1), strict=True))
+        low_of = dict(zip(self.a, low.split([a.shape[0] for a in self.a.values()], dim=-1), strict=True))
         parts = [
-            torch.nn.functional.linear(low_of[self._a_key(name)], self.b[name].to(x.dtype))
+            self._scaling[name] * torch.nn.functional.linear(low_of[self._a_key(name)], self.b[name].to(x.dtype))
             if name in self.b
             else x.new_zeros(*low.shape[:-1], rows)
             for name, rows in self._rows.items()
         ]
-        return self._scaling * self._ordered(torch.cat(parts, dim=-1), -1)
+        return self._ordered(torch.cat(parts, dim=-1), -1)
 
     def added(
         self, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -171,10 +173,12 @@ class Lora(torch.nn.Module):
         """What the adapter adds to this rank's part of the layer's weight."""
         columns = next(iter(self.a.values()))
         parts = [
-            self.b[name] @ self.a[self._a_key(name)] if name in self.b else columns.new_zeros(rows, columns.shape[1])
+            self._scaling[name] * (self.b[name] @ self.a[self._a_key(name)])
+            if name in self.b
+            else columns.new_zeros(rows, columns.shape[1])
             for name, rows in self._rows.items()
         ]
-        return self._scaling * self._ordered(torch.cat(parts), 0)
+        return self._ordered(torch.cat(parts), 0)
 
     def factors(self) -> Iterator[LoraFactor]:
         """Its parameters in a fixed order; a shared A comes once, under the name of the fused module."""
@@ -327,10 +331,22 @@ def check_targets(config: LoraConfig, shape: ModelShape, *, fused: bool) -> None
     Raises:
         ConfigError: names the setting.
     """
+    every = [MegatronModule(layer, name).parts for layer in range(shape.layers) for name in FUSED]
+    if not any(config.covers(part.name) for parts in every for part in parts):
+        raise ConfigError(
+            f"target_modules is {config.target_modules!r}, which is no module of this model of {shape.layers} layers.",
+            field="target_modules",
+        )
     for name in FUSED if fused else ():
         for layer in range(shape.layers):
             parts = MegatronModule(layer, name).parts
             covered = [part.logical for part in parts if config.covers(part.name)]
+            ranks = {part.name: config.rank_of(part.name) for part in parts if config.covers(part.name)}
+            if len(set(ranks.values())) > 1:
+                raise ConfigError(
+                    f"Fused adapters of {', '.join(FUSED[name])} share one A and have one rank; got {ranks}. Set fused=False.",
+                    field="rank_pattern",
+                )
             if covered and len(covered) < len(parts):
                 missing = ", ".join(part.name for part in parts if part.logical not in covered)
                 raise ConfigError(
