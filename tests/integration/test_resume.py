@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -133,3 +134,28 @@ def test_one_rank_goes_on_from_two_and_learns_the_same(runs):
     assert weights[0].keys() == weights[1].keys()
     for name, value in weights[1].items():
         assert np.abs(weights[0][name] - value).max() <= 1e-5 * max(1.0, np.abs(value).max()), name
+
+
+def test_a_finished_run_is_neither_run_again_nor_started_over(runs, tmp_path):
+    """Without its checkpoints, `auto` used to begin again in it: config, metrics and model were replaced."""
+    folder = tmp_path / "straight"
+    shutil.copytree(runs.root / "straight", folder)
+
+    def again() -> subprocess.CompletedProcess[str]:
+        wanted = ("--config", str(folder / "config.yaml"), f"trainer.output_dir={tmp_path}", "trainer.resume_mode=auto")
+        return subprocess.run(command(*wanted), capture_output=True, text=True, timeout=120)
+
+    def content() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+    before = content()
+    done = again()
+    assert done.returncode == 0, done.stderr
+    assert f"has done its {runs.total} steps already" in done.stdout
+    assert content() == before
+    shutil.rmtree(folder / "checkpoints")
+    before = content()
+    refused = again()
+    assert refused.returncode == 2
+    assert f"finds no whole checkpoint in {folder}: it has a finished model in checkpoint/" in refused.stderr
+    assert content() == before

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rl_app_ppo.config import flat_settings, load_config, resolve, to_yaml
+from rl_app_ppo.config import flat_settings, load_config, options, resolve, to_yaml
 from rl_app_ppo.explain import explain
 from rl_app_ppo.layers import algorithms, layer_text, presets
 from rl_app_ppo.main import help_text, main
@@ -117,6 +117,8 @@ def test_the_layer_a_value_comes_from_is_named():
 
 def test_help_lists_algorithms_and_presets_with_what_they_are():
     text = help_text()
+    (option,) = [option for option in options() if option.key == "preset"]
+    assert all(name in option.help for name in presets())
     for described in (algorithms(), presets()):
         for name, what in described.items():
             assert f"{name} " in text

@@ -76,7 +76,7 @@ def _kept_or_removed(made: RunFolder, files: RunFiles) -> Generator[None]:
         yield
     except ConfigError:
         if made.is_new and not files.metrics.exists():
-            shutil.rmtree(made.path)
+            shutil.rmtree(made.path, ignore_errors=True)
         raise
 
 

@@ -259,7 +259,8 @@ class AppConfig:
 
     preset: str = option(
         "",
-        f"values of a demo, or {NO_PRESET}; see above. Empty: the demo of the algorithm without data.train_files, {NO_PRESET} with it",
+        f"demo, demo-ppo or demo-calculator: values for the model and task of that demo; or {NO_PRESET}. Empty: the demo of the algorithm where "
+        f"data.train_files is empty, {NO_PRESET} elsewhere",
     )
     model_engine: str = option("torch", "what trains the models: " + ", ".join(ENGINES))
     algorithm: AlgorithmConfig = group(AlgorithmConfig, "advantages")
