@@ -15,6 +15,7 @@ from rl_protocol import BatchData, dense
 from rl_transferqueue import PlaneDescriptor, TransferQueueConfig
 from rl_transferqueue.bulk_server import BulkServer
 from rl_transferqueue.keys import PlaneKey
+from rl_transferqueue.limits import DEFAULT, Limits
 from rl_transferqueue.reactor import Reactor
 
 MIB = 1 << 20
@@ -53,17 +54,24 @@ def other_client(descriptor: PlaneDescriptor, *prefix: str, **environment: str) 
 
 
 @contextmanager
-def served(key: PlaneKey) -> Iterator[BulkServer]:
-    reactor = Reactor()
-    server = BulkServer(reactor, "127.0.0.1", key)
+def running(reactor: Reactor) -> Iterator[None]:
+    """The reactor runs in a thread within the block."""
     stop, stopped = os.pipe()
     reactor.watch(stop, reactor.stop)
     thread = threading.Thread(target=reactor.run)
     thread.start()
     try:
-        yield server
+        yield
     finally:
         os.close(stopped)
         thread.join()
         os.close(stop)
-        server.close()
+
+
+@contextmanager
+def served(key: PlaneKey, limits: Limits = DEFAULT) -> Iterator[BulkServer]:
+    reactor = Reactor()
+    server = BulkServer(reactor, "127.0.0.1", key, limits=limits)
+    with running(reactor):
+        yield server
+    server.close()

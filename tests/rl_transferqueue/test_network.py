@@ -30,6 +30,7 @@ from rl_transferqueue.channel import Channel
 from rl_transferqueue.descriptor import ControllerAddress, UnitAddress
 from rl_transferqueue.hosts import endpoint, split_endpoint
 from rl_transferqueue.keys import load_key
+from rl_transferqueue.limits import Limits
 from rl_transferqueue.messages import Abandon, Done, Hello, Reserve, Reserved
 from rl_transferqueue.remote import RemoteMemory
 from rl_transferqueue.space import most_spare
@@ -419,9 +420,11 @@ def test_requests_that_make_no_sense_are_answered(plane: LocalPlane) -> None:
     assert other_client(plane.descriptor).returncode == 0
 
 
-def test_who_does_not_introduce_himself_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_transferqueue.bulk_server.HANDSHAKE_S", 0.1)
-    with served(NO_KEY) as server, socket.create_connection(("127.0.0.1", server.port), timeout=5) as silent:
+def test_who_does_not_introduce_himself_is_sent_away() -> None:
+    with (
+        served(NO_KEY, Limits(handshake_s=0.1)) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=5) as silent,
+    ):
         while silent.recv(100):
             pass
         assert not server._connections

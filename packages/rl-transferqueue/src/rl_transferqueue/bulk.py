@@ -19,6 +19,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 from collections.abc import Sequence
 from typing import Annotated, TypeAlias
@@ -28,6 +30,7 @@ import msgspec
 from rl_protocol.errors import WireError
 from rl_protocol.secret import PROOF_BYTES
 from rl_transferqueue.keys import PlaneKey
+from rl_transferqueue.limits import DEFAULT
 from rl_transferqueue.liveness import ProcessId
 from rl_transferqueue.messages import MAX_FRAME, Count, Failure
 
@@ -37,7 +40,7 @@ SESSION_BYTES = 8
 GREETING_BYTES = len(MAGIC) + NONCE_BYTES
 INTRODUCTION_BYTES = SESSION_BYTES + NONCE_BYTES + PROOF_BYTES
 VERDICT_BYTES = 1 + PROOF_BYTES
-HANDSHAKE_S = 5.0
+HANDSHAKE_S = DEFAULT.handshake_s
 DEAD_AFTER_S = 5
 CHUNK = 256 << 10
 """Bytes asked of a socket at once: what arrives is copied while it is still in the cache."""
@@ -145,6 +148,12 @@ def as_lifeline(connection: socket.socket) -> int:
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)
     return connection.detach()
+
+
+def hang_up(lifeline: int) -> None:
+    """Let the peer of a lifeline see its end, while the peer's own end can still be seen."""
+    with socket.socket(fileno=os.dup(lifeline)) as connection, contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_WR)
 
 
 class Outgoing:

@@ -9,6 +9,7 @@ import hmac
 import logging
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import TypeAlias
@@ -23,7 +24,6 @@ from rl_protocol.secret import PROOF_BYTES
 from rl_protocol.wire import encode, read_payload
 from rl_transferqueue.bulk import (
     CHUNK,
-    HANDSHAKE_S,
     INTRODUCTION_BYTES,
     MAGIC,
     NONCE_BYTES,
@@ -44,6 +44,8 @@ from rl_transferqueue.bulk import (
 )
 from rl_transferqueue.header_cache import unpack_header
 from rl_transferqueue.keys import PlaneKey
+from rl_transferqueue.limits import DEFAULT, Limits, Stall
+from rl_transferqueue.listener import Listener
 from rl_transferqueue.liveness import this_process
 from rl_transferqueue.messages import Fence, Span, failure
 from rl_transferqueue.reactor import Reactor
@@ -68,9 +70,11 @@ _decoder = msgspec.msgpack.Decoder[BulkRequest](BulkRequest)
 class Connection:
     """One connection and the generator that says what it does next. Ends with the generator, the peer, or an error of either."""
 
-    def __init__(self, reactor: Reactor, peer: socket.socket) -> None:
+    def __init__(self, reactor: Reactor, peer: socket.socket, limits: Limits) -> None:
         self.session = b""
         """Empty until the handshake is over."""
+        self.idle = False
+        """Whether no request is under way; its end is set by the first byte of the next one."""
         self.into = range(0)
         """Bytes of the arena that a payload is arriving for."""
         self._reactor = reactor
@@ -78,6 +82,8 @@ class Connection:
         self._script: Script | None = None
         self._step: Step = memoryview(b"")
         self._on_end: Callable[[Connection], None] = lambda _: None
+        self._stall = Stall(limits, time.monotonic())
+        self._timer = reactor.call_later(limits.warn_s, self._look)
 
     def start(self, script: Script, on_end: Callable[[Connection], None]) -> None:
         self._script, self._on_end = script, on_end
@@ -93,6 +99,7 @@ class Connection:
         """Stop serving and hand the socket over."""
         assert self._script is not None
         self._script = None
+        self._timer.cancel()
         self._reactor.unwatch(self._peer.fileno())
         self._on_end(self)
         return self._peer
@@ -105,8 +112,23 @@ class Connection:
                 log.warning("bulk connection of session %s ends: %s", self.session.hex(), error)
             self.end()
 
+    def _look(self) -> None:
+        """End a connection on which nothing moves in the middle of a request."""
+        now = time.monotonic()
+        if self.idle:
+            self._stall.moved(now)
+        due = self._stall.due(now)
+        if due is not None:
+            done = "is ended" if due == "end" else "stalls"
+            log.warning("bulk connection of session %s %s in the middle of a transfer", self.session.hex(), done)
+        if due == "end":
+            self.end()
+        else:
+            self._timer = self._reactor.call_later(self._stall.next_s(now), self._look)
+
     def _move(self) -> None:
         left = _TURN_BYTES
+        self._stall.moved(time.monotonic())
         while left > 0 and self._script is not None:
             try:
                 moved = self._once()
@@ -125,6 +147,7 @@ class Connection:
         got = self._peer.recv_into(self._step[:CHUNK])
         if not got:
             raise ConnectionResetError("the peer has closed")
+        self.idle = False
         self._step = self._step[got:]
         return got
 
@@ -133,9 +156,16 @@ class BulkServer:
     """Listens, shakes hands, and serves the arena of a unit. A controller has no arena: its connections only show who lives."""
 
     def __init__(
-        self, reactor: Reactor, host: str, key: PlaneKey, arena: memoryview | None = None, port: int = 0
+        self,
+        reactor: Reactor,
+        host: str,
+        key: PlaneKey,
+        arena: memoryview | None = None,
+        port: int = 0,
+        limits: Limits = DEFAULT,
     ) -> None:
         self._reactor = reactor
+        self._limits = limits
         self._key = key
         self._arena = arena
         self._connections: set[Connection] = set()
@@ -144,15 +174,13 @@ class BulkServer:
         self._abandoned: dict[bytes, deque[tuple[Span, int]]] = {}
         """What each session abandoned last, and how many spans it had abandoned then."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        self._listener.setblocking(False)
+        listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
-        self.port = int(self._listener.getsockname()[1])
-        reactor.watch(self._listener.fileno(), self._accept)
+        self.port = int(listening.getsockname()[1])
+        self._listener = Listener(reactor, listening, self._accept)
 
     def close(self) -> None:
         """End everything."""
-        self._reactor.unwatch(self._listener.fileno())
         self._listener.close()
         for connection in list(self._connections):
             connection.end()
@@ -183,17 +211,11 @@ class BulkServer:
                 connection.end()
 
     # -- inner
-    def _accept(self) -> None:
-        try:
-            peer, _ = self._listener.accept()
-        except OSError as error:  # the peer has left already, or there are no more file descriptors
-            log.warning("a bulk connection could not be accepted: %s", error)
-            return
-        peer.setblocking(False)
+    def _accept(self, peer: socket.socket) -> None:
         prepare(peer)
-        connection = Connection(self._reactor, peer)
+        connection = Connection(self._reactor, peer, self._limits)
         self._connections.add(connection)
-        late = self._reactor.call_later(HANDSHAKE_S, connection.end)
+        late = self._reactor.call_later(self._limits.handshake_s, connection.end)
 
         def ended(connection: Connection) -> None:
             late.cancel()
@@ -225,9 +247,14 @@ class BulkServer:
     def _serve(self, connection: Connection) -> Script:
         while connection.session:
             head = bytearray(4)
+            connection.idle = True
             yield memoryview(head)
-            packed = bytearray(frame_length(head))
-            yield memoryview(packed)
+            left, packed = frame_length(head), bytearray()
+            while left:  # in pieces: memory for what has come, not for what was announced
+                piece = bytearray(min(left, CHUNK))
+                yield memoryview(piece)
+                packed += piece
+                left -= len(piece)
             try:
                 request = _decoder.decode(packed)
             except UNREADABLE as error:

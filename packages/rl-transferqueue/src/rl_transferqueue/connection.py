@@ -1,47 +1,135 @@
-"""A link on a reactor: frames in by callback, frames out as the other side takes them."""
+"""A link on a reactor: frames in by callback, frames out as the other side takes them, within limits."""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import deque
 from collections.abc import Callable
 
-from rl_transferqueue.links import Link, LinkClosed
-from rl_transferqueue.reactor import Reactor
+from rl_transferqueue.limits import TRUSTED, Limits, Stall
+from rl_transferqueue.links import LinkClosed, UnixLink
+from rl_transferqueue.reactor import Reactor, Timer
+
+log = logging.getLogger(__name__)
 
 
 class Connection:
-    """One connection of a server process. Whoever does not read what it is sent is not listened to until it does.
+    """One connection of a server process. While the peer does not read what it is sent, its frames are not handled.
 
-    Lifecycle: open until `close`, or until the other side ends it: then it closes itself and calls `on_closed`.
+    Lifecycle: open until `close`, or until the other side ends it or exceeds a limit: then it closes itself and calls `on_closed`.
     """
 
     def __init__(
-        self, reactor: Reactor, link: Link, on_frame: Callable[[bytes], None], on_closed: Callable[[], None]
+        self,
+        reactor: Reactor,
+        link: UnixLink,
+        on_frame: Callable[[bytes], None],
+        on_closed: Callable[[], None],
+        limits: Limits,
     ) -> None:
         self._reactor = reactor
         self._link = link
         self._on_frame = on_frame
         self._on_closed = on_closed
+        self._limits = limits
+        self._received: deque[bytes] = deque()
+        """Frames that were not handled yet."""
+        self._handling = False
+        self._stall: Stall | None = None
+        """Where bytes wait to be sent, or a frame has come in part."""
+        self._timer: Timer | None = None
         self._open = True
         reactor.watch(link.fileno(), self._read)
 
     def send(self, frame: bytes) -> None:
-        if self._open and not self._link.send(frame):
-            self._reactor.watch(self._link.fileno(), self._flush, write=True)
+        if not self._open or self._link.send(frame):
+            return
+        self._reactor.watch(self._link.fileno(), self._flush, write=True)
+        if self._link.unsent > self._limits.queue_bytes:
+            self.end(f"{self._link.unsent} bytes wait to be sent to it; the limit is {self._limits.queue_bytes}")
+        else:
+            self._look(moved=False)
+
+    def trust(self) -> None:
+        """The peer turned out to be the controller."""
+        self._limits = TRUSTED
 
     def close(self) -> None:
         if self._open:
             self._open = False
             self._reactor.unwatch(self._link.fileno())
+            if self._timer is not None:
+                self._timer.cancel()
+            self._received.clear()
             self._link.close()
 
+    def end(self, why: str) -> None:
+        """Close it for a reason that is logged."""
+        if self._open:
+            log.warning("the connection of %s is ended: %s", self._link.peer, why)
+            self._closed()
+
+    def _closed(self) -> None:
+        self.close()
+        self._on_closed()
+
     def _flush(self) -> None:
+        before = self._link.unsent
         if self._link.flush():
             self._reactor.watch(self._link.fileno(), self._read)
+        self._look(moved=self._link.unsent < before)
+        self._handle()
 
     def _read(self) -> None:
         try:
-            for frame in self._link.receive():
-                self._on_frame(frame)
+            self._received += self._link.receive()
         except LinkClosed:
-            self.close()
-            self._on_closed()
+            self._closed()
+            return
+        self._handle()
+        if self._open:
+            self._look(moved=True)
+
+    def _handle(self) -> None:
+        """Frames that came, as long as the answers leave."""
+        if self._handling:  # an answer that is sent by a handler
+            return
+        self._handling = True
+        try:
+            while self._received and self._open and not self._link.unsent:
+                self._on_frame(self._received.popleft())
+        except LinkClosed as error:
+            log.warning("the connection of %s is ended: %s", self._link.peer, error)
+            self._closed()
+        finally:
+            self._handling = False
+
+    # -- stalls
+    def _look(self, *, moved: bool) -> None:
+        """Watch the time from here on if something is under way."""
+        if not self._link.unsent and not self._link.partial:
+            self._stall = None
+            return
+        now = time.monotonic()
+        if self._stall is None:
+            self._stall = Stall(self._limits, now)
+        elif moved:
+            self._stall.moved(now)
+        if self._timer is None:
+            self._timer = self._reactor.call_later(self._stall.next_s(now), self._check)
+
+    def _check(self) -> None:
+        self._timer = None
+        if self._stall is None or not self._open:
+            return
+        now = time.monotonic()
+        due = self._stall.due(now)
+        sent, came = self._link.unsent, self._link.partial
+        what = f"{sent} bytes wait to be sent to it" if sent else f"it has sent {came} bytes of a frame and stopped"
+        if due == "end":
+            self.end(f"{what}, for {self._limits.stall_s:g} s")
+            return
+        if due == "warn":
+            log.warning("the connection of %s stalls: %s", self._link.peer, what)
+        self._timer = self._reactor.call_later(self._stall.next_s(now), self._check)

@@ -13,6 +13,7 @@ from rl_protocol.errors import CapacityTimeout, PlaneTimeout, WireError
 from rl_transferqueue.allocator import ALIGN, rounded
 from rl_transferqueue.blocks import Block
 from rl_transferqueue.board import SharedBoard
+from rl_transferqueue.bulk import hang_up
 from rl_transferqueue.bulk_server import BulkServer
 from rl_transferqueue.handouts import Taken, TakenRows
 from rl_transferqueue.hosts import Endpoints, endpoint
@@ -125,7 +126,8 @@ class Controller:
                 GetMetrics: self._metrics,
                 Cancel: self._cancel,
             },
-            self._received,
+            on_received=self._received,
+            on_end=self._disconnected,
         )
 
     @property
@@ -191,11 +193,23 @@ class Controller:
         self._end(session)
         self._forget_departed(session)
 
+    def _drop(self, session: bytes) -> None:
+        """End a session that did not say so: rows in answers that did not reach it are handed out again."""
+        handouts = self._sessions[session].handouts
+        self._depart(session)
+        for rows in handouts.pop_rows():
+            self._give_back(session, rows)
+
+    def _disconnected(self, session: bytes) -> None:
+        """The connection for control messages has ended; the process may live, and so do its leases."""
+        if session in self._sessions:
+            if self._sessions[session].remote:
+                hang_up(self._sessions[session].pidfd)
+            self._drop(session)
+
     def _died(self, session: bytes) -> None:
         if session in self._sessions:
-            for rows in self._sessions[session].handouts.pop_rows():
-                self._give_back(session, rows)
-            self._depart(session)
+            self._drop(session)
         self._ledger.blocks.release(session)
         self._forget_departed(session)
         self._settle()

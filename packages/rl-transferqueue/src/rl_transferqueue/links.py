@@ -5,12 +5,14 @@
     4       N     the frame
 
 * The first frame a client sends MUST be its session's identity (8 bytes, or CONTROLLER); the server sends nothing before.
-* Whoever meets a longer length MUST close the connection.
+* A reader MUST close the connection when a longer frame is announced, and takes memory only for bytes that came.
+* A server ends a connection that is silent before its first request, or stalls (see `limits`).
 """
 
 from __future__ import annotations
 
 import socket
+import struct
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +25,8 @@ LOOK_S = 200e-6
 _PREFIX = 4
 _READ = 1 << 18
 _BACKLOG = 1024
+_CREDENTIALS = struct.Struct("3i")
+"""pid, uid, gid."""
 
 
 class LinkClosed(Exception):
@@ -78,6 +82,10 @@ class Frames:
 
     def __init__(self) -> None:
         self._rest = bytearray()
+
+    def __len__(self) -> int:
+        """Bytes of a frame of which the rest has not come."""
+        return len(self._rest)
 
     def feed(self, data: bytes) -> list[bytes]:
         """Frames that are complete with these bytes.
@@ -157,6 +165,25 @@ class UnixLink:
         return False
 
     @property
+    def unsent(self) -> int:
+        """Bytes that `flush` has to send."""
+        return len(self._unsent)
+
+    @property
+    def partial(self) -> int:
+        """Bytes of a frame of which the rest has not come."""
+        return len(self._frames)
+
+    @property
+    def peer(self) -> str:
+        """The process at the other end, for people."""
+        try:
+            packed = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        except OSError:
+            return "a process that is gone"
+        return f"pid {_CREDENTIALS.unpack(packed)[0]}"
+
+    @property
     def near(self) -> bool:
         return True
 
@@ -164,7 +191,10 @@ class UnixLink:
         self._socket.settimeout(timeout_s)
 
     def close(self) -> None:
+        """Close the socket and give back what was not sent or has come in part."""
         self._socket.close()
+        self._frames = Frames()
+        self._unsent = bytearray()
 
     def _send(self, data: bytes | bytearray) -> int:
         """Bytes that have left; all of them, if nobody is there to read them: `receive` will tell."""
@@ -196,19 +226,9 @@ def connect_unix(address: str, session: bytes, name: str) -> UnixLink:
 def listen_unix(address: str) -> socket.socket:
     """A listening socket at `unix:<path>`."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.setblocking(False)
     listener.bind(address.removeprefix(SCHEME))
     listener.listen(_BACKLOG)
     return listener
-
-
-def accept(listener: socket.socket) -> UnixLink | None:
-    """The next connection, if there is one."""
-    try:
-        connection, _ = listener.accept()
-    except OSError:
-        return None
-    return UnixLink(connection)
 
 
 def socket_path(directory: Path, name: str) -> str:

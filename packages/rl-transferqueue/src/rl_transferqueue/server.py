@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
-import zmq
 
 from rl_protocol.errors import UNREADABLE, BatchError, RLError, WireError
 from rl_transferqueue.connection import Connection
-from rl_transferqueue.hosts import endpoint
 from rl_transferqueue.keys import PlaneKey
-from rl_transferqueue.links import LinkClosed, accept, listen_unix
-from rl_transferqueue.messages import MAX_FRAME, Answer, Reply, Request, failure, pack
+from rl_transferqueue.limits import DEFAULT, Limits
+from rl_transferqueue.links import LinkClosed, UnixLink, listen_unix
+from rl_transferqueue.listener import Listener
+from rl_transferqueue.messages import CONTROLLER, Answer, Reply, Request, failure, pack
 from rl_transferqueue.reactor import Reactor
 from rl_transferqueue.tally import ServerTally
+from rl_transferqueue.zmq_router import ZmqRouter
 
 log = logging.getLogger(__name__)
 
 _IDENTITY = 64
 """Longest name of a session in bytes."""
-_BURST = 64
-"""Frames of other hosts read in a row before timers and other sources get a turn."""
 
 
 class Caller(NamedTuple):
@@ -54,36 +55,32 @@ class Server:
         reactor: Reactor,
         address: str,
         handlers: Mapping[type, Handler],
+        *,
         on_received: Callable[[bytes, Sequence[int]], None] | None = None,
+        on_end: Callable[[bytes], None] = lambda _: None,
+        limits: Limits = DEFAULT,
     ) -> None:
-        """`on_received`: called with a session and the requests whose answers have reached their callers."""
+        """`on_received` gets a session and the requests whose answers have reached their callers, `on_end` each session whose connection
+        has ended.
+        """
         self._reactor = reactor
         self._handlers = handlers
         self._on_received = on_received
-        self._listener = listen_unix(address)
+        self._on_end = on_end
+        self._limits = limits
         self._peers: dict[bytes, Connection] = {}
         self._strangers: set[Connection] = set()
         """Connections that have not sent their first frame."""
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._router: zmq.Socket[bytes] | None = None
+        self._router: ZmqRouter | None = None
         """For clients of other hosts."""
         self.undecodable = 0
         self.tally = ServerTally()
-        reactor.watch(self._listener.fileno(), self._accept)
+        self._listener = Listener(reactor, listen_unix(address), self._accept)
 
     def listen(self, host: str, key: PlaneKey, port: int = 0) -> str:
         """Also serve other hosts, at an address of this one and that port, or one that is free; returns the endpoint."""
-        self._context = zmq.Context()
-        router = self._router = self._context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
-        router.setsockopt(zmq.SNDHWM, 0)
-        router.setsockopt(zmq.RCVHWM, 0)
-        router.setsockopt(zmq.LINGER, 0)
-        key.protect_server(router)
-        router.setsockopt(zmq.IPV6, int(":" in host))
-        router.bind(f"tcp://{endpoint(host, port or '*')}")
-        self._reactor.watch(router, self._read_router)
-        return router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._router = ZmqRouter(self._reactor, host, port, key, self._take_remote, self._on_end, self._limits)
+        return self._router.endpoint
 
     def answer(self, caller: Caller, body: Answer) -> None:
         """Send an answer; a caller that is gone gets nothing."""
@@ -96,7 +93,7 @@ class Server:
         if peer is not None:
             peer.send(frame)
         elif self._router is not None:
-            self._router.send_multipart([caller.session, frame], zmq.DONTWAIT)
+            self._router.send(caller.session, frame)
 
     def fail(self, caller: Caller, error: RLError) -> None:
         self.tally.failed(error)
@@ -106,45 +103,44 @@ class Server:
         for peer in (*self._peers.values(), *self._strangers):
             peer.close()
         self._listener.close()
-        if self._router is not None and self._context is not None:
+        if self._router is not None:
             self._router.close()
-            self._context.term()
 
     # -- connections
-    def _accept(self) -> None:
-        link = accept(self._listener)
-        if link is None:
-            return
-        session: bytes | None = None
+    def _accept(self, accepted: socket.socket) -> None:
+        session = b""
 
         def take(frame: bytes) -> None:
             nonlocal session
-            if session is None:
-                if frame in self._peers or not 0 < len(frame) <= _IDENTITY:
-                    raise LinkClosed("another connection has this identity, or it is none")
-                session = frame
-                self._strangers.discard(peer)
-                self._peers[session] = peer
-            else:
+            if session:
+                late.cancel()
                 self._dispatch(session, frame)
+                return
+            if frame in self._peers or not 0 < len(frame) <= _IDENTITY:
+                raise LinkClosed("another connection has this identity, or it is none")
+            session = frame
+            self._strangers.discard(peer)
+            self._peers[session] = peer
+            if session == CONTROLLER:
+                late.cancel()
+                peer.trust()
 
         def closed() -> None:
+            late.cancel()
             self._strangers.discard(peer)
-            if session is not None:
+            if session:
                 del self._peers[session]
+                self._on_end(session)
 
-        peer = Connection(self._reactor, link, take, closed)
+        limits = self._limits
+        peer = Connection(self._reactor, UnixLink(accepted), take, closed, limits)
         self._strangers.add(peer)
+        why = f"it has not said who it is and what it asks for within {limits.handshake_s:g} s"
+        late = self._reactor.call_later(limits.handshake_s, partial(peer.end, why))
 
-    def _read_router(self) -> None:
-        assert self._router is not None
-        for _ in range(_BURST):
-            try:
-                session, *frames = self._router.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            if session not in self._peers:
-                self._dispatch(session, frames[0] if len(frames) == 1 else b"")
+    def _take_remote(self, session: bytes, frame: bytes) -> None:
+        if session not in self._peers:
+            self._dispatch(session, frame)
 
     # -- requests
     def _dispatch(self, session: bytes, frame: bytes) -> None:

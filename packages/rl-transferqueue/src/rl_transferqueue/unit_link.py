@@ -8,6 +8,7 @@ import msgspec
 
 from rl_protocol.errors import PlaneLostError
 from rl_transferqueue.connection import Connection
+from rl_transferqueue.limits import TRUSTED
 from rl_transferqueue.links import connect_unix
 from rl_transferqueue.messages import CONTROLLER, Answer, Populate, Reply, Request, UnitRequest, pack
 from rl_transferqueue.reactor import Reactor
@@ -77,7 +78,7 @@ class UnitLink:
         except PlaneLostError:
             self._reactor.call_later(_RETRY_S, self._connect)
             return
-        self._connection = Connection(self._reactor, link, self._take, self._on_lost)
+        self._connection = Connection(self._reactor, link, self._take, self._on_lost, TRUSTED)
         for frame in self._unsent:
             self._connection.send(frame)
         self._on_connected()
