@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from rl_protocol.durable import fsync
 from rl_protocol.errors import OutputError
+from rl_protocol.temporary import temporary_folder
 
 
 def new_folder(path: Path, write: Callable[[Path], object]) -> None:
@@ -20,10 +20,8 @@ def new_folder(path: Path, write: Callable[[Path], object]) -> None:
         raise OutputError(f"{path} exists; only new folders are written. Remove it or choose another.", path=str(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=f".{path.name}.", dir=path.parent, ignore_cleanup_errors=True
-        ) as scratch:
-            folder = Path(scratch) / path.name
+        with temporary_folder(".unfinished-", path.parent) as scratch:
+            folder = scratch / path.name
             folder.mkdir()
             write(folder)
             folder.rename(path)

@@ -12,13 +12,16 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_protocol.temporary import temporary_folder
+
 MANIFEST = "manifest.json"
 FORMAT = 1
+UNFINISHED = ".unfinished-"
+"""How the names of entries begin that are being made."""
 
 
 def is_whole(entry: Path) -> bool:
@@ -47,13 +50,13 @@ def publish(entry: Path, fill: Callable[[Path], Mapping[str, object]]) -> None:
     When another process publishes the same entry meanwhile, the entry that was there first stays.
     """
     entry.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{entry.name}-", dir=entry.parent) as workshop:
-        fresh = Path(workshop, "new")
+    with temporary_folder(UNFINISHED, entry.parent) as workshop:
+        fresh = workshop / "new"
         fresh.mkdir()
         facts = fill(fresh)
         manifest = {"format": FORMAT, "facts": dict(facts), "files": _digests(fresh)}
         (fresh / MANIFEST).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        _put_in_place(fresh, entry, Path(workshop, "old"))
+        _put_in_place(fresh, entry, workshop / "old")
 
 
 def _put_in_place(fresh: Path, entry: Path, attic: Path) -> None:

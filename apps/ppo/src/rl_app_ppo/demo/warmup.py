@@ -20,9 +20,10 @@ from rl_app_ppo.demo.arithmetic import Problem
 from rl_app_ppo.demo.demos import DEMOS, Demo, Piece
 from rl_app_ppo.demo.model import fresh_model
 from rl_app_ppo.demo.settings import WarmUpSettings, content_hash
-from rl_app_ppo.demo.store import is_whole, publish
+from rl_app_ppo.demo.store import UNFINISHED, is_whole, publish
 from rl_app_ppo.demo.tokenizer import build_tokenizer
 from rl_app_ppo.demo.vocabulary import EOS_ID, PAD_ID
+from rl_protocol.temporary import sweep
 
 __all__ = [
     "OnStep",
@@ -178,6 +179,7 @@ def cached_base_model(cache_dir: Path, settings: WarmUpSettings, on_step: OnStep
     The accuracy it starts from is in the entry's manifest: `store.read_facts(path)["accuracy"]`.
     """
     entry = entry_path(cache_dir, settings)
+    sweep(UNFINISHED, cache_dir)
     if is_whole(entry):
         return entry
 

@@ -19,6 +19,8 @@ ROW_FORMAT = (
 _NAMED = 20
 """How many faults are named; all rows are counted."""
 _EXAMPLE_CHARACTERS = 200
+_REASON_CHARACTERS = 2000
+"""A template may refuse a row with a text of any length, and _VARIABLE takes time in the square of it."""
 _VARIABLE = re.compile(r"fields found: .*|'[^']*'|\([^)]*\)|\d+")
 """Parts of a reason that differ between rows with the same fault."""
 PROMPT_NAMES = ("question", "problem", "query", "input", "instruction", "messages", "conversation", "text", "content")
@@ -76,7 +78,7 @@ class BadRows:
     def add(self, path: Path, place: str, error: SchemaError, raw: object = None) -> None:
         """Count one: `place` says where it is, `raw` is the row, where it could be read."""
         self.count += 1
-        reason = str(error)
+        reason = str(error)[:_REASON_CHARACTERS]
         kind = _VARIABLE.sub("", reason)
         if kind not in self._groups:
             if len(self._groups) == _NAMED:

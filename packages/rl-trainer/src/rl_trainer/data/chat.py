@@ -6,17 +6,14 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import Template, TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from rl_protocol import ConfigError, SchemaError
 from rl_trainer.data.images import PLACEHOLDER, Vision
+from rl_trainer.data.rendering import Renderer, RunawayTemplateError, check_syntax
 from rl_trainer.data.rows import Message
 
 
@@ -43,7 +40,7 @@ class PromptEncoder:
         self.vision = vision
         self._tokenizer = tokenizer
         self._special = dict(special_tokens or {})
-        self._template = _compile(template) if template else None
+        self._template = _renderer(template, self._special) if template else None
         self.fingerprint = hashlib.sha256(
             json.dumps(
                 [tokenizer.to_str(), template, sorted(self._special.items()), repr(vision) * isinstance(vision, Vision)]
@@ -72,29 +69,42 @@ class PromptEncoder:
         }
         return cls(tokenizer, text, special, Vision.load(folder))
 
-    def text(self, messages: Sequence[Message], *, images: bool = False) -> str:
-        """The prompt as text; with `images`, PLACEHOLDER in it is what the template writes for one.
+    def text(self, messages: Sequence[Message]) -> str:
+        """A prompt without images as text.
 
         Raises:
-            SchemaError: the template refuses it, or there is none for several messages or images.
+            SchemaError: the template refuses it, or there is none for several messages.
+            ConfigError: the template does not end, or takes more memory than it may.
+        """
+        (text,) = self.texts([(messages, False)])
+        if isinstance(text, SchemaError):
+            raise text
+        return text
+
+    def texts(self, prompts: Sequence[tuple[Sequence[Message], bool]]) -> list[str | SchemaError]:
+        """Prompts as text, each with whether it has images: then PLACEHOLDER in it is what the template writes for one.
+
+        What can't be rendered is an error in its place: the template refuses it, or there is none for several messages or images.
+
+        Raises:
+            ConfigError: the template does not end, or takes more memory than it may.
         """
         if self._template is None:
-            if len(messages) > 1:
-                raise SchemaError(
-                    f"the prompt has {len(messages)} messages, and the tokenizer no chat template that says how roles are written"
-                )
-            if images:
-                raise SchemaError(
-                    "the prompt has images, and the tokenizer no chat template that says how they are written"
-                )
-            return messages[0].content
-        turns = [{"role": m.role, "content": _parts(m.content) if images else m.content} for m in messages]
+            return [_plain(messages, images=images) for messages, images in prompts]
+        conversations = [
+            [{"role": m.role, "content": _parts(m.content) if images else m.content} for m in messages]
+            for messages, images in prompts
+        ]
         try:
-            return self._template.render(
-                messages=turns, tools=None, documents=None, add_generation_prompt=True, **self._special
-            )
-        except TemplateError as error:
-            raise SchemaError(f"the chat template refuses the prompt: {error}") from error
+            rendered = self._template.render(conversations)
+        except RunawayTemplateError as error:
+            raise ConfigError(
+                f"The chat template of the tokenizer can't be used: {error}. Repair chat_template in the folder of model.path."
+            ) from error
+        return [
+            one if isinstance(one, str) else SchemaError(f"the chat template refuses the prompt: {one.reason}")
+            for one in rendered
+        ]
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of prompts; a template writes the special tokens itself, otherwise the tokenizer adds its own."""
@@ -102,33 +112,29 @@ class PromptEncoder:
         return [one.ids for one in encoded]
 
 
+def _renderer(template: str, special: Mapping[str, str]) -> Renderer:
+    try:
+        check_syntax(template)
+    except ValueError as error:
+        raise ConfigError(f"The chat template of the tokenizer can't be read: {error}.") from error
+    return Renderer(template, {"tools": None, "documents": None, "add_generation_prompt": True, **special})
+
+
+def _plain(messages: Sequence[Message], *, images: bool) -> str | SchemaError:
+    """The prompt of a tokenizer without template."""
+    if len(messages) > 1:
+        return SchemaError(
+            f"the prompt has {len(messages)} messages, and the tokenizer no chat template that says how roles are written"
+        )
+    if images:
+        return SchemaError("the prompt has images, and the tokenizer no chat template that says how they are written")
+    return messages[0].content
+
+
 def _parts(content: str) -> list[dict[str, str]]:
     """Text and images apart, as chat templates of models that see want them."""
     pieces = re.split(f"({PLACEHOLDER})", content)
     return [{"type": "image"} if p == PLACEHOLDER else {"type": "text", "text": p} for p in pieces if p]
-
-
-def _compile(template: str) -> Template:
-    """As transformers compiles it: sandboxed, blocks trimmed."""
-    environment: Any = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-    try:
-        return environment.from_string(template)
-    except TemplateError as error:
-        raise ConfigError(f"The chat template of the tokenizer can't be read: {error}.") from error
-
-
-def _to_json(value: object, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.now().astimezone().strftime(form)
 
 
 def _json(path: Path) -> dict[str, Any]:

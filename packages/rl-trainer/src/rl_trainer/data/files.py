@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,14 +21,16 @@ import msgspec
 from rl_protocol import ConfigError, SchemaError
 from rl_protocol.durable import write_errors
 from rl_protocol.errors import UNREADABLE
+from rl_protocol.temporary import sweep, temporary_folder
 from rl_trainer.data.bad_rows import ROW_FORMAT, BadRows
 from rl_trainer.data.chat import PromptEncoder
 from rl_trainer.data.images import FAMILIES, CheckedImage, Vision, check_images, parse_images
 from rl_trainer.data.prompts import PromptRow
-from rl_trainer.data.rows import VerlRow, parse_row
+from rl_trainer.data.rows import Message, VerlRow, parse_row
 from rl_trainer.data.tables import BATCH_ROWS, PromptTable, parquet_rows, prompt_writer, saved_rows
 
 logger = logging.getLogger(__name__)
+_UNFINISHED = ".unfinished-"
 FORMAT = 5
 """Raised whenever the code makes something else of equal files and settings."""
 IMAGES = "images"
@@ -117,6 +118,7 @@ def open_files(files: DataFiles, encoder: PromptEncoder, cache_dir: Path) -> Fil
         OutputError: the cache can't be written.
     """
     folder = cache_dir / f"data-{_fingerprint(files, encoder)[:24]}"
+    sweep(_UNFINISHED, cache_dir)
     if not (folder / "report.json").exists():
         with write_errors(folder, "The prompts", "Free some space there, or set model.cache_dir to another place."):
             _publish(folder, files, encoder)
@@ -128,8 +130,8 @@ def open_files(files: DataFiles, encoder: PromptEncoder, cache_dir: Path) -> Fil
 
 def _publish(folder: Path, files: DataFiles, encoder: PromptEncoder) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as workshop:
-        fresh = Path(workshop, "new")
+    with temporary_folder(_UNFINISHED, folder.parent) as workshop:
+        fresh = workshop / "new"
         fresh.mkdir()
         report = prepare(files, encoder, fresh / "rows.arrow")
         (fresh / "report.json").write_bytes(msgspec.json.encode(report))
@@ -151,8 +153,7 @@ def prepare(files: DataFiles, encoder: PromptEncoder, target: Path) -> Report:
     with prompt_writer(target) as writer:
         usable = _usable(files, encoder, tally, target.parent / IMAGES)
         while batch := list(islice(usable, BATCH_ROWS)):
-            encoded = encoder.ids([one.text for one in batch])
-            pairs = zip(batch, encoded, strict=True)
+            pairs = _encoded(batch, encoder, tally)
             writer.append([row for one, ids in pairs if (row := _fitted(one, ids, encoder, files, tally)) is not None])
     report = tally.report(files.paths)
     if report.bad and files.on_bad_row == "error":
@@ -170,6 +171,18 @@ def _why_none(report: Report, files: DataFiles, tally: _Tally) -> str:
     if report.bad:
         said.append(f"{report}. {tally.bad.remedy(files.prompt_key)}")
     return " ".join(said) or f"there are no rows at all. A row is {ROW_FORMAT}."
+
+
+def _encoded(batch: Sequence[_Usable], encoder: PromptEncoder, tally: _Tally) -> Iterator[tuple[_Usable, list[int]]]:
+    """Rows with their token ids, but for those that the template refuses."""
+    texts = encoder.texts([(one.prompt, bool(one.image_tokens)) for one in batch])
+    written: list[tuple[_Usable, str]] = []
+    for one, text in zip(batch, texts, strict=True):
+        if isinstance(text, SchemaError):
+            tally.bad.add(one.path, one.place, text)
+        else:
+            written.append((one, text))
+    return zip((one for one, _ in written), encoder.ids([text for _, text in written]), strict=True)
 
 
 @dataclass
@@ -202,8 +215,7 @@ class _Usable:
     place: str
     fields: dict[str, Any]
     """To store."""
-    text: str
-    """Of the prompt."""
+    prompt: Sequence[Message]
     image_tokens: tuple[int, ...]
     """Tokens of each image."""
 
@@ -221,12 +233,12 @@ def _usable(files: DataFiles, encoder: PromptEncoder, tally: _Tally, folder: Pat
                         raise raw
                     row = parse_row(raw, files.prompt_key)
                     images, counts = _images(row, encoder, path, place)
-                    fields, text = _stored(row), encoder.text(row.prompt, images=bool(images))
+                    fields = _stored(row)
                 except SchemaError as error:
                     tally.bad.add(path, place, error, raw)
                 else:
                     fields["images"] = [_kept(image, folder) for image in images]
-                    yield _Usable(path, place, fields, text, counts)
+                    yield _Usable(path, place, fields, row.prompt, counts)
         except SchemaError as error:  # of the file: what comes after is lost
             broke = f"{path}, after row {place.rpartition(' ')[2]}" if place != str(path) else place
             tally.bad.add(path, broke, error)
