@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +28,7 @@ def long_run(tmp_path, base_model, mark):
         "rollout.num_workers=1",
         "actor.use_kl_loss=false",
         "trainer.stage_timeout_s=60",
+        "transfer_queue.timeout_s=8",
         lines=3,
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -64,6 +68,63 @@ def test_a_killed_process_ends_the_run_with_a_message(long_run, mark, victim):
     assert process.returncode == 1, (out, err)
     assert err.startswith("the run failed: ")
     assert "Traceback" not in err + out
+
+
+def listening(processes):
+    """Address and port of every TCP socket that these processes listen at, as hexadecimal numbers of the kernel."""
+    sockets = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                sockets[f"socket:[{fields[9]}]"] = fields[1].split(":")[0]
+    found = []
+    for process in processes:
+        for fd in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if (link := str(fd.readlink())) in sockets:
+                    found.append((sockets[link], process.name()))
+    return found
+
+
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+@pytest.mark.slow
+def test_a_local_ray_is_closed_to_others_and_named_when_it_dies(long_run, mark):
+    process, _ = long_run
+    ours = marked(mark)
+    sockets = listening(ours)
+    assert {name for _, name in sockets} >= {"raylet", "gcs_server"}
+    assert [one for one in sockets if one[0] not in LOOPBACK] == []
+    (raylet,) = [p for p in ours if p.name() == "raylet"]
+    token = Path(raylet.environ()["RAY_AUTH_TOKEN_PATH"])
+    session = next(word for word in raylet.cmdline() if word.startswith("--session_dir=")).partition("=")[2]
+    assert token.parent in Path(session).parents
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert token.parent.stat().st_mode & 0o777 == 0o700
+    assert len(token.read_text()) >= 32
+    raylet.kill()
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 1, err
+    named = (
+        rf"the run failed: The raylet of Ray \(process {raylet.pid}\) was killed by SIGKILL during stage \w+, step \d+"
+    )
+    assert re.match(named, err), err
+    assert "Traceback" not in err
+    assert not token.parent.exists()
+
+
+@pytest.mark.slow
+def test_a_stopped_controller_is_named(long_run, mark):
+    process, _ = long_run
+    (controller,) = [p for p in marked(mark) if "ControllerSpec" in " ".join(p.cmdline())]
+    controller.suspend()
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 1, err
+    named = rf"the run failed: The controller of the data plane \(process {controller.pid}\) is stopped .* during stage \w+, step \d+"
+    assert re.match(named, err), err
+    assert "Traceback" not in err
 
 
 @pytest.mark.slow

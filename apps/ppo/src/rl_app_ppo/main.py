@@ -18,7 +18,7 @@ from rich.text import Text
 from rl_app_ppo.config import load_config, options, resolve, to_yaml
 from rl_app_ppo.explain import difference, explain, read_side
 from rl_app_ppo.layers import algorithms, presets
-from rl_app_ppo.schema import AppConfig
+from rl_app_ppo.schema import LOCAL, AppConfig
 from rl_app_ppo.startup import Startup
 from rl_ckpt_engine import PluginPolicy, load_policy
 from rl_protocol import ConfigError, OutputError, RLError
@@ -31,6 +31,13 @@ RAY_SETTINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 """What Ray is told unless the environment says otherwise."""
+LOCAL_RAY_SETTINGS = {
+    # Despite its name, this decides on Linux, too, whether Ray listens at the address of the host (and then at all of its interfaces) or at
+    # 127.0.0.1. Ray takes a loopback address given to ray.init for that of the host.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "token",
+}
+"""What a Ray that belongs to the run alone is told (ray.address=local): it answers this host alone, and there whoever has its token."""
 
 USAGE = """\
 usage: uv run apps/ppo [--help] [--cfg] [--explain KEY] [--diff A B] [--from-verl FILE [--accept-losses]]
@@ -186,6 +193,8 @@ def _answer(arguments: Arguments) -> str | None:
 def _train(config: AppConfig, plugins: PluginPolicy, out: Console) -> int:
     for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
+    if config.ray.address == LOCAL:
+        os.environ.update(LOCAL_RAY_SETTINGS)
     startup = Startup(lambda line: out.print(Text(line), soft_wrap=True))
     try:
         with startup.phase("imports", "importing libraries"):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 
@@ -23,6 +23,7 @@ from rl_app_ppo.resume import Start
 from rl_app_ppo.runtime.cluster import RayWorker, ray_session, write_timeline
 from rl_app_ppo.runtime.messages import BuildCall, Role
 from rl_app_ppo.runtime.placement import require_cpus
+from rl_app_ppo.runtime.watch import named_losses, ray_servers
 from rl_app_ppo.schema import AppConfig
 from rl_app_ppo.sinks import CONSOLE, RunFacts, logger_names, open_sinks
 from rl_app_ppo.startup import Startup
@@ -32,6 +33,7 @@ from rl_app_ppo.wiring.replicas import Replica, ReplicaSync
 from rl_app_ppo.wiring.weights import RemoteSender, make_sync, measured
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol.ports import DataPlane, MetricSink
+from rl_protocol.temporary import temporary_folder
 from rl_trainer import (
     PPOTrainer,
     StepGraph,
@@ -91,13 +93,14 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
             plane_process = await stack.enter_async_context(_local_plane(config, files.logs, screen))
         with startup.phase("ray", "starting Ray"):
             await stack.enter_async_context(ray_session(config.ray, config.trainer))
+            stack.enter_context(named_losses(_plane_servers(plane_process) | ray_servers()))
             await require_cpus(
                 sum(computing(role, config) for role in _roles(config).values()), config.ray.cpus_per_worker
             )
         processes = _start_processes(_roles(config), config, files.logs)
         stack.callback(_kill, processes)
         workers = _workers(processes, config)
-        store = Path(stack.enter_context(TemporaryDirectory(prefix="rl-app-ppo-")))
+        store = stack.enter_context(temporary_folder("rl-app-ppo-"))
         model_path = await _load(plan, processes, plane_process, store, screen, startup)
         plane = await connect(plane_process.descriptor)
         stack.push_async_callback(plane.close)
@@ -197,6 +200,14 @@ async def _local_plane(config: AppConfig, logs: Path, screen: Screen) -> AsyncGe
         yield plane
     finally:
         await asyncio.to_thread(plane.close)
+
+
+def _plane_servers(plane: LocalPlane) -> dict[int, str]:
+    names = [
+        "The controller of the data plane",
+        *(f"Storage unit {i} of the data plane" for i in range(len(plane.pids))),
+    ]
+    return {pid: name for pid, name in zip(plane.pids, names, strict=False) if pid != os.getpid()}
 
 
 def _roles(config: AppConfig) -> dict[str, Role]:

@@ -237,12 +237,16 @@ class TrainerConfig(LoopConfig):
         return frozenset(map(int, words))
 
 
+LOCAL = "local"
+"""Value of ray.address: a Ray of the run's own."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RayConfig:
     """The Ray cluster that hosts the workers."""
 
     address: str = option(
-        "local", "local: start Ray on this machine and stop it at the end; auto or host:port: join a cluster"
+        LOCAL, "local: start Ray on this machine and stop it at the end; auto or host:port: join a cluster"
     )
     start_timeout_s: float = option(120.0, "longest wait for Ray and for the workers to start, seconds")
     cpus_per_worker: float = option(0.0, "CPUs Ray reserves for each worker process; 0: they share what there is")

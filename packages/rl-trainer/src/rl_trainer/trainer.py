@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -90,9 +90,20 @@ class _Clock:
     async def time(self, name: str, work: Awaitable[T]) -> T:
         start = time.perf_counter()
         try:
-            return await work
+            with _noted(f"stage {name}"):
+                return await work
         finally:
             self.seconds[f"timing_s/{name}"] = self.seconds.get(f"timing_s/{name}", 0.0) + time.perf_counter() - start
+
+
+@contextmanager
+def _noted(where: str) -> Generator[None]:
+    """Note in an error where it came up, the innermost place first."""
+    try:
+        yield
+    except RLError as error:
+        error.add_note(where)
+        raise
 
 
 class PPOTrainer:
@@ -156,7 +167,8 @@ class PPOTrainer:
             self._p.on_step(0, last)
         for step in range(self._steps_done + 1, loop.total_training_steps + 1):
             self._tell("on_step_begin", step)
-            metrics = await self.step(step)
+            with _noted(f"step {step}"):
+                metrics = await self.step(step)
             final, validated = step == loop.total_training_steps, dict[str, float]()
             if validates and (final or (loop.test_freq and step % loop.test_freq == 0)):
                 start = time.perf_counter()
@@ -224,18 +236,25 @@ class PPOTrainer:
 
     async def validate(self, step: int) -> dict[str, float]:
         """Roll out the validation set with rollout.val_kwargs and report accuracy by data source."""
-        p, sampling = self._p, self._p.rollout.val_kwargs
+        sampling = self._p.rollout.val_kwargs
         self._tell("on_validate_begin", step)
-        prompts = [PromptRef(f"v{step}-{row}", row) for row in range(p.validation_size)]
+        prompts = [PromptRef(f"v{step}-{row}", row) for row in range(self._p.validation_size)]
         params = msgspec.structs.replace(
             self._sampling(), temperature=sampling.temperature, top_p=1.0, top_k=0, ignore_eos=False
         )
+        with _noted(f"validation after step {step}"):
+            metrics = await self._validate(step, prompts, sampling.n, params)
+        self._tell("on_validate_end", step, metrics)
+        return metrics
+
+    async def _validate(
+        self, step: int, prompts: Sequence[PromptRef], n: int, params: SamplingParams
+    ) -> dict[str, float]:
         async with self._rows(VALIDATION_PARTITION):
-            batch = (await self._rollout(VALIDATION_PARTITION, "val", step, prompts, sampling.n, params)).rows
+            batch = (await self._rollout(VALIDATION_PARTITION, "val", step, prompts, n, params)).rows
             judged = await self._scored("evaluate", step, batch.without_tags())
             metrics = dict(judged.metrics)
             metrics |= {f"val-aux/{name}": value for name, value in course_metrics(batch).items()}
-        self._tell("on_validate_end", step, metrics)
         return metrics
 
     async def save(self, path: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ import msgspec
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from rl_app_ppo.runtime.local_ray import private_folder
 from rl_app_ppo.runtime.messages import Role, WarmupProgress
-from rl_app_ppo.schema import RayConfig, TrainerConfig
+from rl_app_ppo.schema import LOCAL, RayConfig, TrainerConfig
 from rl_protocol import RLError, WorkerDiedError, WorkerError
 
 logger = logging.getLogger(__name__)
@@ -168,10 +169,21 @@ async def ray_session(config: RayConfig, trainer: TrainerConfig) -> AsyncGenerat
         WorkerError: Ray did not start in time, or the cluster can't be joined.
     """
     os.environ["OMP_NUM_THREADS"] = str(trainer.threads_per_worker)  # the workers inherit it
-    local = config.address == "local"
-    if local and not trainer.profile_steps:
-        os.environ.setdefault(TASK_EVENTS, "0")
-    sizes: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False} if local else {}
+    with ExitStack() as stack:
+        own: dict[str, Any] = {}
+        if config.address == LOCAL:
+            if not trainer.profile_steps:
+                os.environ.setdefault(TASK_EVENTS, "0")
+            own = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+            own["_temp_dir"] = str(stack.enter_context(private_folder()))
+        await _init(config, own)
+        stack.callback(ray.shutdown)
+        # Ray has put a handler of its own before ours: it prints a stack and, 3 s later, aborts the process in the middle of its clean-up.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        yield
+
+
+async def _init(config: RayConfig, own: dict[str, Any]) -> None:
     try:
         async with asyncio.timeout(config.start_timeout_s):
             await asyncio.to_thread(
@@ -180,15 +192,9 @@ async def ray_session(config: RayConfig, trainer: TrainerConfig) -> AsyncGenerat
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 configure_logging=True,
-                **sizes,
+                **own,
             )
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise WorkerError(
             f"Ray did not start ({config.address}): {error}. Stop a stale session with 'ray stop', or set ray.address to a running cluster."
         ) from error
-    # Ray has put a handler of its own before ours: it prints a stack and, 3 s later, aborts the process in the middle of its clean-up.
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
-    try:
-        yield
-    finally:
-        ray.shutdown()
