@@ -103,6 +103,21 @@ def test_every_rank_is_sent_its_own_keys_and_one_rank_all_of_them():
     assert (alone.calls[0].batch.keys, alone.calls[0].mini_batches) == (rows.names.keys, None)
 
 
+@pytest.mark.parametrize("count", [3, 4, 5, 7, 11, 13])
+@pytest.mark.parametrize("shares", [(0, 1, 2), (0, 0, 1, 1, 2, 2)], ids=["ranks", "replicas of two ranks"])
+def test_rows_that_ranks_do_not_divide_are_all_computed_once(count, shares):
+    rows = step_rows(count)
+    ranks = [Recording(f"r{i}") for i in range(len(shares))]
+    asyncio.run(forward(ranks, "old_log_prob", 1, rows, 5, shares))
+    calls = [rank.calls[0] for rank in ranks]
+    written = [key for call in calls if call.writes for key in call.batch.keys]
+    assert sorted(written) == sorted(rows.names.keys)  # none twice, none of padding, none left out
+    schedule = ActorConfig(ppo_mini_batch_size=count).schedule(1, 0)
+    asyncio.run(update(ranks, "update_actor", 1, rows, schedule, 0, 5, shares))
+    trained = {share: rank.calls[1].batch.keys for share, rank in zip(shares, ranks, strict=True)}
+    assert sorted(key for keys in trained.values() for key in keys) == sorted(rows.names.keys)
+
+
 def test_ranks_of_one_replica_get_the_same_rows_and_one_of_them_writes():
     rows, shares = step_rows(12), (0, 0, 1, 1)
     ranks = [Recording(f"r{i}") for i in range(4)]

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_protocol import BatchData, BatchError, ConfigError, OutputError, ragged
 from rl_protocol.torch import from_weight
-from rl_trainer import ActorConfig, CriticConfig, OptimConfig
+from rl_trainer import ActorConfig, CriticConfig, LoraConfig, OptimConfig
 from rl_trainer.algorithms.batching import Schedule, schedule_rows
 from rl_trainer.backends.loading import load_model
 from rl_trainer.backends.optimise import Optimiser
@@ -21,6 +21,7 @@ from rl_trainer.backends.tokens import token_batch
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
 from rl_trainer.backends.world import World
+from rl_trainer.rollout.hf import HFRolloutEngine
 
 pytestmark = pytest.mark.numeric
 
@@ -75,6 +76,28 @@ def test_no_logits_are_computed_for_what_all_prompts_begin_with(model_path):
             log_p = torch.log_softmax(policy._model(torch.tensor([prompt + response])).logits[0], -1)
         expected = [log_p[len(prompt) - 1 + k, token].item() for k, token in enumerate(response)]
         assert found.row(i).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, target_modules="q_proj")], ids=["whole", "adapters"])
+def test_persistent_buffers_are_sent_and_others_are_not(model_path, lora, monkeypatch):
+    """Persistent buffers are state of the model, and generation reads them; what is not in a checkpoint each process computes itself."""
+    made = AutoModelForCausalLM.from_pretrained
+
+    def with_buffers(*args, **how):
+        model = made(*args, **how)
+        model.model.register_buffer("counts", torch.tensor([3, 5]))
+        model.model.register_buffer("scratch", torch.zeros(4), persistent=False)
+        return model
+
+    monkeypatch.setattr("rl_trainer.backends.loading.AutoModelForCausalLM.from_pretrained", with_buffers)
+    policy = TorchPolicyBackend(model_path, ActorConfig(ppo_mini_batch_size=4), lora=lora)
+    next(module for module in policy._model.modules() if "counts" in module._buffers).counts += 2
+    sent = {weight.name: weight for weight in policy.named_weights()}
+    assert "model.scratch" not in sent
+    assert (sent["model.counts"].dtype, from_weight(sent["model.counts"]).tolist()) == ("int64", [5, 7])
+    engine = HFRolloutEngine(model_path)
+    engine.load_weights(policy.named_weights(), 1)
+    assert engine._model.model.counts.tolist() == [5, 7]
 
 
 def test_an_empty_prompt_is_an_error():
