@@ -214,13 +214,33 @@ def test_tensors_arrays_and_other_records_inside_objects(client: tq.TransferQueu
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # of the strided layout, by who makes one
-def test_rows_that_differ_in_one_dimension_only(client: tq.TransferQueueClient) -> None:
+def test_rows_may_differ_in_shape_element_type_and_kind(client: tq.TransferQueueClient, tmp_path: Path) -> None:
     strided = torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(1, 3)])
     tq.kv_batch_put(["a", "b"], "p", TensorDict({"x": strided}, batch_size=[2]))
     assert [list(row.shape) for row in tq.kv_batch_get(["b", "a"], "p").get("x").unbind()] == [[1, 3], [2, 3]]
-    bad = torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(1, 4)])
-    with pytest.raises(SchemaError, match="'x'"):
-        tq.kv_batch_put(["a", "b"], "p", TensorDict({"x": bad}, batch_size=[2]))
+    both = [torch.ones(2, 3), torch.zeros(1, 4)]
+    tq.kv_batch_put(["a", "b"], "q", TensorDict({"x": torch.nested.nested_tensor(both)}, batch_size=[2]))
+    got = tq.kv_batch_get(["b", "a"], "q").get("x")
+    assert (got.layout, [row.tolist() for row in got.unbind()]) == (torch.strided, [both[1].tolist(), both[0].tolist()])
+    tq.kv_put("a", "r", {"x": torch.tensor([0.5, 1.5]), "y": torch.tensor(1.5), "z": torch.tensor([1])})
+    tq.kv_put("b", "r", {"x": torch.tensor([1, 2]), "y": torch.tensor(2), "z": "text"})
+
+    def check() -> None:
+        got = tq.kv_batch_get(["b", "a"], "r")
+        assert [(row.dtype, row.tolist()) for row in got["x"].unbind()] == [
+            (torch.float64, [1, 2]),
+            (torch.float64, [0.5, 1.5]),
+        ]
+        assert got["y"].tolist() == [2, 1.5]
+        text, tensor = got.get("z").tolist()
+        assert (text, tensor.tolist()) == ("text", [1])
+        assert client.get_data(client.kv_retrieve_meta(["b", "a"], "r"))["y"].tolist() == [2, 1.5]
+
+    check()
+    tq.save_checkpoint(tmp_path / "c")
+    tq.kv_clear(["a", "b"], "r")
+    tq.load_checkpoint(tmp_path / "c")
+    check()
 
 
 def test_nothing_is_unpickled(client: tq.TransferQueueClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

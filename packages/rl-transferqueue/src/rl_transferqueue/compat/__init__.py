@@ -17,6 +17,7 @@ Names, arguments and meaning are those of 0.1.11. What differs, and why:
 | data_parser is shipped by cloudpickle to the storage        | runs in the process that puts                                             |
 | non-tensor values and tags may be pickled                   | None, bools, numbers, strings, bytes, tensors, arrays, and lists, tuples  |
 |                                                             | and dicts of them; others, such as sets, raise SchemaError                |
+| rows of several element types get that of the first row     | one that holds all of them, float64 for whole numbers beside floats       |
 | total_storage_size bounds rows, and puts beyond it raise    | ignored; `rl_transferqueue.capacity_mb` bounds bytes, and puts wait       |
 | checkpoints are pickles, and need the same number of units  | msgpack and wire format 1, any number of units; row numbers are new       |
 | StreamingDataset polls and keeps every batch                | waits for the event and keeps what `step` has not released                |

@@ -21,6 +21,7 @@ from rl_protocol.errors import UNREADABLE, WireError
 from rl_protocol.meta import KVBatchMeta, Tag
 from rl_transferqueue.client import Client
 from rl_transferqueue.compat.core import Core
+from rl_transferqueue.compat.table import alike
 
 ROWS_FILE = "controller_state.msgpack"
 INDEX_FILE = "storage_state.msgpack"
@@ -84,16 +85,17 @@ async def save_columns(core: Core, folder: Path) -> None:
     index: list[SavedFile] = []
     stats = await core.plane.stats()
     for name in stats.rows:
-        for rows, fields in await _alike(core.plane, name, stats.columns.get(name, ())):
+        for rows, fields in await _same_fields(core.plane, name, stats.columns.get(name, ())):
             for start in range(0, len(rows), _ROWS_PER_FILE):
                 part = rows.slice(start, min(start + _ROWS_PER_FILE, len(rows)))
-                file = f"storage_{len(index):05d}.batch"
-                await asyncio.to_thread(_write, folder / file, await core.plane.get(part, fields))
-                index.append(SavedFile(name, part.keys, file))
+                for some, batch in await alike(core.plane, part, fields):
+                    file = f"storage_{len(index):05d}.batch"
+                    await asyncio.to_thread(_write, folder / file, batch)
+                    index.append(SavedFile(name, some.keys, file))
     await asyncio.to_thread((folder / INDEX_FILE).write_bytes, msgspec.msgpack.encode(index))
 
 
-async def _alike(plane: Client, partition: str, fields: Sequence[str]) -> list[tuple[KVBatchMeta, list[str]]]:
+async def _same_fields(plane: Client, partition: str, fields: Sequence[str]) -> list[tuple[KVBatchMeta, list[str]]]:
     """Rows of a partition, grouped by the columns they have; rows without any are left out."""
     rows = await plane.list_rows(partition)
     status = await plane.production_status(partition, fields=fields)

@@ -6,6 +6,8 @@ numbers come back as a tensor [N]. Strings and records come back as NonTensorSta
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ from rl_protocol.errors import BatchError, SchemaError
 from rl_protocol.torch import TORCH_DTYPES, column_from_tensor, tensor_from_column
 from rl_transferqueue.compat.metadata.batch_meta import Schema
 from rl_transferqueue.compat.objects import pack, unpack
+from rl_transferqueue.compat.table import Field, Table
 
 
 # ---------------------------------------------------------------------------------------------------------------- tables
@@ -43,7 +46,9 @@ def _column(name: str, value: Any, rows: int) -> Column:
     if not isinstance(value, torch.Tensor):
         return _objects(name, values_of(name, value, rows))
     if value.is_nested and value.layout != torch.jagged:
-        value = _jagged(name, value.unbind())
+        value = packed_rows(value.unbind())
+        if not value.is_nested or value.layout != torch.jagged:  # rows that differ in several dimensions
+            return _objects(name, value.unbind() if isinstance(value, torch.Tensor) else value.tolist())
     return _as_rows(column_from_tensor(value))
 
 
@@ -80,16 +85,6 @@ def _objects(name: str, values: Sequence[object]) -> ObjectColumn:
     return ObjectColumn.from_values(packed)
 
 
-def _jagged(name: str, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    try:
-        return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
-    except RuntimeError as error:
-        shapes = [tuple(row.shape) for row in rows][:4]
-        raise SchemaError(
-            f"Field {name!r}: rows may differ in one dimension; got shapes {shapes}, ... {error}"
-        ) from error
-
-
 def _as_rows(column: Column) -> Column:
     """Rows that have dimensions of their own as a ragged column, without copying: puts of different lengths can then be read together."""
     if not isinstance(column, DenseColumn) or not column.dims:
@@ -98,30 +93,63 @@ def _as_rows(column: Column) -> Column:
     return RaggedColumn(column.values.reshape(rows * length, *dims), np.arange(rows + 1) * length, column.dtype)
 
 
-def to_tensordict(batch: BatchData) -> TensorDict:
-    """The columns as a TensorDict of batch size [N]. Tensors may be written to: memory of the plane is copied (rl_protocol.torch.to_tensor)."""
-    return TensorDict({name: _field(column) for name, column in batch.columns.items()}, batch_size=[len(batch)])
+def to_tensordict(table: Table) -> TensorDict:
+    """The fields as a TensorDict of batch size [N]. Tensors may be written to: memory of the plane is copied (rl_protocol.torch.to_tensor)."""
+    return TensorDict({name: _field(field) for name, field in table.fields.items()}, batch_size=[table.rows])
 
 
-def _field(column: Column) -> object:
+def _field(field: Field) -> object:
+    if isinstance(field, tuple):
+        return packed_rows([value for column in field for value in _values(column)])
+    return tensor_from_column(field) if not isinstance(field, ObjectColumn) else packed_rows(_values(field))
+
+
+def _values(column: Column) -> list[Any]:
+    """What each row has."""
     if isinstance(column, ObjectColumn):
-        return NonTensorStack(*(unpack(value) for value in column.values()))
-    return tensor_from_column(column)
+        return [unpack(value) for value in column.values()]
+    return list(tensor_from_column(column).unbind())
 
 
-def schema_of(batch: BatchData) -> dict[str, Schema]:
-    """What a BatchMeta says of the columns."""
-    return {name: _schema(column, batch) for name, column in batch.columns.items()}
+def packed_rows(values: Sequence[Any]) -> Any:
+    """One field of values per row, as 0.1.11 makes it: single numbers [N]; other tensors jagged, or strided where they differ in several
+    dimensions; everything else a NonTensorStack. Tensors of several element types get one that holds all of them."""
+    if not values or not all(isinstance(value, torch.Tensor) for value in values):
+        return NonTensorStack(*values)
+    with contextlib.suppress(RuntimeError):  # torch has no narrower one for what it can't join
+        rows = _of_one_dtype(cast("Sequence[torch.Tensor]", values))
+        if not any(row.dim() for row in rows):
+            return torch.stack(rows)
+        with contextlib.suppress(RuntimeError):
+            return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        return torch.nested.as_nested_tensor(rows, layout=torch.strided)
+    return NonTensorStack(*values)
 
 
-def _schema(column: Column, batch: BatchData) -> Schema:
-    if isinstance(column, ObjectColumn):
+def _of_one_dtype(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """torch promotes int64 and float32 to float32, which has no room for large whole numbers; here such rows become float64."""
+    kinds = {row.dtype for row in rows}
+    common = functools.reduce(torch.promote_types, kinds)
+    if common.is_floating_point and not all(kind.is_floating_point for kind in kinds):
+        common = torch.float64
+    return [row.to(common) for row in rows]
+
+
+def schema_of(table: Table) -> dict[str, Schema]:
+    """What a BatchMeta says of the fields."""
+    return {name: _schema(field, table.rows) for name, field in table.fields.items()}
+
+
+def _schema(field: Field, rows: int) -> Schema:
+    columns = field if isinstance(field, tuple) else (field,)
+    tensors = [column for column in columns if not isinstance(column, ObjectColumn)]
+    if len(tensors) < len(columns):
         return {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}
-    shapes = [tuple(column.row(i).shape) for i in range(len(batch))]
+    shapes = [tuple(column.row(i).shape) for column in tensors for i in range(len(column))]
     nested = len(set(shapes)) > 1
     schema: Schema = {
-        "dtype": TORCH_DTYPES[column.dtype],
-        "shape": torch.Size(shapes[0] or (1,)) if shapes else None,
+        "dtype": TORCH_DTYPES[tensors[0].dtype],
+        "shape": torch.Size(shapes[0] or (1,)) if rows else None,
         "is_nested": nested,
         "is_non_tensor": False,
     }
@@ -150,16 +178,16 @@ def parsed(fields: TensorDict, parser: Callable[[dict[str, Any]], object]) -> Te
             f"The data_parser must keep the fields {sorted(names)} and {rows} rows in each; it left "
             f"{ {name: len(value) for name, value in plain.items()} }."
         )
-    return TensorDict({name: _repacked(name, value) for name, value in plain.items()}, batch_size=[rows])
+    return TensorDict({name: _repacked(value) for name, value in plain.items()}, batch_size=[rows])
 
 
 def _list_of(name: Any, value: Any, rows: int) -> list[Any]:
     return list(value.unbind()) if isinstance(value, torch.Tensor) else values_of(str(name), value, rows)
 
 
-def _repacked(name: str, value: Any) -> object:
+def _repacked(value: Any) -> object:
     if isinstance(value, torch.Tensor):
         return value
     if value and all(isinstance(row, torch.Tensor) for row in value):
-        return torch.stack(value) if not value[0].dim() else _jagged(name, value)
+        return packed_rows(value)
     return NonTensorStack(*value)

@@ -25,6 +25,7 @@ from rl_transferqueue.compat.fetching import Settings, fetch
 from rl_transferqueue.compat.metadata.batch_meta import BatchMeta
 from rl_transferqueue.compat.metadata.kv_batch_meta import Meta
 from rl_transferqueue.compat.objects import pack_tag, unpack_tag
+from rl_transferqueue.compat.table import Table, read
 from rl_transferqueue.draws import draws_of
 from rl_transferqueue.memory import copying
 
@@ -69,10 +70,10 @@ class Core:
         try:
             shared = (await self.plane.list_rows(partition, keys=keys)).fields if select_fields is None else ()
             fields = sorted(shared) if select_fields is None else select_fields
-            batch = await self.plane.get(Rows(partition=partition, keys=tuple(keys)), fields)
+            table = await read(self.plane, Rows(partition=partition, keys=tuple(keys)), fields)
         except MissingDataError as error:
             raise StorageKeyNotFoundError(error.message) from error
-        return await copying(batch.nbytes, lambda: to_tensordict(batch))
+        return await copying(table.nbytes, lambda: to_tensordict(table))
 
     async def list_partitions(self) -> list[str]:
         """Partitions that have rows."""
@@ -169,7 +170,7 @@ class Core:
         ready = dict(zip(status.keys, every, strict=True))
         flags = np.asarray([ready.get(key, False) for key in rows.keys], dtype=np.int8)
         complete = rows.select_rows(np.flatnonzero(flags))
-        schema = schema_of(await self.plane.get(complete, fields)) if complete else {}
+        schema = schema_of(await read(self.plane, complete, fields)) if complete else {}
         known = {
             name: facts
             for name, facts in schema.items()
@@ -226,18 +227,18 @@ class Core:
         """
         if not metadata.size or not metadata.field_names:
             return TensorDict({}, batch_size=0)
-        parts: list[BatchData] = []
+        parts: list[Table] = []
         order: list[int] = []
         for partition, places in _by_partition(metadata).items():
             rows = await self._rows(metadata, partition, places)
             try:
-                parts.append(await self.plane.get(rows, metadata.field_names))
+                parts.append(await read(self.plane, rows, metadata.field_names))
             except MissingDataError as error:
                 raise StorageKeyNotFoundError(error.message) from error
             order += places
-        whole = BatchData.concat(parts)
-        batch = whole if order == sorted(order) else whole.select_rows(np.argsort(order))
-        return await copying(batch.nbytes, lambda: to_tensordict(batch))
+        whole = parts[0] if len(parts) == 1 else Table.concat(parts)
+        table = whole if order == sorted(order) else whole.select_rows(np.argsort(order).tolist())
+        return await copying(table.nbytes, lambda: to_tensordict(table))
 
     async def clear_partition(self, partition_id: str) -> None:
         """Remove a partition, and what was decided about it."""
@@ -295,7 +296,7 @@ class Core:
     # -- inner
     async def _describe(self, rows: Rows, fields: Sequence[str]) -> BatchMeta:
         """Metadata of rows that have the fields; their shapes are read from the rows."""
-        schema = schema_of(await self.plane.get(rows, fields)) if rows and fields else {}
+        schema = schema_of(await read(self.plane, rows, fields)) if rows and fields else {}
         return _batch_meta(rows, schema, np.ones(len(rows), np.int8))
 
     async def _rows(self, metadata: BatchMeta, partition: str, places: Sequence[int]) -> Rows:

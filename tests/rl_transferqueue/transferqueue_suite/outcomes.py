@@ -1,0 +1,34 @@
+"""Pytest plugin: writes what became of each test, and why it failed, to the file that TQ_OUTCOMES names."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+_outcomes: dict[str, str] = {}
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        _outcomes[report.nodeid] = f"not collected: {_reason(report.longreprtext)}"
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        _outcomes.setdefault(report.nodeid, f"failed: {_reason(report.longreprtext)}")
+        if _outcomes[report.nodeid] == "passed":  # and then its teardown failed
+            _outcomes[report.nodeid] = f"failed: {_reason(report.longreprtext)}"
+    elif report.when == "call" or report.skipped:
+        _outcomes[report.nodeid] = report.outcome
+
+
+def pytest_sessionfinish() -> None:
+    Path(os.environ["TQ_OUTCOMES"]).write_text(json.dumps(_outcomes))
+
+
+def _reason(text: str) -> str:
+    lines = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
+    return (lines or text.splitlines() or [""])[0][:200]
