@@ -17,12 +17,13 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.failed:
-        _outcomes.setdefault(report.nodeid, f"failed: {_reason(report.longreprtext)}")
-        if _outcomes[report.nodeid] == "passed":  # and then its teardown failed
-            _outcomes[report.nodeid] = f"failed: {_reason(report.longreprtext)}"
-    elif report.when == "call" or report.skipped:
-        _outcomes[report.nodeid] = report.outcome
+    before = _outcomes.get(report.nodeid, "passed")
+    if report.failed and before == "passed":  # a teardown may fail after its test has passed
+        _outcomes[report.nodeid] = f"failed: {_reason(report.longreprtext)}"
+    elif report.skipped:
+        _outcomes[report.nodeid] = f"skipped: {report.longrepr[2].removeprefix('Skipped: ')}"
+    elif report.when == "call" and report.passed:
+        _outcomes[report.nodeid] = "passed"
 
 
 def pytest_sessionfinish() -> None:
