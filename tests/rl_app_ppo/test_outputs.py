@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import errno
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from rl_app_ppo.console import step_line, validation_accuracy
-from rl_app_ppo.outputs import JSONLSink, TensorBoardSink, create_run_folder, draw_curve, publish_folder, writing
+from rl_app_ppo.outputs import (
+    JSONLSink,
+    TensorBoardSink,
+    create_run_folder,
+    draw_curve,
+    occupied,
+    publish_folder,
+    writing,
+)
 from rl_protocol import OutputError
 
 
@@ -93,3 +103,47 @@ def test_the_step_line_keeps_its_columns():
     assert "lag 2" in step_line(3, 30, {**metrics, "training/policy_lag": 2.0})
     assert validation_accuracy({"val-core/x/acc/mean@1": 0.5, "val-core/y/acc/mean@1": 1.0}) == 0.75
     assert validation_accuracy(metrics) is None
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from rl_app_ppo.outputs import (
+    JSONLSink,
+    TensorBoardSink,
+    create_run_folder,
+    draw_curve,
+    occupied,
+    publish_folder,
+    writing,
+)
+with occupied(Path(sys.argv[1])):
+    print("in", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_run_keeps_others_out_of_its_folder_and_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    def holder() -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in\n"
+        return process
+
+    first = holder()
+    half = [tmp_path / ".checkpoint", tmp_path / "checkpoints" / ".saving-step-000004"]
+    whole = [tmp_path / "checkpoint", tmp_path / "checkpoints" / "step-000002"]
+    for folder in (*half, *whole):
+        folder.mkdir(parents=True)
+        (folder / "file").write_text("x")
+    with pytest.raises(OutputError, match=r"Another run .* writes to .*trainer\.run_name"), occupied(tmp_path):
+        pass
+    assert all(folder.exists() for folder in half)
+    first.kill()
+    first.communicate()
+    with occupied(tmp_path):
+        assert [folder.exists() for folder in (*half, *whole)] == [False, False, True, True]
+    with occupied(tmp_path):
+        pass

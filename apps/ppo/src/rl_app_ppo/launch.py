@@ -17,7 +17,7 @@ from rich.text import Text
 
 from rl_app_ppo.console import Screen
 from rl_app_ppo.length import with_length
-from rl_app_ppo.outputs import RunFolder, create_run_folder, set_aside
+from rl_app_ppo.outputs import RunFolder, create_run_folder, occupied, set_aside
 from rl_app_ppo.preflight import preflight
 from rl_app_ppo.recorder import RunFiles, write_config
 from rl_app_ppo.resume import find_start
@@ -50,9 +50,9 @@ def launch(config: AppConfig, plugins: PluginPolicy, out: Console, startup: Star
         return
     go_on = config.trainer.resume_mode == "auto"
     made = create_run_folder(output_dir, name, config.trainer.min_free_disk_mb, go_on=go_on)
-    notes = [*start.notes, *(set_aside(made.path) if start.set_aside else [])]
     files = RunFiles(folder=made.path.resolve())
-    with _kept_or_removed(made, files):
+    with occupied(files.folder), _kept_or_removed(made, files):
+        notes = [*start.notes, *(set_aside(made.path) if start.set_aside else [])]
         write_config(written, files)
         with _logged(files.logs / "driver.log"):
             logger.info("run %s starts", files.folder)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
 import platform
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from rl_app_ppo.resume import CHECKPOINTS
 from rl_protocol import OutputError
 from rl_protocol.durable import write_errors
+from rl_trainer.checkpoints.folder import sweep
 
 writing = partial(
     write_errors,
@@ -22,6 +27,10 @@ writing = partial(
     remedy="Free some space, make the folder writable, or set trainer.output_dir to another place.",
 )
 """writing(path): of what is done within, see write_errors."""
+logger = logging.getLogger(__name__)
+UNPUBLISHED = ".checkpoint"
+"""Folder that the last checkpoint is written to before it gets its name."""
+_PROBE = ".probe"
 ATTEMPTS = "attempts"
 """Folder of a run for what attempts have left that ended before a checkpoint."""
 
@@ -63,10 +72,39 @@ def create_run_folder(output_dir: Path, run_name: str, min_free_mb: int, *, go_o
                 "Free some space or set trainer.output_dir to another place."
             )
         folder.mkdir(parents=True, exist_ok=go_on)
-        probe = folder / ".probe"
+        probe = folder / _PROBE
         probe.write_bytes(b"\0" * 4096)
         probe.unlink()
     return RunFolder(folder, is_new)
+
+
+@contextmanager
+def occupied(folder: Path) -> Generator[None]:
+    """Keep other runs out of a run folder, and remove what a killed run has left half-written there.
+
+    Where the file system knows no locks, nothing keeps them out.
+
+    Raises:
+        OutputError: another run works there.
+    """
+    with writing(folder):
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OutputError(
+                f"Another run that has not ended writes to {folder}. Wait for its end, or set trainer.run_name to another name."
+            ) from None
+        except OSError as error:
+            logger.warning("%s can't be locked (%s): make sure that no other run writes there.", folder, error)
+        with writing(folder):
+            shutil.rmtree(folder / UNPUBLISHED, ignore_errors=True)
+            (folder / _PROBE).unlink(missing_ok=True)
+            sweep(folder / CHECKPOINTS)
+        yield
+    finally:
+        os.close(lock)
 
 
 def set_aside(folder: Path) -> list[str]:

@@ -16,7 +16,7 @@ from rl_app_ppo.config import flat_settings, to_yaml
 from rl_app_ppo.console import Screen
 from rl_app_ppo.demo.store import read_facts
 from rl_app_ppo.model_path import given_model
-from rl_app_ppo.outputs import JSONLSink, kept_metrics, publish_folder
+from rl_app_ppo.outputs import UNPUBLISHED, JSONLSink, kept_metrics, publish_folder
 from rl_app_ppo.profiling import Profiling
 from rl_app_ppo.recorder import Recorder, RunFiles
 from rl_app_ppo.resume import Start
@@ -131,7 +131,7 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
         finally:
             startup.end()
             recorder.write_curve(files.curve)
-        temporary = files.folder / ".checkpoint"
+        temporary = files.folder / UNPUBLISHED
         await trainer.save(temporary)
         publish_folder(temporary, files.checkpoint)
     return recorder

@@ -31,17 +31,31 @@ def temporary_folder(prefix: str, parent: Path | None = None) -> Generator[Path]
     Raises:
         OSError: it can't be made.
     """
-    parent = Path(tempfile.gettempdir()) if parent is None else parent
+    path, lock = owned_folder(prefix, Path(tempfile.gettempdir()) if parent is None else parent)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def owned_folder(prefix: str, parent: Path) -> tuple[Path, int]:
+    """As `temporary_folder`, for the caller to remove: the folder, and the file descriptor of its lock, to be closed then.
+
+    Raises:
+        OSError: it can't be made.
+    """
     sweep(prefix, parent)
     path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     lock = os.open(path, _FOLDER)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (path / MARK).touch()
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    except OSError:
         os.close(lock)
+        path.rmdir()
+        raise
+    return path, lock
 
 
 def sweep(prefix: str, parent: Path) -> None:

@@ -19,6 +19,7 @@ import msgspec
 
 from rl_protocol.errors import ConfigError, PlaneLostError
 from rl_protocol.hosts import this_host
+from rl_protocol.temporary import owned_folder
 from rl_transferqueue.backends import BUILT_IN, check_backend
 from rl_transferqueue.config import TransferQueueConfig
 from rl_transferqueue.descriptor import (
@@ -63,10 +64,13 @@ class LocalPlane:
     in whatever way, the plane ends too.
     """
 
-    def __init__(self, descriptor: PlaneDescriptor, servers: list[_Child] | ServerThreads, runtime_dir: Path) -> None:
+    def __init__(
+        self, descriptor: PlaneDescriptor, servers: list[_Child] | ServerThreads, runtime_dir: Path, lock: int
+    ) -> None:
         self._descriptor = descriptor
         self._servers = servers
         self._runtime_dir = runtime_dir
+        self._lock: int | None = lock
 
     @property
     def descriptor(self) -> PlaneDescriptor:
@@ -87,6 +91,9 @@ class LocalPlane:
         else:
             _stop(self._servers)
         shutil.rmtree(self._runtime_dir, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def __enter__(self) -> Self:
         return self
@@ -130,15 +137,16 @@ def start_local_plane(
         PlaneLostError: a process ended or was not up in time; carries the end of what it wrote.
     """
     check_plane(config)
-    private = _private_dir(runtime_dir)
+    private, lock = _private_dir(runtime_dir)
     children: list[_Child] = []
     with contextlib.ExitStack() as undo:
+        undo.callback(os.close, lock)
         undo.callback(shutil.rmtree, private, ignore_errors=True)
         if config.backend == "memory":
             controller, units = _specs(config, private)
             threads = ServerThreads(private.name, controller, units)
             undo.pop_all()
-            return LocalPlane(_descriptor(config, controller, units, threads.ready), threads, private)
+            return LocalPlane(_descriptor(config, controller, units, threads.ready), threads, private, lock)
         undo.callback(lambda: _stop(children))
         logs = log_dir or private
         logs.mkdir(parents=True, exist_ok=True)
@@ -151,7 +159,7 @@ def start_local_plane(
         descriptor = _descriptor(config, controller, units, [first, *rest])
         descriptor.save(private / DESCRIPTOR_FILE)  # how other processes of this user find the plane
         undo.pop_all()
-    return LocalPlane(descriptor, children, private)
+    return LocalPlane(descriptor, children, private, lock)
 
 
 def _descriptor(
@@ -203,18 +211,17 @@ def _specs(config: TransferQueueConfig, private: Path) -> tuple[ControllerSpec, 
     return controller, units
 
 
-def _private_dir(base: Path | None) -> Path:
+def _private_dir(base: Path | None) -> tuple[Path, int]:
+    """A folder for sockets, and its lock; those of planes whose starter was killed with all servers are removed."""
     parent = Path(tempfile.gettempdir()) if base is None else base.absolute()
     if not parent.is_dir():
         raise ConfigError(f"The runtime directory {parent} is not there; make it first.")
-    private = Path(tempfile.mkdtemp(prefix=RUNTIME_PREFIX, dir=parent))
-    if len(os.fsencode(private / "u255")) > _SOCKET_PATH_LIMIT:
-        private.rmdir()
+    if len(os.fsencode(parent / f"{RUNTIME_PREFIX}12345678" / "u255")) > _SOCKET_PATH_LIMIT:
         raise ConfigError(
             f"The runtime directory {parent} has too long a path for unix sockets ({_SOCKET_PATH_LIMIT} bytes at most); give a shorter "
             "runtime_dir or set TMPDIR."
         )
-    return private
+    return owned_folder(RUNTIME_PREFIX, parent)
 
 
 def _spawn(name: str, spec: ControllerSpec | UnitSpec, private: Path, logs: Path) -> _Child:
