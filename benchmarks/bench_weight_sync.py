@@ -13,6 +13,7 @@ that of one receiver process alone, which verifies and copies. Both are held aga
 
 With `-direct` the tensors were written into the engine's room before the clock runs, as by a trainer that exports straight into it. With `-shared`
 the receivers, having verified the weights, keep them where they lie instead of copying them, as a rollout engine does that computes on a CPU.
+The bars are the same for every engine (weight_sync_bars.py); what a slower one misses is called missed.
 The ranking, a table and a plot beside the JSON, has all engines that were run.
 """
 
@@ -33,6 +34,7 @@ from typing import Any
 import numpy as np
 import xxhash
 from pairs import Subject, cpu_seconds, paired, publish, summary, take_turns, verdict
+from weight_sync_bars import CPU_OF_ALL, CPU_OF_ONE, DIGESTS, DIRECT, SPEED, VERL, bar_of
 
 from rl_ckpt_engine import (
     CheckpointEngine,
@@ -49,7 +51,7 @@ from rl_ckpt_engine.engines import delta
 from rl_protocol.weights import WeightTensor
 
 ENGINES = ("shm-direct-shared", "shm-shared", "shm-direct", "shm", "tcp", "gloo", "ray", "disk", "delta-shm")
-DIRECT, SHARED = "-direct", "-shared"
+SHARED = "-shared"
 BUCKET = 64 << 20
 T = 120.0
 _spawn = multiprocessing.get_context("spawn")
@@ -288,36 +290,25 @@ def measure(name: str, receivers: int, models: list[list[WeightTensor]], pairs: 
         paired(timings, "without digests", "ours"),
         paired(timings, "without digests", "memcpy", "cpu"),
     )
-    kind = name.removesuffix(SHARED)
-    bars = {"shm": (0.45, 0.6), "shm-direct": (0.45, 0.6), "delta-shm": (0.2, 0.45)}.get(kind, (0.1, 0.3))
-    cpu_bars = {"shm": (2.4, 2), "shm-direct": (1.2, 1)}.get(kind, (12, 2))
+
+    def judged(question: str, value: float, **more: Any) -> dict[str, Any]:
+        bar = bar_of(f"{what}: {question}")
+        return verdict(f"{what}: {question}", value, bar.must, bar.aim, at_least=bar.at_least, **more)
+
     rows = [
-        verdict(f"{what}: speed against memcpy", wall["median"], *bars, at_least=True, ratio=wall, figures=figures),
-        verdict(
-            f"{what}: CPU of all processes in copies, per receiver",
+        judged(SPEED, wall["median"], ratio=wall, figures=figures),
+        judged(
+            CPU_OF_ALL,
             copies["median"] / receivers,
-            *cpu_bars,
-            at_least=False,
             ratio=copies,
             without_digests=bare_cpu["median"] / receivers,
         ),
-        verdict(f"{what}: CPU of one receiver alone in copies", one_receiver, *cpu_bars, at_least=False),
-        verdict(
-            f"{what}: digests of both ends, share of the time",
-            1 - bare_wall["median"],
-            0.2 if name.startswith("shm") else 0.4,
-            0.1,
-            at_least=False,
-            ratio=bare_wall,
-        ),
+        judged(CPU_OF_ONE, one_receiver),
+        judged(DIGESTS, 1 - bare_wall["median"], ratio=bare_wall),
     ]
     if verl is not None:
         faster = paired(timings, "verl over gloo", "ours")
-        rows.append(
-            verdict(
-                f"{what}: times faster than verl's over gloo", faster["median"], 1.5, 2, at_least=True, ratio=faster
-            )
-        )
+        rows.append(judged(VERL, faster["median"], ratio=faster))
     return rows
 
 

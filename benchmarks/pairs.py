@@ -86,21 +86,29 @@ def summary(timings: Mapping[str, Sequence[Timing]], nbytes: int | None = None) 
     return out
 
 
-def verdict(question: str, value: float, must: float, aim: float, *, at_least: bool, **more: Any) -> dict[str, Any]:
-    """One row of a result."""
+def judge(value: float, must: float, aim: float, *, at_least: bool) -> dict[str, str]:
+    """What was asked for, and which of it is met: "aim", "must", or "missed"."""
 
     def met(bar: float) -> bool:
         return value >= bar if at_least else value <= bar
 
+    return {
+        "must": f"{'>=' if at_least else '<='} {must:g}",
+        "aim": f"{'>=' if at_least else '<='} {aim:g}",
+        "met": "aim" if met(aim) else "must" if met(must) else "missed",
+    }
+
+
+def verdict(question: str, value: float, must: float, aim: float, *, at_least: bool, **more: Any) -> dict[str, Any]:
+    """One row of a result."""
+
     row = {
         "question": question,
         "value": float(f"{value:.4g}"),
-        "must": f"{'>=' if at_least else '<='} {must:g}",
-        "aim": f"{'>=' if at_least else '<='} {aim:g}",
-        "met": "aim" if met(aim) else "must" if met(must) else "no",
+        **judge(value, must, aim, at_least=at_least),
         **more,
     }
-    print(f"{row['met']:>5}  {question}: {row['value']:g} (must {row['must']}, aim {row['aim']})", flush=True)
+    print(f"{row['met']:>6}  {question}: {row['value']:g} (must {row['must']}, aim {row['aim']})", flush=True)
     return row
 
 

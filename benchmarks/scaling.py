@@ -101,6 +101,35 @@ def compute_s(gpu: Gpu, gpus: int, rows: int, prompt: float, response: float, lo
     return training + generating
 
 
+@dataclass(frozen=True)
+class Spread:
+    """How far measured steps lie from predicted ones: the least and the most that measured / predicted was."""
+
+    least: float
+    most: float
+
+
+def spread(errors_percent: Sequence[float]) -> Spread:
+    """From the errors 100 * (predicted / measured - 1) of points that had no part in the fit.
+
+    >>> spread([25.0, -20.0])
+    Spread(least=0.8, most=1.25)
+    """
+    ratios = [1 / (1 + error / 100) for error in errors_percent]
+    return Spread(min(ratios), max(ratios))
+
+
+def gain_bar_percent(compute: float, before: float, after: float, of_before: Spread, of_after: Spread) -> float:
+    """Largest distance of the gain from its prediction, in percent of the prediction, while each transfer is within its spread."""
+    gain = gain_percent(compute, before, after)
+    ends = (
+        gain_percent(compute, before * b, after * a)
+        for b in (of_before.least, of_before.most)
+        for a in (of_after.least, of_after.most)
+    )
+    return max(abs(100 * (end / gain - 1)) if gain else 0.0 if end == gain else float("inf") for end in ends)
+
+
 def gain_percent(compute: float, before: float, after: float) -> float:
     """How much faster steps get when their transfer falls from `before` to `after` seconds."""
     return 100 * ((compute + before) / (compute + after) - 1)

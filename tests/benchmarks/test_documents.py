@@ -14,7 +14,8 @@ import pytest
 from common import RESULTS as FOLDER
 from common import published_results
 from documents import Document, check, check_place, directions, identity, kind_of, load
-from report import BEGIN, END, README, cell, plain_table, tables
+from report import BEGIN, END, README, as_asked, cell, headline, plain_table, tables, verdict_table
+from weight_sync_bars import CPU_OF_ALL, CPU_OF_ONE, DIGESTS, SPEED, VERL, bar_of
 
 ROOT = Path(__file__).parents[2]
 RESULTS = published_results()
@@ -167,6 +168,34 @@ def test_no_readme_tells_a_figure_that_has_no_source(path: Path):
 def test_the_tables_are_those_that_the_results_give():
     text = README.read_text()
     assert text.partition(BEGIN)[2].partition(END)[0].strip() == tables().strip(), "run: uv run benchmarks/report.py"
+
+
+def test_weight_sync_is_held_against_the_bars_that_were_asked_for():
+    def row(question: str, value: float) -> dict[str, Any]:
+        return {"question": question, "value": value, "must": ">= 0.1", "aim": ">= 0.3", "met": "aim"}
+
+    (table,) = as_asked([row("tcp, 1 receiver: speed against memcpy", 0.44)])
+    assert (table["must"], table["aim"], table["met"]) == (">= 0.45", ">= 0.6", "missed")
+    asked = as_asked(
+        [
+            row(f"{engine}, 1 receiver: {what}", 0.3)
+            for engine in ("shm", "tcp", "delta-shm")
+            for what in (SPEED, CPU_OF_ALL, CPU_OF_ONE, DIGESTS, VERL)
+        ]
+    )
+    assert [found["must"] for found in asked] == [">= 0.45", "<= 2.4", "<= 2.4", "<= 0.2", ">= 1.5"] * 3
+    assert bar_of(f"shm-direct-shared, 2 receivers: {CPU_OF_ALL}").must == 1.2
+    assert "| missed |" in verdict_table([{**VERDICT, "met": "no"}])
+
+
+def test_the_headline_has_the_best_central_driver_beside_the_legacy_one():
+    steps = [{**STEP, "plane": plane, "mib": 64.0, "step_s": s} for plane, s in
+             (("driver", 6.0), ("driver-buffers", 0.6), ("simple", 0.2))]  # fmt: skip
+    steps[2]["times_faster"] = 25.0
+    text = headline(broken(rows=steps), README.parent / "b.json")
+    assert "| driver | a central driver, pickled as verl's DataProto is | 6 | 30 | 25 |" in text
+    assert "| driver-buffers | a central driver at its best: pickled without a copy | 0.6 | 3 |  |" in text
+    assert tables().startswith("### Headline")
 
 
 def test_a_plain_table_by_hand():

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import pytest
 from planes.payloads import FAMILIES
-from scale_model import PUBLISHED, calls, predicted, validated, volume
-from scaling import GIB, Costs, Gpu, Sample, compute_s, fit, gain_percent, network_s
+from scale_model import PUBLISHED, calls, predicted, spreads, validated, volume
+from scaling import (
+    GIB,
+    Costs,
+    Gpu,
+    Sample,
+    Spread,
+    compute_s,
+    fit,
+    gain_bar_percent,
+    gain_percent,
+    network_s,
+    spread,
+)
 
 
 def test_seconds_of_one_node():
@@ -63,6 +75,27 @@ def test_gain_by_hand():
     assert gain_percent(compute=10, before=1, after=1) == 0
 
 
+def test_the_error_bar_by_hand():
+    # predicted 0.8 and 1.25 times what was measured: what was measured is 1.25 and 0.8 times what was predicted
+    assert spread([-20.0, 25.0]) == Spread(pytest.approx(0.8), pytest.approx(1.25))
+    # 100 * ((80 + 20) / 80 - 1) = 25; with transfers of 10 to 30 s the gain is 12.5 to 37.5
+    assert gain_bar_percent(80, 20, 0, Spread(0.5, 1.5), Spread(1, 1)) == pytest.approx(50)
+    # (80 + 20) / (80 + 4 * 2) is 13.6 % instead of (80 + 20) / (80 + 4), 19 %
+    assert gain_bar_percent(80, 20, 4, Spread(1, 1), Spread(1, 2)) == pytest.approx(100 * (1 - (12 / 88) / (16 / 84)))
+    assert gain_bar_percent(80, 0, 0, Spread(0.5, 2), Spread(0.5, 2)) == 0
+
+
+def test_nothing_is_predicted_with_an_error_bar_above_a_fifth():
+    costs = {"driver": Costs(0.0, 1e-9, 0.0), "simple": Costs(0.0, 0.0, 0.0)}
+    exact = Spread(1.0, 1.0)
+    near = predicted(costs, {"driver": Spread(0.81, 1.1), "simple": exact}, PUBLISHED[3], nic_gib_s=1e9)
+    assert near["error_bar_percent"] == pytest.approx(19, rel=1e-3)
+    assert near["prediction"] == f"{near['gain_percent']:.3g} (error bar 19 %)"
+    far = predicted(costs, {"driver": Spread(0.79, 1.1), "simple": exact}, PUBLISHED[3], nic_gib_s=1e9)
+    assert far["prediction"] == "not predicted: error bar 21 %"
+    assert far.keys().isdisjoint({"gain_percent", "driver_transfer_s", "ours_transfer_s", "step_s"})
+
+
 def test_volume_and_calls_by_hand():
     # written: prompts, responses, mask, rollout log-probs; old log-probs and entropy; reference. Read: by three model stages.
     text, p, r = FAMILIES["text"], 2048, 8192
@@ -98,17 +131,18 @@ def test_every_point_is_predicted_without_itself():
     assert costs["driver"].op_s == pytest.approx(0, abs=1e-9)
     assert [(r["predicted_s"], round(r["error_percent"], 3)) for r in checked[:6]] == [(1, 0), (2, 0), (4, 0)] * 2
     assert checked[6]["predicted_s"] == pytest.approx(4.0, rel=1e-3)  # half the lanes
+    assert spreads(checked) == {plane: Spread(pytest.approx(1), pytest.approx(1)) for plane in ("driver", "simple")}
     with pytest.raises(ValueError, match="three sizes"):
         validated(rows[:2], cores=2)
 
 
 def test_a_prediction_gains_only_what_transfer_there_is():
     free = Costs(0.0, 0.0, 0.0)
-    assert predicted({"driver": free, "simple": free}, PUBLISHED[0], nic_gib_s=1e9)["gain_percent"] == pytest.approx(
-        0, abs=1e-3
-    )
+    sure = {"driver": Spread(1.0, 1.0), "simple": Spread(1.0, 1.0)}
+    row = predicted({"driver": free, "simple": free}, sure, PUBLISHED[0], nic_gib_s=1e9)
+    assert row["gain_percent"] == pytest.approx(0, abs=1e-3)
     dear = Costs(0.0, 1e-9, 0.0)
-    gains = [predicted({"driver": dear, "simple": free}, run, nic_gib_s=10)["gain_percent"] for run in PUBLISHED]
+    gains = [predicted({"driver": dear, "simple": free}, sure, run, nic_gib_s=10)["gain_percent"] for run in PUBLISHED]
     assert min(gains) > 0
     assert gains[3] > gains[2]  # the same batch on eight times the nodes: less compute, the same driver
     assert [run.gain for run in PUBLISHED] == [14.1, 12.5, 22.4, 49.2, 7.0, 20.0]
