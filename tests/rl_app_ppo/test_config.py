@@ -60,7 +60,7 @@ def test_what_cfg_prints_is_what_a_file_may_hold(preset, tmp_path):
         ("rollout.n=null", r"rollout\.n must be of type int"),
         ("data.train_batch_size=-4", r"data\.train_batch_size must be at least 1; got -4"),
         ("data.train_batch_size=60", r"data\.train_batch_size must be divisible by actor\.ppo_mini_batch_size"),
-        ("rollout.n=1", r"rollout\.n must be at least 2 with adv_estimator=grpo"),
+        ("rollout.n=1", r"rollout\.n must be at least 2 with algorithm\.adv_estimator=grpo"),
         ("rollout.num_workers=1000", r"rollout\.num_workers must be at most data\.train_batch_size"),
         ("rollout=hf", r"rollout is a group of settings"),
         ("algorithm=grop", r"algorithm must be one of grpo, ppo; got 'grop'\. Did you mean 'grpo'\?"),

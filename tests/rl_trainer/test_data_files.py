@@ -200,7 +200,7 @@ def test_bad_rows_end_the_run_and_each_fault_is_named_by_file_and_row(tmp_path, 
         open_files(files(path, filter_overlong_prompts=False), encoder, tmp_path / "cache")
     message = str(caught.value)
     assert message.startswith(f"{len(BAD_LINES)} bad rows: ")
-    assert "data.on_bad_row=skip" in message
+    assert "data.on_bad_row=skip" in message  # other rows are left
     same = {5: 6}  # rows with the same fault: the first is named
     for number, (_, reason) in BAD_LINES.items():
         if number in same.values():
@@ -224,8 +224,8 @@ def test_a_file_whose_every_row_lacks_the_same_fields_is_one_line_and_says_what_
     assert str(caught.value) == (
         f"50 bad rows: all 50 rows of {path}: missing fields: prompt (data.prompt_key), data_source, reward_model; "
         'fields found: question, answer; example: {"question":"How many are 0 and 0?","answer":"0\\n#### 0"}. '
-        "Set data.prompt_key=question if that field is the prompt. Repair the files, or set data.on_bad_row=skip to train "
-        'without these rows. A row is {"prompt": [{"role": "user", "content": "..."}], "data_source": "...", '
+        "Set data.prompt_key=question if that field is the prompt. Repair the files. "
+        'A row is {"prompt": [{"role": "user", "content": "..."}], "data_source": "...", '
         '"reward_model": {"ground_truth": "..."}}.'
     )
 

@@ -131,7 +131,7 @@ def correction(**settings):
 @pytest.mark.parametrize(
     ("algorithm", "actor", "n", "message"),
     [
-        ({"adv_estimator": "rloo"}, {}, 1, r"rollout\.n must be at least 2 with adv_estimator=rloo"),
+        ({"adv_estimator": "rloo"}, {}, 1, r"rollout\.n must be at least 2 with algorithm\.adv_estimator=rloo"),
         ({"adv_estimator": "gdpo"}, {}, 4, "gdpo_reward_keys goes with an estimator"),
         ({"gdpo_reward_keys": "score"}, {}, 4, "gdpo_reward_keys goes with an estimator"),
         (

@@ -248,13 +248,20 @@ def nearest_key(key: str, known: Sequence[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def _build(kind: type[T], values: dict[str, Any]) -> T:
+def _build(kind: type[T], values: dict[str, Any], group: str = "") -> T:
+    """Make the settings of a group; an error names a key of it from the group's own name on, and is given the groups around it."""
     hints = typing.get_type_hints(kind)
     arguments = {
-        name: _build(hints[name], value) if dataclasses.is_dataclass(hints[name]) else value
+        name: _build(hints[name], value, f"{group}{name}.") if dataclasses.is_dataclass(hints[name]) else value
         for name, value in values.items()
     }
-    return kind(**arguments)
+    try:
+        return kind(**arguments)
+    except ConfigError as error:
+        around, _, own = group.removesuffix(".").rpartition(".")
+        if around and str(error).startswith(f"{own}."):
+            raise ConfigError(f"{around}.{error}") from error
+        raise
 
 
 def _letters_apart(a: str, b: str) -> int:

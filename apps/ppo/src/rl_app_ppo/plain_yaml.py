@@ -46,7 +46,8 @@ def read_yaml(path: Path, flag: str = "--config") -> dict[str, Any]:
     try:
         values: object = parse_yaml(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{flag} {path}: can't be read as YAML: {error}") from error
+        reason = " ".join(str(error).split())  # the parser's message is of several lines
+        raise ConfigError(f"{flag} {path}: can't be read as YAML: {reason}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{flag} {path}: expected a mapping of groups to settings; got {type(values).__name__}.")
     return cast(dict[str, Any], values)

@@ -65,6 +65,12 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
     check_plane_size(config, step_bytes(config, graph, longest, len(data["val"]) if "val" in data else 0))
     if path is not None and config.ray.address == "local":
         check_memory(parameters(path), config, available_bytes())
+    if longest >= context:
+        raise ConfigError(
+            f"The longest prompt has {longest} tokens, and the model's context is {context}, for prompt and response. Set "
+            f"data.max_prompt_length to at most {max(1, context - config.rollout.response_length)}, which leaves longer prompts out, or take "
+            "another model.path."
+        )
     if longest + config.rollout.response_length > context:
         raise ConfigError(
             f"rollout.response_length={config.rollout.response_length} and the longest prompt of {longest} tokens do not fit the model's "

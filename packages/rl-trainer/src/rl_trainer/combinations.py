@@ -26,7 +26,7 @@ def _check_estimator(algorithm: AlgorithmConfig, rollout_n: int) -> None:
     estimator = ADVANTAGE_ESTIMATORS.get(name)
     if estimator.compares and rollout_n < 2:
         raise ConfigError(
-            f"rollout.n must be at least 2 with adv_estimator={name}, which compares the responses of a prompt; got {rollout_n}."
+            f"rollout.n must be at least 2 with algorithm.adv_estimator={name}, which compares the responses of a prompt; got {rollout_n}."
         )
     unknown = [column for column in estimator.reads if column not in WRITABLE]
     if unknown:
@@ -36,7 +36,7 @@ def _check_estimator(algorithm: AlgorithmConfig, rollout_n: int) -> None:
     if ("reward_components" in estimator.reads) != bool(algorithm.component_keys()):
         raise ConfigError(
             f"algorithm.gdpo_reward_keys goes with an estimator that looks at parts of the reward, such as gdpo, and only with it; "
-            f"got {algorithm.gdpo_reward_keys!r} and adv_estimator={name}."
+            f"got {algorithm.gdpo_reward_keys!r} and algorithm.adv_estimator={name}."
         )
     if "reward_components" in estimator.reads and algorithm.use_kl_in_reward:
         raise ConfigError(

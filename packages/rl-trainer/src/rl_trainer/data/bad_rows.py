@@ -95,12 +95,13 @@ class BadRows:
         more = (f"{self._more} rows with other faults",) if self._more else ()
         return (*(group.line(self.rows_of_files) for group in groups), *more)
 
-    def remedy(self, prompt_key: str) -> str:
-        """What to do about them, as sentences."""
+    def remedy(self, prompt_key: str, *, can_skip: bool) -> str:
+        """What to do about them, as sentences; `can_skip`: other rows are left without them."""
         missing = [group.error for group in self._groups.values() if isinstance(group.error, MissingFieldsError)]
         renamed = _renamed(missing, prompt_key)
         shape = f" A row is {ROW_FORMAT}." if missing else ""
-        return f"{renamed}Repair the files, or set data.on_bad_row=skip to train without these rows.{shape}"
+        skip = ", or set data.on_bad_row=skip to train without these rows" if can_skip else ""
+        return f"{renamed}Repair the files{skip}.{shape}"
 
 
 def _renamed(missing: Sequence[MissingFieldsError], prompt_key: str) -> str:

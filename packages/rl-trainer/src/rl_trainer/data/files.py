@@ -34,6 +34,8 @@ _UNFINISHED = ".unfinished-"
 FORMAT = 5
 """Raised whenever the code makes something else of equal files and settings."""
 IMAGES = "images"
+_READERS = {".csv": "from_csv", ".json": "from_json"}
+"""Kinds of files that `datasets` reads, and how."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +159,7 @@ def prepare(files: DataFiles, encoder: PromptEncoder, target: Path) -> Report:
             writer.append([row for one, ids in pairs if (row := _fitted(one, ids, encoder, files, tally)) is not None])
     report = tally.report(files.paths)
     if report.bad and files.on_bad_row == "error":
-        raise ConfigError(f"{report}. {tally.bad.remedy(files.prompt_key)}")
+        raise ConfigError(f"{report}. {tally.bad.remedy(files.prompt_key, can_skip=bool(report.rows))}")
     if not report.rows:
         raise ConfigError(f"No usable row in {', '.join(map(str, files.paths))}: {_why_none(report, files, tally)}")
     return report
@@ -169,7 +171,7 @@ def _why_none(report: Report, files: DataFiles, tally: _Tally) -> str:
         most = files.max_prompt_length
         said.append(f"{report.overlong} prompts have more than {most} tokens (data.max_prompt_length).")
     if report.bad:
-        said.append(f"{report}. {tally.bad.remedy(files.prompt_key)}")
+        said.append(f"{report}. {tally.bad.remedy(files.prompt_key, can_skip=bool(report.rows))}")
     return " ".join(said) or f"there are no rows at all. A row is {ROW_FORMAT}."
 
 
@@ -341,8 +343,13 @@ def _fingerprint(files: DataFiles, encoder: PromptEncoder) -> str:
 
 def _state(path: Path) -> list[int]:
     if not path.is_dir() and path.suffix not in (".jsonl", ".parquet"):
+        reader = _READERS.get(path.suffix)
+        command = (
+            f"from datasets import Dataset; Dataset.{reader}('{path}').to_parquet('{path.with_suffix('.parquet')}')"
+        )
         raise ConfigError(
             f"{path} is no data file: data.train_files and data.val_files take *.jsonl, *.parquet and folders of save_to_disk."
+            + (f' Convert it: python -c "{command}"' if reader and path.is_file() else "")
         )
     try:
         found = [one.stat() for one in (sorted(path.iterdir()) if path.is_dir() else [path])]

@@ -59,7 +59,7 @@ def saved_rows(folder: Path) -> Iterator[Raw]:
             for piece in batch.to_batches():
                 yield from _rows(piece)
     except (pa.ArrowException, OSError, AttributeError) as error:
-        raise SchemaError(f"not a data set written by save_to_disk: {error}") from error
+        raise SchemaError(f"not a data set written by save_to_disk: {str(error).rstrip('.')}") from error
 
 
 def _rows(batch: Any) -> Iterator[Raw]:

@@ -8,9 +8,10 @@ Code that is not of this package runs in processes of its own, under limits; it 
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,43 @@ def check_reward(name: str, environment: Mapping[str, str] = os.environ) -> None
         ConfigError: says what is missing and what to do.
     """
     found = _find(name, environment)
-    if (
-        not isinstance(found, Path) and name not in BUILT_IN
-    ):  # importlib_metadata, once imported, has entry points of its own class
+    if isinstance(found, Path):
+        _check_source(found, name)
+    elif name not in BUILT_IN:  # importlib_metadata, once imported, has entry points of its own class
         check_installed(found, environment)
+
+
+def _check_source(path: Path, name: str) -> None:
+    """That the file is Python and defines the function, as far as can be seen without running it."""
+    function = name.rpartition(":")[2]
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError) as error:
+        where = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
+        raise ConfigError(f"reward.function={name!r} can't be loaded: {path}, {where}. Repair the file.") from error
+    names = set(_names(tree.body))
+    if function not in names and not names & {"*", "__getattr__"}:
+        functions = sorted(node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+        raise ConfigError(
+            f"reward.function={name!r}: {path} defines no {function!r}; its functions are {', '.join(functions) or 'none'}."
+            f"{nearest(function, functions)}"
+        )
+
+
+def _names(body: Iterable[ast.stmt]) -> Iterator[str]:
+    """Names that these statements bind, those within if, try, with and loops included."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        else:
+            inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.ExceptHandler)]
+            yield from _names([child for child in inner if isinstance(child, ast.stmt)])
+            yield from _names([stmt for child in inner if isinstance(child, ast.ExceptHandler) for stmt in child.body])
+            yield from (
+                one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+            )
 
 
 def load_reward(name: str, environment: Mapping[str, str] = os.environ) -> Callable[..., Any]:
