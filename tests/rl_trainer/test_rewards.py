@@ -362,7 +362,7 @@ def test_a_file_loads_only_from_a_folder_that_the_operator_names(tmp_path):
     [
         ("gone.py:score", "is no file that is there"),
         ("mine.txt:score", "is no file that is there"),
-        ("exact_mach", r"there are .*exact_match, math.*Did you mean 'exact_match'\?"),
+        ("exact_mach", r"there are .*exact_match, .*math.*Did you mean 'exact_match'\?"),
     ],
 )
 def test_a_function_that_is_not_there(folder, name, message):
