@@ -175,6 +175,7 @@ def test_tags_hold_what_fields_hold(client: tq.TransferQueueClient) -> None:
         "list": ["a", {"b": [1, None]}],
         "bytes": b"\x00\xff",
         "text": "\x00 not ours",
+        "most": (1 << 64) - 1,
         "row": torch.tensor([1, 2]),
     }
     plain = {"np": 0.5, "count": 3, "flag": True, "scalar": 2.0, "array0": 7}
@@ -183,7 +184,11 @@ def test_tags_hold_what_fields_hold(client: tq.TransferQueueClient) -> None:
         assert {name: got[name] for name in plain} == plain
         assert [type(got[name]) for name in plain] == [float, int, bool, float, int]
         assert [got[name] for name in ("list", "bytes", "text")] == [tag["list"], tag["bytes"], tag["text"]]
+        assert got["most"] == tag["most"]
         assert got["row"].tolist() == [1, 2]
+    client.portal.run(client.core.plane.put("q", ["a"], tags=[{"foreign": "\x00 not base64"}]))
+    with pytest.raises(WireError, match="foreign"):
+        tq.kv_list("q")
 
 
 def test_metadata_of_rows_that_were_made_anew_is_stale(client: tq.TransferQueueClient) -> None:

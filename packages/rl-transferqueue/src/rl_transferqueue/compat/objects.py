@@ -99,12 +99,20 @@ def pack_tag(tag: Mapping[str, Any]) -> Tag:
 
 
 def _packed_tag(value: Any) -> Any:
+    if _is_plain(value):  # nearly all of them, and puts of many rows wait for this
+        return value
     if isinstance(value, torch.Tensor | np.ndarray) and not value.ndim:
         value = value.item()
     value = pack(value)
-    if isinstance(value, bool | int | float | None) or (isinstance(value, str) and not value.startswith(_PACKED)):
-        return value
-    return _PACKED + base64.b64encode(msgspec.msgpack.encode(value)).decode()
+    return value if _is_plain(value) else _PACKED + base64.b64encode(msgspec.msgpack.encode(value)).decode()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether the plane's tags can hold the value as it is."""
+    kind = type(value)
+    if kind is str:
+        return not value.startswith(_PACKED)
+    return kind is float or kind is bool or value is None or (kind is int and -(1 << 63) <= value < 1 << 63)
 
 
 def unpack_tag(tag: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,13 +121,15 @@ def unpack_tag(tag: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         WireError: a tag that this module has not packed.
     """
-    return {name: _unpacked_tag(name, value) for name, value in tag.items()}
+    out = dict(tag)
+    for name, value in tag.items():
+        if isinstance(value, str) and value.startswith(_PACKED):
+            out[name] = _unpacked(name, value[len(_PACKED) :])
+    return out
 
 
-def _unpacked_tag(name: str, value: Any) -> Any:
-    if not isinstance(value, str) or not value.startswith(_PACKED):
-        return value
+def _unpacked(name: str, text: str) -> Any:
     try:
-        return unpack(msgspec.msgpack.decode(base64.b64decode(value[len(_PACKED) :], validate=True)))
+        return unpack(msgspec.msgpack.decode(base64.b64decode(text, validate=True)))
     except (*UNREADABLE, ValueError) as error:
         raise WireError(f"Tag {name!r} was not written by this API: {error}.") from error
