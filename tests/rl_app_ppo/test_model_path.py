@@ -184,6 +184,24 @@ def test_a_model_beside_an_adapter_is_refused(base, adapter):
         find_model(str(folder))
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"field_of_a_later_peft": 3}, r"field_of_a_later_peft is 3.*Install the peft that wrote it \(\d"),
+        ({"peft_type": "PROMPT_TUNING"}, "peft_type='PROMPT_TUNING' adds tokens"),
+        ({"peft_type": "LATER"}, "can't be read as the settings of an adapter"),
+        ({"alora_invocation_tokens": [1], "task_type": "CAUSAL_LM"}, "can't be merged"),
+    ],
+)
+def test_an_adapter_that_peft_would_merge_as_something_else_is_refused(base, adapter, tmp_path, settings, message):
+    folder, _ = adapter
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    with pytest.raises(ConfigError, match=message):
+        merge_adapter(folder, tmp_path / "out", str(base))
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_can_not_be_merged_is_named(base, adapter, tmp_path, cache, capsys):
     folder, _ = adapter
     with pytest.raises(OutputError, match="exists already"):

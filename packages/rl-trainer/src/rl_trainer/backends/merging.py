@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,30 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
 from rl_protocol import ConfigError, OutputError
+from rl_protocol.peft_fields import unread_field
 from rl_trainer.backends.loading import load_model
+
+
+def _check_known(adapter: Path) -> None:
+    """That the installed peft applies all of the adapter's settings: of those that it does not know it warns alone.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    file = adapter / "adapter_config.json"
+    try:
+        settings: dict[str, Any] = json.loads(file.read_text())
+        kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(settings["peft_type"])]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} can't be read as the settings of an adapter: {error!r}.") from error
+    if issubclass(kind, peft.PromptLearningConfig):
+        raise ConfigError(
+            f"{file}: peft_type={settings['peft_type']!r} adds tokens, which no weights of a model can do."
+        )
+    lost = unread_field(settings, {one.name for one in dataclasses.fields(kind)})
+    if lost is not None:
+        field, why = lost
+        raise ConfigError(f"{file}: {field} {why}. Install the peft that wrote it ({settings.get('peft_version')}).")
 
 
 def write_merged(base: Path, adapter: Path, out: Path) -> None:
@@ -25,6 +50,7 @@ def write_merged(base: Path, adapter: Path, out: Path) -> None:
         ConfigError: one of them can't be read, or the adapter does not fit the base.
         OutputError: a file can't be written.
     """
+    _check_known(adapter)
     model = load_model(base)
     try:
         adapted: Any = peft.PeftModel.from_pretrained(model, str(adapter), local_files_only=True)
