@@ -270,9 +270,7 @@ def test_workers_are_told_what_the_driver_may_load():
     call = BuildCall(config="", model_path="", plane=b"", plugins=policy)
     told = msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=BuildCall).plugins
     assert told == policy
-    config = CheckpointEngineConfig(
-        backend="shm", checkpoint_manager_class=f"{CheckpointEngineManager.__module__}:Other"
-    )
+    config = CheckpointEngineConfig(backend="shm", checkpoint_manager_class="json:Other")
     with pytest.raises(ConfigError, match="no attribute 'Other'"):
         check_sync(config, told)
     with pytest.raises(ConfigError, match="given on the command line"):

@@ -62,8 +62,16 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delenv(ALLOW_FILE, raising=False)
     yield folder
-    for module in [m for m in sys.modules if m.startswith(MODULE)]:
+    for module in [m for m in sys.modules if m.startswith((MODULE, "loose"))]:
         del sys.modules[module]
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, type]:
+    """What modules register in a test, and no other sees."""
+    found: dict[str, type] = {}
+    monkeypatch.setattr("rl_ckpt_engine.registry._REGISTERED", found)
+    return found
 
 
 def allowed(distribution: str = "ckpt_example_plugin", **facts: str) -> PluginPolicy:
@@ -240,7 +248,7 @@ def test_module_paths_load_with_the_switch_alone_and_loudly(site: Path, caplog: 
         custom_backend_module=f"{MODULE}:ExampleEngine",
         checkpoint_manager_class=f"{MODULE}:ExampleManager",
     )
-    assert "given on the command line" in refused(allowed(), paths)
+    assert "is installed but not allowed" in refused(allowed(), paths)
     unsafe = CheckpointEngineRegistry(load_policy({}, allow_unsafe_plugins=True))
     with caplog.at_level(logging.WARNING):
         assert unsafe.resolve(paths).name == "example"
@@ -251,11 +259,95 @@ def test_module_paths_load_with_the_switch_alone_and_loudly(site: Path, caplog: 
         CheckpointEngineRegistry(load_policy({}, allow_unsafe_plugins=True)).resolve(missing)
 
 
-@pytest.mark.parametrize("value", ["../x.py", "a b", "os.system", "pkg.mod:", ":X", "pkg/mod:X"])
+@pytest.mark.parametrize("value", ["../x.py", "a b", ".x", "a..b", "pkg.mod:", ":X", "pkg/mod:X"])
 def test_settings_hold_names_and_no_code(value: str) -> None:
     for key in ("custom_backend_module", "checkpoint_manager_class"):
         with pytest.raises(ConfigError, match=f"{key} must be the short name"):
             CheckpointEngineConfig(**{key: value})
+
+
+# -- module paths, as verl's settings have them
+REGISTERING = """
+from rl_ckpt_engine import CheckpointEngineRegistry
+from rl_ckpt_engine.engines.shm import ShmEngine
+from ckpt_example_plugin import ExampleManager
+
+@CheckpointEngineRegistry.register("mine")
+class MyEngine(ShmEngine):
+    API_VERSION = 1
+"""
+PATHS = CheckpointEngineConfig(
+    backend="mine",
+    custom_backend_module=f"{MODULE}.engines",
+    checkpoint_manager_class=f"{MODULE}.engines.ExampleManager",
+)
+
+
+def install_registering(site: Path) -> Path:
+    """A distribution with a module that registers its engine, and without a word about it in its entry points."""
+    package = install(site)
+    (package / "engines.py").write_text(REGISTERING)
+    record = site / "ckpt_example_plugin-1.0.dist-info" / "RECORD"
+    record.write_text(record.read_text() + f"{MODULE}/engines.py,,\n")
+    return package
+
+
+def paths_allowed(distribution: str = "ckpt_example_plugin", **facts: str) -> PluginPolicy:
+    entry = Allowed(distribution=distribution, **facts)
+    backends, managers = {PATHS.custom_backend_module: entry}, {PATHS.checkpoint_manager_class: entry}
+    return PluginPolicy(allowed={"rl_ckpt_engine": {"backends": backends, "managers": managers}})
+
+
+def test_a_module_that_registers_its_engine_loads_by_its_path(site: Path, registered: dict[str, type]) -> None:
+    install_registering(site)
+    registry = CheckpointEngineRegistry(paths_allowed(version="1.0", sha256=pin()))
+    engine, manager_class = registry.resolve(PATHS), registry.manager(PATHS)
+    assert (engine.__name__, engine.name, manager_class.__name__) == ("MyEngine", "mine", "ExampleManager")
+    assert registry.resolve(PATHS) is registry.get("mine") is engine
+    source, sink = Source(model(3)), Sink(model(0))
+    sender, receiver = SenderEndpoint(engine(), source), ReceiverEndpoint(engine(), sink)
+    manager = manager_class(sender, [receiver], PATHS)
+    assert asyncio.run(manager.update_weights(2)).version == 2
+    assert sink.loaded == {w.name: w.data.tobytes() for w in source.weights}
+    sender.close()
+    receiver.close()
+
+
+def test_a_module_path_needs_leave_like_any_plug_in(site: Path, registered: dict[str, type]) -> None:
+    package = install_registering(site)
+    said = refused(allowed(), PATHS)  # the entry points are allowed, the paths are not
+    assert f'[rl_ckpt_engine.backends."{MODULE}.engines"] distribution = "ckpt-example-plugin"' in said
+    assert "comes from another distribution" in refused(paths_allowed("other-package"), PATHS)
+    assert "has version 1.0; allowed is 2.0" in refused(paths_allowed(version="2.0"), PATHS)
+    pinned = paths_allowed(sha256=pin())
+    (package / "engines.py").write_text(REGISTERING + "#")
+    assert "was changed on disk" in refused(pinned, PATHS)
+    assert registered == {}
+
+
+def test_a_module_of_no_distribution_loads_only_unsafely(site: Path, registered: dict[str, type]) -> None:
+    install(site)
+    (site / "loose").mkdir()
+    (site / "loose" / "engines.py").write_text(REGISTERING)
+    for path in ("loose.engines", "os.path"):
+        config = CheckpointEngineConfig(backend="mine", custom_backend_module=path)
+        with pytest.raises(ConfigError, match="no installed distribution holds that module"):
+            CheckpointEngineRegistry(paths_allowed()).resolve(config)
+    assert registered == {}
+    unsafe = CheckpointEngineRegistry(load_policy({}, allow_unsafe_plugins=True))
+    loose = CheckpointEngineConfig(backend="mine", custom_backend_module="loose.engines")
+    assert unsafe.resolve(loose).name == "mine"
+    delta = CheckpointEngineConfig(backend="delta-mine", custom_backend_module="loose.engines")
+    assert unsafe.resolve(delta).name == "delta-mine"
+    with pytest.raises(ConfigError, match=r"registers no engine 'other' when it is imported; registered are mine"):
+        unsafe.resolve(CheckpointEngineConfig(backend="other", custom_backend_module="loose.engines"))
+
+
+def test_the_operators_file_names_a_path_in_quotes(tmp_path: Path) -> None:
+    file = tmp_path / "plugins.toml"
+    file.write_text('[rl_ckpt_engine.backends."my_pkg.engines"]\ndistribution = "my-package"\n')
+    policy = load_policy({ALLOW_FILE: str(file)})
+    assert policy.allowed["rl_ckpt_engine"]["backends"] == {"my_pkg.engines": Allowed(distribution="my-package")}
 
 
 # ---------------------------------------------------------------------------------------------------------- the allow-list

@@ -128,18 +128,64 @@ def test_two_owners_of_a_name_are_refused(points: Points) -> None:
     assert points.loaded == []
 
 
-def test_register(points: Points) -> None:
-    class Mine(NaiveEngine):
-        name: ClassVar[str] = "mine"
-
+def test_a_decorated_class_is_known_everywhere(points: Points, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_ckpt_engine.registry._REGISTERED", {})
     registry = CheckpointEngineRegistry(EVERYTHING)
-    registry.register("mine", Mine)
-    assert registry.get("mine") is Mine
-    for name in ("mine", "shm", "plugin"):
-        with pytest.raises(ConfigError, match=f"{name}' is taken"):
-            registry.register(name, Mine)
-    with pytest.raises(ConfigError, match="API version 2"):
-        registry.register("other", FutureEngine)
+
+    @CheckpointEngineRegistry.register("mine")
+    class Mine(NaiveEngine):
+        """Its name is that of the decorator."""
+
+    assert Mine.name == "mine"
+    assert registry.get("mine") is CheckpointEngineRegistry(EVERYTHING).get("mine") is Mine
+    assert "mine" in registry.names()
+    assert NaiveEngine.name == "naive"
+    assert CheckpointEngineRegistry.register("mine")(Mine) is Mine  # again
+    assert points.loaded == []
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("taken", r"'taken' is taken by .*Other; choose another"),
+        ("shm", "'shm' is taken by this package"),
+        ("plugin", r"'plugin' is taken by pkg_plugin:Engine of pkg-plugin 1\.2"),
+    ],
+)
+def test_a_name_is_registered_once(points: Points, monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
+    monkeypatch.setattr("rl_ckpt_engine.registry._REGISTERED", {})
+
+    @CheckpointEngineRegistry.register("taken")
+    class Other(NaiveEngine):
+        """The first one."""
+
+    class Mine(NaiveEngine):
+        """The second one."""
+
+    with pytest.raises(ConfigError, match=message):
+        CheckpointEngineRegistry.register(name)(Mine)
+    assert CheckpointEngineRegistry(EVERYTHING).get("taken") is Other
+
+
+def test_a_package_may_decorate_the_class_that_it_offers(points: Points, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_ckpt_engine.registry._REGISTERED", {})
+    monkeypatch.setattr(PluginEngine, "__module__", "pkg_plugin")
+    CheckpointEngineRegistry.register("plugin")(PluginEngine)
+    assert CheckpointEngineRegistry(EVERYTHING).get("plugin") is PluginEngine
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (FutureEngine, "API version 2"),
+        (PluginEngine, "calls itself 'plugin'"),
+        (dict, "no subclass of CheckpointEngine"),
+    ],
+)
+def test_what_is_no_engine_of_that_name_is_not_registered(engine: type, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CheckpointEngineRegistry.register("other")(engine)
+    assert "other" not in CheckpointEngineRegistry(EVERYTHING).names()
 
 
 @pytest.mark.parametrize("backend", ["", "my.module:Engine", "../engine.py", "a b"])

@@ -58,7 +58,7 @@ Trains a language model with PPO or GRPO. Without arguments: the demo, on this m
                    exit code 1 where settings that change what is learnt have no counterpart
   --accept-losses  with --from-verl: exit code 0 nevertheless
   --allow-unsafe-plugins
-                   let checkpoint_engine.custom_backend_module and checkpoint_manager_class name any code, as module:Class
+                   let checkpoint_engine.custom_backend_module and checkpoint_manager_class name any code, as package.module or module:Class
   --help           print this and exit
 
 keys:

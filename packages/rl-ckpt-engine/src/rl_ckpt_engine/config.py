@@ -48,12 +48,14 @@ class CheckpointEngineConfig:
     custom_backend_module: str = field(
         default="",
         metadata={
-            "help": "plug-in that offers the engine `backend`: name of an allowed entry point, see rl_ckpt_engine.plugins"
+            "help": "plug-in that offers the engine `backend`: name of an allowed entry point, or path of an allowed module that registers it"
         },
     )
     checkpoint_manager_class: str = field(
         default="",
-        metadata={"help": "plug-in that replaces the manager: name of an allowed entry point; empty: none does"},
+        metadata={
+            "help": "plug-in that replaces the manager: name of an allowed entry point, or package.module.Class of an allowed package"
+        },
     )
 
     def __post_init__(self) -> None:
@@ -65,7 +67,9 @@ class CheckpointEngineConfig:
         for key in ("custom_backend_module", "checkpoint_manager_class"):
             value: str = getattr(self, key)
             if value and not (_NAME.fullmatch(value) or _PATH.fullmatch(value)):
-                raise ConfigError(f"checkpoint_engine.{key} must be the short name of a plug-in; got {value!r}.")
+                raise ConfigError(
+                    f"checkpoint_engine.{key} must be the short name of a plug-in, or the path of its module; got {value!r}."
+                )
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise ConfigError(
                 f"checkpoint_engine.timeout_s must be a finite number of seconds above 0; got {self.timeout_s}. The default is 60."

@@ -6,12 +6,17 @@ name it; whether it may load says the operator, in the file that RL_PLUGINS name
     [rl_ckpt_engine.backends.my_engine]
     distribution = "my-package"
 
-Module paths load only with `allow_unsafe_plugins`, which is an argument and no setting: it belongs on the command line.
+A module path, as verl's settings have it, names code of an installed distribution without entry points: `my_pkg.engines`, a module that registers
+its engines (`CheckpointEngineRegistry.register`), or `my_pkg.managers.Manager`. The file allows it under that path:
+
+    [rl_ckpt_engine.backends."my_pkg.engines"]
+    distribution = "my-package"
+
+Any other path loads only with `allow_unsafe_plugins`, which is an argument and no setting: it belongs on the command line.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 from collections.abc import Mapping
@@ -21,7 +26,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from rl_protocol.errors import ConfigError
-from rl_protocol.plugins import AllowList, check, load, owner, read_allow_list
+from rl_protocol.plugins import ALLOW_FILE, AllowList, check, load, owner, read_allow_list, same_distribution
 
 PluginKind: TypeAlias = Literal["backends", "managers"]
 _PACKAGE = "rl_ckpt_engine"
@@ -51,15 +56,15 @@ def load_plugin(kind: PluginKind, name: str, policy: PluginPolicy) -> object:
 
     Args:
         kind: of the plug-in.
-        name: of an entry point; or `module:Class` with allow_unsafe_plugins.
+        name: of an entry point; or a path: `package.module` of engines, `package.module.Class` of a manager, `module:Class` of either.
         policy: what may load.
 
     Raises:
         ConfigError: nobody offers the name, several do, it is not allowed, its distribution or version or files are not those allowed, or it
             can't be imported. Says which, what was found, and what to do.
     """
-    if ":" in name:
-        return _load_unsafe(kind, name, policy)
+    if ":" in name or "." in name:
+        return _load_path(kind, name, policy)
     points = entry_points(kind, name)
     if not points:
         installed = sorted(point.name for point in metadata.entry_points(group=_group(kind)))
@@ -84,20 +89,25 @@ def plugin_names(kind: PluginKind) -> set[str]:
     return {point.name for point in metadata.entry_points(group=_group(kind))}
 
 
-def _load_unsafe(kind: PluginKind, path: str, policy: PluginPolicy) -> object:
-    if not policy.allow_unsafe_plugins:
-        raise ConfigError(
-            f"{path!r} is a module path; such code loads only with allow_unsafe_plugins, given on the command line. Better: install a package "
-            f"that offers it as an entry point in group {_group(kind)}, and set its name."
+def _load_path(kind: PluginKind, path: str, policy: PluginPolicy) -> object:
+    """Code of an installed distribution that the allow-list names, or any code with allow_unsafe_plugins."""
+    value = path if kind == "backends" or ":" in path else ":".join(path.rsplit(".", 1))
+    point = metadata.EntryPoint(path, value, _group(kind))
+    listed = policy.allowed.get(_PACKAGE, {}).get(kind, {}).get(path)
+    owners = metadata.packages_distributions().get(point.module.partition(".")[0], [])
+    if listed is None and policy.allow_unsafe_plugins:
+        _log.warning(
+            "UNSAFE: importing %s from a module path named in the settings, unchecked (allow_unsafe_plugins).", path
         )
-    _log.warning(
-        "UNSAFE: importing %s from a module path named in the settings, unchecked (allow_unsafe_plugins).", path
-    )
-    module, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{path!r} can't be loaded: {error}.") from error
+        return load(point, pinned=False)
+    if not owners:
+        raise ConfigError(
+            f"{path!r} is a module path, and no installed distribution holds that module; such code loads only with allow_unsafe_plugins, given on "
+            f"the command line. Better: install a package with it as a wheel, and allow it in the file that {ALLOW_FILE} names."
+        )
+    names = [owner for owner in owners if listed is not None and same_distribution(owner, listed.distribution)]
+    vars(point).update(dist=metadata.distribution((names or owners)[0]))
+    return load(point, pinned=check(point, policy.allowed))
 
 
 def _group(kind: PluginKind) -> str:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import EntryPoint
 from inspect import isclass
+from types import ModuleType
+from typing import TypeVar
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.engine import ENGINE_API_VERSION, CheckpointEngine
@@ -30,6 +34,11 @@ _BUILT_IN = {
 _DELTA = "delta-"
 
 
+_REGISTERED: dict[str, type[CheckpointEngine]] = {}
+"""Name -> class, by `CheckpointEngineRegistry.register`, in this process."""
+E = TypeVar("E", bound=type[CheckpointEngine])
+
+
 class CheckpointEngineRegistry:
     """Names and the engine classes behind them.
 
@@ -42,18 +51,31 @@ class CheckpointEngineRegistry:
 
     def __init__(self, policy: PluginPolicy | None = None) -> None:
         self._policy = policy
-        self._classes: dict[str, type[CheckpointEngine]] = {}
         self._loaded: dict[str, type[CheckpointEngine]] = {}
 
-    def register(self, name: str, engine: type[CheckpointEngine]) -> None:
-        """Add a class under a name, for code that assembles its own run.
+    @staticmethod
+    def register(name: str) -> Callable[[E], E]:
+        """Class decorator: the engine is known under `name` in every registry of this process.
+
+            @CheckpointEngineRegistry.register("mine")
+            class MyEngine(CheckpointEngine): ...
+
+        A class that does not state `name` in its own body gets this one.
 
         Raises:
-            ConfigError: the name is taken, or the class is no engine of this API version.
+            ConfigError: when the class is decorated: the name is that of another class, or the class is no engine of this API version.
         """
-        if name in self.names():
-            raise ConfigError(f"The engine name {name!r} is taken {self._taken_by(name)}; choose another.")
-        self._classes[name] = checked_engine(name, engine, f"{engine!r}")
+
+        def add(engine: E) -> E:
+            _name(engine, name)
+            checked = checked_engine(name, engine, f"{engine!r}")
+            taken = _taken_by(name, checked)
+            if taken:
+                raise ConfigError(f"The engine name {name!r} is taken by {taken}; choose another.")
+            _REGISTERED[name] = checked
+            return engine
+
+        return add
 
     def get(self, name: str) -> type[CheckpointEngine]:
         """The class of that name.
@@ -64,13 +86,14 @@ class CheckpointEngineRegistry:
         """
         if name in self._loaded:
             return self._loaded[name]
-        points = entry_points("backends", name)
-        own = name in self._classes or name in _BUILT_IN
+        registered = _REGISTERED.get(name)
+        points = _others(name, registered)
+        own = registered is not None or name in _BUILT_IN
         if len(points) + own > 1:
             owners = [owner(point) for point in points] + (["rl-ckpt-engine or register()"] if own else [])
             raise ConfigError(f"Several offer an engine {name!r}: {', '.join(owners)}. Uninstall all but one.")
-        if name in self._classes:
-            return self._classes[name]
+        if registered is not None:
+            return registered
         if name.startswith(_DELTA) and not points:
             self._loaded[name] = _delta(self.get(name.removeprefix(_DELTA)))
         elif name in _BUILT_IN:
@@ -86,21 +109,25 @@ class CheckpointEngineRegistry:
         return self._loaded[name]
 
     def resolve(self, config: CheckpointEngineConfig) -> type[CheckpointEngine]:
-        """The class of `config.backend`, from the plug-in `config.custom_backend_module` when that is set.
+        """The class of `config.backend`, from the plug-in `config.custom_backend_module` when that is set: a class, or a module that
+        registers engines (`register`) when it is imported.
 
         Raises:
-            ConfigError: see `get`; or the plug-in offers an engine of another name.
+            ConfigError: see `get`; or the plug-in offers or registers an engine of another name.
         """
         custom = config.custom_backend_module
         if not custom:
             return self.get(config.backend)
-        if config.backend in (set(self._classes) | set(_BUILT_IN)):
+        if config.backend in _BUILT_IN:
             raise ConfigError(
                 f"checkpoint_engine.custom_backend_module={custom} can't replace the engine {config.backend!r} of this package; set "
                 "checkpoint_engine.backend to the name of the plug-in's engine."
             )
         if config.backend not in self._loaded:
             offered = load_plugin("backends", custom, self._allowed())
+            if isinstance(offered, ModuleType):
+                _check_registers(custom, config.backend)
+                return self.get(config.backend)
             self._loaded[config.backend] = checked_engine(config.backend, offered, custom)
         return self._loaded[config.backend]
 
@@ -129,17 +156,42 @@ class CheckpointEngineRegistry:
 
     def names(self) -> tuple[str, ...]:
         """Every name that `get` knows, allowed or not; nothing is imported to find out."""
-        return tuple(sorted({*_BUILT_IN, *self._classes, *plugin_names("backends")}))
+        return tuple(sorted({*_BUILT_IN, *_REGISTERED, *plugin_names("backends")}))
 
     def _allowed(self) -> PluginPolicy:
         if self._policy is None:
             self._policy = load_policy()
         return self._policy
 
-    def _taken_by(self, name: str) -> str:
-        if name in self._classes:
-            return f"by {self._classes[name].__module__}.{self._classes[name].__qualname__}"
-        return "by this package" if name in _BUILT_IN else "by an installed package"
+
+def _name(offered: object, name: str) -> None:
+    if isclass(offered) and issubclass(offered, CheckpointEngine) and "name" not in vars(offered):
+        offered.name = name
+
+
+def _taken_by(name: str, engine: type[CheckpointEngine]) -> str:
+    """Who has the name; empty: nobody else than this class."""
+    before = _REGISTERED.get(name)
+    if before is not None and before is not engine:
+        return f"{before.__module__}.{before.__qualname__}"
+    if name in _BUILT_IN:
+        return "this package"
+    return ", ".join(owner(point) for point in _others(name, engine))
+
+
+def _others(name: str, engine: type[CheckpointEngine] | None) -> list[EntryPoint]:
+    """Entry points of that name, but for those of the module of a registered class: a package may do both."""
+    return [point for point in entry_points("backends", name) if engine is None or point.module != engine.__module__]
+
+
+def _check_registers(module: str, name: str) -> None:
+    base = name.removeprefix(_DELTA)
+    if base not in _REGISTERED:
+        found = ", ".join(sorted(_REGISTERED)) or "none"
+        raise ConfigError(
+            f"checkpoint_engine.custom_backend_module={module} is a module, and registers no engine {name!r} when it is imported; registered "
+            f"are {found}. Decorate the class with @CheckpointEngineRegistry.register({base!r}), or change checkpoint_engine.backend."
+        )
 
 
 def _delta(engine: type[CheckpointEngine]) -> type[CheckpointEngine]:

@@ -101,11 +101,12 @@ def check(point: metadata.EntryPoint, listed: AllowList) -> bool:
     package, _, kind = point.group.partition(".")
     allowed = listed.get(package, {}).get(kind, {}).get(point.name)
     if allowed is None or dist is None:
+        quoted = f'"{point.name}"' if "." in point.name or ":" in point.name else point.name
         raise ConfigError(
             f"{what} is installed but not allowed. If you trust it, let the file that {ALLOW_FILE} names say "
-            f'[{point.group}.{point.name}] distribution = "{dist.name if dist is not None else "..."}".'
+            f'[{point.group}.{quoted}] distribution = "{dist.name if dist is not None else "..."}".'
         )
-    if _canonical(dist.name) != _canonical(allowed.distribution):
+    if not same_distribution(dist.name, allowed.distribution):
         raise ConfigError(
             f"{what} comes from another distribution than allowed: {allowed.distribution!r} was to offer it, {dist.name!r} does. "
             "Uninstall that one or change the allow-list."
@@ -194,6 +195,11 @@ def _check_files(what: str, point: metadata.EntryPoint, dist: metadata.Distribut
         raise ConfigError(
             f"{what} is pinned, but its module would be imported from {where}, which is none of its files."
         )
+
+
+def same_distribution(one: str, other: str) -> bool:
+    """Whether two names are of one distribution; case, `-`, `_` and `.` do not matter."""
+    return _canonical(one) == _canonical(other)
 
 
 def _canonical(distribution: str) -> str:
