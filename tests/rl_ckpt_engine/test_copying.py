@@ -20,6 +20,7 @@ from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineManager, Mani
 from rl_ckpt_engine.engines.copying import CopyingEngine
 from rl_ckpt_engine.engines.disk import DiskEngine, latest
 from rl_ckpt_engine.engines.memfd import PAYLOAD_START
+from rl_ckpt_engine.engines.safetensor_files import FolderPlacement
 from rl_ckpt_engine.engines.tcp import TcpEngine, TcpMember
 from rl_ckpt_engine.keys import KEY, KEY_FILE, load_key
 from rl_ckpt_engine.staging import Bucket, Staging
@@ -323,6 +324,29 @@ def test_a_file_cut_short_is_an_error_and_kills_nobody(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("v*/*.safetensors")
     os.truncate(file, file.stat().st_size - 1000)
     assert "cut short" in refusal(lambda: pair.receive(manifest))
+    pair.close()
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    pair = Pair("disk", tmp_path)
+    manifest = pair.send()
+    (file,) = tmp_path.glob("v*/*.safetensors")
+    file.unlink()
+    os.mkfifo(file)
+    assert "is no file" in refusal(lambda: pair.receive(manifest))
+    pair.close()
+
+
+def test_places_beyond_any_file_and_files_of_other_folders_are_refused(tmp_path: Path) -> None:
+    pair = Pair("disk", tmp_path)
+    manifest = pair.send()
+    place = msgspec.msgpack.decode(manifest.placement, type=FolderPlacement)
+    (tmp_path.parent / "outside.safetensors").write_bytes(bytes(200_000))
+    changes = ({"places": tuple((n, 1 << 63) for n, _ in place.places)}, {"files": ("../../outside.safetensors",)})
+    for change, why in zip(changes, ("does not fit", "not there any more"), strict=True):
+        placement = msgspec.msgpack.encode(msgspec.structs.replace(place, **change))
+        forged = msgspec.structs.replace(manifest, placement=placement).sealed()
+        assert why in refusal(lambda manifest=forged: pair.receive(manifest))
     pair.close()
 
 

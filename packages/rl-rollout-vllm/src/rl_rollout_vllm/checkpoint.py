@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from rl_protocol.errors import ConfigError
+from rl_protocol.hf_folder import safetensors_files
 from rl_protocol.weights import WeightTensor
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -78,7 +79,11 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         eos_ids=tuple(ids),
         head_size=head_size,
         tied=bool(config.get("tie_word_embeddings", False)),
-        shapes={name: tuple(entry["shape"]) for file in _files(folder) for name, entry in _header(file)[0].items()},
+        shapes={
+            name: tuple(entry["shape"])
+            for file in safetensors_files(folder)
+            for name, entry in _header(file)[0].items()
+        },
     )
 
 
@@ -131,13 +136,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{path} must hold a JSON object; got a {type(found).__name__}.")
     return cast("dict[str, Any]", found)
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
-    return [folder / "model.safetensors"]
 
 
 def _header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -27,6 +28,8 @@ from rl_protocol.errors import ConfigError, WeightSyncError
 
 LATEST = "LATEST"
 """File that names the folder of the version committed last."""
+_MOST_BYTES = 1 << 62
+"""No file is larger."""
 _FOLDERS = "*v" + "[0-9]" * 12 + "-*"
 
 
@@ -127,7 +130,8 @@ class _Files:
         self._version = manifest.version
         self._entries: Sequence[TensorEntry] = manifest.tensors
         self._places = placement.places
-        if len(self._places) != len(self._entries) or any(not 0 <= n < len(placement.files) for n, _ in self._places):
+        fits = all(0 <= n < len(placement.files) and 0 <= at < _MOST_BYTES for n, at in self._places)
+        if len(self._places) != len(self._entries) or not fits:
             raise WeightSyncError(f"The placement of version {manifest.version} does not fit its tensors.")
         folder = directory / Path(placement.folder).name
         self._paths = [folder / Path(name).name for name in placement.files]
@@ -137,7 +141,9 @@ class _Files:
     def __enter__(self) -> _Files:
         try:
             for path in self._paths:
-                self._fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                self._fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))  # opening a pipe would wait
+                if not stat.S_ISREG(os.fstat(self._fds[-1]).st_mode):
+                    raise OSError(f"{path} is no file")
         except OSError as error:
             self.__exit__()
             raise WeightSyncError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +20,7 @@ from rl_megatron_peft.family import ModelShape
 from rl_megatron_peft.layout import held_tensors, renumbered
 from rl_megatron_peft.naming import qkv_rows
 from rl_protocol.errors import ConfigError
+from rl_protocol.hf_folder import safetensors_files
 
 ADAPTER = "adapter"
 """Name of an adapter in the layer that it adapts, as Megatron-Bridge has it, which passes over parameters with it in their names."""
@@ -161,12 +161,7 @@ class HFCheckpoint:
         self._open: dict[Path, Any] = {}
 
     def __enter__(self) -> HFCheckpoint:
-        index = self._folder / "model.safetensors.index.json"
-        if index.exists():
-            files = sorted({self._folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-        else:
-            files = [self._folder / "model.safetensors"]
-        for file in files:
+        for file in safetensors_files(self._folder):
             try:
                 opened = self._stack.enter_context(safetensors.safe_open(file, framework="pt"))
             except (OSError, safetensors.SafetensorError) as error:
