@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_protocol import BatchData, BatchError, KVBatchMeta, WorkerError, ragged
+from rl_protocol import BatchData, BatchError, DataLostError, KVBatchMeta, WorkerError, ragged
 from rl_protocol.testing.bigram import BigramCritic, BigramPolicy
 from rl_protocol.testing.fakes import MemoryDataPlane
 from rl_trainer import (
@@ -25,8 +25,8 @@ from rl_trainer import (
     build_graph,
 )
 from rl_trainer.algorithms.batching import Schedule, schedule_rows, share_out
-from rl_trainer.dispatch import StepRows, forward, update
-from rl_trainer.messages import StageCall, StageResult
+from rl_trainer.dispatch import StepRows, forward_calls, run_stage, together, update_calls
+from rl_trainer.messages import ReadAheadCall, StageCall, StageResult
 
 
 @settings(max_examples=40)
@@ -87,19 +87,19 @@ def test_every_rank_is_sent_its_own_keys_and_one_rank_all_of_them():
     rows = step_rows(12)
     assert rows.lengths.tolist() == [3 + i % 5 for i in range(12)]
     ranks = [Recording(f"r{i}") for i in range(3)]
-    metrics = asyncio.run(forward(ranks, "old_log_prob", 1, rows, 5))
+    metrics = asyncio.run(run_stage(ranks, "old_log_prob", forward_calls("old_log_prob", 1, rows, 3), 5))
     assert metrics == {"rank": 0.0}
     asked = [rank.calls[0].batch for rank in ranks]
     assert sorted(key for batch in asked for key in batch.keys) == sorted(rows.names.keys)
     assert not any(batch.tags and any(batch.tags) for batch in asked)
     schedule = ActorConfig(ppo_mini_batch_size=4).schedule(1, 0)
-    asyncio.run(update(ranks, "update_actor", 1, rows, schedule, 0, 5))
+    asyncio.run(run_stage(ranks, "update_actor", update_calls(1, rows, schedule, 0, 3), 5))
     for rank, share in zip(ranks, share_out(rows.lengths, schedule, 0, 3), strict=True):
         sent = rank.calls[1]
         assert sent.batch.keys == tuple(rows.names.keys[row] for row in share.rows)
         assert sent.mini_batches == share.mini_batches
     alone = Recording("r0")
-    asyncio.run(update([alone], "update_actor", 1, rows, schedule, 0, 5))
+    asyncio.run(run_stage([alone], "update_actor", update_calls(1, rows, schedule, 0, 1), 5))
     assert (alone.calls[0].batch.keys, alone.calls[0].mini_batches) == (rows.names.keys, None)
 
 
@@ -108,12 +108,12 @@ def test_every_rank_is_sent_its_own_keys_and_one_rank_all_of_them():
 def test_rows_that_ranks_do_not_divide_are_all_computed_once(count, shares):
     rows = step_rows(count)
     ranks = [Recording(f"r{i}") for i in range(len(shares))]
-    asyncio.run(forward(ranks, "old_log_prob", 1, rows, 5, shares))
+    asyncio.run(run_stage(ranks, "old_log_prob", forward_calls("old_log_prob", 1, rows, len(ranks), shares), 5))
     calls = [rank.calls[0] for rank in ranks]
     written = [key for call in calls if call.writes for key in call.batch.keys]
     assert sorted(written) == sorted(rows.names.keys)  # none twice, none of padding, none left out
     schedule = ActorConfig(ppo_mini_batch_size=count).schedule(1, 0)
-    asyncio.run(update(ranks, "update_actor", 1, rows, schedule, 0, 5, shares))
+    asyncio.run(run_stage(ranks, "update_actor", update_calls(1, rows, schedule, 0, len(ranks), shares), 5))
     trained = {share: rank.calls[1].batch.keys for share, rank in zip(shares, ranks, strict=True)}
     assert sorted(key for keys in trained.values() for key in keys) == sorted(rows.names.keys)
 
@@ -124,17 +124,17 @@ def test_ranks_of_one_replica_get_the_same_rows_and_one_of_them_writes():
     critics = [Recording(f"critic{i}") for i in range(4)]
     assert Workers(rollout=[], reward=ranks[0], actor=ranks, replicas=shares, critic=critics).shares(critics) == shares
     assert list(Workers(rollout=[], reward=ranks[0], actor=ranks).shares(ranks)) == [0, 1, 2, 3]
-    asyncio.run(forward(ranks, "old_log_prob", 1, rows, 5, shares))
+    asyncio.run(run_stage(ranks, "old_log_prob", forward_calls("old_log_prob", 1, rows, 4, shares), 5))
     first, again, second, third = (rank.calls[0] for rank in ranks)
     assert (first.batch, second.batch) == (again.batch, third.batch)
     assert sorted(first.batch.keys + second.batch.keys) == sorted(rows.names.keys)
     assert [rank.calls[0].writes for rank in ranks] == [True, False, True, False]
     schedule = ActorConfig(ppo_mini_batch_size=4).schedule(1, 0)
-    asyncio.run(update(ranks, "update_actor", 1, rows, schedule, 0, 5, shares))
+    asyncio.run(run_stage(ranks, "update_actor", update_calls(1, rows, schedule, 0, 4, shares), 5))
     dealt = share_out(rows.lengths, schedule, 0, 2)
     assert [rank.calls[1].mini_batches for rank in ranks] == [dealt[i].mini_batches for i in shares]
     with pytest.raises(BatchError, match="has 1 rows for 2 ranks"):
-        asyncio.run(forward(ranks, "ref", 1, step_rows(1), 5, shares))
+        forward_calls("ref", 1, step_rows(1), 4, shares)
 
 
 def test_what_is_not_to_be_written_is_computed_all_the_same():
@@ -161,7 +161,7 @@ def test_what_is_not_to_be_written_is_computed_all_the_same():
 
 def test_fewer_rows_than_ranks_are_refused():
     with pytest.raises(BatchError, match="has 1 rows for 2 ranks"):
-        asyncio.run(forward([Recording("r0"), Recording("r1")], "ref", 1, step_rows(1), 5))
+        forward_calls("ref", 1, step_rows(1), 2)
 
 
 def test_a_worker_that_is_two_things_is_counted_once():
@@ -195,3 +195,52 @@ def test_the_schedule_is_that_of_the_configuration():
     assert CriticConfig(ppo_mini_batch_size=3, ppo_epochs=2).schedule(4, 7) == Schedule(
         epochs=2, mini_batch_rows=12, seed=7
     )
+
+
+@pytest.mark.parametrize("error", [DataLostError, WorkerError])
+def test_only_after_a_loss_of_rows_the_other_calls_are_waited_for(error):
+    done = []
+
+    async def fails():
+        raise error("gone")
+
+    async def writes():
+        await asyncio.sleep(0.01)
+        done.append("written")
+
+    async def body():
+        with pytest.raises(error, match="gone"):
+            await together(fails(), writes())
+        found = list(done)
+        await asyncio.sleep(0.05)
+        assert done == found == (["written"] if error is DataLostError else [])
+
+    asyncio.run(body())
+
+
+def test_rows_that_were_read_ahead_are_read_once_and_used_for_that_call_alone():
+    class Counting(MemoryDataPlane):
+        gets = 0
+
+        async def get(self, meta, fields=None, **kwargs):
+            self.gets += 1
+            return await super().get(meta, fields, **kwargs)
+
+    async def body():
+        plane = Counting()
+        rows = BatchData({"responses": ragged([[4, 1], [3]], "int64")})
+        batch = await plane.put("train", ["p/0/0", "p/1/0"], rows)
+        await plane.put("train/prompts", ["p"], BatchData({"prompts": ragged([[2, 3]], "int64")}))
+        graph = build_graph(AlgorithmConfig(adv_estimator="gae"), ActorConfig())
+        worker = CriticWorker(plane, graph, BigramCritic())
+        await worker.read_ahead(ReadAheadCall(stage="values", batch=batch))
+        assert plane.gets == 2  # own columns, and those of the prompts
+        await worker.values(StageCall(step=1, batch=batch))
+        assert plane.gets == 2
+        await worker.values(StageCall(step=1, batch=batch))
+        assert plane.gets == 4
+        await worker.read_ahead(ReadAheadCall(stage="values", batch=batch))
+        await worker.values(StageCall(step=1, batch=batch.select_rows([0])))
+        assert plane.gets == 8
+
+    asyncio.run(body())

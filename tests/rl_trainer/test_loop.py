@@ -6,12 +6,22 @@ import asyncio
 import itertools
 import re
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import msgspec
 import numpy as np
 import pytest
 
-from rl_protocol import BatchData, KVBatchMeta, RewardError, SchemaError, WorkerError, ragged
+from rl_protocol import (
+    BatchData,
+    DataLostError,
+    KVBatchMeta,
+    PlaneTimeout,
+    RewardError,
+    SchemaError,
+    WorkerError,
+    ragged,
+)
 from rl_protocol.ports import WeightSyncReport
 from rl_protocol.rl_columns import prompt_partition
 from rl_protocol.testing.bigram import BigramCritic
@@ -48,6 +58,7 @@ from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
 from rl_trainer.combinations import check_combination
 from rl_trainer.config import FilterGroupsConfig, KLControlConfig, PolicyLossConfig, RolloutCorrectionConfig
+from rl_trainer.hooks import Hook
 from rl_trainer.messages import FilterResult, RolloutCall, RolloutResult, StageCall, StageResult
 from rl_trainer.rewards import Failure, InlineScorer, Scored
 from rl_trainer.rollout.hf import HFRolloutEngine
@@ -140,6 +151,8 @@ class Setup:
         validate=False,
         validation_size=20,
         response_length=3,
+        plane=None,
+        hooks=None,
     ):
         algorithm = AlgorithmConfig(adv_estimator=estimator, **(algorithm or {}))
         defaults = {"optim": OptimConfig(lr=3e-3), "ppo_mini_batch_size": 4, "use_kl_loss": True}
@@ -148,7 +161,7 @@ class Setup:
         critic = CriticConfig(optim=OptimConfig(lr=3e-3), ppo_mini_batch_size=4, warmup_steps=critic_warmup)
         rollout = RolloutConfig(n=4, response_length=response_length, num_workers=engines, temperature=temperature)
         graph = build_graph(algorithm, actor)
-        self.plane = WatchedPlane()
+        self.plane = plane or WatchedPlane()
         self.policy = TorchPolicyBackend(
             path,
             actor,
@@ -206,6 +219,7 @@ class Setup:
                     total_training_steps=steps, test_freq=int(validate), val_before_train=validate, stage_timeout_s=60
                 ),
                 on_step=lambda step, metrics: self.steps.append((step, dict(metrics))),
+                hooks=hooks or {},
             )
         )
 
@@ -219,8 +233,8 @@ def test_a_step_goes_through_all_stages_and_leaves_the_plane_empty(model_path):
     assert [step for step, _ in setup.steps] == [0, 1, 2]
     assert last == {k: v for k, v in setup.steps[-1][1].items() if k.startswith("val-")}
     assert set(last) == {"val-core/digits/acc/mean@1", "val-aux/digits/score/mean@1"}
-    assert setup.workers.actor[0].calls == ["old_log_prob", "update_actor"] * 2
-    assert setup.workers.critic[0].calls == ["values", "update_critic"] * 2
+    assert setup.workers.actor[0].calls == ["old_log_prob", "read_ahead", "update_actor"] * 2
+    assert setup.workers.critic[0].calls == ["values", "read_ahead", "update_critic"] * 2
     assert setup.sync.versions == [1, 2]
     assert asyncio.run(setup.plane.stats()).rows == {"train": 0, "train/prompts": 0, "val": 0, "val/prompts": 0}
     assert all(type(v) is float for _, metrics in setup.steps for v in metrics.values())
@@ -524,7 +538,7 @@ def test_prompts_are_dealt_evenly_in_every_step_and_round(model_path):
 def test_while_the_critic_warms_up_the_actor_stays_and_nothing_is_sent(model_path):
     setup = Setup(model_path, estimator="gae", steps=3, critic_warmup=2)
     setup.fit()
-    assert setup.workers.actor[0].calls == ["old_log_prob", "old_log_prob", "old_log_prob", "update_actor"]
+    assert setup.workers.actor[0].calls == ["old_log_prob"] * 3 + ["read_ahead", "update_actor"]
     assert setup.sync.versions == [1]
 
 
@@ -637,6 +651,101 @@ def test_a_failure_keeps_the_rows_for_inspection_and_cancels_the_others(model_pa
     assert asyncio.run(setup.plane.stats()).rows["train"] == 32
 
 
+class LosingPlane(WatchedPlane):
+    """From one of its gets on the rows of that partition are lost, until they are cleared; the get before an update is the last of a step."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at, self.count, self.lost, self.updating = at, 0, None, False
+
+    async def get(self, meta, fields=None, **kwargs):
+        assert not self.updating, "an update needs no rows any more"
+        self.count += 1
+        if self.count == self.at:
+            self.lost = meta.partition
+        if meta.partition == self.lost:
+            raise DataLostError(f"rows of {meta.partition} were lost")
+        return await super().get(meta, fields, **kwargs)
+
+    async def clear(self, partition, keys=None, **kwargs):
+        self.lost = None if partition == self.lost else self.lost
+        return await super().clear(partition, keys, **kwargs)
+
+
+def losing(model_path, at, **kwargs):
+    """A run of one step, its numbers without the times, and what it ends with: the policy and the weight of the divergence."""
+    kl = {
+        "kl_ctrl": KLControlConfig(type="adaptive", kl_coef=0.1, target_kl=1e-6, horizon=100),
+        "use_kl_in_reward": True,
+    }
+    setup = Setup(model_path, plane=LosingPlane(at), algorithm=kl, **kwargs)
+    for worker in (*setup.workers.actor, *setup.workers.critic):
+        call = worker.call
+
+        async def watched(method, payload, call=call, **kw):
+            setup.plane.updating |= method.startswith("update")
+            try:
+                return await call(method, payload, **kw)
+            finally:
+                setup.plane.updating = False
+
+        worker.call = watched
+    setup.fit()
+    numbers = [{k: v for k, v in metrics.items() if not k.startswith(("timing", "perf"))} for _, metrics in setup.steps]
+    weights = {weight.name: weight.data.tobytes() for weight in setup.policy.named_weights()}
+    return setup, numbers, (weights, setup.workers.reward.worker._kl_coef)
+
+
+def test_whichever_rows_are_lost_the_run_ends_as_it_would_have(model_path):
+    """Every get of a step and its validation is once the one at which a storage unit dies; a hook hears of it."""
+    told = []
+
+    class Listening(Hook):
+        def on_data_lost(self, step, attempt, attempts):
+            told.append((step, attempt, attempts))
+
+    whole, numbers, end = losing(model_path, 0, estimator="gae", steps=1)
+    assert whole.plane.count > 10
+    for at in range(1, whole.plane.count + 1):
+        told.clear()
+        setup, again, after = losing(model_path, at, estimator="gae", steps=1, hooks={"listening": Listening()})
+        assert again == numbers, at
+        assert after == end, at
+        assert told == [(1, 2, 4)]
+        assert not any(asyncio.run(setup.plane.stats()).rows.values())
+
+
+def test_rows_that_are_lost_again_and_again_end_the_run(model_path):
+    setup = Setup(model_path, steps=1)
+    setup.plane.get = gone = AsyncMock(side_effect=DataLostError("rows were lost"))
+    with pytest.raises(DataLostError, match="rows were lost"):
+        setup.fit()
+    assert gone.await_count == 4
+    assert [len(worker.calls) for worker in setup.workers.rollout] == [4, 4]
+
+
+def test_rows_that_are_lost_before_the_driver_saw_them_are_not_waited_for(model_path):
+    """The unit dies with responses that no worker has read: they never become ready."""
+
+    class Forgetful(WatchedPlane):
+        lost = False
+
+        async def wait_ready(self, partition, *, timeout_s, **kwargs):
+            if not self.lost:
+                self.lost = True
+                assert timeout_s < 5, "it looks for the loss soon"
+                raise PlaneTimeout("not all rows were ready")
+            return await super().wait_ready(partition, timeout_s=timeout_s, **kwargs)
+
+        async def stats(self, **kwargs):
+            found = await super().stats(**kwargs)
+            return msgspec.structs.replace(found, lost={"train": ("s1-0/0/0",)})
+
+    setup = Setup(model_path, steps=1, plane=Forgetful())
+    setup.fit()
+    assert [worker.calls for worker in setup.workers.rollout] == [["rollout"] * 3] * 2  # and the last validation
+
+
 def test_a_worker_refuses_what_it_does_not_know(model_path):
     worker = Setup(model_path).workers.actor[0].worker
     call = msgspec.msgpack.encode(StageCall(step=1, batch=KVBatchMeta(partition="p", keys=())))
@@ -644,7 +753,7 @@ def test_a_worker_refuses_what_it_does_not_know(model_path):
         (
             "launch",
             call,
-            "ActorWorker has no handler 'launch'; it has old_log_prob, ref, update_actor, save, save_state, finish_save, load_state",
+            "ActorWorker has no handler 'launch'; it has old_log_prob, ref, update_actor, save, read_ahead, save_state, finish_save, load_state",
         ),
         ("old_log_prob", b"\xff", "not a StageCall"),
         ("old_log_prob", b"\x81\xa4\xff\xff\xff\xff\x01", "not a StageCall"),
@@ -723,7 +832,7 @@ def test_with_lora_the_actor_is_the_reference(model_path):
     setup = Setup(model_path, steps=3, lora=LoraConfig(rank=4))
     setup.fit()
     metrics = [m for step, m in setup.steps if step]
-    assert setup.workers.actor[0].calls == ["old_log_prob", "ref", "update_actor"] * 3
+    assert setup.workers.actor[0].calls == ["old_log_prob", "ref", "read_ahead", "update_actor"] * 3
     assert metrics[0]["actor/ref_kl"] == pytest.approx(0, abs=1e-6)
     assert metrics[-1]["actor/ref_kl"] != pytest.approx(0, abs=1e-5)
     assert max(m["training/rollout_log_probs_diff_max"] for m in metrics) < 1e-4  # merged weights arrive

@@ -15,7 +15,7 @@ from rl_trainer.sample_log import SampleLog, TrainSamples
 
 
 def run(folder, every, calls):
-    """What lies in the folder after the calls, (partition, step) each; responses 7 and 8 to the prompt 5 6, in two trajectories of one session."""
+    """What lies in the folder after the calls, (partition, step, uid) each; responses 7 and 8 to the prompt 5 6 in one session."""
 
     async def work():
         plane, algorithm, log = MemoryDataPlane(), AlgorithmConfig(), SampleLog(folder, "train-")
@@ -32,16 +32,16 @@ def run(folder, every, calls):
             4,
             train_samples=TrainSamples(log, every),
         )
-        for partition, step in calls:
+        for partition, step, uid in calls:
             facts = {"data_source": "s", "ground_truth": "8", "extra_info": {}}
             columns = {name: ObjectColumn.from_values([value]) for name, value in facts.items()}
             await plane.put(
-                prompt_partition(partition), ["p"], BatchData({"prompts": ragged([[5, 6]], "int64"), **columns})
+                prompt_partition(partition), [uid], BatchData({"prompts": ragged([[5, 6]], "int64"), **columns})
             )
-            keys = ["p/0/0", "p/0/1", "p/1/0"]
+            keys = [f"{uid}/0/0", f"{uid}/0/1", f"{uid}/1/0"]
             batch = await plane.put(partition, keys, BatchData({"responses": ragged([[7], [8], [9]], "int64")}))
             result = await worker.reward(StageCall(step=step, batch=batch.without_tags()))
-            assert result.failed == ("p/1/0",)
+            assert result.failed == (f"{uid}/1/0",)
             await asyncio.to_thread(log.flush)
         log.close()
 
@@ -50,7 +50,7 @@ def run(folder, every, calls):
 
 
 def test_every_so_many_steps_what_was_scored_is_written_with_why_or_why_not(tmp_path):
-    files = run(tmp_path, 2, [("train", 1), ("train", 2), ("train", 3), ("train", 4)])
+    files = run(tmp_path, 2, [("train", step, "p") for step in (1, 2, 3, 4)])
     assert set(files) == {"train-2.jsonl", "train-4.jsonl"}
     right, failed = files["train-2.jsonl"]
     assert right == {
@@ -65,9 +65,18 @@ def test_every_so_many_steps_what_was_scored_is_written_with_why_or_why_not(tmp_
 
 
 def test_rounds_of_a_step_are_parts_and_baselines_are_not_trained_on(tmp_path):
-    files = run(tmp_path, 1, [("train", 1), ("train", 1), ("baseline", 1), ("train", 2)])
+    rounds = [("train", 1, "p"), ("train", 1, "q"), ("baseline", 1, "p"), ("train", 2, "p")]
+    files = run(tmp_path, 1, rounds)
     assert set(files) == {"train-1.jsonl", "train-1-2.jsonl", "train-2.jsonl"}
 
 
+def test_a_round_that_is_done_again_is_not_a_part_of_its_own(tmp_path):
+    files = run(tmp_path, 1, [("train", 1, "p"), ("train", 1, "p"), ("train", 1, "q")])
+    assert {name: rows[0]["key"] for name, rows in files.items()} == {
+        "train-1.jsonl": "p/0/1",
+        "train-1-2.jsonl": "q/0/1",
+    }
+
+
 def test_never_is_never(tmp_path):
-    assert run(tmp_path, 0, [("train", 1), ("train", 5)]) == {}
+    assert run(tmp_path, 0, [("train", 1, "p"), ("train", 5, "p")]) == {}

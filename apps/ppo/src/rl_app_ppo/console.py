@@ -15,6 +15,7 @@ from rich.text import Text
 from rl_app_ppo.banner import described
 from rl_app_ppo.schema import AppConfig
 from rl_ckpt_engine.progress import PHASES, SyncProgress
+from rl_trainer import Hook
 
 ACCURACY = "acc/mean@"
 
@@ -117,3 +118,16 @@ class Screen:
         """List what was written."""
         for name, path in entries.items():
             self._console.print(Text(f"  {name:<12} {path}"), soft_wrap=True)
+
+
+class LossNotes(Hook):
+    """Hook that says on the screen when a storage unit died with rows."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+
+    def on_data_lost(self, step: int, attempt: int, attempts: int) -> None:
+        """See Hook."""
+        self._screen.note(
+            f"a storage unit of the data plane died with rows of step {step}: they are made again, attempt {attempt} of {attempts}"
+        )

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from rl_app_ppo.config import flat_settings, to_yaml
-from rl_app_ppo.console import Screen
+from rl_app_ppo.console import LossNotes, Screen
 from rl_app_ppo.demo.store import read_facts
 from rl_app_ppo.model_path import given_model
 from rl_app_ppo.outputs import UNPUBLISHED, JSONLSink, kept_metrics, publish_folder
@@ -174,7 +174,7 @@ def _parts(
             workers=workers,
             timeout_s=config.trainer.stage_timeout_s,
         ),
-        hooks=named_hooks(config.trainer.hooks),
+        hooks={**named_hooks(config.trainer.hooks), "the console": LossNotes(screen)},
     )
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 import numpy as np
 
-from rl_protocol import BatchError, KVBatchMeta, RLError, balanced_parts
+from rl_protocol import BatchError, DataLostError, KVBatchMeta, RLError, balanced_parts
 from rl_trainer.algorithms.batching import Schedule, share_out
 from rl_trainer.algorithms.episodes import IntArray
-from rl_trainer.messages import StageCall, StageResult
+from rl_trainer.messages import ReadAheadCall, StageCall, StageResult
 
 T = TypeVar("T")
 Answer = TypeVar("Answer", bound=msgspec.Struct)
@@ -94,82 +94,81 @@ async def call(
     return msgspec.msgpack.decode(payload, type=answer)
 
 
-async def forward(
-    ranks: Sequence[WorkerHandle],
-    name: str,
-    step: int,
-    rows: StepRows,
-    timeout_s: float,
-    shares: Sequence[int] | None = None,
-) -> dict[str, float]:
-    """A stage in which every row is looked at once: each share is rows of about as many tokens. Metrics are those of the first rank.
+def forward_calls(
+    name: str, step: int, rows: StepRows, ranks: int, shares: Sequence[int] | None = None
+) -> list[StageCall]:
+    """Calls of a stage in which every row is looked at once: each share is rows of about as many tokens.
 
     Args:
-        ranks: who share the model.
         name: the stage.
         step: number of the step.
         rows: what to look at.
-        timeout_s: longest wait.
+        ranks: how many share the model.
         shares: of each rank the number of its share, from 0; of ranks with the same one the first writes. None: each has its own.
 
     Raises:
         BatchError: fewer rows than shares.
-        RLError: what a rank raised; the first ends the stage.
     """
-    shares = shares or range(len(ranks))
+    shares = shares or range(ranks)
     count = max(shares) + 1
     if len(rows.names) < count:
         raise BatchError(
             f"Stage {name!r} has {len(rows.names)} rows for {count} ranks; raise data.train_batch_size or lower the world size."
         )
     parts = balanced_parts(rows.lengths, count)
-    calls = [
+    return [
         StageCall(step=step, batch=rows.names.select_rows(parts[share]), writes=share not in shares[:rank])
         for rank, share in enumerate(shares)
     ]
-    return await _ranks(ranks, name, calls, timeout_s)
 
 
-async def update(
-    ranks: Sequence[WorkerHandle],
-    name: str,
-    step: int,
-    rows: StepRows,
-    schedule: Schedule,
-    count: int,
-    timeout_s: float,
-    shares: Sequence[int] | None = None,
-) -> dict[str, float]:
-    """A stage that optimises: one process is given all rows; several are given their shares of the same mini-batches.
+def update_calls(
+    step: int, rows: StepRows, schedule: Schedule, count: int, ranks: int, shares: Sequence[int] | None = None
+) -> list[StageCall]:
+    """Calls of a stage that optimizes: one process is given all rows; several are given their shares of the same mini-batches.
 
     Args:
-        ranks: who share the model.
-        name: the stage.
         step: number of the step.
         rows: what to learn from.
         schedule: how rows make up mini-batches.
         count: updates made before this one.
-        timeout_s: longest wait.
-        shares: see `forward`.
+        ranks: how many share the model.
+        shares: see `forward_calls`.
 
     Raises:
         BatchError: a rank would get no row.
-        RLError: what a rank raised; the first ends the stage.
     """
-    if len(ranks) == 1:
-        return await _ranks(ranks, name, [StageCall(step=step, batch=rows.names)], timeout_s)
-    shares = shares or range(len(ranks))
+    if ranks == 1:
+        return [StageCall(step=step, batch=rows.names)]
+    shares = shares or range(ranks)
     dealt = share_out(rows.lengths, schedule, count, max(shares) + 1)
-    calls = [
+    return [
         StageCall(step=step, batch=rows.names.select_rows(dealt[i].rows), mini_batches=dealt[i].mini_batches)
         for i in shares
     ]
-    return await _ranks(ranks, name, calls, timeout_s)
 
 
-async def _ranks(
+async def read_ahead(ranks: Sequence[WorkerHandle], name: str, calls: Sequence[StageCall], timeout_s: float) -> None:
+    """Have every rank read what its call of a stage needs, so that no rank waits in the stage for one that lacks rows.
+
+    Raises:
+        DataLostError: rows of a rank were lost; no rank has begun.
+        RLError: what a rank raised.
+    """
+    reads = [ReadAheadCall(stage=name, batch=message.batch) for message in calls]
+    await together(
+        *(call(rank, "read_ahead", read, StageResult, timeout_s) for rank, read in zip(ranks, reads, strict=True))
+    )
+
+
+async def run_stage(
     ranks: Sequence[WorkerHandle], name: str, calls: Sequence[StageCall], timeout_s: float
 ) -> dict[str, float]:
+    """Run a stage; the metrics are those of the first rank.
+
+    Raises:
+        RLError: what a rank raised; the first ends the stage.
+    """
     answers = await together(
         *(call(rank, name, message, StageResult, timeout_s) for rank, message in zip(ranks, calls, strict=True))
     )
@@ -177,10 +176,24 @@ async def _ranks(
 
 
 async def together(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """Run side by side; the first failure cancels the rest and is raised as itself."""
+    """Run side by side; the first failure cancels the rest and is raised as itself.
+
+    A DataLostError waits for the rest instead: the step may be done again, and no call of its first attempt may write rows by then.
+    """
+    lost: list[DataLostError] = []
+
+    async def run(one: Coroutine[Any, Any, T]) -> T | None:
+        try:
+            return await one
+        except DataLostError as error:
+            lost.append(error)
+            return None
+
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(w) for w in work]
+            running = [tasks.create_task(run(w)) for w in work]
     except* RLError as failed:
         raise failed.exceptions[0] from None
-    return [task.result() for task in running]
+    if lost:
+        raise lost[0]
+    return [cast("T", task.result()) for task in running]

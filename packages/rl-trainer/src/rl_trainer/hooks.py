@@ -49,6 +49,9 @@ class Hook:
     def on_validate_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """With its metrics, val-core/* and val-aux/*."""
 
+    def on_data_lost(self, step: int, attempt: int, attempts: int) -> None:
+        """When a storage unit took rows with it, and sampling, or the validation, of this step begins again: attempt 2, 3 ... of `attempts`."""
+
     def on_checkpoint_begin(self, step: int) -> None:
         """Before the state is copied."""
 

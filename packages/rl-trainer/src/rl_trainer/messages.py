@@ -39,6 +39,13 @@ class StageCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Whether what is computed is put into the plane: of ranks that compute the same, one does."""
 
 
+class ReadAheadCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Read what a stage will need; the call of the stage with these rows, which follows, computes with it."""
+
+    stage: str
+    batch: KVBatchMeta
+
+
 class StageResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a stage reports."""
 

@@ -80,6 +80,8 @@ class RewardWorker(StatefulWorker):
         self._train_samples = train_samples
         self._seed = seed
         self._kl_coef = algorithm.kl_ctrl.kl_coef
+        self._kl_before = 0, self._kl_coef
+        """The step whose advantages were estimated last, and the coefficient that it began with: it may be done again."""
 
     async def reward(self, call: StageCall) -> RewardResult:
         """Write `scores` and `acc` of the trajectories, and the parts of the reward that the estimator looks at.
@@ -195,7 +197,9 @@ class RewardWorker(StatefulWorker):
         Where the reward function failed on the greedy response, it is the mean score of the prompt's trajectories.
         """
         uids = [RowKey.parse(key).uid for key in call.batch.keys]
-        greedy = await self._plane.list_rows(BASELINE_PARTITION, fields=["scores"])
+        rows = await self._plane.list_rows(BASELINE_PARTITION)
+        scored = [key for key, tag in zip(rows.keys, rows.tags, strict=True) if FAILURE_TAG not in tag]
+        greedy = rows.select_keys(scored)  # their scores are there, or a storage unit took them with it
         found = (await self._plane.get(greedy, ["scores"])).dense("scores").values.tolist() if greedy else []
         known = {RowKey.parse(key).uid: float(score) for key, score in zip(greedy.keys, found, strict=True)}
         own = (await self._plane.get(call.batch, ["scores"])).dense("scores").values
@@ -212,6 +216,9 @@ class RewardWorker(StatefulWorker):
         """Write `advantages`, `returns` and what else the updates read; report the statistics of the batch."""
         stage = self._graph["adv"]
         data = await read(self._plane, call.batch, stage)
+        if self._kl_before[0] == call.step:
+            self._kl_coef = self._kl_before[1]
+        self._kl_before = call.step, self._kl_coef
         scoring = Scoring(
             algorithm=self._algorithm,
             policy_loss=self._policy_loss,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -79,15 +79,17 @@ class TrainSamples:
 
     log: SampleLog
     every: int
-    _last: tuple[int, int] = (0, 0)
-    """Step and part that were written last."""
+    _step: int = 0
+    _parts: dict[str, int] = field(default_factory=dict[str, int])
+    """First key of each part of that step -> its number."""
 
     def due(self, batch: KVBatchMeta, step: int) -> bool:
         """Whether these rows are to be written."""
         return bool(self.every) and step % self.every == 0 and batch.partition == TRAIN_PARTITION
 
     def write(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """One part for each round of filtering."""
-        part = self._last[1] + 1 if self._last[0] == step else 1
-        self._last = step, part
+        """One part for each round of filtering; a round that is done again replaces its part."""
+        if step != self._step:
+            self._step, self._parts = step, {}
+        part = self._parts.setdefault(rows[0].key if rows else "", len(self._parts) + 1)
         self.log.write(step, rows, part)

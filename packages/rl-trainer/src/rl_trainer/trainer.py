@@ -2,6 +2,9 @@
 
 prompts -> rollout workers -> (data plane) -> reward -> filter? -> old_log_prob | ref | values -> adv -> update_critic | update_actor
         -> update_weights -> clear                                   (stages joined by | run side by side)
+
+When a storage unit dies with rows of the step, everything before the updates is done again from the same prompts. All ranks read what the
+updates need before the first of them begins; from then on the step needs no row any more, and it is never repeated.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
-from rl_protocol import KVBatchMeta, RLError, RowKey
+from rl_protocol import DataLostError, KVBatchMeta, PlaneTimeout, RLError, RowKey
 from rl_protocol.ports import DataPlane, SamplingParams, WeightSync
 from rl_protocol.rl_columns import TRAIN_PARTITION, VALIDATION_PARTITION, prompt_partition
 from rl_trainer.algorithms.dapo import Generate, GiveUp, Train, next_round
@@ -27,7 +30,17 @@ from rl_trainer.columns import BASELINE_PARTITION
 from rl_trainer.config import ActorConfig, CriticConfig, FilterGroupsConfig, LoopConfig, RolloutConfig
 from rl_trainer.course import course_metrics
 from rl_trainer.data import PromptOrder
-from rl_trainer.dispatch import StepRows, WorkerHandle, Workers, call, forward, together, update
+from rl_trainer.dispatch import (
+    StepRows,
+    WorkerHandle,
+    Workers,
+    call,
+    forward_calls,
+    read_ahead,
+    run_stage,
+    together,
+    update_calls,
+)
 from rl_trainer.hooks import Hook, tell
 from rl_trainer.messages import (
     FilterResult,
@@ -44,6 +57,10 @@ from rl_trainer.stages import StepGraph
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+ATTEMPTS = 4
+"""How often the rows of a step, or of a validation, are made, if storage units die with them."""
+_ALL_THERE_S = 1.0
+"""Rows whose writers have finished are there within this time, or they are lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +121,15 @@ def _noted(where: str) -> Generator[None]:
     except RLError as error:
         error.add_note(where)
         raise
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A stage of one model, and the call of each of its ranks."""
+
+    name: str
+    ranks: Sequence[WorkerHandle]
+    calls: Sequence[StageCall]
 
 
 class PPOTrainer:
@@ -215,12 +241,16 @@ class PPOTrainer:
         p, clock, metrics = self._p, _Clock(), {"training/global_step": float(step)}
         bytes_before, cpu_before, start = self._driver_bytes(), time.process_time(), time.perf_counter()
         async with self._rows(TRAIN_PARTITION):
-            tagged = await self._sample(clock, step, metrics)
-            if tagged:
-                metrics["training/policy_lag"] = float(
-                    self._version - min(int(v or 0) for v in tagged.tag_values("version"))
-                )
-                metrics |= await self._train(clock, step, StepRows.of(tagged))
+            taken = self._prompts_taken
+
+            async def prepare() -> tuple[dict[str, float], list[_Stage]]:
+                self._prompts_taken = taken
+                return await self._prepare(clock, step)
+
+            prepared, updates = await self._repeated(step, (TRAIN_PARTITION, BASELINE_PARTITION), prepare)
+            metrics |= prepared
+            if updates:
+                metrics |= await self._update(clock, updates)
         if (
             p.weight_sync is not None and "actor/lr" in metrics
         ):  # not while the critic alone is trained: nothing has changed
@@ -250,12 +280,13 @@ class PPOTrainer:
     async def _validate(
         self, step: int, prompts: Sequence[PromptRef], n: int, params: SamplingParams
     ) -> dict[str, float]:
-        async with self._rows(VALIDATION_PARTITION):
+        async def evaluate() -> dict[str, float]:
             batch = (await self._rollout(VALIDATION_PARTITION, "val", step, prompts, n, params)).rows
             judged = await self._scored("evaluate", step, batch.without_tags())
-            metrics = dict(judged.metrics)
-            metrics |= {f"val-aux/{name}": value for name, value in course_metrics(batch).items()}
-        return metrics
+            return judged.metrics | {f"val-aux/{name}": value for name, value in course_metrics(batch).items()}
+
+        async with self._rows(VALIDATION_PARTITION):
+            return await self._repeated(step, (VALIDATION_PARTITION,), evaluate)
 
     async def save(self, path: Path) -> None:
         """Have the actor write a Hugging Face checkpoint folder at this absolute path."""
@@ -263,6 +294,35 @@ class PPOTrainer:
         await together(*(call(rank, "save", message, StageResult, timeout_s) for rank in self._p.workers.actor))
 
     # -- the parts of a step
+    async def _repeated(self, step: int, partitions: Sequence[str], work: Callable[[], Awaitable[T]]) -> T:
+        """Run what fills these partitions; when a storage unit dies with rows of them, empty them and run it again.
+
+        Raises:
+            DataLostError: it happened in each of ATTEMPTS attempts.
+        """
+        for attempt in range(2, ATTEMPTS + 1):
+            try:
+                return await work()
+            except DataLostError as error:
+                logger.warning("step %d begins again, attempt %d of %d: %s", step, attempt, ATTEMPTS, error)
+                self._tell("on_data_lost", step, attempt, ATTEMPTS)
+                for name in partitions:
+                    await self._clear(name)
+        return await work()
+
+    async def _prepare(self, clock: _Clock, step: int) -> tuple[dict[str, float], list[_Stage]]:
+        """Everything before the updates, and the updates, whose rows all ranks have read; none where no prompt teaches anything."""
+        metrics = dict[str, float]()
+        tagged = await self._sample(clock, step, metrics)
+        if not tagged:
+            return metrics, []
+        lag = self._version - min(int(v or 0) for v in tagged.tag_values("version"))
+        rows = StepRows.of(tagged)
+        metrics |= {"training/policy_lag": float(lag)} | await self._annotate(clock, step, rows)
+        updates = self._updates(step, rows)
+        await together(*(clock.time(stage.name, self._read_ahead(stage)) for stage in updates))
+        return metrics, updates
+
     async def _sample(self, clock: _Clock, step: int, metrics: dict[str, float]) -> KVBatchMeta:
         """Scored trajectories to train on, with tags; none where no prompt teaches anything."""
         p, wanted, kept = self._p, self._p.train_order.batch_size, list[str]()
@@ -306,17 +366,20 @@ class PPOTrainer:
         keep = [i for i, key in enumerate(tagged.keys) if RowKey.parse(key).uid in chosen]
         return _without(tagged.select_rows(keep), failed)
 
-    async def _train(self, clock: _Clock, step: int, rows: StepRows) -> dict[str, float]:
-        """Everything between scores and new weights."""
+    async def _annotate(self, clock: _Clock, step: int, rows: StepRows) -> dict[str, float]:
+        """Everything between scores and updates."""
         metrics: dict[str, float] = {}
         if "baseline" in self._p.graph:
             metrics |= await clock.time("baseline", self._baseline(step, rows.names))
         w = self._p.workers
-        metrics |= await self._side_by_side(
-            clock, step, rows, [("old_log_prob", w.actor), ("ref", w.ref), ("values", w.critic)]
-        )
-        metrics |= await clock.time("adv", self._reward("adv", step, rows.names))
-        return metrics | await self._update(clock, step, rows)
+        stages = [("old_log_prob", w.actor), ("ref", w.ref), ("values", w.critic)]
+        forwards = [
+            _Stage(name, ranks, forward_calls(name, step, rows, len(ranks), w.shares(ranks)))
+            for name, ranks in stages
+            if ranks and name in self._p.graph
+        ]
+        metrics |= await self._side_by_side(clock, forwards, self._forward)
+        return metrics | await clock.time("adv", self._reward("adv", step, rows.names))
 
     def _next_prompts(self, step: int, known: int, count: int) -> list[PromptRef]:
         rows = self._p.train_order.take(self._prompts_taken, count)
@@ -344,11 +407,31 @@ class PPOTrainer:
         ]
         known = set(before.keys) if before else set[str]()
         count = len(known) + sum(result.trajectories for result in results)
-        ready = await self._p.plane.wait_ready(
-            partition, count=count, fields=writes, where={"step": step}, timeout_s=timeout_s
-        )
+        ready = await self._ready(partition, count, writes, step)
         new = sorted(set(ready.keys) - known)  # by name, not by arrival: the same batch in every run
         return _Rolled(ready.select_keys(new), imbalance, sum(result.truncated for result in results))
+
+    async def _ready(self, partition: str, count: int, fields: Sequence[str], step: int) -> KVBatchMeta:
+        """The rows of a step, all of which have been put.
+
+        Raises:
+            DataLostError: a storage unit took some with it.
+        """
+        plane, timeout_s = self._p.plane, self._p.loop.stage_timeout_s
+
+        async def wait(seconds: float) -> KVBatchMeta:
+            return await plane.wait_ready(
+                partition, count=count, fields=fields, where={"step": step}, timeout_s=seconds
+            )
+
+        try:
+            return await wait(min(_ALL_THERE_S, timeout_s))
+        except PlaneTimeout:
+            if lost := (await plane.stats()).lost.get(partition):
+                raise DataLostError(
+                    f"{len(lost)} rows of partition {partition!r}, the first is {lost[0]!r}, were lost with a storage unit."
+                ) from None
+        return await wait(timeout_s)
 
     async def _teaching(self, step: int, batch: KVBatchMeta) -> tuple[str, ...]:
         """Uids of the prompts that are worth training on."""
@@ -365,28 +448,38 @@ class PPOTrainer:
             await self._scored("reward", step, rows.without_tags())
             return await self._reward("baseline", step, batch)
 
-    async def _update(self, clock: _Clock, step: int, rows: StepRows) -> dict[str, float]:
-        w = self._p.workers
-        actor_turn = not w.critic or step > self._p.critic.warmup_steps
-        stages = [("update_critic", w.critic), ("update_actor", w.actor if actor_turn else ())]
-        metrics = await self._side_by_side(clock, step, rows, stages)
-        self._critic_updates += bool(w.critic)
-        self._version += actor_turn
+    def _updates(self, step: int, rows: StepRows) -> list[_Stage]:
+        p, w = self._p, self._p.workers
+        updates: list[_Stage] = []
+        if w.critic:
+            schedule = p.critic.schedule(p.rollout.n, p.loop.seed)
+            calls = update_calls(step, rows, schedule, self._critic_updates, len(w.critic), w.shares(w.critic))
+            updates.append(_Stage("update_critic", w.critic, calls))
+        if not w.critic or step > p.critic.warmup_steps:
+            schedule = p.actor.schedule(p.rollout.n, p.loop.seed)
+            calls = update_calls(step, rows, schedule, self._version, len(w.actor), w.shares(w.actor))
+            updates.append(_Stage("update_actor", w.actor, calls))
+        return updates
+
+    async def _update(self, clock: _Clock, updates: Sequence[_Stage]) -> dict[str, float]:
+        """From here on the step is not repeated: a second update with the same rows would be another update."""
+        metrics = await self._side_by_side(clock, updates, self._run)
+        self._critic_updates += any(stage.name == "update_critic" for stage in updates)
+        self._version += any(stage.name == "update_actor" for stage in updates)
         return metrics
 
     async def _side_by_side(
-        self, clock: _Clock, step: int, rows: StepRows, stages: Sequence[tuple[str, Sequence[WorkerHandle]]]
+        self, clock: _Clock, stages: Sequence[_Stage], work: Callable[[_Stage], Awaitable[dict[str, float]]]
     ) -> dict[str, float]:
         """Stages of different workers at the same time; those of the same workers one after the other, for their ranks wait for each other."""
-        lines: dict[int, list[tuple[str, Sequence[WorkerHandle]]]] = {}
-        for name, ranks in stages:
-            if ranks and name in self._p.graph:
-                lines.setdefault(id(ranks[0]), []).append((name, ranks))
+        lines: dict[int, list[_Stage]] = {}
+        for stage in stages:
+            lines.setdefault(id(stage.ranks[0]), []).append(stage)
 
-        async def line(mine: Sequence[tuple[str, Sequence[WorkerHandle]]]) -> dict[str, float]:
+        async def line(mine: Sequence[_Stage]) -> dict[str, float]:
             merged: dict[str, float] = {}
-            for name, ranks in mine:
-                merged |= await clock.time(name, self._model_stage(ranks, name, step, rows))
+            for stage in mine:
+                merged |= await clock.time(stage.name, work(stage))
             return merged
 
         merged: dict[str, float] = {}
@@ -394,18 +487,16 @@ class PPOTrainer:
             merged |= result
         return merged
 
-    async def _model_stage(
-        self, ranks: Sequence[WorkerHandle], name: str, step: int, rows: StepRows
-    ) -> dict[str, float]:
-        p, timeout_s = self._p, self._p.loop.stage_timeout_s
-        shares = p.workers.shares(ranks)
-        if name == "update_actor":
-            schedule = p.actor.schedule(p.rollout.n, p.loop.seed)
-            return await update(ranks, name, step, rows, schedule, self._version, timeout_s, shares)
-        if name == "update_critic":
-            schedule = p.critic.schedule(p.rollout.n, p.loop.seed)
-            return await update(ranks, name, step, rows, schedule, self._critic_updates, timeout_s, shares)
-        return await forward(ranks, name, step, rows, timeout_s, shares)
+    async def _forward(self, stage: _Stage) -> dict[str, float]:
+        if len(stage.ranks) > 1:  # none may begin while another lacks its rows: it would wait for that one in the stage
+            await self._read_ahead(stage)
+        return await self._run(stage)
+
+    async def _read_ahead(self, stage: _Stage) -> None:
+        await read_ahead(stage.ranks, stage.name, stage.calls, self._p.loop.stage_timeout_s)
+
+    async def _run(self, stage: _Stage) -> dict[str, float]:
+        return await run_stage(stage.ranks, stage.name, stage.calls, self._p.loop.stage_timeout_s)
 
     async def _scored(self, name: str, step: int, batch: KVBatchMeta) -> RewardResult:
         """Have responses scored, to be trained on (reward) or as validation (evaluate); failures are told to the hooks."""
@@ -423,6 +514,9 @@ class PPOTrainer:
     async def _rows(self, partition: str) -> AsyncGenerator[None]:
         """The rows of one step, removed when it ends well; after a failure they stay in the plane for inspection."""
         yield
+        await self._clear(partition)
+
+    async def _clear(self, partition: str) -> None:
         for name in (partition, prompt_partition(partition)):
             await self._p.plane.clear(name)
 

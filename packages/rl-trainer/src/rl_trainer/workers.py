@@ -8,11 +8,11 @@ from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
-from rl_protocol import BatchData, WorkerError
+from rl_protocol import BatchData, KVBatchMeta, WorkerError
 from rl_protocol.ports import CriticBackend, DataPlane, PolicyBackend
 from rl_trainer.checkpoints.stateful import Exportable, Resumable, StatefulWorker, Write
-from rl_trainer.messages import SaveCall, StageCall, StageResult
-from rl_trainer.stages import StepGraph
+from rl_trainer.messages import ReadAheadCall, SaveCall, StageCall, StageResult
+from rl_trainer.stages import Stage, StepGraph
 from rl_trainer.worker import Worker, read, store
 
 T = TypeVar("T")
@@ -74,7 +74,35 @@ def _resumable(backend: object) -> Resumable:
     return backend
 
 
-class ActorWorker(StatefulWorker):
+class ModelWorker(Worker):
+    """A worker whose stages may be read ahead: every rank has its rows before any rank computes."""
+
+    model_handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"read_ahead": ReadAheadCall}
+
+    def __init__(self, plane: DataPlane, graph: StepGraph) -> None:
+        self._plane = plane
+        self._graph = graph
+        self._ahead: tuple[ReadAheadCall, BatchData] | None = None
+
+    async def read_ahead(self, call: ReadAheadCall) -> StageResult:
+        """Read what the stage needs of these rows, and keep it for the call of the stage that follows.
+
+        Raises:
+            MissingDataError: see DataPlane.get.
+        """
+        self._ahead = None
+        self._ahead = call, await read(self._plane, call.batch, self._graph[call.stage])
+        return StageResult()
+
+    async def _read(self, stage: Stage, batch: KVBatchMeta) -> BatchData:
+        """The columns the stage reads, unless they were read ahead."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == ReadAheadCall(stage=stage.name, batch=batch):
+            return ahead[1]
+        return await read(self._plane, batch, stage)
+
+
+class ActorWorker(ModelWorker, StatefulWorker):
     """The policy under training; with adapters also the reference."""
 
     handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
@@ -82,19 +110,19 @@ class ActorWorker(StatefulWorker):
         "ref": StageCall,
         "update_actor": StageCall,
         "save": SaveCall,
+        **ModelWorker.model_handlers,
         **StatefulWorker.state_handlers,
     }
 
     def __init__(self, plane: DataPlane, graph: StepGraph, backend: PolicyBackend, temperature: float) -> None:
-        self._plane = plane
-        self._graph = graph
+        super().__init__(plane, graph)
         self._backend = backend
         self._temperature = temperature
 
     async def old_log_prob(self, call: StageCall) -> StageResult:
         """Write `old_log_probs` and `entropy` under the policy before its update, and what else the backend gives and the stage declares."""
         stage = self._graph["old_log_prob"]
-        data = await read(self._plane, call.batch, stage)
+        data = await self._read(stage, call.batch)
         out = self._backend.compute_log_probs(data, temperature=self._temperature)
         columns = BatchData({"old_log_probs": out["log_probs"], **out.columns})
         if call.writes:
@@ -103,7 +131,7 @@ class ActorWorker(StatefulWorker):
 
     async def update_actor(self, call: StageCall) -> StageResult:
         """Optimise the policy over the batch."""
-        data = await read(self._plane, call.batch, self._graph["update_actor"])
+        data = await self._read(self._graph["update_actor"], call.batch)
         if call.mini_batches is None:
             return StageResult(metrics=self._backend.update(data, temperature=self._temperature))
         backend = _ranked(RankedPolicy, self._backend)
@@ -112,7 +140,7 @@ class ActorWorker(StatefulWorker):
     async def ref(self, call: StageCall) -> StageResult:
         """Write `ref_log_prob`: this policy without its adapters."""
         stage = self._graph["ref"]
-        data = await read(self._plane, call.batch, stage)
+        data = await self._read(stage, call.batch)
         if not isinstance(self._backend, WithReference):
             raise WorkerError(
                 f"{type(self._backend).__name__} has no reference policy in it; start a reference worker."
@@ -137,45 +165,44 @@ class ActorWorker(StatefulWorker):
         _resumable(self._backend).restore(folder)
 
 
-class ReferenceWorker(Worker):
+class ReferenceWorker(ModelWorker):
     """The frozen policy that the divergence is measured from."""
 
-    handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"ref": StageCall}
+    handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"ref": StageCall, **ModelWorker.model_handlers}
 
     def __init__(self, plane: DataPlane, graph: StepGraph, backend: PolicyBackend, temperature: float) -> None:
-        self._plane = plane
-        self._graph = graph
+        super().__init__(plane, graph)
         self._backend = backend
         self._temperature = temperature
 
     async def ref(self, call: StageCall) -> StageResult:
         """Write `ref_log_prob`."""
         stage = self._graph["ref"]
-        data = await read(self._plane, call.batch, stage)
+        data = await self._read(stage, call.batch)
         out = self._backend.compute_log_probs(data, temperature=self._temperature)
         if call.writes:
             await store(self._plane, call.batch, stage, data, BatchData({"ref_log_prob": out["log_probs"]}))
         return StageResult()
 
 
-class CriticWorker(StatefulWorker):
+class CriticWorker(ModelWorker, StatefulWorker):
     """The value function under training."""
 
     handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
         "values": StageCall,
         "update_critic": StageCall,
+        **ModelWorker.model_handlers,
         **StatefulWorker.state_handlers,
     }
 
     def __init__(self, plane: DataPlane, graph: StepGraph, backend: CriticBackend) -> None:
-        self._plane = plane
-        self._graph = graph
+        super().__init__(plane, graph)
         self._backend = backend
 
     async def values(self, call: StageCall) -> StageResult:
         """Write `values` under the critic before its update."""
         stage = self._graph["values"]
-        data = await read(self._plane, call.batch, stage)
+        data = await self._read(stage, call.batch)
         out = self._backend.compute_values(data)
         if call.writes:
             await store(self._plane, call.batch, stage, data, out)
@@ -183,7 +210,7 @@ class CriticWorker(StatefulWorker):
 
     async def update_critic(self, call: StageCall) -> StageResult:
         """Optimise the value function over the batch."""
-        data = await read(self._plane, call.batch, self._graph["update_critic"])
+        data = await self._read(self._graph["update_critic"], call.batch)
         if call.mini_batches is None:
             return StageResult(metrics=self._backend.update(data))
         return StageResult(metrics=_ranked(RankedCritic, self._backend).update_share(data, call.mini_batches))

@@ -209,13 +209,22 @@ class Client:
         question = (meta.partition, meta.keys, names, meta.generations)
         place = self._locations.find(question) if self._locations is not None else None
         self._controller.check()
-        if place is None:
-            place = await self._locate(question, self._left(deadline))
-        if not names:
-            return BatchData({}, len(meta))
-        batch = await self._memory.read(place.located, names, place.anchor, self._left(deadline))
-        self._read += batch.nbytes
-        return batch
+        while True:
+            if place is None:
+                place = await self._locate(question, self._left(deadline))
+            if not names:
+                return BatchData({}, len(meta))
+            try:
+                batch = await self._memory.read(place.located, names, place.anchor, self._left(deadline))
+            except PlaneLostError:  # a unit has ended: the controller will say so, or where the rows are now
+                self._controller.check()
+                if not self._left(deadline):
+                    raise
+                await asyncio.sleep(_NOTICE_S)
+                place = None
+            else:
+                self._read += batch.nbytes
+                return batch
 
     async def list_rows(
         self,
