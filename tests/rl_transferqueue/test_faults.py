@@ -219,6 +219,37 @@ def test_no_put_fails_because_the_reserve_lies_in_a_unit_that_died(shared_memory
         asyncio.run(main(plane))
 
 
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["here", "tcp"])
+@pytest.mark.parametrize("known", [True, False], ids=["read before", "not read before"])
+def test_a_get_that_meets_the_death_of_a_unit_says_that_the_data_is_lost(shared_memory: bool, known: bool) -> None:
+    """Until the controller takes notice a get may still find the rows; it never says that the plane is lost."""
+    listen = {} if shared_memory else {"listen": "127.0.0.2", "shared_memory": False}
+    config = TransferQueueConfig(num_storage_units=2, capacity_mb=64, segment_mb=1, **listen)
+
+    async def main(plane: LocalPlane) -> None:
+        async with await connect(plane.descriptor) as writer, await connect(plane.descriptor) as reader:
+            metas = [await writer.put("p", [f"{i}"], batch(1 << 20)) for i in range(4)]
+            for meta in metas if known else ():
+                await reader.get(meta)
+            getting = [asyncio.ensure_future(reader.get(meta)) for meta in metas * 4]
+            os.kill(plane.pids[1], signal.SIGKILL)
+            getting += [asyncio.ensure_future(reader.get(meta)) for meta in metas]
+            for got in await asyncio.gather(*getting, return_exceptions=True):
+                assert isinstance(got, BatchData | DataLostError), got
+            await noticed(reader, config.unit_bytes)
+            lost = (await reader.stats()).lost["p"]
+            assert len(lost) == 2
+            for meta in metas:
+                if meta.keys[0] in lost:
+                    with pytest.raises(DataLostError, match=f"{meta.keys[0]}"):
+                        await reader.get(meta)
+                else:
+                    assert (await reader.get(meta)).dense("x").values.all()
+
+    with start_local_plane(config) as plane:
+        asyncio.run(main(plane))
+
+
 def test_a_stopped_server_is_a_timeout() -> None:
     async def main(plane: LocalPlane) -> None:
         async with await connect(plane.descriptor) as client:

@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self, TypeAlias, overload
+
+import numpy as np
 
 from rl_protocol.errors import BatchError, UnknownNameError
 from rl_protocol.partition import Indices, RowOps, check_indices
 
 Scalar: TypeAlias = bool | int | float | str | None
 Tag: TypeAlias = dict[str, Scalar]
+_SCALARS = (bool, int, float, str, type(None))
+
+
+def check_tag(key: str, name: str, value: object) -> Scalar:
+    """The value, if a tag may have it: infinity may be one, NaN may not, because it equals nothing and so no read could choose the row.
+
+    Raises:
+        BatchError: it may not; names row and tag.
+    """
+    if not isinstance(value, _SCALARS) or isinstance(value, np.generic):
+        raise BatchError(f"Tag {name!r} of row {key!r} must be a bool, int, float, str or None; got {value!r}.")
+    if isinstance(value, float) and math.isnan(value):
+        raise BatchError(f"Tag {name!r} of row {key!r} is NaN, which equals no value; use None, or leave the tag out.")
+    return value
+
+
+def check_where(where: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """The tags that rows are chosen or expected by.
+
+    Raises:
+        BatchError: one is NaN, which no tag equals.
+    """
+    for name, value in where.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise BatchError(f"Rows can't be chosen by tag {name!r}: it is NaN, which no tag equals; leave it out.")
+    return dict(where)
+
+
 """Small facts about one row: status, policy version, lengths."""
 
 

@@ -105,7 +105,7 @@ class DataPlane(Protocol):
             partition: the partition the rows are in.
             keys: names of the rows.
             data: their columns; a draft made by `alloc` is taken as it is and can't be used again.
-            tags: [N] facts to merge into those the rows have.
+            tags: [N] facts to merge into those the rows have; a number may be infinite and not NaN, which equals nothing.
             expect: [N] tags that the rows must have at this moment; None: that row must not be there.
             timeout_s: deadline.
 
@@ -113,7 +113,7 @@ class DataPlane(Protocol):
             The rows with the tags and columns given in this call.
 
         Raises:
-            BatchError: `data` or `tags` do not have one row per key.
+            BatchError: `data` or `tags` do not have one row per key, or a tag has a value that none may have; names row and tag.
             DuplicateKeyError: a key occurs twice.
             ConflictError: a row is not as expected; nothing was stored.
             CapacityTimeout: no room until the deadline; nothing was stored.

@@ -16,7 +16,7 @@ import numpy as np
 from rl_protocol.batch import BatchData
 from rl_protocol.draft import Draft, plan_columns
 from rl_protocol.errors import BatchError, DuplicateKeyError, PlaneLostError, PlaneTimeout, RLError
-from rl_protocol.meta import KVBatchMeta, Scalar, Tag, TagRows
+from rl_protocol.meta import KVBatchMeta, Scalar, Tag, TagRows, check_where
 from rl_protocol.ports import PlaneStats, RowChanges, RowFlags, Traffic
 from rl_protocol.schema import ColumnSpec
 from rl_protocol.wire import plan
@@ -162,7 +162,7 @@ class Client:
                 partition,
                 keys,
                 to_columns(keys, tags) if tags is not None else (),
-                tuple(expect) if expect is not None else None,
+                tuple(tags if tags is None else check_where(tags) for tags in expect) if expect is not None else None,
             )
             if isinstance(data, Draft):
                 uids = await self._commit_draft(wish, data, deadline)
@@ -238,7 +238,7 @@ class Client:
     ) -> KVBatchMeta:
         """See rl_protocol.ports.DataPlane.list_rows."""
         named = None if keys is None else tuple(keys)
-        wish = ListRows(partition, dict(where or {}), tuple(fields), task, named)
+        wish = ListRows(partition, check_where(where or {}), tuple(fields), task, named)
         return _meta(partition, await self._controller.call(wish, Rows, self._seconds(timeout_s)))
 
     async def watch(
@@ -246,7 +246,7 @@ class Client:
     ) -> RowChanges:
         """See rl_protocol.ports.DataPlane.watch."""
         seconds = self._seconds(timeout_s)
-        wish = Watch(partition, since, dict(where or {}), seconds)
+        wish = Watch(partition, since, check_where(where or {}), seconds)
         found = await self._controller.call(wish, Changes, seconds + _GRACE_S)
         return RowChanges(
             rows=_meta(partition, found.rows), removed=found.removed, version=found.version, reset=found.reset
@@ -268,7 +268,7 @@ class Client:
             raise BatchError(f"wait_ready needs count >= 0; got {count}.")
 
         seconds = self._seconds(timeout_s)
-        wish = WaitReady(partition, count, tuple(fields), dict(where or {}), task, seconds)
+        wish = WaitReady(partition, count, tuple(fields), check_where(where or {}), task, seconds)
         rows = await self._controller.call(wish, Rows, seconds + _GRACE_S, takes=task is not None)
         return _meta(partition, rows)
 

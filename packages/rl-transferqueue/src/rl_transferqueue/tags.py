@@ -6,11 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl_protocol.errors import BatchError
-from rl_protocol.meta import Scalar, Tag
+from rl_protocol.meta import Scalar, Tag, check_tag
 from rl_transferqueue.messages import TagColumn
-
-_SCALARS = (bool, int, float, str, type(None))
 
 
 def to_columns(keys: Sequence[str], tags: Sequence[Tag]) -> tuple[TagColumn, ...]:
@@ -20,26 +17,20 @@ def to_columns(keys: Sequence[str], tags: Sequence[Tag]) -> tuple[TagColumn, ...
     (TagColumn(name='n', values=(1, 2), rows=b''),)
 
     Raises:
-        BatchError: a value that no tag may have; names the row.
+        BatchError: a value that no tag may have; names the row and the tag.
     """
     if len(tags) == 1:
-        return tuple(TagColumn(name, (_checked(keys[0], name, value),)) for name, value in tags[0].items())
+        return tuple(TagColumn(name, (check_tag(keys[0], name, value),)) for name, value in tags[0].items())
     values: dict[str, list[Scalar]] = {}
     rows: dict[str, list[int]] = {}
     for i, (key, tag) in enumerate(zip(keys, tags, strict=True)):
         for name, value in tag.items():
-            values.setdefault(name, []).append(_checked(key, name, value))
+            values.setdefault(name, []).append(check_tag(key, name, value))
             rows.setdefault(name, []).append(i)
     return tuple(
         TagColumn(name, tuple(column), b"" if len(column) == len(tags) else np.array(rows[name], "<i4").tobytes())
         for name, column in values.items()
     )
-
-
-def _checked(key: str, name: str, value: Scalar) -> Scalar:
-    if not isinstance(value, _SCALARS):  # pyright: ignore[reportUnnecessaryIsInstance] - callers are not all type-checked
-        raise BatchError(f"Tag {name!r} of row {key!r} must be a bool, int, float, str or None; got {value!r}.")
-    return value
 
 
 def to_rows(columns: Sequence[TagColumn], size: int) -> tuple[Tag, ...]:

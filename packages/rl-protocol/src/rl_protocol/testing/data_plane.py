@@ -13,13 +13,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
+import numpy as np
 import pytest
 
 from rl_protocol.batch import BatchData
 from rl_protocol.columns import dense, ragged
 from rl_protocol.errors import BatchError, ConflictError, DuplicateKeyError, MissingDataError, PlaneTimeout
-from rl_protocol.meta import KVBatchMeta
+from rl_protocol.meta import KVBatchMeta, Scalar
 from rl_protocol.ports import DataPlane
 from rl_protocol.schema import ColumnSpec
 from rl_protocol.testing.samples import assert_same_column, every_kind, keys_of, numbers, said
@@ -181,6 +183,29 @@ class DataPlaneSuite:
                 await plane.put("p", ["a"], numbers([1]), tags=[])
             assert (await plane.list_rows("p")).keys == ()
             assert (await plane.stats()).bytes_used == 0
+
+        self.run(body)
+
+    def test_a_tag_that_equals_nothing_is_refused_by_row_and_name(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            await plane.put("p", ["a"], tags=[{"n": float("-inf")}])
+            assert (await plane.list_rows("p", where={"n": float("-inf")})).keys == ("a",)
+            for bad in (float("nan"), np.float64("nan"), np.float32("nan"), [float("nan")]):
+                tags: Any = [{"n": 1.0}, {"n": 2.0, "loss": bad}]
+                with pytest.raises(BatchError, match=r"'loss' of row 'c'"):
+                    await plane.put("p", ["b", "c"], tags=tags)
+                with pytest.raises(BatchError, match=r"'loss' of row 'c'"):
+                    await plane.put("p", ["c"], tags=tags[1:])
+            assert (await plane.list_rows("p")).keys == ("a",)
+            nothing: dict[str, Scalar] = {"n": float("nan")}
+            for call in (
+                plane.list_rows("p", where=nothing),
+                plane.wait_ready("p", count=1, where=nothing, timeout_s=1),
+                plane.watch("p", where=nothing, timeout_s=1),
+                plane.put("p", ["a"], tags=[{"n": 1}], expect=[nothing]),
+            ):
+                with pytest.raises(BatchError, match=r"'n'.*NaN"):
+                    await call
 
         self.run(body)
 

@@ -12,7 +12,7 @@ from rl_protocol.batch import BatchData
 from rl_protocol.columns import Column
 from rl_protocol.draft import Draft, plan_columns
 from rl_protocol.errors import BatchError, ConflictError, DuplicateKeyError, MissingDataError, PlaneTimeout
-from rl_protocol.meta import KVBatchMeta, Scalar, Tag
+from rl_protocol.meta import KVBatchMeta, Scalar, Tag, check_tag, check_where
 from rl_protocol.ports import PlaneStats, RowChanges, RowFlags, Traffic
 from rl_protocol.schema import ColumnSpec
 
@@ -131,9 +131,11 @@ class MemoryDataPlane:
     ) -> KVBatchMeta:
         """See rl_protocol.ports.DataPlane.wait_ready."""
 
+        wanted = check_where(where or {})
+
         def ready() -> list[str]:
             rows = self._partitions.get(partition, {})
-            return [k for k, r in rows.items() if r.matches(fields, where or {}, task)]
+            return [k for k, r in rows.items() if r.matches(fields, wanted, task)]
 
         try:
             changed = self._condition()
@@ -178,7 +180,7 @@ class MemoryDataPlane:
         if keys is not None:
             self._existing(KVBatchMeta(partition=partition, keys=tuple(keys)))
         chosen = rows if keys is None else keys
-        return self._describe(partition, [k for k in chosen if rows[k].matches(fields, where or {}, task)])
+        return self._describe(partition, [k for k in chosen if rows[k].matches(fields, check_where(where or {}), task)])
 
     async def watch(
         self, partition: str, *, since: int = 0, where: Mapping[str, Scalar] | None = None, timeout_s: float
@@ -188,7 +190,7 @@ class MemoryDataPlane:
         def changes() -> RowChanges:
             rows = self._partitions.get(partition, {})
             changed = sorted((k for k, r in rows.items() if r.version > since), key=lambda k: rows[k].version)
-            shown = [key for key in changed if rows[key].matches((), where or {})]
+            shown = [key for key in changed if rows[key].matches((), check_where(where or {}))]
             gone = [key for key, version in self._removed.get(partition, {}).items() if version > since]
             return RowChanges(
                 rows=self._describe(partition, shown),
@@ -342,3 +344,8 @@ def check_put(
     ):
         if size is not None and size != len(keys):
             raise BatchError(f"A put needs one row per key: {len(keys)} keys, {size} {what}.")
+    for key, tag in zip(keys, tags or (), strict=False):
+        for name, value in tag.items():
+            check_tag(key, name, value)
+    for wanted in expect or ():
+        check_where(wanted or {})
