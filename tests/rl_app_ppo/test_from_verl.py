@@ -176,7 +176,7 @@ def test_losses_are_counted_on_the_error_stream(tmp_path, capsys):
     (tmp_path / "verl.txt").write_text("distillation.enabled=True data.tokenizer=x")
     assert main(["--from-verl", str(tmp_path / "verl.txt")]) == 1
     out, err = capsys.readouterr()
-    assert err.startswith("2 settings that change what is learnt are lost")
+    assert err.startswith("values that change what is learnt and are lost: 2")
     assert out.count("# lost: ") == 2
     assert main(["--from-verl", str(tmp_path / "verl.txt"), "--accept-losses"]) == 0
     assert capsys.readouterr().out == out

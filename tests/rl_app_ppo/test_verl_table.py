@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rl_app_ppo.config import load_config, options
+from rl_app_ppo.config import load_config, options, resolve
+from rl_app_ppo.explain import explain
 from rl_app_ppo.verl.convert import import_verl
 from rl_app_ppo.verl.entries import Lost, Note, Verl
 from rl_app_ppo.verl.reading import defaults, defaults_file, resolved_defaults
@@ -89,12 +90,18 @@ def test_verls_defaults_lose_nothing(engine):
         ("trainer.nnodes=2", "has no effect here: this version trains on one host"),
         ("data.tokenizer=x", "is not supported: the tokenizer is that of model.path"),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.x=1", "has no effect here: the rollout engine's own settings"),
+        (
+            "actor_rollout_ref.actor.megatron=x",
+            "It is a group of verl's keys; give one of its keys, such as actor_rollout_ref",
+        ),
         ("trainer.default_local_dir=x", r"here it is trainer\.output_dir"),
     ],
 )
 def test_a_command_line_that_uses_verls_key_is_told_what_it_is_here(key, answer):
     with pytest.raises(ConfigError, match=answer):
         load_config([key])
+    with pytest.raises(ConfigError, match=answer):
+        explain(key.partition("=")[0], resolve([]))
 
 
 def test_what_is_no_key_of_verl_gets_the_nearest_key():

@@ -213,9 +213,7 @@ def _check_known(key: str, known: Sequence[str]) -> None:
     inside = [name for name in known if name.startswith(key + ".")]
     if inside:
         raise ConfigError(f"{key} is a group of settings, not one setting; set one of its keys, such as {inside[0]}.")
-    of_verl = describe(key)
-    hint = f" {of_verl}" if of_verl else nearest_key(key, known)
-    raise ConfigError(f"Unknown key {key!r}.{hint} See --help for all keys.")
+    raise unknown_key(key, known)
 
 
 def _set(node: DictConfig, key: str, value: Any) -> None:
@@ -235,6 +233,13 @@ def _get(node: DictConfig, key: str) -> Any:
         raise ConfigError(
             f"{key} refers to what can't be read: {reason}. Write ${{another.key}}, whose value must fit {key}."
         ) from error
+
+
+def unknown_key(key: str, known: Sequence[str]) -> ConfigError:
+    """The error that says what a key of verl is here, or names the most similar key."""
+    of_verl = describe(key)
+    hint = f" {of_verl}" if of_verl else nearest_key(key, known)
+    return ConfigError(f"Unknown key {key!r}.{hint} See --help for all keys.")
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str:

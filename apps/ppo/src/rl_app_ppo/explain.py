@@ -5,9 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from rl_app_ppo.config import Option, Resolved, nearest_key, options, resolve
+from rl_app_ppo.config import Option, Resolved, options, resolve, unknown_key
 from rl_app_ppo.spellings import SPELLINGS
-from rl_protocol import ConfigError
 
 
 def explain(key: str, resolved: Resolved) -> str:
@@ -19,9 +18,7 @@ def explain(key: str, resolved: Resolved) -> str:
     name = SPELLINGS.get(key, key)
     found = [option for option in options() if option.key == name or option.key.startswith(name + ".")]
     if not found:
-        raise ConfigError(
-            f"Unknown key {key!r}.{nearest_key(key, [o.key for o in options()])} See --help for all keys."
-        )
+        raise unknown_key(key, [option.key for option in options()])
     return "\n".join(_explained(option, resolved) for option in found)
 
 

@@ -169,8 +169,8 @@ def _convert(arguments: Arguments, out: Console, err: Console) -> int:
         return 0
     err.print(
         Text(
-            f"{len(conversion.lost)} settings that change what is learnt are lost; see the lines '# lost:' above. "
-            f"{ACCEPT_LOSSES} says that they may be."
+            f"values that change what is learnt and are lost: {len(conversion.lost)}; see the lines '# lost:' above. {ACCEPT_LOSSES} makes the "
+            "exit code 0."
         ),
         soft_wrap=True,
     )

@@ -32,7 +32,13 @@ def find(key: str) -> Entry | None:
 
 def describe(key: str) -> str:
     """What becomes of a key of verl, as the answer to a command line that uses it; empty: verl has no such key."""
-    entry = find(key.lstrip("+~"))
+    key = key.lstrip("+~")
+    inside = next(
+        (name for entry in TABLE for name in entry.keys if name.startswith(f"{key}.") and not name.endswith(".*")), ""
+    )
+    if inside:
+        return f"It is a group of verl's keys; give one of its keys, such as {inside}, to learn what that is here."
+    entry = find(key)
     if entry is None:
         return ""
     if entry.to:
