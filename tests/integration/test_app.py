@@ -205,3 +205,7 @@ def test_files_and_a_reward_of_ones_own(app, tmp_path, monkeypatch):
         if row["outcome"]["type"] == "failure"
     )
     assert "reward failed (exception) for sample" in (done.folder / "logs" / "reward.log").read_text()
+    (warning,) = [line for line in done.out.splitlines() if "reward.function failed on" in line and "step 0" in line]
+    assert (
+        f"raised ValueError: a one ({tmp_path}/near.py:3). Each failure is in {done.folder}/logs/reward.log" in warning
+    )
