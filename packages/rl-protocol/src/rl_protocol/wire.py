@@ -124,13 +124,14 @@ def read_payload(header: Header, payload: Buffer, fields: Sequence[str] | None =
         WireError: the header does not fit the payload.
     """
     raw = memoryview(payload).cast("B")
-    there = [spec.name for spec in header.columns]
+    there = {spec.name: None for spec in header.columns}
     unknown = [name for name in fields or () if name not in there]
     if unknown:
         raise UnknownNameError(f"No column {unknown[0]!r} in this payload; it has {', '.join(there) or 'none'}.")
+    wanted = there if fields is None else set(fields)
     columns: dict[str, Column] = {}
     for spec in header.columns:
-        if fields is not None and spec.name not in fields:
+        if spec.name not in wanted:
             continue
         for start, size in spec.buffers:
             if start < 0 or size < 0 or start % ALIGN or start + size > raw.nbytes:

@@ -38,7 +38,10 @@ Source = Callable[[Piece], "tuple[BatchData, range | Ints]"]
 
 def pieces_of(located: Located, fields: Sequence[str]) -> list[list[Piece]]:
     """What to read: per set of columns that lie at the same places one piece per block."""
-    return [_pieces(located, number, fields) for number in range(len(located.places))]
+    names: list[list[str]] = [[] for _ in located.places]
+    for name, place in zip(fields, located.place_of, strict=True):
+        names[place].append(name)
+    return [_pieces(located, number, tuple(its)) for number, its in enumerate(names)]
 
 
 def assemble(
@@ -70,9 +73,7 @@ def assemble(
     return BatchData({name: columns[name] for name in fields}), fill_all, copied
 
 
-def _pieces(located: Located, number: int, fields: Sequence[str]) -> list[Piece]:
-    names = tuple(name for name, place in zip(fields, located.place_of, strict=True) if place == number)
-
+def _pieces(located: Located, number: int, names: tuple[str, ...]) -> list[Piece]:
     def piece(block: int, rows: range | Ints, positions: Ints) -> Piece:
         return Piece(located.blocks[block].span, located.headers[located.header_of[block]], names, rows, positions)
 
