@@ -170,14 +170,13 @@ def test_requests_of_a_client_that_does_not_read_are_not_handled_until_it_does(t
         assert it.served == 400
 
 
-def test_a_client_that_takes_nothing_is_named_and_then_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_takes_nothing_is_ended_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with serving(tmp_path, SOON) as it, Peer(it.address) as deaf:
         for number in range(10):
             deaf.ask(number, a_list())
         until(lambda: it.ended == [deaf.session], "the connection is ended")
         deaf.until_closed()
         all_is_read(it.address)
-    assert f"the connection of pid {os.getpid()} stalls: " in caplog.text
     assert f"the connection of pid {os.getpid()} is ended: " in caplog.text
     assert "wait to be sent to it, for 0.3 s" in caplog.text
 
@@ -193,6 +192,16 @@ def test_notices_for_a_client_that_does_not_read_do_not_pile_up(tmp_path: Path) 
             it.server.answer(Caller(deaf.session, NOTICE), Reclaim())
         assert it.ended == [deaf.session]
     it.server.close()
+
+
+def test_a_connection_that_stalls_is_named_before_it_is_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with serving(tmp_path, Limits(warn_s=0.1)) as it, Peer(it.address) as deaf:
+        for number in range(3):
+            deaf.ask(number, a_list())
+        until(lambda: f"the connection of pid {os.getpid()} stalls: " in caplog.text, "the log names it")
+        for number in range(3):
+            assert deaf.hear() == Reply(number, LARGE)
+        assert it.ended == []
 
 
 # ----------------------------------------------------------------------------------------------------------- half-sent frames
@@ -241,8 +250,8 @@ def test_a_connection_that_asks_for_nothing_is_ended(
 def test_a_client_that_is_idle_stays(tmp_path: Path) -> None:
     with serving(tmp_path, SOON) as it, Peer(it.address) as idle:
         for number in range(2):
-            idle.ask(number, a_list())
-            assert idle.hear() == Reply(number, LARGE)
+            idle.ask(number, GetStats())
+            assert idle.hear() == Reply(number, Done())
             time.sleep(0.5)
         assert it.ended == []
 
@@ -340,7 +349,7 @@ def test_large_answers_over_tcp_wait_for_each_other(tmp_path: Path) -> None:
     it.server.close()
 
 
-def test_a_client_over_tcp_that_takes_nothing_is_named_and_then_ended(
+def test_a_client_over_tcp_that_takes_nothing_is_ended_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     it = Served(tmp_path, SOON)
@@ -349,9 +358,7 @@ def test_a_client_over_tcp_that_takes_nothing_is_named_and_then_ended(
         for number in range(200):
             deaf.send(pack(Request(number, a_list())))
         until(lambda: b"deaf" in it.ended, "the session is ended")
-        small_answers(endpoint)
     it.server.close()
-    assert f"session {b'deaf'.hex()} of another host stalls: " in caplog.text
     assert f"session {b'deaf'.hex()} of another host is ended: " in caplog.text
 
 

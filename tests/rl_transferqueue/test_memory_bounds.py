@@ -54,11 +54,11 @@ def blank_watcher(partition: str, since: int) -> Watcher:
 
 
 def test_puts_of_many_columns_leave_no_headers_behind() -> None:
-    """60 puts of 1,500 columns, each cleared: their decoded headers took 0.9 MiB each."""
+    """40 puts of 1,500 columns, each cleared: their decoded headers took 0.9 MiB each."""
     ledger, tally = Ledger(), ColumnTally()
     ledger.commit("p", ("stays",))
     with growth_below(24):
-        for number in range(60):
+        for number in range(40):
             packed = header(1500, number)
             ledger.commit("p", ("row",), (), Span(0, 0, 64), packed)
             tally.put(packed)

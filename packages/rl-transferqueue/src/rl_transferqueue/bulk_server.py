@@ -115,7 +115,7 @@ class Connection:
     def _look(self) -> None:
         """End a connection on which nothing moves in the middle of a request."""
         now = time.monotonic()
-        if self.idle:
+        if self.idle or not self.session:  # the handshake has a time of its own
             self._stall.moved(now)
         due = self._stall.due(now)
         if due is not None:

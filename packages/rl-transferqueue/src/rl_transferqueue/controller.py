@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -61,7 +61,7 @@ from rl_transferqueue.messages import (
     WaitReady,
     Watch,
 )
-from rl_transferqueue.occupancy import Occupancy
+from rl_transferqueue.occupancy import Occupancy, by_client
 from rl_transferqueue.reactor import Reactor
 from rl_transferqueue.server import Caller, Server
 from rl_transferqueue.session import Session, Waiting
@@ -340,20 +340,12 @@ class Controller:
         return self._space.reserve(caller.session, nbytes)
 
     def _full(self, message: Reserve) -> CapacityTimeout:
-        sessions = {**self._departed, **self._sessions}
-
-        def by_client(held: Mapping[bytes, int]) -> dict[str, int]:
-            clients: dict[str, int] = {}
-            for session, nbytes in held.items():
-                name = sessions[session].name if session in sessions else "clients that have ended"
-                clients[name] = clients.get(name, 0) + nbytes
-            return clients
-
+        names = {session: its.name for session, its in (*self._departed.items(), *self._sessions.items())}
         blocks = self._ledger.blocks
         held = Occupancy(
             partitions=blocks.by_partition,
-            reserved=by_client(self._space.holders()),
-            read=by_client(blocks.read_only_by_leases()),
+            reserved=by_client(self._space.holders(), names),
+            read=by_client(blocks.read_only_by_leases(), names),
             waiting=len(self._puts),
             waiting_bytes=self._puts.nbytes,
         )

@@ -40,6 +40,19 @@ class Occupancy:
         return " ".join(lines)
 
 
+def by_client(held: Mapping[bytes, int], names: Mapping[bytes, str]) -> dict[str, int]:
+    """Bytes by the names of sessions; several sessions may have one name.
+
+    >>> by_client({b"1": 64, b"2": 64, b"3": 128}, {b"1": "pid 7", b"2": "pid 7"})
+    {'pid 7': 128, 'clients that have ended': 128}
+    """
+    clients: dict[str, int] = {}
+    for session, nbytes in held.items():
+        name = names.get(session, "clients that have ended")
+        clients[name] = clients.get(name, 0) + nbytes
+    return clients
+
+
 def _largest(holders: Mapping[str, int]) -> str:
     ranked = sorted(holders.items(), key=lambda holder: -holder[1])
     named = [f"{name} {nbytes} bytes" for name, nbytes in ranked[:_NAMED]]
