@@ -45,6 +45,15 @@ def test_selection_keeps_each_tag_with_its_key(meta: KVBatchMeta, data: st.DataO
     assert meta.slice(start, len(meta)).keys == meta.keys[start:]
 
 
+def test_selection_keeps_each_generation_with_its_key():
+    """Else a row that was made again would be taken for another's earlier life."""
+    meta = KVBatchMeta(partition="p", keys=("a", "b", "c"), generations=(7, 8, 9))
+    assert meta.select_rows([2, 0]).generations == (9, 7)
+    assert meta.select_keys(["b", "a"]).generations == (8, 7)
+    assert meta.slice(1, 3).generations == (8, 9)
+    assert KVBatchMeta.concat([meta.slice(2, 3), meta.slice(0, 2)]).generations == (9, 7, 8)
+
+
 @given(metas(), st.integers(1, 4))
 def test_balanced_split_holds_every_key_once(meta: KVBatchMeta, parts: int):
     split = meta.split_balanced(list(range(len(meta))), parts)
