@@ -352,7 +352,7 @@ def test_close_ends_everything_and_may_be_called_twice(tmp_path: Path) -> None:
     plane = start_local_plane(SMALL, tmp_path, log_dir=tmp_path / "logs")
     private = next(path for path in tmp_path.iterdir() if path.name != "logs")
     assert private.stat().st_mode & 0o777 == 0o700
-    assert sorted(path.name for path in private.iterdir()) == ["c", "plane.json", "u0"]
+    assert sorted(path.name for path in private.iterdir()) == [".rl-temporary", "c", "plane.json", "u0"]
     pids = plane.pids
     began = time.monotonic()
     plane.close()
