@@ -107,9 +107,7 @@ def test_a_local_ray_is_closed_to_others_and_named_when_it_dies(long_run, mark):
     raylet.kill()
     _, err = process.communicate(timeout=90)
     assert process.returncode == 1, err
-    named = (
-        rf"the run failed: The raylet of Ray \(process {raylet.pid}\) was killed by SIGKILL during stage \w+, step \d+"
-    )
+    named = rf"the run failed: The raylet of Ray \(process {raylet.pid}\) was killed by SIGKILL during .*step \d+"
     assert re.match(named, err), err
     assert "Traceback" not in err
     assert not token.parent.exists()
@@ -122,7 +120,7 @@ def test_a_stopped_controller_is_named(long_run, mark):
     controller.suspend()
     _, err = process.communicate(timeout=90)
     assert process.returncode == 1, err
-    named = rf"the run failed: The controller of the data plane \(process {controller.pid}\) is stopped .* during stage \w+, step \d+"
+    named = rf"the run failed: The controller of the data plane \(process {controller.pid}\) is stopped .* during .*step \d+"
     assert re.match(named, err), err
     assert "Traceback" not in err
 

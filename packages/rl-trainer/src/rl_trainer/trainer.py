@@ -176,7 +176,8 @@ class PPOTrainer:
             self._tell("on_train_begin", self._steps_done)
             last = await self._fit()
             if self._p.checkpoints is not None:
-                self._published(await self._p.checkpoints.finish())
+                with _noted("stage save_checkpoint"):
+                    self._published(await self._p.checkpoints.finish())
             self._tell("on_train_end", self._steps_done)
         except (RLError, asyncio.CancelledError) as error:
             if self._p.checkpoints is not None:
@@ -201,7 +202,8 @@ class PPOTrainer:
                 last = validated = await self.validate(step)
                 metrics |= last | {"timing_s/testing": time.perf_counter() - start}
             self._steps_done = step
-            metrics |= await self._save(final, score_of(validated))
+            with _noted(f"step {step}"), _noted("stage save_checkpoint"):
+                metrics |= await self._save(final, score_of(validated))
             self._p.on_step(step, metrics)
             self._tell("on_step_end", step, metrics)
         return last
