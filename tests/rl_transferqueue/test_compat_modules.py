@@ -114,6 +114,15 @@ def test_init_gives_up_on_a_plane_that_does_not_answer(
     assert tq.get_client() is plane
 
 
+def test_rows_are_numbered_from_0(plane: tq.TransferQueueClient) -> None:
+    """User code indexes arrays by `global_indexes`, as tutorial 05 of 0.1.11 does."""
+    assert plane.put(TensorDict({"x": torch.arange(3)}, batch_size=[3]), partition_id="p").global_indexes == [0, 1, 2]
+    meta = plane.get_meta(["x"], 2, "p", task_name="t")
+    assert (meta.global_indexes, plane.get_data(meta)["x"].tolist()) == ([0, 1], [0, 1])
+    (named,) = plane.kv_retrieve_meta("a", "p", create=True).global_indexes
+    assert (named > 2, plane.kv_retrieve_keys(named, "p")) == (True, ["a"])
+
+
 # ------------------------------------------------------------------------------------------------------------------ samplers
 def test_the_sequential_sampler_returns_what_there_is() -> None:
     sampler = tq.SequentialSampler()

@@ -10,7 +10,7 @@ Names, arguments and meaning are those of 0.1.11. What differs, and why:
 | a put the controller refuses is reported as done            | raises, and stores nothing                                                |
 | BatchMeta.select_fields drops unknown names                 | FieldNotFoundError (KeyError)                                             |
 | put through metadata of cleared rows brings them back       | StorageKeyNotFoundError                                                   |
-| global_indexes are used again                               | never; they start at 1                                                    |
+| global_indexes are used again                               | never                                                                     |
 | get_meta sleeps in the controller, for all clients          | waits for the event; `controller.fetch_timeout_s`, NotReadyError          |
 | samplers run in the controller                              | in the asking process; row claims are atomic, and what was decided for a  |
 |                                                             | (dp_rank, batch_index) is kept in the plane for all processes             |

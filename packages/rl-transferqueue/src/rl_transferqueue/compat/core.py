@@ -1,7 +1,8 @@
 """What the compatible clients do, in terms of a data plane. Async; everything here runs on the loop of the plane's client.
 
-Rows that were put without a key get one that no user sees. `global_indexes` are the generations of the plane: a number is never given to a
-second row, so metadata that outlives its rows gets an error, never the data of others.
+Rows that were put without a key get one that no user sees. `global_indexes` count the rows of the plane from 0
+(`table.indexes_of`): a number is never given to a second row, so metadata that outlives its rows gets an error, never
+the data of others.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rl_transferqueue.compat.fetching import Settings, fetch
 from rl_transferqueue.compat.metadata.batch_meta import BatchMeta
 from rl_transferqueue.compat.metadata.kv_batch_meta import Meta
 from rl_transferqueue.compat.objects import pack_tag, unpack_tag
-from rl_transferqueue.compat.table import Table, read
+from rl_transferqueue.compat.table import FIRST, Table, indexes_of, read
 from rl_transferqueue.draws import draws_of
 from rl_transferqueue.memory import copying
 
@@ -113,7 +114,7 @@ class Core:
             raise BatchError("kv_retrieve_keys needs at least one global index.")
         rows = await self.plane.list_rows(partition_id)
         key_of = {
-            index: key for index, key in zip(rows.generations, rows.keys, strict=True) if not key.startswith(_UNNAMED)
+            index: key for index, key in zip(indexes_of(rows), rows.keys, strict=True) if not key.startswith(_UNNAMED)
         }
         missing = [index for index in wanted if index not in key_of]
         if missing:
@@ -305,12 +306,12 @@ class Core:
         known: list[Any] = [metadata.backend_meta[place].get(_KEY) for place in places]
         if None in known:
             listed = await self.plane.list_rows(partition)
-            key_of = dict(zip(listed.generations, listed.keys, strict=True))
+            key_of = dict(zip(indexes_of(listed), listed.keys, strict=True))
             missing = [index for index in indexes if index not in key_of]
             if missing:
                 raise StorageKeyNotFoundError(f"Partition {partition!r} has no rows with the numbers {missing[:8]}.")
             known = [key_of[index] for index in indexes]
-        return Rows(partition=partition, keys=tuple(known), generations=tuple(indexes))
+        return Rows(partition=partition, keys=tuple(known), generations=tuple(index + FIRST for index in indexes))
 
 
 def _key_list(keys: list[str] | str) -> list[str]:
@@ -322,7 +323,7 @@ def _key_list(keys: list[str] | str) -> list[str]:
 
 def _batch_meta(rows: Rows, schema: Mapping[str, Meta], ready: Any) -> BatchMeta:
     return BatchMeta(
-        list(rows.generations),
+        indexes_of(rows),
         [rows.partition] * len(rows),
         dict(schema),
         ready,
@@ -340,7 +341,7 @@ def _by_partition(metadata: BatchMeta) -> dict[str, list[int]]:
 
 def _status(rows: Rows, keys: Sequence[str], flags: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Numbers and flags of the rows that both answers know."""
-    index_of = dict(zip(rows.keys, rows.generations, strict=True))
+    index_of = dict(zip(rows.keys, indexes_of(rows), strict=True))
     known = [place for place, key in enumerate(keys) if key in index_of]
     indexes = torch.tensor([index_of[keys[place]] for place in known], dtype=torch.long)
     return indexes, torch.from_numpy(flags[known].astype(np.int8))

@@ -13,6 +13,7 @@ from rl_protocol.meta import Tag
 from rl_transferqueue.client import Client
 from rl_transferqueue.compat.objects import unpack_tag
 from rl_transferqueue.compat.sampler import BaseSampler, SequentialSampler
+from rl_transferqueue.compat.table import indexes_of
 from rl_transferqueue.draws import draw
 from rl_transferqueue.samplers import Shares
 
@@ -59,12 +60,12 @@ class _Asked:
     def ask(self, ready: Rows, rank: int | None = None) -> tuple[list[int], list[int]]:
         """Row numbers to hand out and to consume."""
         config = dict(self.config) | ({} if rank is None else {"dp_rank": rank})
-        view = _TagsOf(dict(zip(ready.generations, ready.tags, strict=True)))
-        return self.sampler(list(ready.generations), self.batch_size, partition=view, **config)
+        view = _TagsOf(dict(zip(indexes_of(ready), ready.tags, strict=True)))
+        return self.sampler(indexes_of(ready), self.batch_size, partition=view, **config)
 
 
 def _places(ready: Rows, indexes: Sequence[int]) -> list[int]:
-    place = {index: row for row, index in enumerate(ready.generations)}
+    place = {index: row for row, index in enumerate(indexes_of(ready))}
     return [place[index] for index in indexes]
 
 

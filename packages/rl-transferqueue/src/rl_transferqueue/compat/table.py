@@ -18,6 +18,15 @@ Field: TypeAlias = "Column | tuple[Column, ...]"
 """A column of all rows, or one of one row for each where they differ in kind, element type or dimensions."""
 
 
+FIRST = 1
+"""The plane's first generation; 0.1.11 counts rows from 0, and user code indexes arrays by that."""
+
+
+def indexes_of(rows: KVBatchMeta) -> list[int]:
+    """The numbers of rows, `global_indexes`."""
+    return [generation - FIRST for generation in rows.generations]
+
+
 @dataclass(frozen=True)
 class Table:
     """Fields of N rows."""
