@@ -24,6 +24,7 @@ READMES = sorted(
 RUN_BY = {
     ("apps/ppo/README.md", 0): "tests/workspace/test_readmes.py::test_the_reward_of_the_app",
     ("packages/rl-ckpt-engine/README.md", 0): "tests/rl_ckpt_engine/test_readme.py::test_example_runs",
+    ("packages/rl-ckpt-engine/README.md", 1): "tests/rl_ckpt_engine/test_readme.py::test_a_registered_engine",
     ("packages/rl-megatron-peft/README.md", 0): "tests/rl_megatron_peft/test_readme.py::test_an_adapter_folder",
     ("packages/rl-megatron-peft/README.md", 1): "tests/rl_megatron_peft/test_readme.py::test_a_policy",
     ("packages/rl-megatron-peft/README.md", 2): "tests/rl_megatron_peft/test_readme.py::test_a_critic",
