@@ -30,7 +30,7 @@ def test_tests_of_metadata_samplers_and_streaming_have_their_recorded_outcomes()
 @needs_wheel
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", [*run.WITH_RAY, *(f"tutorial/0{number}" for number in range(1, 5))])
+@pytest.mark.parametrize("name", [*run.WITH_RAY, *(f"tutorial/0{number}" for number in range(1, 7))])
 def test_tests_with_ray_and_tutorials_have_their_recorded_outcomes(name: str) -> None:
     assert run.differences(run.run([name])) == []
 
