@@ -87,7 +87,7 @@ def test_a_finished_run_is_left_as_it_is_until_it_is_made_longer(folder):
     start = find_start(ended, folder)
     assert start.finished
     assert start.notes == [
-        f"{folder} has done its 4 steps already; nothing is to be done. Raise trainer.total_training_steps to go on with it."
+        f"{folder} has done its 4 steps already; there is nothing to do. Raise trainer.total_training_steps to train further."
     ]
     assert not find_start(config(), folder).finished
 

@@ -37,7 +37,7 @@ LOCAL_RAY_SETTINGS = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "token",
 }
-"""What a Ray that belongs to the run alone is told (ray.address=local): it answers this host alone, and there whoever has its token."""
+"""Settings of a Ray that belongs to the run (ray.address=local): it listens on loopback and asks every caller for its token."""
 
 USAGE = """\
 usage: uv run apps/ppo [--help] [--cfg] [--explain KEY] [--diff A B] [--from-verl FILE [--accept-losses]]

@@ -107,7 +107,7 @@ def find_start(config: AppConfig, folder: Path) -> Start:
             checkpoint=checkpoint,
             finished=True,
             notes=[
-                f"{folder} has done its {done} steps already; nothing is to be done. Raise trainer.total_training_steps to go on with it."
+                f"{folder} has done its {done} steps already; there is nothing to do. Raise trainer.total_training_steps to train further."
             ],
         )
     notes.append(f"resumes after step {checkpoint.manifest.step} ({checkpoint.folder})")

@@ -501,7 +501,7 @@ class PPOTrainer:
         return await run_stage(stage.ranks, stage.name, stage.calls, self._p.loop.stage_timeout_s)
 
     async def _scored(self, name: str, step: int, batch: KVBatchMeta) -> RewardResult:
-        """Have responses scored, to be trained on (reward) or as validation (evaluate); failures are told to the hooks."""
+        """Have responses scored, to be trained on (reward) or as validation (evaluate); hooks hear of failures."""
         message = StageCall(step=step, batch=batch)
         result = await call(self._p.workers.reward, name, message, RewardResult, self._p.loop.stage_timeout_s)
         if result.failed:

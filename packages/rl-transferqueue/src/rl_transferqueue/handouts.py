@@ -56,7 +56,7 @@ class Handouts:
         return [rows for rows in taken.values() if isinstance(rows, TakenRows)]
 
     def forget(self, partition: str, task: str | None, uids: Ints) -> None:
-        """These rows may be handed out again already (task None: for every task); whoever takes them next keeps them."""
+        """Forget these rows (task None: for every task): a later Cancel must not take them from the task that claims them next."""
         for request, taken in self._taken.items():
             if isinstance(taken, TakenRows) and taken.partition == partition and task in (None, taken.task):
                 self._taken[request] = replace(taken, uids=np.setdiff1d(taken.uids, uids))

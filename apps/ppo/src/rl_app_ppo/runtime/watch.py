@@ -16,14 +16,14 @@ RAY_SERVERS = {"gcs_server": "The GCS server of Ray", "raylet": "The raylet of R
 
 @contextmanager
 def named_losses(processes: Mapping[int, str]) -> Generator[None]:
-    """Put the process that is to blame in front of an error.
+    """Name processes that ended or are stopped in front of the error that they caused.
 
     Args:
         processes: process id -> what it is; children of this process.
 
     Raises:
         WorkerDiedError: one of them ended or is stopped; says which, how, in which stage, and what came of it.
-        RLError: as it came, when all of them run, or when the input or the output is to blame.
+        RLError: unchanged, when all of them run, or when it is a ConfigError or an OutputError.
     """
     try:
         yield

@@ -58,7 +58,7 @@ Switch: TypeAlias = Callable[[Verl], bool]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What becomes of some keys of verl.
+    """How some keys of verl are converted.
 
     Attributes:
         keys: exact, or groups that end in `.*`.
@@ -79,7 +79,7 @@ class Entry:
     null: bool = False
 
     def answer(self, value: Value, verl: Verl) -> Answer:
-        """What becomes of a value that is not null."""
+        """How a value that is not null is converted."""
         if self.needs and not verl.get(self.needs, default=False):
             return Note(f"verl does not read it without {self.needs}=true")
         if self.turn is not None:

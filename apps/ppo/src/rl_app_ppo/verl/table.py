@@ -1,4 +1,4 @@
-"""Every key of verl's PPO configuration, and what becomes of it here. The first entry that matches a key holds.
+"""How every key of verl's PPO configuration is converted. The first entry that matches a key holds.
 
 `tests/rl_app_ppo/test_verl_table.py` checks it against `defaults.json`, the keys of verl's own configuration.
 """
@@ -31,7 +31,7 @@ def find(key: str) -> Entry | None:
 
 
 def describe(key: str) -> str:
-    """What becomes of a key of verl, as the answer to a command line that uses it; empty: verl has no such key."""
+    """Answer to a command line that uses a key of verl; empty if verl has no such key."""
     key = key.lstrip("+~")
     inside = next(
         (name for entry in TABLE for name in entry.keys if name.startswith(f"{key}.") and not name.endswith(".*")), ""
