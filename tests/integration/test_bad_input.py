@@ -15,7 +15,7 @@ import pytest
         ("data.train_batch_size=12", ["data.train_batch_size", "divisible by actor.ppo_mini_batch_size"]),
         ("reward.function=missing", ["reward.function='missing'", "exact_match"]),
         ("reward.function=mine.py:score", ["reward.function='mine.py'", "no file that is there"]),
-        ("data.train_files=gone.jsonl", ["gone.jsonl can't be read", "data.train_files"]),
+        ("data.train_files=gone.jsonl data.val_size=512", ["gone.jsonl can't be read", "data.train_files"]),
         ("data.val_files=x.jsonl,y.jsonl", ["data.val_files", "empty where data.train_files is"]),
         ("model.path=/does/not/exist", ["model.path='/does/not/exist'", "save_pretrained"]),
         ("checkpoint_engine.backend=carrier_pigeon", ["carrier_pigeon", "shm"]),
@@ -27,7 +27,7 @@ import pytest
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(app, override, words):
-    done = app(override, timeout=60)
+    done = app(*override.split(), timeout=60)
     assert done.code == 2, (done.out, done.err)
     assert "rl-app-ppo" not in done.out  # the banner of a run; a slow start says what it is doing
     assert not done.folder.exists()
