@@ -188,7 +188,7 @@ def test_files_and_a_reward_of_ones_own(app, tmp_path, monkeypatch):
     validation = ["rollout.val_kwargs.n=4", "rollout.val_kwargs.temperature=1"]
     refused = app(*files, reward, "trainer.run_name=refused")
     assert refused.code == 2
-    assert f"1 bad rows: {data}/train.jsonl, row 101: " in refused.err
+    assert f"1 bad row: {data}/train.jsonl, row 101: " in refused.err
     done = app(*files, reward, *validation, "data.on_bad_row=skip")
     assert done.code == 0, done.err
     before = done.metrics[0]
