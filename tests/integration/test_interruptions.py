@@ -34,7 +34,7 @@ def long_run(tmp_path, base_model, mark):
     metrics = tmp_path / "run" / "metrics.jsonl"
     yield process, metrics
     if process.poll() is None:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # uv and the driver; everything else ends with the driver
     process.communicate(timeout=30)
 
 
@@ -129,6 +129,6 @@ def test_a_stopped_controller_is_named(long_run, mark):
 def test_nothing_outlives_a_killed_driver(long_run, mark):
     process, _ = long_run
     assert len(marked(mark)) > 5
-    (driver,) = [p for p in marked(mark) if p.cmdline()[-1].startswith("trainer.stage_timeout_s") and p.name() != "uv"]
+    (driver,) = [p for p in marked(mark) if "trainer.stage_timeout_s=60" in p.cmdline() and p.name() != "uv"]
     driver.kill()
     process.communicate(timeout=60)  # the fixture `mark` does the looking
