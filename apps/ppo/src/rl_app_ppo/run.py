@@ -203,11 +203,11 @@ async def _local_plane(config: AppConfig, logs: Path, screen: Screen) -> AsyncGe
 
 
 def _plane_servers(plane: LocalPlane) -> dict[int, str]:
-    names = [
-        "The controller of the data plane",
-        *(f"Storage unit {i} of the data plane" for i in range(len(plane.pids))),
-    ]
-    return {pid: name for pid, name in zip(plane.pids, names, strict=False) if pid != os.getpid()}
+    """Process id -> what it is; the controller is the first, and a plane in this process has none of its own."""
+    controller, *units = plane.pids
+    names = {controller: "The controller of the data plane"}
+    names |= {pid: f"Storage unit {i} of the data plane" for i, pid in enumerate(units)}
+    return {pid: name for pid, name in names.items() if pid != os.getpid()}
 
 
 def _roles(config: AppConfig) -> dict[str, Role]:
