@@ -1,18 +1,21 @@
-"""What does it cost that every batch goes through the driver?
+"""Compare a step through a central driver with a step over a data plane.
 
-    uv run --group bench benchmarks/bench_controller_bottleneck.py [--mib 256] [--workers 4] [--families vl] [--layouts padded]
-        [--compute none] [--planes driver,transferqueue,simple,ray] [--pairs 9] [--name floors] [--smoke]
+    uv run --group bench benchmarks/bench_controller_bottleneck.py [--mib 256] [--workers 4]
+        [--families vl] [--layouts padded] [--compute none] [--pairs 9] [--name floors] [--smoke]
+        [--planes driver,driver-buffers,transferqueue,simple,ray]
 
-One step graph (that of rl_trainer), one set of worker processes, one set of rows, one padding policy; what differs is the plane:
+All planes run the step graph of rl_trainer with the same worker processes, rows and padding:
 
-    driver          verl's legacy way: collected through Ray, concatenated, reordered, chunked, dispatched; pickled as DataProto is
-    driver-buffers  the same, with columns that Ray need not copy to pickle: the best a central driver can do
+    driver          verl's legacy way: collected through Ray, concatenated, reordered, chunked,
+                    dispatched; pickled as DataProto is
+    driver-buffers  the same, with columns that Ray pickles without a copy
     transferqueue   TransferQueue 0.1.11 (PyPI), two storage units
-    simple, ray     rl_transferqueue with its backends, two storage units
+    simple, ray     rl_transferqueue with these backends, two storage units
 
-Every worker reads one byte per page of what it gets. Lists (64,256) make every combination. `--compute` is `none`, `real` (a tiny policy is
-trained; ragged layout) or `share:N`: a sleep such that N per cent of the driver plane's step is transfer, which is measured first.
-The planes take turns (see pairs.py); what counts is the median of paired ratios. With several sizes or worker counts a plot is written.
+Every worker reads one byte per page of what it gets. Lists (64,256) make every combination.
+`--compute` is `none`, `real` (trains a tiny policy; ragged layout) or `share:N`: a sleep that makes
+transfer N per cent of the driver plane's step. The planes take turns (harness/pairs.py), and the
+result is the median of paired ratios. With several sizes or worker counts a plot is written.
 """
 
 from __future__ import annotations
@@ -23,20 +26,20 @@ import itertools
 import statistics
 from typing import Any
 
-from pairs import publish, verdict
-from planes.cluster import PLANES, Cluster, cluster
-from planes.compute import Workload
-from planes.graph import step_graph, written
-from planes.payloads import FAMILIES, Layout, rows_for
-from planes.plots import plot_gains
-from planes.steps import compare, ratio, summarise
+from harness.pairs import publish, verdict
+from ppo_step.cluster import PLANES, Cluster, cluster
+from ppo_step.compute import Workload
+from ppo_step.graph import step_graph, written
+from ppo_step.payloads import FAMILIES, Layout, rows_for
+from ppo_step.plots import plot_gains
+from ppo_step.steps import compare, ratio, summarise
 
 SMOKE = ["--mib", "0.1", "--workers", "2", "--families", "tiny", "--pairs", "1"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One combination of what was asked for."""
+    """One combination of the options."""
 
     family: str
     layout: Layout
@@ -45,7 +48,7 @@ class Point:
     compute: str
 
     def workload(self, compute_s: float = 0.0) -> Workload:
-        """What the workers are told."""
+        """The workload sent to the workers."""
         return Workload(
             family=self.family,
             layout=self.layout,
@@ -74,7 +77,7 @@ def calibrated(everything: Cluster, point: Point) -> float:
 
 
 def run_point(everything: Cluster, point: Point, pairs: int) -> list[dict[str, Any]]:
-    """Compare all planes at one point; the verdicts, where it is one that was promised, come last."""
+    """Compare all planes at one point; rows with a bar come last."""
     sleep = calibrated(everything, point) if point.compute.startswith("share:") else 0.0
     workload = point.workload(sleep)
     costs = compare(everything, workload, pairs)

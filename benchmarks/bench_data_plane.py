@@ -1,10 +1,13 @@
-"""How fast do bytes go in and out of the data plane on one host, against TransferQueue 0.1.11 and against memcpy?
+"""Measure put and get on one host against TransferQueue 0.1.11 and memcpy.
 
-    uv run --group bench benchmarks/bench_data_plane.py [--pairs 9] [--smoke] [--only put,get,latency,gather]
+    uv run --group bench benchmarks/bench_data_plane.py [--pairs 9] [--smoke]
+        [--only put,get,latency,gather]
 
-All planes live at the same time and take turns (see pairs.py); each has one client, in this process. Payloads: `dense` is 1024 rows x 9 columns
-of 8192 float32; `mixed` is 1024 rows x (3 such columns, 3 jagged float32 columns of 1..16384 values, 2 columns of strings of 0.5..3.5 KiB).
-Both sides get what they take natively: TransferQueue a TensorDict, ours arrays and a list of strings, encoded inside the timing.
+All planes live at the same time and take turns (harness/pairs.py); each has one client, in this
+process. Payloads: `dense` is 1024 rows x 9 columns of 8192 float32; `mixed` is 1024 rows x (3 such
+columns, 3 jagged float32 columns of 1..16384 values, 2 columns of strings of 0.5..3.5 KiB).
+Each side takes its native type: TransferQueue a TensorDict, ours arrays and a list of strings,
+whose encoding is timed.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from pairs import Subject, Timing, against, paired, publish, summary, take_turns, verdict
-from peer_transferqueue import PeerPlane, connect_peer, peer_planes, use_peer
+from harness.pairs import Subject, Timing, against, paired, publish, summary, take_turns, verdict
+from peers.transferqueue import PeerPlane, connect_peer, peer_planes, use_peer
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
 
@@ -118,7 +121,7 @@ class Ours:
         read_ours(self.last)
 
     def forget(self) -> None:
-        """Rows made anew are not known to the client."""
+        """Return metadata without locations, as of rows this client has not seen."""
         self.clear()
         self.put()
 
@@ -160,7 +163,7 @@ def memcpy(payload: Payload) -> Callable[[], None]:
 
 
 def in_place(ours: Ours) -> Callable[[], None]:
-    """A put of rows that were written where they stay: alloc and fill are not timed here, see `Subject.reset`."""
+    """A put of rows written in place; alloc and fill run untimed in `Subject.reset`."""
 
     def put() -> None:
         number = next(ours.numbers)
@@ -219,7 +222,7 @@ def compare(ours: Ours, peers: list[Peer], pairs: int, kind: str, only: set[str]
 
 
 def latency(ours: Ours, pairs: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """How a get that moves nothing grows with the MiB, for rows not located before and for rows that were."""
+    """Latency of a get without copies by MiB, for rows with and without known locations."""
     first: dict[int, list[float]] = {}
     again: dict[int, list[float]] = {}
     few, many = sizes[0], sizes[-1]
@@ -245,7 +248,7 @@ def latency(ours: Ours, pairs: int, sizes: Sequence[int]) -> list[dict[str, Any]
 
 
 def gather(ours: Ours, pairs: int) -> list[dict[str, Any]]:
-    """Half of the rows, in no order, against index_select of the same columns."""
+    """Half of the rows in random order, against index_select of the same columns."""
     ours.put()
     rng = np.random.default_rng(3)
     tensors = [torch.from_numpy(values) for values in ours.payload.dense.values()]
@@ -313,7 +316,7 @@ def alloc(ours: Ours, pairs: int, width: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Compare, print, write."""
+    """Compare, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--smoke", action="store_true", help="an eighth of the bytes and less, 1 pair, nothing written")

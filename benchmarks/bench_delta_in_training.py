@@ -1,10 +1,12 @@
-"""How much of the weights does a step of training change, and what does it cost to send only that?
+"""Measure how many weights a training step changes and what sending only those costs.
 
-    uv run benchmarks/bench_delta_in_training.py [--lrs 1e-6,3e-6,1e-5,1e-4] [--steps 20] [--set KEY=VALUE ..] [--smoke]
+    uv run benchmarks/bench_delta_in_training.py [--lrs 1e-6,3e-6,1e-5,1e-4] [--steps 20]
+        [--set KEY=VALUE ..] [--smoke]
 
-Runs the app with rollout in bfloat16 and engine delta-shm, once for each learning rate, and reads what each sync reported: the share of
-elements whose bits changed, and the bytes that travelled. `ideal` is a 16-bit gap and a 16-bit value for each changed element. The first
-sync of a run, which has nothing to compare with, is left out. Writes JSON and a plot of the share by step.
+Runs the app with rollout in bfloat16 and engine delta-shm, once for each learning rate, and reads
+the report of each sync: the share of elements whose bits changed, and the bytes sent. `ideal` is a
+16-bit gap and a 16-bit value for each changed element. The first sync of a run sends everything and
+is left out. Writes JSON and a plot of the share by step.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import ROOT, command_line, write_result
+from harness.pairs import verdict
+from harness.results import ROOT, command_line, write_result
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from pairs import verdict
 
 GAP_BYTES, VALUE_BYTES = 2, 2
 MOST_OF_IDEAL, MOST_OF_FULL, AT_SHARE = 1.2, 0.10, 0.03
 
 
 def run(lr: str, steps: int, more: list[str], folder: Path) -> dict[str, Any]:
-    """One run of the app; what its syncs moved.
+    """Run the app once; return the reports of its syncs.
 
     Raises:
         RuntimeError: the run failed.
@@ -57,7 +59,7 @@ def run(lr: str, steps: int, more: list[str], folder: Path) -> dict[str, Any]:
 
 
 def row(lr: str, syncs: list[dict[str, float]]) -> dict[str, Any]:
-    """Figures over the syncs of one run, of which each but the first sent changes."""
+    """Summary over the syncs of one run, without the first."""
     of_ideal = [
         sync["weight_sync/delta_bytes"] / ideal_bytes(sync) for sync in syncs if sync["weight_sync/changed_share"]
     ]
@@ -84,12 +86,12 @@ def ideal_bytes(sync: dict[str, float]) -> float:
 
 
 def of_full(sync: dict[str, float]) -> float:
-    """Bytes that travelled, of those of a full sync."""
+    """Bytes sent as a share of a full sync."""
     return sync["weight_sync/delta_bytes"] / sync["weight_sync/bytes"]
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One line per bar, over all runs; the second only where some sync changed little enough."""
+    """One row per bar over all runs; the second only if a sync changed few enough elements."""
     largest = max(row["of_ideal_max"] for row in rows)
     judged = [verdict("largest delta sync, of its ideal size", largest, MOST_OF_IDEAL, 1, at_least=False)]
     sparse = [row["of_full_max_where_sparse"] for row in rows if row["sparse_syncs"]]
@@ -114,7 +116,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Run all, write all."""
+    """Run all and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lrs", default="1e-6,3e-6,1e-5,1e-4")
     parser.add_argument("--steps", type=int, default=20)

@@ -1,10 +1,11 @@
-"""Does the default run learn, for every seed, with GRPO and with PPO, and how long does it take?
+"""Check that the default run learns with every seed, with GRPO and PPO, and time it.
 
-    uv run benchmarks/bench_learning.py [--seeds 0,1,2,3,4] [--algorithms grpo,ppo] [--vary trainer.seed] [--steps N] [--set KEY=VALUE ..] [--smoke]
-    uv run benchmarks/bench_learning.py --tool [--seeds 0,1,2]     # does the demo with a tool, and does it not without it?
+    uv run benchmarks/bench_learning.py [--seeds 0,1,2,3,4] [--algorithms grpo,ppo]
+        [--vary trainer.seed] [--steps N] [--set KEY=VALUE ..] [--smoke]
+    uv run benchmarks/bench_learning.py --tool [--seeds 0,1,2]  # the demo with and without its tool
 
-Runs the app as a user would, one process after the other, with a cache of its own, so that every first run of a data seed includes its
-warm-up. Writes JSON and a plot of the curves; the table of benchmarks/README.md is made from the JSON by report.py.
+Runs the app as a user would, one process after the other, with a separate cache, so that the first
+run of a data seed includes its warm-up. Writes JSON and a plot of the curves.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, command_line, write_result
+from harness.results import ROOT, command_line, write_result
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -29,7 +30,7 @@ WITH_AND_WITHOUT = ([], ["rollout.session=single_turn"])
 
 
 def run(algorithm: str, overrides: list[str], folder: Path, *, warm_up: bool = True) -> dict[str, Any]:
-    """One run of the app; its curves and figures. Without `warm_up` its base model is taken from the user's cache, if it is there.
+    """Run the app once; without `warm_up`, reuse the base model in the user's cache.
 
     Raises:
         RuntimeError: the run failed.
@@ -78,7 +79,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Run all, write all."""
+    """Run all and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2,3,4")
     parser.add_argument("--algorithms", default="grpo,ppo")

@@ -1,9 +1,10 @@
-"""How fast is the control plane, what does it weigh, and who waits for whom, against TransferQueue 0.1.11?
+"""Measure the control plane against TransferQueue 0.1.11: latency, rates, memory, stalls.
 
-    uv run --group bench benchmarks/bench_metadata.py [--rounds 9] [--smoke] [--only small,lists,stall,memory,growth,million]
+    uv run --group bench benchmarks/bench_metadata.py [--rounds 9] [--smoke]
+        [--only small,lists,stall,memory,growth,million]
 
-Clients live in processes of their own, one set per plane, and take turns (see pairs.py). All calls are the async ones, awaited on the loop that
-the client lives on, so neither side pays for a thread that waits.
+Clients are separate processes, one set per plane, and take turns (harness/pairs.py). All calls are
+the async ones, awaited on the client's own loop, so neither side pays for a waiting thread.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-from pairs import Timing, cpu_seconds, paired, publish, rss_mib, summary, verdict
-from peer_transferqueue import PeerPlane, connect_peer, peer_planes, use_peer
+from harness.pairs import Timing, cpu_seconds, paired, publish, rss_mib, summary, verdict
+from peers.transferqueue import PeerPlane, connect_peer, peer_planes, use_peer
 
 from rl_protocol import BatchData, dense, ragged
 from rl_transferqueue import LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, start_local_plane
@@ -31,7 +32,8 @@ _spawn = multiprocessing.get_context("spawn")
 Op = Callable[[int], Awaitable[object]]
 
 
-# ------------------------------------------------------------------------------------------------------------- what clients do
+# --------------------------------------------------------------------------------
+# what clients do
 async def _serve_ours(text: str, pipe: Connection) -> None:
     async with await connect(PlaneDescriptor.from_json(text)) as client:
         row = BatchData({"x": dense(np.zeros((1, 16), np.float32))})
@@ -83,7 +85,7 @@ async def _serve_peer(pipe: Connection, client: Any) -> None:
 
 
 async def _obey(pipe: Connection, ops: dict[str, Op]) -> None:
-    """Run operations one after the other for as long as told; answer with the seconds of each."""
+    """Run operations one after the other for the given time; return the seconds of each."""
     numbers = itertools.count()
     loop = asyncio.get_running_loop()
     pipe.send("ready")
@@ -149,7 +151,7 @@ class Clients:
 
 @contextlib.contextmanager
 def clients_of(planes: list[tuple[str, Any, list[int]]], number: int) -> Iterator[list[Clients]]:
-    """So many client processes for each plane."""
+    """Start `count` client processes for each plane."""
     with contextlib.ExitStack() as stack:
         out = []
         for name, info, pids in planes:
@@ -158,9 +160,10 @@ def clients_of(planes: list[tuple[str, Any, list[int]]], number: int) -> Iterato
         yield out
 
 
-# ---------------------------------------------------------------------------------------------------------------------- questions
+# --------------------------------------------------------------------------------
+# questions
 def small(sides: list[Clients], rounds: int, seconds: float, most: int) -> list[dict[str, Any]]:
-    """Latency of small rows and rate of tag updates, of one client and of `most`."""
+    """Latency of small rows and rate of tag updates, for one client and for `most`."""
     rows = []
     for op, what in (("put", "kv_put of a small row"), ("get", "get of a small row")):
         for number in (1, most):
@@ -215,7 +218,7 @@ def small(sides: list[Clients], rounds: int, seconds: float, most: int) -> list[
 
 
 def stall(sides: list[Clients], seconds: float) -> list[dict[str, Any]]:
-    """Longest tag update of one client while another waits for rows that do not come."""
+    """Longest tag update of one client while another waits for rows that never come."""
     worst: dict[str, dict[str, float]] = {}
     for side in sides:
         alone = side.run("tag", seconds, range(1))[0]
@@ -233,7 +236,7 @@ def stall(sides: list[Clients], seconds: float) -> list[dict[str, Any]]:
 async def lists(
     descriptor: PlaneDescriptor, peers: list[PeerPlane], rounds: int, sizes: tuple[int, int]
 ) -> list[dict[str, Any]]:
-    """Metadata of many keys, and what changed among them."""
+    """List the metadata of many keys, and the changes among them."""
     import torch
     from tensordict import TensorDict
 
@@ -362,7 +365,7 @@ def _peer_memory(peer: PeerPlane, samples: int, columns: int, step: int, tagged:
 
 
 async def growth(rounds: int, few: int) -> list[dict[str, Any]]:
-    """One row after the other: do four times as many cost more than four times as much?"""
+    """Check that the cost of adding rows one by one grows linearly."""
     row = BatchData({f"c{i}": dense(np.zeros((1, 4), np.float32)) for i in range(8)})
     seconds: dict[int, list[float]] = {few: [], 4 * few: []}
     with start_local_plane(TransferQueueConfig(capacity_mb=512)) as plane:
@@ -388,7 +391,8 @@ async def growth(rounds: int, few: int) -> list[dict[str, Any]]:
     ]
 
 
-# --------------------------------------------------------------------------------------------------- a million rows of 16 columns
+# --------------------------------------------------------------------------------
+# a million rows of 16 columns
 def _produce(text: str, number: int, rows: int, step: int, rate: float) -> None:
     async def main() -> None:
         async with await connect(PlaneDescriptor.from_json(text)) as client:
@@ -402,7 +406,7 @@ def _produce(text: str, number: int, rows: int, step: int, rate: float) -> None:
 
 
 async def million(rows: int) -> list[dict[str, Any]]:
-    """`wait_ready` of 1024 rows on all 16 columns while 4 producers write and nothing is cleared."""
+    """`wait_ready` on 1024 rows and 16 columns while 4 producers write and none clears."""
     producers, step = 4, 512
     took: list[float] = []
     with start_local_plane(TransferQueueConfig(capacity_mb=1024)) as plane:
@@ -443,7 +447,7 @@ async def million(rows: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Compare, print, write."""
+    """Compare, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--smoke", action="store_true", help="one short round of few rows, nothing written")

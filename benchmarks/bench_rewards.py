@@ -1,11 +1,15 @@
-"""What do hostile samples cost the reward worker: an endless loop, a fork, 10 GiB of memory, an exception, None, NaN, a text?
+"""Measure what hostile reward samples cost the reward worker.
 
-    uv run benchmarks/bench_rewards.py [--samples N] [--share 0.01] [--cost-ms MS] [--timeout-s S] [--workers N] [--pairs N] [--smoke]
+    uv run benchmarks/bench_rewards.py [--samples N] [--share 0.01] [--cost-ms MS] [--timeout-s S]
+        [--workers N] [--pairs N] [--smoke]
 
-The worker scores batches of which a share is hostile, in turns with batches of which none is, with a function that takes `cost-ms` of a processor for
-an honest sample. What is compared is honest samples scored per second, until the last outcome of the batch is there: a call that never returns is in
-it with its whole limit, so the time a batch takes must be long against `timeout-s`, as it is in training. The same is measured with turns kept by
-late calls (`pool.MOST_LATE` 0), which is what giving them up is for. One worker by default: like training, it has processors to spare.
+Hostile samples loop forever, fork, allocate 10 GiB, raise, or return None, NaN or a string. The
+worker scores batches with a share of them in turns with batches without, with a function that
+takes `cost-ms` of CPU for an honest sample. The figure is honest samples scored per second until
+the last outcome of the batch: a call that never returns counts with its whole limit, so a batch
+must take long against `timeout-s`, as in training. The same is measured without giving up late
+calls (`function_pool.MOST_LATE` 0). One worker by default: it has processors to spare, as in
+training.
 """
 
 from __future__ import annotations
@@ -21,14 +25,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pairs import publish, verdict
+from harness.pairs import publish, verdict
 
 from rl_protocol import BatchData, ObjectColumn, ragged
 from rl_protocol.rl_columns import prompt_partition
-from rl_protocol.testing.fakes import MemoryDataPlane
-from rl_trainer import ActorConfig, AlgorithmConfig, RewardWorker, build_graph
-from rl_trainer.messages import StageCall
-from rl_trainer.rewards import ScorerPool, pool
+from rl_protocol.testing.memory_data_plane import MemoryDataPlane
+from rl_trainer import ActorConfig, AlgorithmConfig, RewardSettings, RewardWorker, step_columns
+from rl_trainer.rewards import ScorerPool, function_pool
+from rl_trainer.workers.messages import StageCall
 
 KINDS = ("loop", "fork", "memory", "raise", "none", "nan", "text")
 FUNCTION = """
@@ -54,7 +58,7 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def manners(samples: int, share: float) -> list[str]:
-    """[samples] how each behaves: the hostile ones at equal distances, each kind in turn."""
+    """[samples] the behavior of each: hostile ones at equal distances, each kind in turn."""
     hostile = round(samples * share)
     out = ["honest"] * samples
     for i in range(hostile):
@@ -70,7 +74,11 @@ class Bench:
         self._manners: list[str] = []
         algorithm = AlgorithmConfig()
         self._worker = RewardWorker(
-            self._plane, build_graph(algorithm, ActorConfig()), scorer, lambda ids: self._manners[ids[0]], algorithm, 4
+            self._plane,
+            step_columns(algorithm, ActorConfig()),
+            scorer,
+            lambda ids: self._manners[ids[0]],
+            RewardSettings(algorithm=algorithm, response_length=4),
         )
         self._batches = 0
 
@@ -91,7 +99,7 @@ class Bench:
         data = BatchData({"responses": ragged([[i] for i in range(len(wanted))], "int64")})
         batch = (await self._plane.put(partition, keys, data)).without_tags()
         start = time.perf_counter()
-        result = await self._worker.reward(StageCall(step=1, batch=batch))
+        result = await self._worker.reward(batch, StageCall(step=1, batch=batch))
         seconds = time.perf_counter() - start
         if set(result.failed) != {key for key, how in zip(keys, wanted, strict=True) if how != "honest"}:
             raise RuntimeError(f"{len(result.failed)} samples failed, which are not the hostile ones")
@@ -102,8 +110,8 @@ FACTS: dict[str, Any] = {"data_source": "s", "ground_truth": "", "extra_info": {
 
 
 async def losses(path: Path, args: argparse.Namespace, most_late: int) -> dict[str, Any]:
-    """Share of the throughput that is lost, by pairs of batches, with so many late calls per worker."""
-    pool.MOST_LATE = most_late
+    """Share of the throughput lost, by pairs of batches, with `late` late calls per worker."""
+    function_pool.MOST_LATE = most_late
     scorer = await ScorerPool.open(f"{path}:score", workers=args.workers, timeout_s=args.timeout_s, memory_mb=2048)
     clean, hostile = ["honest"] * args.samples, manners(args.samples, args.share)
     try:
@@ -125,7 +133,7 @@ async def losses(path: Path, args: argparse.Namespace, most_late: int) -> dict[s
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=1024, help="of a batch")
     parser.add_argument("--share", type=float, default=0.01, help="of them that are hostile")
@@ -143,7 +151,7 @@ def main() -> None:
         os.environ["RL_REWARD_PATH"] = folder
         path = Path(folder, "hostile.py")
         path.write_text(FUNCTION)
-        ours = asyncio.run(losses(path, args, pool.MOST_LATE))
+        ours = asyncio.run(losses(path, args, function_pool.MOST_LATE))
         kept = asyncio.run(losses(path, args, 0))
     facts = {"samples": args.samples, "share": args.share, "cost_ms": args.cost_ms, "timeout_s": args.timeout_s}
     rows = [

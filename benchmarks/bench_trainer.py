@@ -1,10 +1,12 @@
-"""Is the torch backend as fast as a loop written by hand, what does packing bring, what does the driver cost, and which combinations learn?
+"""Measure the torch backend against a bare loop, packing, the driver, and what learns.
 
-    uv run benchmarks/bench_trainer.py [--only throughput,packed,driver] [--set KEY=VALUE ..] [--smoke]
-    uv run benchmarks/bench_trainer.py --only learning [--combinations rloo:gspo,...] [--seeds 0,1,2] [--steps N]
+    uv run benchmarks/bench_trainer.py [--only throughput,packed,driver]
+        [--set KEY=VALUE ..] [--smoke]
+    uv run benchmarks/bench_trainer.py --only learning [--combinations rloo:gspo,...]
+        [--seeds 0,1,2] [--steps N]
 
-The first three run both sides in turns and take minutes; the last one runs the app as a user would, once per combination and seed. --smoke
-makes everything tiny, to see that it runs: its figures mean nothing and are not written.
+The first three run both sides in turns and take minutes. The last one runs the app as a user would,
+once per combination and seed. `--smoke` makes everything tiny and writes nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 from bench_learning import plot, run
-from common import command_line, write_result
-from pairs import Subject, paired, publish, summary, take_turns, verdict
+from harness.pairs import Subject, paired, publish, summary, take_turns, verdict
+from harness.results import command_line, write_result
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -66,7 +68,7 @@ def make_model(folder: Path, *, smoke: bool) -> Path:
 
 
 def make_batch(policy: TorchPolicyBackend, prompts: list[int], responses: list[int]) -> BatchData:
-    """Trajectories of these lengths, with what an update reads."""
+    """Trajectories of these lengths, with the columns an update reads."""
     rng = np.random.default_rng(0)
 
     def column(draw: Any, lengths: list[int], dtype: str) -> Any:
@@ -89,7 +91,7 @@ def make_batch(policy: TorchPolicyBackend, prompts: list[int], responses: list[i
 
 
 class BareLoop:
-    """PPO on the same rectangular batch, written by hand as short as it goes."""
+    """PPO on the same rectangular batch in the shortest plain PyTorch."""
 
     def __init__(self, path: Path, batch: BatchData, micro: int) -> None:
         self.model = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -180,12 +182,12 @@ def packed(path: Path, pairs: int, *, smoke: bool) -> list[dict[str, Any]]:
 
 
 def driver(more: Sequence[str], *, smoke: bool) -> list[dict[str, Any]]:
-    """CPU time of the driver in a step of the demo against the step, two rollout workers and two ranks of the actor; `more` overrides."""
+    """CPU time of the driver per step of the demo; two rollout workers, two actor ranks."""
     import json
     import subprocess
     import sys
 
-    from common import ROOT
+    from harness.results import ROOT
 
     with tempfile.TemporaryDirectory() as folder:
         overrides = ["rollout.num_workers=2", "model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu"]
@@ -230,7 +232,7 @@ def learning(names: list[str], seeds: list[str], steps: int) -> None:
 
 
 def main() -> None:
-    """Run what was asked for."""
+    """Run the chosen measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="throughput,packed,driver")
     parser.add_argument("--pairs", type=int, default=9)

@@ -1,20 +1,24 @@
-"""How fast do weights go from a trainer to rollout processes, by engine, against memcpy and verl's bucketed broadcast over gloo?
+"""Measure weight sync by engine against memcpy and verl's bucketed broadcast over gloo.
 
     uv run benchmarks/bench_weight_sync.py [--only shm,tcp] [--pairs 7] [--gib 1] [--smoke]
 
-One version of a model (300 bfloat16 tensors of realistic shapes) goes from this process to one or two others, which verify it and copy it into
-tensors of their own; consecutive versions differ in 1 % of the elements of every tensor, so nothing is skipped, and `delta-*` has something to
-do. Each engine takes turns (see pairs.py) with memcpy of the same tensors in this process, with itself without digests (every digest is a constant:
-what is left out is their cost), and, for one receiver, with verl's algorithm: two buckets, filled by copying, broadcast over gloo, copied out by
-the receiver, no digests. Buckets hold 64 MiB everywhere.
+One version of a model (300 bfloat16 tensors of realistic shapes) goes from this process to one or
+two others, which verify it and copy it into their own tensors. Consecutive versions differ in 1 %
+of the elements of every tensor, so nothing is skipped and `delta-*` has changes to send. Each
+engine takes turns (harness/pairs.py) with memcpy of the same tensors in this process, with itself
+without digests (every digest is a constant), and, for one receiver, with verl's algorithm: two
+buckets, filled by copying, broadcast over gloo, copied out by the receiver, no digests. Buckets
+hold 64 MiB everywhere.
 
-CPU time is reported twice, in copies (CPU seconds of the memcpy): that of all processes, sender included, divided by the number of receivers, and
-that of one receiver process alone, which verifies and copies. Both are held against the bar for CPU.
+CPU time is reported twice, in copies (CPU seconds of the memcpy): that of all processes, sender
+included, divided by the number of receivers, and that of one receiver process alone, which verifies
+and copies. Both are held against the bar for CPU.
 
-With `-direct` the tensors were written into the engine's room before the clock runs, as by a trainer that exports straight into it. With `-shared`
-the receivers, having verified the weights, keep them where they lie instead of copying them, as a rollout engine does that computes on a CPU.
-The bars are the same for every engine (weight_sync_bars.py); what a slower one misses is called missed.
-The ranking, a table and a plot beside the JSON, has all engines that were run.
+With `-direct` the tensors are in the engine's buffer before the clock starts, as with a trainer
+that exports straight into it. With `-shared` the receivers use the verified weights in place, as a
+rollout engine on the CPU does. The bars are the same for every engine
+(harness/weight_sync_bars.py). The ranking, a table and a plot beside the JSON, has all engines that
+were run.
 """
 
 from __future__ import annotations
@@ -33,22 +37,20 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from pairs import Subject, cpu_seconds, paired, publish, summary, take_turns, verdict
-from weight_sync_bars import CPU_OF_ALL, CPU_OF_ONE, DIGESTS, DIRECT, SPEED, VERL, bar_of
+from harness.pairs import Subject, cpu_seconds, paired, publish, summary, take_turns, verdict
+from harness.weight_sync_bars import CPU_OF_ALL, CPU_OF_ONE, DIGESTS, DIRECT, SPEED, VERL, bar_of
 
 from rl_ckpt_engine import (
     CheckpointEngine,
     CheckpointEngineConfig,
     CheckpointEngineRegistry,
-    DirectEngine,
-    GroupEngine,
     Manifest,
     TensorSpec,
-    staging,
-    stream,
 )
-from rl_ckpt_engine.engines import delta
-from rl_protocol.weights import WeightTensor
+from rl_ckpt_engine.engines.base import receive_buffer
+from rl_ckpt_engine.engines.delta import delta_engine
+from rl_ckpt_engine.payload import block_stream
+from rl_protocol.batch.weight_tensor import WeightTensor
 
 ENGINES = ("shm-direct-shared", "shm-shared", "shm-direct", "shm", "tcp", "gloo", "ray", "disk", "delta-shm")
 SHARED = "-shared"
@@ -84,33 +86,45 @@ def versions(gib: float) -> list[list[WeightTensor]]:
 
 
 class NoDigest:
-    """Stands in for the digests of both ends: a constant, other for each version, so that nothing is taken for received already."""
+    """Replace the digests of both ends by a constant that differs between versions."""
 
     def __init__(self) -> None:
         self.version = 0
 
     def update(self, piece: memoryview) -> None:
-        """Nothing is read."""
+        """Read nothing."""
 
     def digest(self) -> bytes:
-        """The same for every tensor."""
+        """Return the constant."""
         return self.version.to_bytes(16, "little")
 
     @contextlib.contextmanager
     def instead(self) -> Iterator[None]:
-        """Digests cost nothing within."""
-        real = (stream.digest_of, stream.combined, staging.TensorDigest, staging.tensor_digest, delta.tensor_digest)
-        stream.digest_of, stream.combined = lambda _: b"", lambda _: self.digest()
-        staging.TensorDigest = lambda: self
-        staging.tensor_digest = delta.tensor_digest = lambda _: self.digest()
+        """Digests cost nothing inside."""
+        real = (
+            block_stream.digest_of,
+            block_stream.combined,
+            receive_buffer.TensorDigest,
+            receive_buffer.tensor_digest,
+            delta_engine.tensor_digest,
+        )
+        block_stream.digest_of, block_stream.combined = lambda _: b"", lambda _: self.digest()
+        receive_buffer.TensorDigest = lambda: self
+        receive_buffer.tensor_digest = delta_engine.tensor_digest = lambda _: self.digest()
         try:
             yield
         finally:
-            stream.digest_of, stream.combined, staging.TensorDigest, staging.tensor_digest, delta.tensor_digest = real
+            (
+                block_stream.digest_of,
+                block_stream.combined,
+                receive_buffer.TensorDigest,
+                receive_buffer.tensor_digest,
+                delta_engine.tensor_digest,
+            ) = real
 
 
 def receive_forever(pipe: Connection, engine_name: str, directory: str, digested: bool, shared: bool) -> None:
-    """A rollout process: receives with an engine, into tensors of its own unless `shared`."""
+    """A rollout process: receives with an engine, into its own tensors unless `shared`."""
     connect_to_ray(engine_name)
     bare = NoDigest()
     with contextlib.nullcontext() if digested else bare.instead():
@@ -118,7 +132,7 @@ def receive_forever(pipe: Connection, engine_name: str, directory: str, digested
 
 
 def connect_to_ray(engine_name: str) -> None:
-    """Engine `ray` moves objects of the cluster that the process is part of; the benchmark's is started by its first process."""
+    """Join the benchmark's Ray cluster, which engine `ray` needs."""
     if engine_name == "ray":
         import ray
 
@@ -127,7 +141,7 @@ def connect_to_ray(engine_name: str) -> None:
 
 
 def serve(pipe: Connection, engine_name: str, directory: str, bare: NoDigest, shared: bool) -> None:
-    """Until the pipe says that it is over."""
+    """Serve until the pipe says stop."""
     engine = CheckpointEngineRegistry().create(engine_name, config(directory))
     mine: dict[str, np.ndarray] = {}
     pipe.send(engine.prepare())
@@ -146,7 +160,7 @@ def serve(pipe: Connection, engine_name: str, directory: str, bare: NoDigest, sh
             np.copyto(mine[weight.name], weight.data)
 
     async def all_versions() -> None:
-        if isinstance(engine, GroupEngine):
+        if not engine.capabilities.elastic:
             await engine.join(timeout_s=T)
         loop = asyncio.get_running_loop()
         while (data := await loop.run_in_executor(None, pipe.recv)) is not None:
@@ -158,7 +172,7 @@ def serve(pipe: Connection, engine_name: str, directory: str, bare: NoDigest, sh
 
 
 def config(directory: str) -> CheckpointEngineConfig:
-    """The same for both ends."""
+    """Settings of both ends."""
     return CheckpointEngineConfig(directory=directory, bucket_mb=BUCKET / 2**20)
 
 
@@ -190,7 +204,7 @@ class Ours:
         self.engine.init_process_group(topology.sender)
         for pipe, member in zip(self.pipes, topology.receivers, strict=True):
             pipe.send(member)
-        if isinstance(self.engine, GroupEngine):
+        if not self.engine.capabilities.elastic:
             self.loop.run_until_complete(self.engine.join(timeout_s=T))
         self.receiver_pids = [process.pid for process in self.processes]
         self.pids = [os.getpid(), *self.receiver_pids]
@@ -199,10 +213,10 @@ class Ours:
         self.write()
 
     def write(self) -> None:
-        """What a trainer does before a sync: it has the tensors of the next version, in its own memory or in the engine's."""
+        """Put the next version into the trainer's or the engine's memory, untimed."""
         self.next = self.models[(self.version + 1) % 2]
         if self.direct:
-            assert isinstance(self.engine, DirectEngine)
+            assert self.engine.capabilities.direct
             room = self.engine.room([TensorSpec(w.name, w.dtype, w.shape) for w in self.next])
             for weight, data in zip(self.next, room, strict=True):
                 np.copyto(data, weight.data)
@@ -227,7 +241,7 @@ class Ours:
         manifest = await self.engine.send_weights(iter(model), self.version, timeout_s=T)
         for pipe in self.pipes:
             pipe.send(manifest.encode())
-        if isinstance(self.engine, GroupEngine):
+        if not self.engine.capabilities.elastic:
             await self.engine.serve(manifest, timeout_s=T)
         want = xxhash.xxh3_128_hexdigest(b"".join(w.data[:8].tobytes() for w in model))
         for pipe in self.pipes:
@@ -256,7 +270,7 @@ def memcpy(model: list[WeightTensor]) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def opened(side: Any) -> Iterator[Any]:
-    """Closed afterwards."""
+    """Close the engine at exit."""
     try:
         yield side
     finally:
@@ -337,7 +351,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 @contextlib.contextmanager
 def ray_cluster(wanted: bool) -> Iterator[None]:
-    """A cluster of this host's, when an engine needs one."""
+    """A local Ray cluster, if an engine needs one."""
     if not wanted:
         yield
         return
@@ -353,7 +367,7 @@ def ray_cluster(wanted: bool) -> Iterator[None]:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(ENGINES), help="engines, separated by commas")
     parser.add_argument("--pairs", type=int, default=7)
@@ -368,7 +382,7 @@ def main() -> None:
     names = arguments.only.split(",")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, ray_cluster("ray" in names):
-        from verl_broadcast import Verl  # torch is of no use to most receivers
+        from peers.verl_broadcast import Verl  # torch is of no use to most receivers
 
         with opened(Verl(models, BUCKET, str(Path(folder) / "store"))) as verl:
             for name in names:

@@ -1,9 +1,10 @@
-"""Is a run worse than its baseline?
+"""Compare a result with its baseline.
 
     uv run benchmarks/compare.py BASELINE.json RUN.json [--threshold 10] [--other-hardware]
 
-Prints every measured number of both with its change in per cent. Ends with exit code 1 if one is worse by more than the threshold, 2 if the
-two can't be compared: other hardware, a row that the run lacks, a broken file.
+Prints every measured number of both with its change in per cent. Exits with code 1 if one is worse
+by more than the threshold, and 2 if the two can't be compared: other hardware, a row that the run
+lacks, a broken file.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import hardware_slug
-from documents import Direction, Document, directions, identity, load
+from harness.result_schema import Direction, Document, directions, identity, load
+from harness.results import hardware_slug
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Change:
 
     @property
     def worse_percent(self) -> float:
-        """How much worse the run is, in per cent of the baseline; negative: better. Infinite where the baseline is 0 and the run is not."""
+        """How much worse the run is, in per cent of the baseline; infinite from a baseline of 0."""
         loss = self.after - self.before if self.better == "lower" else self.before - self.after
         if not loss:
             return 0.0
@@ -61,7 +62,7 @@ def changes(baseline: Document, run: Document) -> list[Change]:
 
 
 def report(found: Sequence[Change], threshold: float) -> int:
-    """Print a line each; exit code."""
+    """Print one line each; return the exit code."""
     bad = 0
     for change in found:
         worse = change.worse_percent > threshold
@@ -73,7 +74,7 @@ def report(found: Sequence[Change], threshold: float) -> int:
 
 
 def main() -> int:
-    """Compare two files; exit code."""
+    """Compare two files; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("baseline", type=Path)
     parser.add_argument("run", type=Path)

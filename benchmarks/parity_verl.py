@@ -1,10 +1,11 @@
-"""Do our estimators and losses equal those of verl 0.9.1, and where they do not, why?
+"""Compare our estimators, losses and corrections with those of verl 0.9.1.
 
     uv run benchmarks/parity_verl.py [--batches 100] [--folder DIR] [--smoke]
 
-Installs verl (without its dependencies) into a throw-away folder, feeds both sides the same random ragged batches, and compares values and
-gradients to 1e-5. Then shows the inputs on which the two differ on purpose, each with its reason and both answers. Ends with exit code 1 when
-something differs that is not explained, or agrees where a difference is claimed. Writes JSON next to the other results.
+Installs verl (without its dependencies) into a temporary folder, feeds both sides the same random
+ragged batches, and compares values and gradients to 1e-5. Then shows the inputs on which the two
+differ on purpose, each with its reason and both answers. Exits with code 1 on a difference that is
+not explained, or on agreement where a difference is claimed. Writes JSON beside the other results.
 """
 
 from __future__ import annotations
@@ -21,23 +22,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import command_line, write_result
+from harness.results import command_line, write_result
 
 from rl_protocol import RowKey
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
-from rl_trainer.algorithms.correction import (
-    Rows,
-    importance_weights,
-    offpolicy_metrics,
-    parse_bounds,
-    parse_rejections,
-    reject,
-)
-from rl_trainer.algorithms.covariance import clip_cov_tokens, kl_cov_tokens
-from rl_trainer.algorithms.kl import KL_LOSSES, adaptive_kl_coef
-from rl_trainer.algorithms.losses import BatchCounts, LossInputs, aggregate, kl_loss, value_loss
-from rl_trainer.algorithms.policy_losses import LOSS_AGG_MODES, POLICY_LOSSES
+from rl_trainer.algorithms.covariance_tokens import clip_cov_tokens, kl_cov_tokens
+from rl_trainer.algorithms.kl import adaptive_kl_coef
+from rl_trainer.algorithms.losses import POLICY_LOSSES
+from rl_trainer.algorithms.losses.aggregate import BatchCounts, aggregate
+from rl_trainer.algorithms.losses.kl_loss import kl_loss
+from rl_trainer.algorithms.losses.loss_function import LossInputs
+from rl_trainer.algorithms.losses.value_loss import value_loss
+from rl_trainer.algorithms.rollout_correction import MaskedRows, importance_weights, offpolicy_metrics, reject
 from rl_trainer.config import ActorConfig, PolicyLossConfig
+from rl_trainer.config.actor import LOSS_AGG_MODES
+from rl_trainer.config.kl import KL_LOSSES
+from rl_trainer.config.rollout_correction import parse_bounds, parse_rejections
 
 VERL = ["verl==0.9.1", "codetiming", "orjson"]
 TOLERANCE = 1e-5
@@ -45,7 +45,7 @@ LOW, HIGH, SCALE = 0.2, 0.28, 7
 
 
 class Batch:
-    """A ragged batch, and the same right-padded as verl takes it. N rows, T tokens, L the longest row."""
+    """A ragged batch and its right-padded form. N rows, T tokens, L the longest row."""
 
     def __init__(self, seed: int, *, groups: int = 4, observations: bool = True) -> None:
         rng = np.random.default_rng(seed)
@@ -98,7 +98,8 @@ class Batch:
         return BatchCounts(tokens=int(self.mask.sum()), sequences=int(self.lengths.size))
 
 
-# ------------------------------------------------------------------------------------------------ advantages
+# ------------------------------------------------------------------------------------------------
+# advantages
 
 
 def our_advantages(name: str, b: Batch) -> np.ndarray[Any, Any]:
@@ -153,11 +154,12 @@ def verl_advantages(core: Any, name: str, b: Batch) -> np.ndarray[Any, Any]:
     return b.flat(core.get_adv_estimator_fn(name)(**common)[0] * mask)
 
 
-# ------------------------------------------------------------------------------------------------ losses
+# ------------------------------------------------------------------------------------------------
+# losses
 
 
 def chosen_tokens(name: str, b: Batch) -> np.ndarray[Any, Any]:
-    """What both sides choose when they look at the same log-probs: verl at the current ones of the micro-batch."""
+    """The tokens both choose if verl uses the micro-batch's current log-probs too."""
     chosen = np.zeros(b.mask.size, bool)
     a, log_p = b.adv[b.mask], b.log_prob[b.mask]
     if name == "kl_cov":
@@ -173,7 +175,7 @@ Loss = tuple[float, np.ndarray[Any, Any], dict[str, float]]
 
 
 def our_loss(name: str, mode: str, b: Batch, weights: np.ndarray[Any, Any]) -> Loss:
-    """Ours."""
+    """Our result."""
     log_prob = torch.tensor(b.log_prob, requires_grad=True)
     config = ActorConfig(
         clip_ratio_low=LOW, clip_ratio_high=HIGH, tau_neg=1.5, policy_loss=PolicyLossConfig(ppo_kl_coef=0.1)
@@ -198,7 +200,7 @@ def our_loss(name: str, mode: str, b: Batch, weights: np.ndarray[Any, Any]) -> L
 
 
 def verl_loss(core: Any, name: str, mode: str, b: Batch, weights: np.ndarray[Any, Any]) -> Loss:
-    """verl's."""
+    """verl's result."""
     workers = importlib.import_module("verl.workers.config")
     settings = workers.ActorConfig(
         strategy="fsdp",
@@ -227,11 +229,11 @@ def verl_loss(core: Any, name: str, mode: str, b: Batch, weights: np.ndarray[Any
 
 
 OTHER_METRICS = {("clip_cov", "actor/pg_clipfrac"), ("kl_cov", "actor/ppo_kl")}
-"""Of these losses, under these names, the two report something else; see the differences."""
+"""The two report another quantity under the same name for these losses."""
 
 
 def loss_pairs(core: Any, batches: list[Batch]) -> dict[str, float]:
-    """Largest difference of each loss, values and gradients over all aggregations; and of the metrics that both report."""
+    """Largest difference of each loss over all aggregations: values, gradients, metrics."""
     out: dict[str, float] = {}
     for name in POLICY_LOSSES.names():
         own = name in ("geo_mean", "sapo")  # there verl knows one aggregation only
@@ -249,13 +251,14 @@ def loss_pairs(core: Any, batches: list[Batch]) -> dict[str, float]:
     return out
 
 
-# ------------------------------------------------------------------------------------------------ the rest
+# ------------------------------------------------------------------------------------------------
+# the rest
 
 
 def correction_pairs(helper: Any, b: Batch) -> dict[str, float]:
     """Weights, masks and metrics of the rollout correction."""
     out: dict[str, float] = {}
-    rows, log_ratio = Rows.of(b.mask, b.offsets), b.old - b.rollout
+    rows, log_ratio = MaskedRows.of(b.mask, b.offsets), b.old - b.rollout
     mask = b.padded_mask
     for level in ("token", "sequence"):
         for bounds in ("1.2", "0.8_1.2"):
@@ -274,7 +277,7 @@ def correction_pairs(helper: Any, b: Batch) -> dict[str, float]:
                 )
     for criterion in helper.SUPPORTED_ROLLOUT_RS_OPTIONS:
         threshold = "0.9_1.15" if criterion.endswith("k1") else "0.03"
-        kept, metrics = reject(log_ratio, rows, parse_rejections(criterion, threshold, ""))
+        kept, metrics = reject(log_ratio, rows, parse_rejections([criterion], [threshold], ""))
         theirs, their_metrics = helper.compute_rollout_rejection_mask(b.pad(log_ratio), mask, criterion, threshold)
         out[f"correction reject {criterion}"] = float(np.abs(kept - b.flat(theirs)).max())
         out["correction metrics of rejection"] = max(
@@ -290,7 +293,7 @@ def correction_pairs(helper: Any, b: Batch) -> dict[str, float]:
 
 
 SEQUENCE_EXTREMES = {"rollout_is_max", "rollout_is_min"}
-"""verl reports these of the untruncated weights for sequences and of the truncated ones for tokens; ours are of the weights in use."""
+"""verl reports untruncated weights of sequences; ours are of the weights in use."""
 
 
 def other_pairs(core: Any, b: Batch) -> dict[str, float]:
@@ -318,7 +321,8 @@ def other_pairs(core: Any, b: Batch) -> dict[str, float]:
     return out
 
 
-# ------------------------------------------------------------------------------------------------ differences
+# ------------------------------------------------------------------------------------------------
+# differences
 
 
 def single(name: str, scores: list[float], keys: list[RowKey], mask: list[bool] | None = None) -> list[float]:
@@ -338,7 +342,7 @@ def single(name: str, scores: list[float], keys: list[RowKey], mask: list[bool] 
 def verl_single(
     core: Any, name: str, scores: list[float], uids: list[str], mask: list[bool] | None = None
 ) -> list[float]:
-    """verl's, of the same."""
+    """verl's advantages of the same rows."""
     rewards = torch.tensor(scores, dtype=torch.float64)[:, None]
     flags = torch.ones_like(rewards) if mask is None else torch.tensor(mask, dtype=torch.float64)[:, None]
     extra = {"norm_adv_by_std_in_grpo": False} if name == "grpo" else {}
@@ -447,7 +451,7 @@ def differences(core: Any, helper: Any) -> list[tuple[str, str, Any, Any]]:
         (
             "rollout_corr/training_ppl with one row masked as a whole",
             "verl counts such rows (padding, rejected) with perplexity 1 (its issue #7771); ours looks at rows with tokens only",
-            round(offpolicy_metrics(b.old, b.rollout, Rows.of(b.mask, b.offsets))["training_ppl"], 6),
+            round(offpolicy_metrics(b.old, b.rollout, MaskedRows.of(b.mask, b.offsets))["training_ppl"], 6),
             round(helper.compute_offpolicy_metrics(b.pad(b.old), b.pad(b.rollout), b.padded_mask)["training_ppl"], 6),
         )
     )
@@ -468,7 +472,7 @@ def _halves(b: Batch) -> list[slice]:
 
 
 def geo_mean_split(core: Any, b: Batch) -> list[float]:
-    """verl's loss of the whole mini-batch, and the sum over its halves with the global sizes it asks for."""
+    """verl's loss of the whole mini-batch, and the sum over its halves."""
     return [
         verl_part(core, "geo_mean", b, slice(None)),
         sum(verl_part(core, "geo_mean", b, part) for part in _halves(b)),
@@ -481,7 +485,7 @@ def kl_cov_split(core: Any, b: Batch) -> list[float]:
 
 
 def verl_part(core: Any, name: str, b: Batch, part: slice) -> float:
-    """verl's loss of some rows, normalised by the sizes of the whole batch."""
+    """verl's loss of some rows, normalized by the sizes of the whole batch."""
     workers = importlib.import_module("verl.workers.config")
     settings = workers.ActorConfig(
         strategy="fsdp",
@@ -497,7 +501,8 @@ def verl_part(core: Any, name: str, b: Batch, part: slice) -> float:
     return loss.item()
 
 
-# ------------------------------------------------------------------------------------------------ main
+# ------------------------------------------------------------------------------------------------
+# main
 
 
 def compare(core: Any, helper: Any, batches: list[Batch]) -> dict[str, float]:
@@ -524,7 +529,7 @@ def compare(core: Any, helper: Any, batches: list[Batch]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Install, compare, print; the exit code."""
+    """Install, compare, print; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=100)
     parser.add_argument("--folder", type=Path, help="where verl is installed already, or shall stay")

@@ -1,4 +1,7 @@
-"""Makes the tables of benchmarks/README.md from the JSON that git tracks: `uv run benchmarks/report.py`. No figure there is typed by hand."""
+"""Write the tables of RESULTS.md from the JSON files that git tracks.
+
+uv run benchmarks/report.py
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, ROOT, published_results
-from documents import Document, Row, kind_of, load
-from pairs import judge
-from weight_sync_bars import bar_of
+from harness.pairs import judge
+from harness.result_schema import Document, Row, kind_of, load
+from harness.results import RESULTS, ROOT, published_results
+from harness.weight_sync_bars import bar_of
 
-README = ROOT / "benchmarks" / "README.md"
+PAGE = ROOT / "benchmarks" / "RESULTS.md"
 BEGIN, END = "<!-- tables: made by report.py -->\n", "<!-- end of tables -->\n"
 
 
@@ -39,7 +42,7 @@ def verdict_table(rows: list[Row]) -> str:
 
 
 def as_asked(rows: list[Row]) -> list[Row]:
-    """Verdicts on weight sync, held against the bars that were asked for, whatever bar the file was written with."""
+    """Weight-sync rows judged by today's bars, whatever bar the file was written with."""
     bars = [bar_of(row["question"]) for row in rows]
     return [
         {**row, **judge(row["value"], bar.must, bar.aim, at_least=bar.at_least)}
@@ -48,7 +51,7 @@ def as_asked(rows: list[Row]) -> list[Row]:
 
 
 def parity_table(rows: list[Row]) -> str:
-    """One line per family of functions: how many were compared, and the largest difference among them."""
+    """One line per family: the number of functions and their largest difference."""
     families: dict[str, list[float]] = {}
     for row in rows:
         families.setdefault(row["pair"].split()[0], []).append(row["largest_difference"])
@@ -58,14 +61,14 @@ def parity_table(rows: list[Row]) -> str:
 
 
 def plain_table(rows: list[Row], columns: Mapping[str, str]) -> str:
-    """One line per row; `columns` maps headings to fields. A field that a row lacks is left blank."""
+    """One line per row; `columns` maps headings to fields. A missing field is left blank."""
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(cell(row.get(name)) for name in columns.values()) + " |" for row in rows]
     return "\n".join(lines)
 
 
 def cell(value: Any) -> str:
-    """A value as it is shown."""
+    """Format a value."""
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -74,7 +77,7 @@ def cell(value: Any) -> str:
 def with_plot(text: str, path: Path) -> str:
     """The table, and the plot beside its file if there is one."""
     plot = path.with_suffix(".png")
-    return f"{text}\n\n![{path.stem}]({plot.relative_to(README.parent)})" if plot.exists() else text
+    return f"{text}\n\n![{path.stem}]({plot.relative_to(PAGE.parent)})" if plot.exists() else text
 
 
 STEPS = {
@@ -145,6 +148,21 @@ CHANGES = {
     "most of ideal": "of_ideal_max",
     "most of full": "of_full_max",
 }
+GRPO_STEPS = {
+    "cell": "cell",
+    "side": "side",
+    "s/step": "step_s",
+    "gen": "gen_s",
+    "old log-probs": "old_log_prob_s",
+    "reference": "ref_s",
+    "update": "update_actor_s",
+    "CPU s/step": "cpu_s_per_step",
+    "peak MiB (PSS)": "peak_pss_mib",
+    "s to accuracy 0.90": "reached_s",
+    "whole command, s": "command_s",
+    "tokens/response": "tokens_per_response",
+    "pairs": "pairs",
+}
 HEADLINE = {
     "plane": "plane",
     "who carries the rows": "who",
@@ -168,6 +186,7 @@ PLAIN = {
     "validation": VALIDATION,
     "prediction": PREDICTION,
     "changes": CHANGES,
+    "grpo step": GRPO_STEPS,
 }
 
 
@@ -192,12 +211,12 @@ def section(path: Path) -> str:
     document = load(path)
     info = document.hardware
     origin = f"`{' '.join(document.command)}` at commit {document.commit} on {info['cores']} cores of {info['cpu']}, {info['memory_gib']} GiB"
-    link = path.relative_to(README.parent)
-    return f"### {document.benchmark}\n\n{origin} ([JSON]({link})).\n\n{table(document, path)}\n"
+    link = path.relative_to(PAGE.parent)
+    return f"## {document.benchmark}\n\n{origin} ([JSON]({link})).\n\n{table(document, path)}\n"
 
 
 def headline(document: Document, path: Path) -> str:
-    """Every plane beside ours: the best central driver as well as the legacy one."""
+    """Every plane beside ours, with both central drivers."""
     steps = {row["plane"]: row for row in document.rows if kind_of(row).name == "step"}
     ours = steps["simple"]
     rows = [
@@ -211,12 +230,12 @@ def headline(document: Document, path: Path) -> str:
         for plane, row in steps.items()
     ]
     what = f"{ours['family']}, {ours['layout']}, {ours['mib']:g} MiB/step, {ours['workers']} workers, no compute"
-    link = path.relative_to(README.parent)
-    return f"### Headline: central drivers against the data plane\n\n{what} ([JSON]({link})).\n\n{plain_table(rows, HEADLINE)}\n"
+    link = path.relative_to(PAGE.parent)
+    return f"## Headline: central drivers against the data plane\n\n{what} ([JSON]({link})).\n\n{plain_table(rows, HEADLINE)}\n"
 
 
 def tables() -> str:
-    """All tables, of the results that git tracks; first the headline, of the last result that has every kind of driver."""
+    """All tables; first the headline, of the last result with every kind of driver."""
     results = {path: load(path) for path in published_results()}
     whole = [path for path, found in results.items() if {row.get("plane") for row in found.rows} >= HEADLINE_PLANES]
     heads = [headline(results[path], path) for path in whole[-1:]]
@@ -224,10 +243,10 @@ def tables() -> str:
 
 
 def main() -> None:
-    """Rewrite the part of the README between the marks."""
-    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    """Rewrite the part of RESULTS.md between the marks."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    README.write_text(before + BEGIN + "\n" + tables() + "\n" + END + after, encoding="utf-8")
+    PAGE.write_text(before + BEGIN + "\n" + tables() + "\n" + END + after, encoding="utf-8")
     for path in sorted(set(RESULTS.glob("*/*/*.json")) - set(published_results())):
         print(f"left out: git does not track {path.relative_to(ROOT)}; to publish it: git add, then run this again")
 

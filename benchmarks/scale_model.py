@@ -1,13 +1,14 @@
-"""What would the data plane gain on N nodes? A prediction from what was measured here, beside the gains that verl PR #5401 published.
+"""Predict the gain of the data plane on N nodes, beside the gains verl PR #5401 published.
 
     uv run benchmarks/scale_model.py RESULT.json [RESULT.json ...] [--nic 10]
 
-RESULT.json: results of bench_controller_bottleneck.py with the planes driver and simple, without compute, over several sizes (and worker
-counts). All sizes of 4 workers give the costs, see scaling.py; every point is predicted from a fit without its size and compared with what
-was measured. The worst of these errors are the error bar of the gains of the six published runs: where it is above 20 %, nothing is
-predicted. It does not cover that these runs move far more bytes than was measured, nor what is assumed. What is assumed
-about them, because it was not published, is in ASSUMED, PUBLISHED and scaling.Gpu:
-bytes per image token, how full prompts and responses are, model speed. Costs per byte are those of this machine.
+RESULT.json: results of bench_controller_bottleneck.py with the planes driver and simple, without
+compute, over several sizes (and worker counts). All sizes of 4 workers give the costs
+(harness/scaling.py); every point is predicted from a fit without its size and compared with the
+measurement. The worst of these errors is the error bar of the six published runs; above 20 %
+nothing is predicted. The bar does not cover that these runs move far more bytes, nor the
+assumptions about them that were not published (ASSUMED, PUBLISHED and scaling.Gpu: bytes per image
+token, lengths of prompts and responses, model speed). Costs per byte are those of this machine.
 """
 
 from __future__ import annotations
@@ -18,11 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from documents import load
-from pairs import publish
-from planes.graph import MODEL_STAGES, SCORING_STAGES, step_graph
-from planes.payloads import FAMILIES, SESSIONS, Family
-from scaling import (
+from harness.pairs import publish
+from harness.result_schema import load
+from harness.scaling import (
     GIB,
     Costs,
     Gpu,
@@ -35,6 +34,8 @@ from scaling import (
     network_s,
     spread,
 )
+from ppo_step.graph import MODEL_STAGES, SCORING_STAGES, step_graph
+from ppo_step.payloads import FAMILIES, SESSIONS, Family
 
 MOST_BAR_PERCENT = 20.0
 """A prediction with a larger error bar is not made."""
@@ -53,7 +54,7 @@ H100 = Gpu()
 
 @dataclass(frozen=True)
 class Published:
-    """One row of the table of verl PR #5401; `images` and `experts` say what travels besides tokens."""
+    """One row of the table of verl PR #5401; `images` and `experts`: extra columns."""
 
     run: str
     nodes: int
@@ -74,7 +75,7 @@ class Published:
 
     @property
     def extra_bytes(self) -> float:
-        """Bytes of a step's images or routed experts. Pickling stores the images of a prompt once, not once per response."""
+        """Bytes of a step's images or routed experts; pickling stores a prompt's images once."""
         tokens = self.rows * ASSUMED["fill"] * self.prompt
         images = tokens / self.sessions * ASSUMED["image_token_bytes"] if self.images else 0
         return images + (
@@ -95,7 +96,7 @@ PUBLISHED = (
 
 
 def volume(family: Family, rows: int, extra_bytes: float = 0.0) -> int:
-    """Bytes V that workers hand over and receive in a step: all they write, and all that model stages read."""
+    """Bytes V that workers write, and that model stages read, in a step."""
     graph = step_graph(family)
     written = [name for stage in graph.stages if stage.name not in SCORING_STAGES for name in stage.writes]
     read = [name for stage in graph.stages if stage.name in MODEL_STAGES for name in stage.reads]
@@ -103,7 +104,7 @@ def volume(family: Family, rows: int, extra_bytes: float = 0.0) -> int:
 
 
 def calls(workers: int) -> int:
-    """Calls to workers in a step: rollout and every model stage on each, scoring and clear on one."""
+    """Calls to workers in a step: rollout and model stages on each, the rest on one."""
     return workers * (1 + len(MODEL_STAGES)) + len(SCORING_STAGES) + 1
 
 
@@ -115,7 +116,7 @@ def sample(row: dict[str, Any], cores: int) -> Sample:
 
 
 def validated(rows: list[dict[str, Any]], cores: int) -> tuple[dict[str, Costs], list[dict[str, Any]]]:
-    """Costs of each plane from all sizes of 4 workers, and the error of every point when it has no part in the fit.
+    """Costs of each plane from all sizes of 4 workers, and the held-out error of every point.
 
     Raises:
         ValueError: too few points.
@@ -147,7 +148,7 @@ def spreads(checked: list[dict[str, Any]]) -> dict[str, Spread]:
 
 
 def predicted(costs: dict[str, Costs], errors: dict[str, Spread], run: Published, nic_gib_s: float) -> dict[str, Any]:
-    """One published run: the gain, and transfer seconds on both planes, where the error bar allows that."""
+    """One published run: gain and transfer seconds of both planes, if the error bar allows."""
     nbytes = volume(run.family, run.rows, run.extra_bytes)
     lanes = run.nodes * ASSUMED["ranks_per_node"]
     seconds = {
@@ -179,12 +180,12 @@ def predicted(costs: dict[str, Costs], errors: dict[str, Spread], run: Published
 
 
 def short(value: float) -> float:
-    """Four digits."""
+    """Round to four digits."""
     return float(f"{value:.4g}")
 
 
 def main() -> int:
-    """Fit, validate, predict, print, write."""
+    """Fit, validate, predict, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="+", type=Path)
     parser.add_argument("--nic", type=float, default=10.0, help="GiB/s of a node's network interface")

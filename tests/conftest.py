@@ -1,11 +1,13 @@
-"""What holds for every test, however and on whatever machine pytest was started."""
+"""Settings and fixtures for all tests."""
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import re
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,43 +15,92 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Property tests run on shared machines: how long one example takes says nothing. At a desk every run looks for new counter-examples;
-# in CI the examples are the same for the same code, so that a red run is about the change and can be repeated.
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+
+# Property tests run on shared machines, where the time of one example says nothing: no deadline.
+# Locally, each run tries new examples; in CI the examples depend only on the code, so that a
+# failure comes from the change and can be repeated.
 settings.register_profile(
     "shared", deadline=None, derandomize="CI" in os.environ, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("shared")
 
-# Ray's workers run in the environment of the tests. Where pytest was started by `uv run`, Ray would have uv make one for each of them, which takes
-# a minute; it looks at this when it is imported.
+# Ray workers use the environment of the tests. Without this setting, Ray under `uv run` creates an
+# environment for each worker, which takes a minute. Ray reads it on import.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
-# A shell starts its background jobs with SIGINT ignored, and so would be every process that a test starts and interrupts.
+# Tests share the cores with each other and with the processes they start. Torch threads spin while
+# they wait, and with few cores a batch of these small models then takes five to ten times the CPU
+# time. Child processes inherit both variables, and torch reads them on import. The app sets the
+# number of threads of its workers itself.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A shell starts background jobs with SIGINT ignored. Processes that a test starts and interrupts
+# would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each of these markers belongs to an environment of its own: a test with two would run where one of them can't."""
+EXCLUSIVE = ("slow", "nightly", "gpu", "vllm", "bridge")
+"""Markers that say where or when a test runs."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip files that never name the marker of `-m slow` or `-m "numeric and ..."`.
+
+    `_check_markers` ensures that every file names the markers of its tests, so that no test is
+    missed.
+    """
+    wanted = re.match(r"(?!not\b)(\w+)(?: and |$)", config.option.markexpr)
+    if wanted is None or not collection_path.match("test_*.py"):
+        return None
+    return True if f"mark.{wanted[1]}" not in collection_path.read_text(encoding="utf-8") else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _check_markers(items)
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist
+        _put_long_files_first(items)
+
+
+def _check_markers(items: list[pytest.Item]) -> None:
+    """Check that a test has at most one exclusive marker and that its file names its markers."""
+    texts: dict[Path, str] = {}
     for item in items:
-        if (
-            len(
-                asked := [
-                    name for name in ("slow", "nightly", "gpu", "vllm", "bridge") if item.get_closest_marker(name)
-                ]
-            )
-            > 1
-        ):
+        asked = [name for name in EXCLUSIVE if item.get_closest_marker(name)]
+        if len(asked) > 1:
             raise pytest.UsageError(
                 f"{item.nodeid} is marked {' and '.join(asked)}: leave the one that says where it can run."
             )
+        if item.get_closest_marker("numeric"):
+            asked.append("numeric")
+        for name in asked:
+            if item.path not in texts:
+                texts[item.path] = item.path.read_text(encoding="utf-8")
+            if f"mark.{name}" not in texts[item.path]:
+                raise pytest.UsageError(f"{item.nodeid} is marked {name}: write pytest.mark.{name} in its own file.")
+
+
+def _put_long_files_first(items: list[pytest.Item]) -> None:
+    """Sort files by the longest timeout of their tests, longest first.
+
+    A long file that starts last would leave the other workers idle.
+    """
+    longest: dict[Path, float] = {}
+    for item in items:
+        timeout = item.get_closest_marker("timeout")
+        longest[item.path] = max(longest.get(item.path, 0.0), float(timeout.args[0]) if timeout else 0.0)
+    items.sort(key=lambda item: -longest[item.path])
 
 
 @pytest.fixture(autouse=True)
 def _contexts_of_vllm(request: pytest.FixtureRequest) -> Iterator[None]:
-    """An engine of vLLM's that did not start leaves its ZeroMQ context to the garbage collector, which warns of it: here, not in a later test.
+    """Collect the ZeroMQ contexts that a failed vLLM engine leaves behind, right after its test.
 
-    What was there before the test is not searched: with vLLM imported, that alone takes most of a second.
+    The garbage collector warns about them and would make a later test fail. Objects from before the
+    test are frozen: with vLLM imported, scanning them takes most of a second.
     """
     if not request.node.get_closest_marker("vllm"):
         yield
@@ -64,24 +115,44 @@ def _contexts_of_vllm(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def demo_models(request):
-    """Folder of demo models that were made by an earlier test or an earlier run of pytest: see rl_app_ppo.demo.store for when one is made anew."""
+    """Folder of demo models, kept between runs of pytest; see rl_app_ppo.demo.cache."""
     return request.config.cache.mkdir("demo_models")
 
 
 @pytest.fixture(scope="session")
-def base_model(demo_models):
-    """A demo model after a warm-up of a few steps: enough to train on, quick to make."""
-    from rl_app_ppo.demo.settings import WarmUpSettings
+def make_demo_model(demo_models):
+    """Return a function from warm-up settings to the folder of that demo model.
+
+    A file lock lets one process make the model while the others wait.
+    """
     from rl_app_ppo.demo.warmup import cached_base_model
 
-    return cached_base_model(demo_models, WarmUpSettings(max_steps=80, check_every=80, validation_size=64))
+    def make(settings):
+        with demo_models.with_suffix(".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return cached_base_model(demo_models, settings)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def base_model(make_demo_model):
+    """Demo model after a short warm-up: good enough to train on and quick to make."""
+    from rl_app_ppo.demo.settings import WarmUpSettings
+
+    return make_demo_model(WarmUpSettings(max_steps=80, check_every=80, validation_size=64))
 
 
 @pytest.fixture
 def install_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """(group, name="module:attribute", ...) -> as an installer does it: entry points of one more distribution, `someones1` 1.0, `someones2` ..., and,
-    unless allowed=False, as an operator does it: what RL_PLUGINS names allows them. Returns the folder that holds it."""
-    from rl_trainer.algorithms.registry import installed
+    """Return a function that installs a distribution with the given entry points.
+
+    It takes the group of the entry points and pairs of `name="module:attribute"`, and returns the
+    folder that holds the distribution. The distributions are called `someones1`, `someones2` and so
+    on, all of version 1.0. Unless `allowed=False`, it also allows the entry points in the file that
+    RL_PLUGINS names, as an operator would.
+    """
+    from rl_trainer.config.registry import installed
 
     monkeypatch.delenv("RL_PLUGINS", raising=False)
     count = 0
@@ -108,11 +179,14 @@ def install_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 @pytest.fixture(scope="session")
-def readme_code() -> Callable[[str, int], str]:
-    """(member's folder from the root, number) -> that python block of the member's README."""
+def readme_code() -> Callable[..., str]:
+    """Return a function that reads one python block of a member's README or another file.
 
-    def read(member: str, number: int) -> str:
-        text = (Path(__file__).parents[1] / member / "README.md").read_text(encoding="utf-8")
+    The block is given by its number, the member by its folder relative to the root.
+    """
+
+    def read(member: str, number: int, file: str = "README.md") -> str:
+        text = (Path(__file__).parents[1] / member / file).read_text(encoding="utf-8")
         return re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)[number]
 
     return read
@@ -134,8 +208,11 @@ SIGHTED_TEMPLATE = """{%- for message in messages %}
 
 @pytest.fixture(scope="session")
 def make_vision_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """family -> folder of a real Qwen2-VL or Qwen2.5-VL of some ten thousand parameters over 33 tokens, its tokenizer, and its image processor, for
-    which 8 x 8 pixels are a token."""
+    """Return a function that makes a tiny Qwen2-VL or Qwen2.5-VL model.
+
+    It takes the family and returns a folder with a real model of some ten thousand parameters and
+    33 tokens, its tokenizer, and its image processor, which makes one token of 8 x 8 pixels.
+    """
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
@@ -181,7 +258,7 @@ def make_vision_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
             vision_start_token_id=2,
             image_token_id=3,
             vision_end_token_id=4,
-            video_token_id=32,  # never shown
+            video_token_id=32,  # unused
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)

@@ -2,7 +2,7 @@
 
 import sys
 
-from rl_app_ppo.main import main
+from rl_app_ppo.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from compare import Change, changes
-from documents import Document
+from harness.result_schema import Document
 
 BASE: dict[str, Any] = {
     "benchmark": "b",

@@ -1,14 +1,14 @@
-"""What a step moves, and who gets which rows."""
+"""Rows, bytes and shares of a step's payload."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from planes.compute import Workload, make_compute
-from planes.graph import step_graph, written
-from planes.payloads import FAMILIES, Layout, rollout_batch, row_keys, row_lengths, rows_for
-from planes.planes import Plan
-from planes.stores import DataProto, as_declared
+from ppo_step.compute import Workload, make_compute
+from ppo_step.graph import step_graph, written
+from ppo_step.payloads import FAMILIES, Layout, rollout_batch, row_keys, row_lengths, rows_for
+from ppo_step.planes import Plan
+from ppo_step.stores import DataProto, as_declared
 
 from rl_protocol import BatchData, DenseColumn, RaggedColumn, RowKey
 

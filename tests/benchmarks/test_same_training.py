@@ -1,4 +1,4 @@
-"""Only the data plane changes: the same training, bit by bit, whatever carries the rows."""
+"""Training is the same, bit by bit, over every data plane."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from planes.compute import TinyPolicy, Workload
-from planes.graph import step_graph
-from planes.payloads import FAMILIES, row_keys
+from ppo_step.compute import TinyPolicy, Workload
+from ppo_step.graph import step_graph
+from ppo_step.payloads import FAMILIES, row_keys
 
 from rl_protocol import BatchData, RaggedColumn
 
@@ -19,7 +19,7 @@ ONE = Workload(family="tiny", layout="ragged", rows=16, workers=1, real=True)
 
 
 def one_step(policy: TinyPolicy, step: int, *, spoil: str = "") -> bytes:
-    """A step in this process, without any plane; `spoil` names a column of which one number is changed on its way to the update."""
+    """A step in this process; `spoil` names a column in which one number is changed."""
     keys, batch = row_keys(step, 16), BatchData({}, 16)
     for stage in GRAPH.stages:
         read = batch.select_fields(stage.reads)
@@ -60,7 +60,7 @@ def digests(printed: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def found(script: Callable[..., str]) -> dict[str, str]:
-    """Plane -> digest of the parameters after three steps through it, for all planes that are installed."""
+    """Plane -> digest of the parameters after three steps, for all installed planes."""
     planes = ["driver", "driver-buffers", *(["transferqueue"] if find_spec("transfer_queue") else []), "simple", "ray"]
     made = digests(script("bench_same_training.py", "--smoke", "--planes", ",".join(planes)))
     assert list(made) == planes

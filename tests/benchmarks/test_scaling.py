@@ -1,11 +1,9 @@
-"""The scale model, with numbers by hand."""
+"""The scale model, with numbers computed by hand."""
 
 from __future__ import annotations
 
 import pytest
-from planes.payloads import FAMILIES
-from scale_model import PUBLISHED, calls, predicted, spreads, validated, volume
-from scaling import (
+from harness.scaling import (
     GIB,
     Costs,
     Gpu,
@@ -18,6 +16,8 @@ from scaling import (
     network_s,
     spread,
 )
+from ppo_step.payloads import FAMILIES
+from scale_model import PUBLISHED, calls, predicted, spreads, validated, volume
 
 
 def test_seconds_of_one_node():
@@ -33,7 +33,8 @@ def test_fit_finds_the_costs_it_was_made_from():
 
 
 def test_small_steps_count_as_much_as_large_ones():
-    # 1 s for 1 byte, 4 s for 2: b = (1 + 1/2) / (1 + 1/4) minimises (b - 1)^2 + (b/2 - 1)^2; a comes out negative and is 0.
+    # 1 s for 1 byte, 4 s for 2: b = (1 + 1/2) / (1 + 1/4) minimises (b - 1)^2 + (b/2 - 1)^2; a
+    #                            comes out negative and is 0.
     found = fit([Sample(1.0, 1e-9, 1, 5, 2), Sample(4.0, 1e-9, 2, 5, 2)])
     assert found.op_s == 0
     assert found.parallel_s == pytest.approx(2 * 1.2, rel=1e-6)
@@ -76,7 +77,8 @@ def test_gain_by_hand():
 
 
 def test_the_error_bar_by_hand():
-    # predicted 0.8 and 1.25 times what was measured: what was measured is 1.25 and 0.8 times what was predicted
+    # predicted 0.8 and 1.25 times what was measured: what was measured is 1.25 and 0.8 times what
+    # was predicted
     assert spread([-20.0, 25.0]) == Spread(pytest.approx(0.8), pytest.approx(1.25))
     # 100 * ((80 + 20) / 80 - 1) = 25; with transfers of 10 to 30 s the gain is 12.5 to 37.5
     assert gain_bar_percent(80, 20, 0, Spread(0.5, 1.5), Spread(1, 1)) == pytest.approx(50)
@@ -97,7 +99,8 @@ def test_nothing_is_predicted_with_an_error_bar_above_a_fifth():
 
 
 def test_volume_and_calls_by_hand():
-    # written: prompts, responses, mask, rollout log-probs; old log-probs and entropy; reference. Read: by three model stages.
+    # written: prompts, responses, mask, rollout log-probs; old log-probs and entropy; reference.
+    # Read: by three model stages.
     text, p, r = FAMILIES["text"], 2048, 8192
     writes = 8 * p + (8 + 1 + 4) * r + (4 + 4) * r + 4 * r
     reads = 3 * 8 * p + 2 * 8 * r + (8 + 1 + 4 + 4 + 4) * r

@@ -1,23 +1,25 @@
-"""Every benchmark still runs: each in its tiny mode, as a user would start it."""
+"""Every benchmark runs in its tiny mode."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from common import published_results
+from harness.results import published_results
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PEER = find_spec("transfer_queue") is not None
 NO_MEASUREMENT = {"compare.py", "report.py", "scale_model.py"}
-"""Scripts that work on results; test_compare, test_documents and test_scaling run them."""
-BY_NAME = {"bench_controller_bottleneck.py", "bench_same_training.py", "data_plane.py"}
-"""Run by a test of their own, which looks at what they print."""
+"""Scripts that work on results; other tests run them."""
+BY_NAME = {"bench_controller_bottleneck.py", "bench_same_training.py", "choose_backend.py"}
+"""Scripts with their own test below."""
 OF_THE_APP = {"bench_delta_in_training.py", "bench_learning.py", "bench_trainer.py"}
-"""Run the app, which is told here to do little, with a model that is there already."""
+"""Scripts that run the app, here with few steps and a cached model."""
 LITTLE = (
     "data.val_size=32",
     "data.train_batch_size=8",
@@ -26,7 +28,7 @@ LITTLE = (
     "actor.use_kl_loss=false",
 )
 WITH_VLLM = {"bench_rollout.py"}
-"""Need an environment of their own."""
+"""Scripts that need a separate environment."""
 
 
 def scripts() -> list[str]:
@@ -42,10 +44,18 @@ def test_every_script_that_measures_has_a_tiny_mode():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(scripts()) - NO_MEASUREMENT - BY_NAME - WITH_VLLM))
 def test_it_runs(name: str, script: Callable[..., str], request: pytest.FixtureRequest):
-    if re.search(r"^from peer_transferqueue|pytest.main", (BENCHMARKS / name).read_text(), re.MULTILINE):
+    if re.search(r"^from peers.transferqueue", (BENCHMARKS / name).read_text(), re.MULTILINE):
         request.getfixturevalue("bench_group")
     overrides = (f"model.path={request.getfixturevalue('base_model')}", *LITTLE) if name in OF_THE_APP else ()
     assert script(name, "--smoke", *(f"--set={override}" for override in overrides)).strip()
+
+
+@pytest.mark.slow
+def test_the_timed_benchmarks_run(bench_group: None):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--benchmark-disable", str(BENCHMARKS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\b\d\d passed\b", done.stdout)
 
 
 @pytest.mark.vllm
@@ -63,7 +73,7 @@ def test_the_controller_bottleneck(script: Callable[..., str]):
 
 @pytest.mark.slow
 def test_the_choice_of_a_backend_works_with_what_is_installed_and_says_what_is_missing(script: Callable[..., str]):
-    printed = script("data_plane.py", "--smoke")
+    printed = script("choose_backend.py", "--smoke")
     assert "recommended: " in printed
     for name, module in (("transferqueue", "transfer_queue"), ("mooncake", "mooncake")):
         if find_spec(module) is None:
@@ -73,7 +83,7 @@ def test_the_choice_of_a_backend_works_with_what_is_installed_and_says_what_is_m
 def test_a_broken_payload_ends_with_a_message(script: Callable[..., str], tmp_path: Path):
     bad = tmp_path / "bad.yaml"
     bad.write_text("rows: 4\ncolumns: {x: {kind: dense, dtype: float31}}\n")
-    script("data_plane.py", "--payload", str(bad), expect=2)
+    script("choose_backend.py", "--payload", str(bad), expect=2)
 
 
 def test_the_scale_model_says_that_it_predicts_and_writes_nothing_in_its_tiny_mode(script: Callable[..., str]):

@@ -1,4 +1,4 @@
-"""How the costs of steps become rows and plots. Numbers by hand."""
+"""Costs of steps as rows and plots, computed by hand."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from bench_controller_bottleneck import Point
-from documents import kind_of
-from planes.compute import Workload
-from planes.planes import longest
-from planes.plots import plot_gains
-from planes.steps import Cost, ratio, summarise
+from harness.result_schema import kind_of
+from ppo_step.compute import Workload
+from ppo_step.planes import longest
+from ppo_step.plots import plot_gains
+from ppo_step.steps import Cost, ratio, summarise
 
 MIB = 2**20
 LOAD = Workload(family="tiny", layout="padded", rows=16, workers=2, compute_s=1.0)

@@ -1,4 +1,4 @@
-"""Running the app as a user would: in a process of its own, from the command line."""
+"""Fixtures that run the app as a user does: from the command line, in a separate process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Generator
@@ -15,15 +16,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+from abandoned_memory import no_memory_left
 
 ROOT = Path(__file__).parents[2]
+PATIENT = "ray.start_timeout_s=400"
+"""Workers that import torch while other tests run take a long time to start."""
 MARK = "RL_INTEGRATION_TEST"
 """Environment variable that every process of a run inherits."""
 
 
 @dataclass
 class Finished:
-    """A run that ended."""
+    """The outcome of a run that has ended."""
 
     code: int
     out: str
@@ -39,10 +43,13 @@ def command(*overrides: str) -> list[str]:
     return ["uv", "run", "--no-sync", "--project", str(ROOT), str(ROOT / "apps" / "ppo"), *overrides]
 
 
-def started(mark: str, folder: Path, *overrides: str, lines: int, timeout_s: float = 120.0) -> subprocess.Popen[str]:
-    """A run in a process group of its own, as a shell starts it, that has written so many lines of metrics into `folder` and goes on."""
+def started(mark: str, folder: Path, *overrides: str, lines: int, timeout_s: float = 400.0) -> subprocess.Popen[str]:
+    """Start a run in a new process group; return once `folder` has this many lines of metrics.
+
+    The run continues in the background.
+    """
     process = subprocess.Popen(
-        command(f"trainer.output_dir={folder.parent}", f"trainer.run_name={folder.name}", *overrides),
+        command(f"trainer.output_dir={folder.parent}", f"trainer.run_name={folder.name}", PATIENT, *overrides),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -63,7 +70,7 @@ def started(mark: str, folder: Path, *overrides: str, lines: int, timeout_s: flo
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Live processes of the run with this mark."""
+    """Return the live processes of the run with this mark."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -72,40 +79,48 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
+def words_of(process: psutil.Process) -> list[str]:
+    """Return the command line of a process, or nothing if it has ended."""
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
+def name_of(process: psutil.Process) -> str:
+    """Return the name of a process, or nothing if it has ended."""
+    with contextlib.suppress(psutil.Error):
+        return process.name()
+    return ""
+
+
 def processes_of(folder: Path, worker: str) -> list[int]:
-    """Process ids that a worker of a run has had, in order, as its log says."""
+    """Return the process ids of a worker of a run, oldest first, as its log lists them."""
     log = (folder / "logs" / f"{worker}.log").read_text()
-    return [int(pid) for pid in re.findall(rf"worker {worker} starts as \w+, process (\d+)", log)]
-
-
-def shared_memory() -> set[str]:
-    """Names of files in shared memory. Semaphores (`sem.`) are left out: none is of this project, and other programs come and go."""
-    return {entry.name for entry in Path("/dev/shm").iterdir() if not entry.name.startswith("sem.")}
+    return [int(pid) for pid in re.findall(rf"worker {worker} starts as [\w, ]+, process (\d+)", log)]
 
 
 @contextlib.contextmanager
 def nothing_left() -> Generator[str]:
-    """Value of MARK for some runs; fails when a process or a shared-memory file outlives them."""
-    value, memory = uuid.uuid4().hex, shared_memory()
-    yield value
-    alive = psutil.wait_procs(marked(value), timeout=15)[1]
-    assert not alive, [process.cmdline() for process in alive]
-    assert shared_memory() <= memory
+    """Yield a value of MARK for runs; fail if a process or shared-memory file of them remains."""
+    value = uuid.uuid4().hex
+    with no_memory_left():
+        yield value
+        alive = psutil.wait_procs(marked(value), timeout=60)[1]
+        assert not alive, [words_of(process) for process in alive]
 
 
 @pytest.fixture
 def mark():
-    """See nothing_left: of the runs of one test."""
+    """The mark of one test's runs; see `nothing_left`."""
     with nothing_left() as value:
         yield value
 
 
 @pytest.fixture(scope="session")
-def calculator_model(demo_models):
-    """One that knows how the calculator is called, seldom does, and mostly guesses."""
+def calculator_model(make_demo_model):
+    """A model that knows how to call the calculator, but rarely does and mostly guesses."""
     from rl_app_ppo.demo.demos import DEMOS
     from rl_app_ppo.demo.settings import WarmUpSettings
-    from rl_app_ppo.demo.warmup import cached_base_model
 
     demo = DEMOS["calculator"]
     settings = WarmUpSettings(
@@ -116,24 +131,26 @@ def calculator_model(demo_models):
         check_every=20,
         validation_size=128,
     )
-    return cached_base_model(demo_models, settings)
+    return make_demo_model(settings)
 
 
 @pytest.fixture
 def app(tmp_path, base_model, mark):
-    """Run the app for a few small steps; arguments override."""
+    """Run the app for a few small steps; the arguments are overrides."""
 
-    def run(*overrides: str, timeout: float = 150) -> Finished:
+    def run(*overrides: str, timeout: float = 500) -> Finished:
         small = (
             f"model.path={base_model}",
             f"trainer.output_dir={tmp_path}",
             "trainer.run_name=run",
+            PATIENT,
             "trainer.total_training_steps=2",
             "data.val_size=32",
             "data.train_batch_size=8",
             "actor.ppo_mini_batch_size=8",
             "rollout.num_workers=1",
-            "actor.use_kl_loss=false",  # no reference process: a run that starts fewer processes starts sooner
+            # no reference process: the run starts sooner with fewer processes
+            "actor.use_kl_loss=false",
             *(["critic.ppo_mini_batch_size=8"] if "algorithm=ppo" in overrides else []),
         )
         done = subprocess.run(
@@ -146,5 +163,24 @@ def app(tmp_path, base_model, mark):
             env={**os.environ, MARK: mark},
         )
         return Finished(done.returncode, done.stdout, done.stderr, tmp_path / "run")
+
+    return run
+
+
+@pytest.fixture
+def run_script(tmp_path, mark):
+    """Run a Python script of this text in `tmp_path`, and return the finished process."""
+
+    def run(text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "script.py").write_text(text)
+        return subprocess.run(
+            [sys.executable, "script.py", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=1100,
+            cwd=tmp_path,
+            check=False,
+            env={**os.environ, MARK: mark},
+        )
 
     return run

@@ -1,4 +1,7 @@
-"""A run takes its prompts in the order of an installed curriculum. That it goes on with it is in tests/rl_trainer/test_checkpoints.py."""
+"""A run takes its prompts in the order of an installed curriculum.
+
+tests/rl_trainer/scenarios/test_resume.py covers a resumed run.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,6 @@ easy_first = CurriculumKind(EasyFirst)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_run_trains_on_easy_prompts_first(app, install_plugins, tmp_path, monkeypatch):
     site = install_plugins("rl_trainer.curricula", easy_first="someones_curriculum:easy_first")
     (site / "someones_curriculum.py").write_text(PACKAGE)
@@ -41,7 +43,7 @@ def test_a_run_trains_on_easy_prompts_first(app, install_plugins, tmp_path, monk
         *(f"data.{split}_files={tmp_path / 'sums.jsonl'}" for split in ("train", "val")),
         f"model.cache_dir={tmp_path / 'cache'}",
         "data.curriculum=easy_first",
-        "data.val_size=512",  # of the demo: as it is by default, for nothing reads it here
+        "data.val_size=512",  # the demo's default; a run on data files does not read it
         "data.train_batch_size=4",
         "actor.ppo_mini_batch_size=4",
         "rollout.n=2",

@@ -1,4 +1,4 @@
-"""A stand-in for a GPU: its memory is shared memory of the host, its handles are paths under /proc, which die with their process."""
+"""A Device over shared memory, for tests without a GPU; its handles are paths under /proc."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import os
 import numpy as np
 import numpy.typing as npt
 
-from rl_ckpt_engine.engines.devices import HANDLE_BYTES
+from rl_ckpt_engine.engines.one_host.cuda_memory import HANDLE_BYTES
 from rl_protocol.errors import WeightSyncError
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class SharedMemoryDevice:
-    """The port `Device`.
+    """The port `Device` over shared memory.
 
     Attributes:
-        allocated: address -> file descriptor and memory of what was allocated and not freed.
-        opened: address -> memory of what was opened and not closed.
+        allocated: address -> file descriptor and memory, for allocations not yet freed.
+        opened: address -> memory, for opened handles not yet closed.
     """
 
     def __init__(self) -> None:

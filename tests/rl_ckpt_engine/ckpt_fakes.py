@@ -1,15 +1,15 @@
-"""Sources, sinks and handles for the tests."""
+"""Sources, sinks and faulty handles for tests."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
 
-from rl_ckpt_engine import ReceiverEndpoint, SenderEndpoint
-from rl_ckpt_engine.engines.naive import NaiveEngine
+from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineManager, ReceiverEndpoint, SendAck, SenderEndpoint
+from rl_ckpt_engine.engines.one_host.naive import NaiveEngine
 from rl_ckpt_engine.testing import make_weights
+from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
-from rl_protocol.weights import WeightTensor
 
 
 class Source:
@@ -23,7 +23,7 @@ class Source:
 
 
 class Sink:
-    """An engine that knows names, types and shapes, and takes all or nothing."""
+    """An engine that checks names, dtypes and shapes, and loads all weights or none."""
 
     def __init__(self, model: Sequence[WeightTensor]) -> None:
         self._want = {w.name: (w.dtype, w.shape) for w in model}
@@ -48,7 +48,7 @@ def model(seed: int) -> list[WeightTensor]:
 
 
 class Fault:
-    """What a faulty handle does in one phase: raise, or never answer."""
+    """A handle's fault in one phase: it raises, or never answers."""
 
     HANG = "hang"
 
@@ -69,7 +69,7 @@ class FaultySender(SenderEndpoint):
         self.fault = fault or Fault()
         self.calls: list[str] = []
 
-    async def send(self, version: int, timeout_s: float) -> bytes:
+    async def send(self, version: int, timeout_s: float) -> SendAck:
         self.calls.append("send")
         await self.fault.strike("send")
         return await super().send(version, timeout_s)
@@ -111,3 +111,15 @@ class FaultyReceiver(ReceiverEndpoint):
         self.calls.append("resume")
         await self.fault.strike("resume")
         await super().resume(timeout_s)
+
+
+def system(*faults: Fault | None, sender: Fault | None = None):
+    """Return a sender, a receiver for each fault, and their manager.
+
+    The deadline is short only where a fault needs it to pass.
+    """
+    hangs = any(Fault.HANG in fault.phases.values() for fault in (*faults, sender) if fault is not None)
+    timeout_s = 1.0 if hangs else 60.0
+    source = FaultySender(Source(model(1)), sender)
+    receivers = [FaultyReceiver(f"r{i}", fault) for i, fault in enumerate(faults)]
+    return source, receivers, CheckpointEngineManager(source, receivers, CheckpointEngineConfig(timeout_s=timeout_s))

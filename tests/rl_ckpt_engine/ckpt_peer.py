@@ -1,5 +1,7 @@
-"""A process with one endpoint, driven over pipes: one JSON line in per call, one out per answer.
-`python ckpt_peer.py sender|receiver NAME ENGINE DIRECTORY`."""
+"""A process with one endpoint, driven over pipes: each JSON line in is answered by one line out.
+
+Usage: `python ckpt_peer.py sender|receiver NAME ENGINE DIRECTORY`.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,15 @@ import os
 import sys
 from pathlib import Path
 
-from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineRegistry, ReceiverEndpoint, SenderEndpoint
-from rl_ckpt_engine.engines.cuda_ipc import CudaIpcEngine
+from rl_ckpt_engine import (
+    CheckpointEngineConfig,
+    CheckpointEngineRegistry,
+    ReceiverEndpoint,
+    SendAck,
+    SenderEndpoint,
+)
+from rl_ckpt_engine.endpoints.operations import METHODS
+from rl_ckpt_engine.engines.one_host.cuda_ipc import CudaIpcEngine
 from rl_ckpt_engine.testing import make_weights
 from rl_protocol.errors import RLError
 
@@ -20,11 +29,18 @@ from ckpt_device import SharedMemoryDevice
 from ckpt_fakes import Sink, Source
 
 SHAPES = [(1000, 100), (), (0,), (33,)]
-T = 20.0
 
 
 def over_a_stand_in(engine: str, config: CheckpointEngineConfig) -> CudaIpcEngine:
     return CudaIpcEngine(config, SharedMemoryDevice())
+
+
+class VersionedSender(SenderEndpoint):
+    """Sends other weights with each version."""
+
+    async def send(self, version: int, timeout_s: float) -> SendAck:
+        self._source.weights = make_weights(SHAPES, seed=version)
+        return await super().send(version, timeout_s)
 
 
 class Peer:
@@ -34,34 +50,21 @@ class Peer:
         config = CheckpointEngineConfig(backend=engine, directory=directory)
         create = over_a_stand_in if stand_in else CheckpointEngineRegistry().create
         self.sink = Sink(make_weights(SHAPES))
-        self.source = Source([])
-        self.sender = SenderEndpoint(create(engine, config), self.source) if role == "sender" else None
-        self.receiver = ReceiverEndpoint(create(engine, config), self.sink, name=name)
+        if role == "sender":
+            self.endpoint = VersionedSender(create(engine, config), Source([]))
+        else:
+            self.endpoint = ReceiverEndpoint(create(engine, config), self.sink, name=name)
 
-    async def call(self, method: str, *args: object) -> object:
+    async def call(self, method: str, payload: str) -> str:
         if method == "loaded":
-            return [self.sink.weight_version, {name: data.hex() for name, data in self.sink.loaded.items()}]
-        if method == "send":
-            self.source.weights = make_weights(SHAPES, seed=int(args[0]))
-            return (await self.sender.send(int(args[0]), T)).hex()
-        if method == "receive":
-            ack = await self.receiver.receive(bytes.fromhex(str(args[0])), T)
-            return [ack.version, ack.digest.hex(), ack.seconds]
-        if method == "republish":
-            return (await (self.sender or self.receiver).republish(T)).hex()
-        if method == "prepare":
-            return (await (self.sender or self.receiver).prepare()).hex()
-        if method == "join":
-            return await (self.sender or self.receiver).join(bytes.fromhex(str(args[0])), float(str(args[1])))
-        if method == "serve":
-            return await self.sender.serve(bytes.fromhex(str(args[0])), T)
-        target = self.sender if method in ("finalize", "abort") else self.receiver
-        return await getattr(target, method)(*args)
+            loaded = {name: data.hex() for name, data in self.sink.loaded.items()}
+            return json.dumps([self.sink.weight_version, loaded]).encode().hex()
+        return (await self.endpoint.handle(method.removeprefix(METHODS), bytes.fromhex(payload))).hex()
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # transport libraries print what they have to say
+    os.dup2(2, 1)  # transport libraries print to stdout
     peer = Peer(*sys.argv[1:])
     for line in sys.stdin:
         try:

@@ -1,4 +1,4 @@
-"""Makes the helper modules of this folder importable under pytest's importlib mode; their names are unique in the workspace."""
+"""Makes this folder's helper modules importable; their names are unique in the workspace."""
 
 import sys
 from pathlib import Path

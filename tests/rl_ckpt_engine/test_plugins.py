@@ -1,4 +1,7 @@
-"""Plug-ins: found by name, loaded when the operator allows it, refused otherwise, each refusal saying why. The example is a real package."""
+"""Plug-ins load only if the operator allows them; else the error says why.
+
+The tests use a real package.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from rl_ckpt_engine import (
 from rl_ckpt_engine.plugins import load_plugin
 from rl_ckpt_engine.testing import EngineConformance
 from rl_protocol.errors import ConfigError
-from rl_protocol.plugins import ALLOW_FILE, Allowed, fingerprint
+from rl_protocol.support.plugins import ALLOW_FILE, Allowed, fingerprint
 
 EXAMPLE = Path(__file__).with_name("example_plugin")
 MODULE = "ckpt_example_plugin"
@@ -39,7 +42,7 @@ CUSTOM = CheckpointEngineConfig(backend="example", custom_backend_module="exampl
 
 
 def install(site: Path, *, name: str = "ckpt-example-plugin", version: str = "1.0", module: str = MODULE) -> Path:
-    """The example as an installer lays it out; returns its module's folder."""
+    """Write the example as an installer does; return its module's folder."""
     source = (EXAMPLE / "src" / MODULE / "__init__.py").read_text()
     package, info = site / module, site / f"{name.replace('-', '_')}-{version}.dist-info"
     for folder in (package, info):
@@ -68,7 +71,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, type]:
-    """What modules register in a test, and no other sees."""
+    """Replace the registry with an empty one for the test."""
     found: dict[str, type] = {}
     monkeypatch.setattr("rl_ckpt_engine.registry._REGISTERED", found)
     return found
@@ -109,7 +112,7 @@ class TestExampleEngine(EngineConformance):
 
 
 def refused(policy: PluginPolicy, config: CheckpointEngineConfig = CUSTOM) -> str:
-    """Both hooks refuse, and nothing of the plug-in was imported. The message about the engine."""
+    """Check that both hooks refuse and the plug-in is not imported; return the engine's message."""
     with pytest.raises(ConfigError):
         CheckpointEngineRegistry(policy).manager(config)
     with pytest.raises(ConfigError) as error:
@@ -145,16 +148,16 @@ def test_byte_code_beside_pinned_sources_is_not_run(site: Path, tmp_path: Path) 
     package = install(site)
     source = package / "__init__.py"
     good, text, status = pin(), source.read_text(), source.stat()
-    evil = text.replace("Shared memory, counted", "Shared memory, hacked!")
+    evil = text.replace("with counters", "with a hacker")
     assert len(evil) == len(text)
     source.write_text(evil)
     os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns))
-    subprocess.run([sys.executable, "-m", "compileall", "-q", str(package)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "compileall", "-q", str(package)], check=True, timeout=300)
     source.write_text(text)
     os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert load_plugin("backends", "example", allowed()).__doc__ == "Shared memory, hacked!.", "the trap works"
+    assert load_plugin("backends", "example", allowed()).__doc__ == "Shared memory with a hacker.", "the trap works"
     del sys.modules[MODULE]
-    assert load_plugin("backends", "example", allowed(sha256=good)).__doc__ == "Shared memory, counted."
+    assert load_plugin("backends", "example", allowed(sha256=good)).__doc__ == "Shared memory with counters."
 
 
 def test_a_module_that_shadows_a_pinned_one_is_refused(
@@ -164,7 +167,7 @@ def test_a_module_that_shadows_a_pinned_one_is_refused(
     good, shadow = pin(), tmp_path / "shadow"
     shutil.copytree(site / MODULE, shadow / MODULE)
     monkeypatch.syspath_prepend(shadow)
-    assert "none of its files" in refused(allowed(sha256=good))
+    assert "not one of its files" in refused(allowed(sha256=good))
 
 
 def test_an_editable_install_can_not_be_pinned(site: Path) -> None:
@@ -191,7 +194,7 @@ def test_two_packages_of_one_name_are_refused(site: Path) -> None:
             "API_VERSION: ClassVar[int] = 2",
             "was written for API version 2; this is version 1",
         ),
-        ('name: ClassVar[str] = "example"', 'name: ClassVar[str] = "other"', "calls itself 'other'"),
+        ('name: ClassVar[str] = "example"', 'name: ClassVar[str] = "other"', "has the name 'other'"),
         (
             "import annotations\n",
             "import annotations\nimport cupy_that_is_missing\n",
@@ -201,7 +204,7 @@ def test_two_packages_of_one_name_are_refused(site: Path) -> None:
         (
             "class ExampleEngine(ShmEngine):",
             "ExampleEngine = dict\n\n\nclass Unused(ShmEngine):",
-            "no subclass of CheckpointEngine",
+            "not a subclass of CheckpointEngine",
         ),
     ],
 )
@@ -216,12 +219,12 @@ def test_a_manager_must_be_one(site: Path) -> None:
     source = install(site) / "__init__.py"
     text = source.read_text()
     source.write_text(text.replace("class ExampleManager(CheckpointEngineManager)", "class ExampleManager"))
-    with pytest.raises(ConfigError, match="no subclass of CheckpointEngineManager"):
+    with pytest.raises(ConfigError, match="not a subclass of CheckpointEngineManager"):
         CheckpointEngineRegistry(allowed()).manager(CUSTOM)
     assert CheckpointEngineRegistry().manager(CheckpointEngineConfig()) is CheckpointEngineManager
 
 
-def test_names_nobody_offers_list_what_is_there(site: Path) -> None:
+def test_unknown_names_list_what_is_installed(site: Path) -> None:
     install(site)
     config = CheckpointEngineConfig(checkpoint_manager_class="mine", custom_backend_module="mine", backend="mine")
     message = refused(allowed(), config)
@@ -235,7 +238,7 @@ def test_a_plug_in_does_not_replace_an_engine_of_this_package(site: Path) -> Non
         CheckpointEngineRegistry(allowed()).resolve(
             CheckpointEngineConfig(backend="shm", custom_backend_module="example")
         )
-    with pytest.raises(ConfigError, match="calls itself 'example'"):
+    with pytest.raises(ConfigError, match="has the name 'example'"):
         CheckpointEngineRegistry(allowed()).resolve(
             CheckpointEngineConfig(backend="mine", custom_backend_module="example")
         )
@@ -269,7 +272,7 @@ def test_settings_hold_names_and_no_code(value: str) -> None:
 # -- module paths, as verl's settings have them
 REGISTERING = """
 from rl_ckpt_engine import CheckpointEngineRegistry
-from rl_ckpt_engine.engines.shm import ShmEngine
+from rl_ckpt_engine.engines.one_host.shm import ShmEngine
 from ckpt_example_plugin import ExampleManager
 
 @CheckpointEngineRegistry.register("mine")
@@ -284,7 +287,7 @@ PATHS = CheckpointEngineConfig(
 
 
 def install_registering(site: Path) -> Path:
-    """A distribution with a module that registers its engine, and without a word about it in its entry points."""
+    """Install a distribution whose module registers its engine, without an entry point for it."""
     package = install(site)
     (package / "engines.py").write_text(REGISTERING)
     record = site / "ckpt_example_plugin-1.0.dist-info" / "RECORD"
@@ -331,7 +334,7 @@ def test_a_module_of_no_distribution_loads_only_unsafely(site: Path, registered:
     (site / "loose" / "engines.py").write_text(REGISTERING)
     for path in ("loose.engines", "os.path"):
         config = CheckpointEngineConfig(backend="mine", custom_backend_module=path)
-        with pytest.raises(ConfigError, match="no installed distribution holds that module"):
+        with pytest.raises(ConfigError, match="no installed distribution contains that module"):
             CheckpointEngineRegistry(paths_allowed()).resolve(config)
     assert registered == {}
     unsafe = CheckpointEngineRegistry(load_policy({}, allow_unsafe_plugins=True))
@@ -339,7 +342,7 @@ def test_a_module_of_no_distribution_loads_only_unsafely(site: Path, registered:
     assert unsafe.resolve(loose).name == "mine"
     delta = CheckpointEngineConfig(backend="delta-mine", custom_backend_module="loose.engines")
     assert unsafe.resolve(delta).name == "delta-mine"
-    with pytest.raises(ConfigError, match=r"registers no engine 'other' when it is imported; registered are mine"):
+    with pytest.raises(ConfigError, match=r"registers no engine 'other'; registered are mine"):
         unsafe.resolve(CheckpointEngineConfig(backend="other", custom_backend_module="loose.engines"))
 
 
@@ -350,7 +353,8 @@ def test_the_operators_file_names_a_path_in_quotes(tmp_path: Path) -> None:
     assert policy.allowed["rl_ckpt_engine"]["backends"] == {"my_pkg.engines": Allowed(distribution="my-package")}
 
 
-# ---------------------------------------------------------------------------------------------------------- the allow-list
+# --------------------------------------------------------------------------------
+# the allow-list
 
 
 def test_the_allow_list_is_a_file_of_the_operator(tmp_path: Path) -> None:
@@ -377,7 +381,7 @@ def test_the_allow_list_is_a_file_of_the_operator(tmp_path: Path) -> None:
             load_policy({ALLOW_FILE: str(file)})
     file.write_text("")
     file.chmod(0o666)
-    with pytest.raises(ConfigError, match="everybody may write"):
+    with pytest.raises(ConfigError, match="is world-writable"):
         load_policy({ALLOW_FILE: str(file)})
     with pytest.raises(ConfigError, match="can't be read"):
         load_policy({ALLOW_FILE: str(tmp_path / "missing")})
@@ -403,7 +407,7 @@ def test_driver_and_workers_load_the_same_by_policy_or_by_environment(site: Path
             env=environment | more,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
         return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
@@ -411,11 +415,11 @@ def test_driver_and_workers_load_the_same_by_policy_or_by_environment(site: Path
     policy = msgspec.json.encode(allowed(sha256=pin())).decode()
     assert worker(policy) == "ExampleEngine ExampleManager"
     printed = subprocess.run(
-        [sys.executable, "-m", "rl_protocol.plugins", "rl_ckpt_engine"],
+        [sys.executable, "-m", "rl_protocol.support.plugins", "rl_ckpt_engine"],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     ).stdout
     assert f'sha256 = "{pin()}"' in printed

@@ -1,6 +1,7 @@
-"""Our mapping and Megatron-Bridge's on the same ranks, started by the tests as a process of its own: models out
+"""Compare our mapping with Megatron-Bridge's on the same ranks.
 
-Every rank of every layout writes <out>/<layout>-<family>-<rank>.json: what is the same, bit for bit, under both.
+Usage: bridge_program.py MODELS OUT. Every rank of every layout writes its comparisons to
+<out>/<layout>-<family>-<rank>.json.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def exported(policy):
-    """Name -> bytes of every weight that leaves the policy."""
+    """Return name -> bytes of every exported weight."""
     return {weight.name: bytes(weight.data) for weight in policy.named_weights()}
 
 
 def compare(path, ranks):
-    """Of one family: parameters after loading, weights out before and after training, and their names."""
+    """Compare parameters after loading, and exported weights before and after training."""
     import torch
     from safetensors.torch import load_file
 
-    from rl_megatron_peft.backend.bridge import BridgeMapping
-    from rl_megatron_peft.backend.mapping import OwnMapping, best_mapping
-    from rl_megatron_peft.backend.model import base_parameters
+    from rl_megatron_peft.backend.model.gpt import base_parameters
+    from rl_megatron_peft.backend.model.megatron_bridge import BridgeMapping
+    from rl_megatron_peft.backend.model.weight_mapping import OwnMapping, best_mapping
 
     own, bridged = (policy_of(path, ranks, "fused", mapping=mapping) for mapping in (OwnMapping, BridgeMapping))
     ours, theirs = (dict(base_parameters(policy.model, policy.shape, ranks)) for policy in (own, bridged))
@@ -53,10 +54,10 @@ def rank_main(rank, size, models, out):
 
 def main():
     from rl_megatron_peft import Layout, ModelShape
-    from rl_megatron_peft.backend.bridge import bridge_problem
+    from rl_megatron_peft.backend.model.megatron_bridge import bridge_problem
 
     models, out = Path(sys.argv[1]), Path(sys.argv[2])
-    if problem := bridge_problem(ModelShape.read(models / "llama"), Layout()):  # and it is imported, once for all ranks
+    if problem := bridge_problem(ModelShape.read(models / "llama"), Layout()):
         sys.exit(problem)
     for size in LAYOUTS:
         in_ranks(size, rank_main, size, models, out)

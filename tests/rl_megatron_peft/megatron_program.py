@@ -1,7 +1,8 @@
-"""Megatron-Core over gloo, started by the tests as a process of its own: models out cases world...
+"""Run Megatron-Core over gloo: megatron_program.py MODELS OUT CASES WORLD...
 
-Forks the ranks of each world once everything is imported; a world goes through its layouts in turn. Results go to <out>/<layout>/.
-Imports nothing heavy at the top: Megatron's checkpoint writer starts helpers that import this file again.
+Forks the ranks of each world after all imports; a world runs its layouts one after another. Results
+go to <out>/<layout>/. The top of the file has no heavy imports, because Megatron's checkpoint
+writer starts processes that import this file again.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ WORLDS = {
     "one": {"one": (1, 1)},
     "two": {"tp2": (2, 1), "pp2": (1, 2), "dp2": (1, 1), "zero2": (1, 1), "sp2": (2, 1, True)},
     "four": {"tp2pp2": (2, 2), "sp2pp2": (2, 2, True), "zero2tp2": (2, 1), "zero2pp2": (1, 2), "zero4": (1, 1)},
-}  # zero<n>: so many replicas share the optimizer's state
+}  # in zero<n>, n replicas share the optimizer state
 CASES = {"some": (("llama", "fused"), ("qwen2", "canonical"), ("qwen3", "fused"), ("qwen2", "fused-dora"))}
 CASES["rest"] = (("llama", "canonical"), ("qwen2", "fused"), ("qwen3", "canonical"), ("llama", "canonical-dora"))
 CASES["all"] = CASES["some"] + CASES["rest"]
 CURVES = {"some": (("qwen2", "fused", True, 0.0), ("qwen3", "canonical-dora", False, 0.3))}
 CURVES["rest"] = (("qwen3", "canonical-dora", True, 0.0), ("even", "whole", True, 0.0))
 CURVES["all"] = CURVES["rest"]
-# family, kind, whether it is resumed half way (Megatron's writer takes longer than all else), dropout
+# CURVES: family, kind, whether it resumes halfway (Megatron's writer is slow), dropout
 CRITICS = {"some": (("tied", "whole", True), ("llama", "fused", False)), "rest": (("even", "whole", False),)}
 CRITICS["all"] = CRITICS["rest"]
-# family, kind, whether Megatron's writer is used as well
+# CRITICS: family, kind, whether it also uses Megatron's writer
 BEFORE = {
     "one": "one",
     "tp2": "one",
@@ -43,7 +44,7 @@ TARGETS |= {f"{kind}-dora": targets for kind, targets in TARGETS.items()}
 
 
 def batch_of(rows, seed, share=(0, 1)):
-    """Ragged trajectories, the same on every rank; of a replica its share alone."""
+    """Return ragged trajectories, the same on every rank; `share` is (replica, replicas)."""
     import numpy as np
 
     from rl_protocol import BatchData, ragged
@@ -63,7 +64,7 @@ def batch_of(rows, seed, share=(0, 1)):
 
 
 def loss(log_prob, entropy, micro, counts):
-    """REINFORCE with a little entropy, as a share of the mini-batch: stands for the trainer's loss."""
+    """REINFORCE with a small entropy bonus, as one micro-batch's share of the loss."""
     import torch
 
     mask = torch.tensor(micro.ragged("response_mask").values)
@@ -76,22 +77,26 @@ def loss(log_prob, entropy, micro, counts):
 def policy_of(path, ranks, kind, dropout=0.0, **more):
     from rl_megatron_peft.backend.policy import MegatronPolicyBackend
 
-    settings = {**settings_of(kind, dropout), "loss": loss}
-    return MegatronPolicyBackend(path, ranks=ranks, **{**settings, **more})
+    return MegatronPolicyBackend(path, ranks=ranks, **arguments_of(kind, dropout, **{"loss": loss, **more}))
 
 
-def settings_of(kind, dropout=0.0):
+def arguments_of(kind, dropout=0.0, **more):
+    """Return a backend's arguments; `more` replaces arguments or fields of TrainSettings."""
+    import dataclasses
+
     from rl_megatron_peft import LoraConfig
-    from rl_megatron_peft.backend.optimise import AdamConfig
+    from rl_megatron_peft.backend.train.settings import AdamConfig, TrainSettings
 
     how = {"dropout": dropout, "use_dora": kind.endswith("-dora")}
     lora = None if kind == "whole" else LoraConfig(rank=3, alpha=6, target_modules=TARGETS[kind], **how)
     adam = AdamConfig(lr=3e-2 if lora else 1e-3, weight_decay=0.01, grad_clip=0.5)
-    return {"lora": lora, "adam": adam, "fused": kind.startswith("fused"), "micro_batch_rows": 3, "seed": 5}
+    fields = {"adam": adam, "fused": kind.startswith("fused"), "micro_batch_rows": 3, "seed": 5}
+    fields |= {field.name: more.pop(field.name) for field in dataclasses.fields(TrainSettings) if field.name in more}
+    return {"lora": lora, "settings": TrainSettings(**fields), **more}
 
 
 def value_loss(values, micro, counts):
-    """Squared error, where the advantages stand for the returns: stands for the trainer's loss."""
+    """Squared error to the advantages, as one micro-batch's share of the loss."""
     import torch
 
     mask = torch.tensor(micro.ragged("response_mask").values)
@@ -101,65 +106,77 @@ def value_loss(values, micro, counts):
 
 
 def critic_of(path, ranks, kind, **more):
-    """With a head that has learnt something."""
+    """Return a critic whose head is not zero."""
     import torch
 
     from rl_megatron_peft.backend.critic import MegatronCriticBackend
 
-    critic = MegatronCriticBackend(path, ranks=ranks, **{**settings_of(kind), "loss": value_loss, **more})
+    critic = MegatronCriticBackend(path, ranks=ranks, **arguments_of(kind, **{"loss": value_loss, **more}))
     with torch.no_grad():
-        for one in critic.optimiser.trained:
+        for one in critic.optimizer.trained:
             if one.keys[0] in HEAD:
                 one.parameter.copy_(torch.tensor(HEAD[one.keys[0]]))
     return critic
 
 
 def values_of(critic):
-    """[T] of all response tokens of a batch, on every rank."""
+    """Return the values [T] of a batch's response tokens, on every rank."""
     return critic.compute_values(batch_of(5, 99)).ragged("values").values
 
 
 def same_state(one, other):
-    """Bit for bit: factors, moments and counters."""
+    """Return whether factors, moments and counters are bit-equal."""
     import torch
 
-    pairs = zip(one.optimiser.state(), other.optimiser.state(), strict=True)
+    pairs = zip(one.optimizer.state(), other.optimizer.state(), strict=True)
     same = all(a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) for (_, a), (_, b) in pairs)
-    return same and (one.optimiser.steps, one.updates) == (other.optimiser.steps, other.updates)
+    return same and (one.optimizer.steps, one.updates) == (other.optimizer.steps, other.updates)
 
 
 def logits_of(policy):
-    """[T, vocab] of all response tokens of a batch, on every rank."""
+    """Return the logits [T, vocab] of a batch's response tokens, on every rank."""
     import torch
 
-    from rl_megatron_peft.backend.compat import runnable
-    from rl_megatron_peft.backend.parallel import from_stage
-    from rl_megatron_peft.backend.passes import run_passes
+    from rl_megatron_peft.backend.cpu_shims import runnable
+    from rl_megatron_peft.backend.parallel import broadcast_from_stage
+    from rl_megatron_peft.backend.train.forward_backward import run_passes
 
     batch = batch_of(5, 99)
     parts = [batch.slice(0, 2), batch.slice(2, 5)]
     with torch.no_grad(), runnable():
-        found = run_passes(policy.model, parts, 15, policy.ranks.device, lambda _, logits: logits, train=False)
+        found = run_passes(
+            policy.model, parts, lambda _, logits: logits, vocab=15, device=policy.ranks.device, train=False
+        )
     tokens = batch.ragged("responses").values.shape[0]
-    return from_stage(torch.cat(found) if found else torch.empty(tokens, 15), policy.ranks.layout.pipeline - 1)
+    return broadcast_from_stage(
+        torch.cat(found) if found else torch.empty(tokens, 15), policy.ranks.layout.pipeline - 1
+    )
 
 
 def state_of(policy):
     return {factor.key: factor.parameter.detach().clone() for lora in policy.adapters for factor in lora.factors()}
 
 
-def bytes_of(policy):
-    """Of the optimizer's state, on each rank: moments, and values that are not the model's own."""
-    from rl_megatron_peft.backend.parallel import gather_json
+def factors_of(policy):
+    """Return key -> bytes of every adapter factor."""
+    return {f.key: f.parameter.detach().numpy().tobytes() for a in policy.adapters for f in a.factors()}
 
-    adam, own = policy.optimiser.adam, {id(p) for p in policy.model.parameters()}
+
+def bytes_of(policy):
+    """Return the size of the optimizer state on each rank.
+
+    It counts the moments and the parameter copies that do not belong to the model.
+    """
+    from rl_megatron_peft.backend.parallel import all_gather_json
+
+    adam, own = policy.optimizer.adam, {id(p) for p in policy.model.parameters()}
     tensors = [t for slots in adam.state.values() for t in slots.values() if t.ndim]
     tensors += [p for group in adam.param_groups for p in group["params"] if id(p) not in own]
-    return gather_json(sum(t.numel() * t.element_size() for t in tensors), policy.ranks.device)
+    return all_gather_json(sum(t.numel() * t.element_size() for t in tensors), policy.ranks.device)
 
 
 def shared_state(models, out, ranks, keep):
-    """Replicas that share the optimizer's state beside those that do not: of two factors, so that some have no state, and of bfloat16."""
+    """Compare replicas that share the optimizer state with replicas that do not."""
     import numpy as np
     import torch
 
@@ -190,9 +207,9 @@ def shared_state(models, out, ranks, keep):
             lambda path, into=again: load_checkpoint(into, path.with_name(f"{path.name}-3")),
         ):
             restore(out / name)
-            state, now = ({k: t for _, parts in p.optimiser.state() for k, t in parts.items()} for p in (shared, again))
+            state, now = ({k: t for _, parts in p.optimizer.state() for k, t in parts.items()} for p in (shared, again))
             assert all(torch.equal(now[key], tensor) for key, tensor in state.items())
-            assert again.optimiser.steps == 3
+            assert again.optimizer.steps == 3
         steps_of(again, 3, 4)
         steps_of(shared, 3, 4)
         pairs = list(zip(again.model.parameters(), shared.model.parameters(), strict=True))
@@ -202,11 +219,11 @@ def shared_state(models, out, ranks, keep):
 
 
 def grid(models, out, ranks, keep, cases):
-    """Logits of base and trained adapter, every way of switching it off or in, export and import."""
+    """Save logits of base and adapter: trained, off, merged, exported and read back."""
     import numpy as np
     import torch
 
-    from rl_megatron_peft.backend.lora import adapters_off, merged
+    from rl_megatron_peft.backend.lora.attach import adapters_off, merged
     from rl_protocol.torch import from_weight
 
     for family, kind in cases:
@@ -239,15 +256,15 @@ def grid(models, out, ranks, keep, cases):
 
 
 def steps_of(policy, first, last):
-    """What steps first..last-1 reported: the same mini-batches in every layout, a replica's share of them."""
+    """Run steps first..last-1 on the same mini-batches in every layout; return their metrics."""
     share = (policy.ranks.data, policy.ranks.replicas)
-    how = {} if policy.values else {"temperature": 0.9}
+    how = {} if policy.has_value_head else {"temperature": 0.9}
     reports = [policy.update(batch_of(7, step % 3, share), **how) for step in range(first, last)]
     return {name: [report[name] for report in reports] for name in reports[0]}
 
 
 def curve(models, out, ranks, keep, curves, how):
-    """Ten steps on the same mini-batches whatever the layout; resumed ones again from step five of the layout before."""
+    """Run ten steps in every layout; some also resume at step five from the previous layout."""
     import numpy as np
 
     from rl_megatron_peft.backend.resume import load_checkpoint, save_checkpoint
@@ -261,7 +278,8 @@ def curve(models, out, ranks, keep, curves, how):
             write = policy.snapshot()
         end = steps_of(policy, 5, 10)
         if resumed:
-            write(out / f"{family}-5-state")  # later than it was taken, as a thread would
+            # written after more steps, as a background thread would
+            write(out / f"{family}-5-state")
         found = {f"curve-{family}": {name: begin[name] + end[name] for name in begin}}
         if resumed:
             again = policy_of(models / family, ranks, kind, seed=77, **how)
@@ -276,7 +294,7 @@ def curve(models, out, ranks, keep, curves, how):
 
 
 def critics(models, out, ranks, keep, cases, how):
-    """Values before and after six steps, which are gone on with from step three of the layout before."""
+    """Save values before and after six steps; repeat from step three of the previous layout."""
     import numpy as np
 
     from rl_megatron_peft.backend.resume import load_checkpoint, save_checkpoint
@@ -306,14 +324,14 @@ def critics(models, out, ranks, keep, cases, how):
 
 
 def through_layouts(layouts, rank, size, store):
-    """(name, ranks) of each layout in turn, in one of `size` processes that find each other through the file `store`."""
+    """Yield (name, ranks) of each layout in one of `size` processes, which share a file `store`."""
     import datetime
 
     import torch
     import torch.distributed as dist
 
     from rl_megatron_peft.backend.parallel import close_ranks, open_ranks
-    from rl_megatron_peft.layout import Layout
+    from rl_megatron_peft.base_model.layout import Layout
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -327,7 +345,7 @@ def through_layouts(layouts, rank, size, store):
 
 
 def in_ranks(size, main, *arguments):
-    """Call main(rank, *arguments) in so many forks of this process, and end it when one of them fails."""
+    """Call main(rank, *arguments) in `size` forks; exit with an error if one fails."""
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=main, args=(rank, *arguments)) for rank in range(size)]
     for process in processes:
@@ -342,7 +360,7 @@ def rank_main(rank, world, models, out, cases):
     for name, ranks in through_layouts(WORLDS[world], rank, SIZES[world], out / f"{world}-store"):
         folder = out / name
         folder.mkdir(exist_ok=True)
-        tokens_shared = name.startswith("sp")  # nothing is stored in another way
+        tokens_shared = name.startswith("sp")  # sequence parallelism stores nothing differently
         how = {"distributed_optimizer": name.startswith("zero")}
         if name.startswith("zero"):
             shared_state(models, folder, ranks, keep=rank == 0)
@@ -356,16 +374,16 @@ def rank_main(rank, world, models, out, cases):
 
 
 def killed_main(models, out):
-    """Go on from the last whole checkpoint, if any, and write one after every step, until killed."""
+    """Resume from the last complete checkpoint; write one after every step until killed."""
     import torch
     import torch.distributed as dist
 
     from rl_megatron_peft import whole_checkpoints
     from rl_megatron_peft.backend.parallel import open_ranks
     from rl_megatron_peft.backend.resume import load_checkpoint, save_checkpoint
-    from rl_megatron_peft.layout import Layout
+    from rl_megatron_peft.base_model.layout import Layout
 
-    os.setsid()  # Megatron's writer has helpers, which are to die as well
+    os.setsid()  # so that the kill also ends the helpers of Megatron's writer
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     policy = policy_of(models / "llama", open_ranks(Layout()), "fused")
@@ -380,7 +398,7 @@ def killed_main(models, out):
 
 
 def kill_at_ten_moments(fork, models, out):
-    """Each process is killed while it writes, or has just begun to, at a moment of its own."""
+    """Kill eleven processes one after another, each at a random moment while it writes."""
     import random
     import signal
     import time
@@ -389,7 +407,7 @@ def kill_at_ten_moments(fork, models, out):
     (out / "checkpoints").mkdir()
 
     def wait_until(done):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not done():
             if time.monotonic() > deadline or process.exitcode is not None:
                 process.kill()
@@ -400,10 +418,9 @@ def kill_at_ten_moments(fork, models, out):
     for life in range(11):
         process = fork.Process(target=killed_main, args=(models, out))
         process.start()
-        wait_until(lambda: (out / "killed").exists() and len((out / "killed").read_text().split()) > life)  # noqa: B023 - called here
-        if (
-            not save_s
-        ):  # how long a step and its checkpoint take on this machine: the moments are drawn from two of them
+        # the lambda is called in this iteration
+        wait_until(lambda: (out / "killed").exists() and len((out / "killed").read_text().split()) > life)  # noqa: B023
+        if not save_s:  # measure a step with its checkpoint on this machine
             start = time.monotonic()
             wait_until((out / "checkpoints" / "step-1").exists)
             save_s = time.monotonic() - start
@@ -413,7 +430,8 @@ def kill_at_ten_moments(fork, models, out):
 
 
 def main():
-    import rl_megatron_peft.backend.resume  # noqa: F401 - before the fork, once for all ranks
+    # before the fork, once for all ranks
+    import rl_megatron_peft.backend.resume  # noqa: F401
 
     models, out, cases, *worlds = Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
     if worlds == ["killed"]:

@@ -1,8 +1,9 @@
-"""Makes Megatron-Bridge 0.3.1 run in this environment without Transformer Engine and without GPUs: python patch_bridge.py
+"""Patch Megatron-Bridge 0.3.1 to run without Transformer Engine and GPUs.
 
-No release of it can be imported without Transformer Engine, which is used by its own LoRA layers alone, and 0.3.1 scatters views with gaps
-over gloo, which sends the wrong memory without an error (corrected in 0.4.2). Three of its files are replaced by copies with the edits below,
-the second time nothing is done. Another version is refused: look at what it needs, and delete what it no longer does.
+Usage: python patch_bridge.py. No release can be imported without Transformer Engine, which only its
+own LoRA layers use. 0.3.1 also scatters non-contiguous views over gloo, which silently sends the
+wrong memory (fixed in 0.4.2). The script replaces three files with edited copies; a second run
+changes nothing. It refuses other versions: check which edits they still need.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ EDITS = {
         )
     ],
 }
-"""File -> (what it says, what it is to say)."""
+"""File -> (old text, new text) pairs."""
 
 
 def main() -> None:
@@ -52,7 +53,8 @@ def main() -> None:
             if text.count(old) != 1:
                 sys.exit(f"{file} has {old!r} {text.count(old)} times, expected once.")
             text = text.replace(old, new)
-        scratch = file.with_suffix(".patched")  # a file of its own: an installer may share the first with its cache
+        # Replace the file, because an installer's cache may share the old one.
+        scratch = file.with_suffix(".patched")
         scratch.write_text(text)
         scratch.replace(file)
 

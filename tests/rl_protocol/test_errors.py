@@ -1,4 +1,4 @@
-"""The error tree: shape, pickling, facts."""
+"""The error hierarchy: structure, pickling, attributes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubcla
 
 
 def drawn_tree() -> dict[str, tuple[str, str | None]]:
-    """name -> (parent, stdlib base) as drawn in the module's docstring."""
+    """Return name -> (parent, stdlib base), as drawn in the module's docstring."""
     lines = re.findall(r"^ {4}((?:│   |    )*)[├└]── (\w+)(?: \((\w+)\))?", errors.__doc__ or "", re.MULTILINE)
     out: dict[str, tuple[str, str | None]] = {"RLError": ("Exception", None)}
     above = ["RLError"]

@@ -1,4 +1,4 @@
-"""Padding and the left shift: by hand, against torch's own padding, and against log-probs computed row by row."""
+"""Padding and the left shift, compared with torch's padding and log-probs row by row."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rl_protocol.padding import (
     pad_batch,
     pad_left,
     pad_right,
+    pad_sequences,
     position_ids,
     response_from_nested,
     response_to_nested,
@@ -25,7 +26,7 @@ from rl_protocol.padding import (
 pytestmark = pytest.mark.numeric
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=5)
-"""(prompt, response) of each row."""
+"""(prompt, response) length of each row."""
 
 
 def nested(rows: list[list[float]], dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -44,9 +45,10 @@ def ones(lengths: list[int]) -> torch.Tensor:
     return nested([[1] * n for n in lengths], torch.bool)
 
 
-# -------------------------------------------------------------------------------------------------------- response_from_nested
+# --------------------------------------------------------------------------------
+# response_from_nested
 def test_the_places_that_predict_the_response_by_hand():
-    """Prompt of 2 and response of 3: places 1, 2, 3 of 0..4. Prompt of 1 and response of 1: place 0."""
+    """Prompt 2 and response 3: places 1, 2, 3 of 0..4. Prompt 1 and response 1: place 0."""
     places = nested([[10, 11, 12, 13, 14], [20, 21], [30, 31, 32]])
     assert rows_of(response_from_nested(places, ones([3, 1, 0]))) == [[11, 12, 13], [20], []]
 
@@ -66,7 +68,10 @@ def test_further_dimensions_come_along():
 
 @given(LENGTHS, st.integers(0, 9))
 def test_log_probs_of_responses_equal_those_computed_row_by_row(lengths: list[tuple[int, int]], seed: int):
-    """The oracle: softmax over each row's own logits, gathered at the next token, cut to the response; no offsets involved."""
+    """The oracle computes log-probs from each row's own logits, without offsets.
+
+    It applies softmax, gathers the next token, and cuts to the response.
+    """
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.randint(0, 7, (p + r,), generator=generator) for p, r in lengths]
     logits = [torch.randn(p + r, 7, generator=generator) for p, r in lengths]
@@ -95,7 +100,7 @@ def test_gradients_reach_the_places_that_predict():
 @pytest.mark.parametrize(("total", "response", "row"), [([3, 2], [1, 2], 1), ([0], [0], 0), ([2, 1], [3, 0], 0)])
 def test_an_empty_prompt_is_an_error_that_names_the_row(total: list[int], response: list[int], row: int):
     places = nested([[0] * n for n in total])
-    with pytest.raises(BatchError, match=f"Row {row} has {total[row]} places for {response[row]} response tokens"):
+    with pytest.raises(BatchError, match=f"Row {row} has {total[row]} positions for {response[row]} response tokens"):
         response_from_nested(places, ones(response))
 
 
@@ -127,7 +132,8 @@ def test_response_to_nested_by_hand():
         response_to_nested(padded, ones([2, 4, 0]))
 
 
-# ------------------------------------------------------------------------------------------------------------------- padding
+# --------------------------------------------------------------------------------
+# padding
 def test_padding_masks_and_positions_by_hand():
     rows = nested([[5, 6], [], [7, 8, 9]])
     assert pad_right(rows, 4, -1).tolist() == [[5, 6, -1, -1], [-1] * 4, [7, 8, 9, -1]]
@@ -185,3 +191,20 @@ def test_padding_can_be_differentiated():
     (pad_left(rows) * torch.tensor([[1.0, 2.0], [3.0, 4.0]])).sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == [1, 2, 4]
+
+
+def test_prompts_and_responses_are_joined_and_the_places_before_response_tokens_are_named() -> None:
+    """Rows [1 2 | 7] and [3 | 8 9]: the places that predict 7, 8 and 9 are 1, 0 and 1."""
+    joined = pad_sequences(
+        (torch.tensor([1, 2, 3]), torch.tensor([2, 1])),
+        (torch.tensor([7, 8, 9]), torch.tensor([1, 2])),
+        multiple=2,
+        fill=5,
+    )
+    assert joined.ids.tolist() == [[1, 2, 7, 5], [3, 8, 9, 5]]
+    assert joined.real.tolist() == [[True, True, True, False]] * 2
+    assert (joined.row.tolist(), joined.place.tolist()) == ([0, 1, 1], [1, 0, 1])
+    none = torch.zeros(0, dtype=torch.int64)
+    assert pad_sequences((none, none), (none, none)).ids.shape == (0, 1)
+    with pytest.raises(BatchError, match=r"Row 1 has 1 positions for 1 response tokens"):
+        pad_sequences((torch.tensor([1]), torch.tensor([1, 0])), (torch.tensor([7, 8]), torch.tensor([1, 1])))

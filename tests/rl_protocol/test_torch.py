@@ -1,4 +1,4 @@
-"""The torch bridge: nothing copied, nothing made dense, nothing rounded."""
+"""The torch bridge: shares memory; keeps ragged tensors and exact bits."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rl_protocol import (
     unpack_arrays,
     wire,
 )
-from rl_protocol.dtypes import STORAGE_DTYPES
-from rl_protocol.testing.fakes import MemoryDataPlane
+from rl_protocol.batch.dtypes import STORAGE_DTYPES
+from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_protocol.torch import (
     TORCH_DTYPES,
     column_from_tensor,
@@ -105,7 +105,7 @@ def test_empty_columns(rows: list[list[int]]):
     st.data(),
 )
 def test_any_jagged_tensor_comes_back_bit_equal(dtype: str, lengths: list[int], dims: list[int], data: st.DataObject):
-    """Through a column, the wire, a column again: element type, ragged dimension, lengths, bits."""
+    """From tensor to column, wire, column and tensor: dtype, ragged dimension, lengths and bits."""
     ragged_dim = data.draw(st.integers(0, len(dims)))
     shape = [*dims[:ragged_dim], sum(lengths), *dims[ragged_dim:]]
     tensor = jagged(sample(dtype, *shape), np.cumsum([0, *lengths]).tolist(), ragged_dim + 1)
@@ -126,7 +126,7 @@ def test_any_jagged_tensor_comes_back_bit_equal(dtype: str, lengths: list[int], 
 
 @pytest.mark.parametrize("ragged_dim", [0, 1, 2])
 def test_a_ragged_column_becomes_a_tensor_and_a_column_again_without_a_copy(ragged_dim: int):
-    """Position ids [3, L_i] of a vision-language model, say: ragged in the last dimension, whatever their lengths."""
+    """For example the position ids [3, L_i] of a vision-language model."""
     shape = [3, 2]
     shape.insert(ragged_dim, 4)
     column = ragged([np.arange(24).reshape(shape)] * 2, "int64", ragged_dim)
@@ -181,7 +181,7 @@ def test_gradients_and_strides_do_not_matter():
 
 
 def test_memory_that_may_not_be_written_is_copied():
-    """Torch has no read-only tensors: on a page without write access `add_` would end the process."""
+    """Torch has no read-only tensors: `add_` on a read-only page would kill the process."""
     for owner in (np.arange(4.0), np.frombuffer(np.arange(4.0).tobytes())):
         owner.flags.writeable = False
         tensor = to_tensor(owner[1:], "float64")
@@ -190,7 +190,7 @@ def test_memory_that_may_not_be_written_is_copied():
 
 
 def test_a_view_that_refuses_writes_to_memory_that_takes_them_is_shared():
-    """As the columns of a batch are."""
+    """The columns of a batch are such views."""
     owner = np.arange(4.0)
     view = owner[1:]
     view.flags.writeable = False

@@ -1,4 +1,4 @@
-"""A stand-in for vLLM's engine: a table of logits behind the same calls, generating token by token beside other requests."""
+"""A fake of vLLM's engine: a table of logits behind EngineClient, generating token by token."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import pytest
 import xxhash
 
 from rl_protocol import RolloutError, WeightTensor
-from rl_protocol.testing.bigram import CONTEXT, EOS, VOCABULARY, initial_table, log_softmax
+from rl_protocol.testing.bigram_model import CONTEXT, EOS, VOCABULARY, initial_table, log_softmax
 from rl_rollout_vllm import EngineDiedError, VLLMConfig, VLLMRolloutEngine
-from rl_rollout_vllm.front import Piece
+from rl_rollout_vllm.engine.engine_client import TokenChunk
 
 HALVES = ("table.low", "table.high")
 ROWS = VOCABULARY // 2
 
 
 def halves(table):
-    """The table as two weights, so that an update can break off between them."""
+    """Return the table as two weights, so that an update can fail between them."""
     return [
         WeightTensor(name, "float32", (ROWS, VOCABULARY), part.copy().reshape(-1).view(np.uint8))
         for name, part in zip(HALVES, np.split(table, 2), strict=True)
@@ -31,7 +31,7 @@ def halves(table):
 
 
 def write_checkpoint(folder: Path, table, **config):
-    """A folder as transformers would write it."""
+    """Write a folder as transformers does."""
     header, data = {}, b""
     for weight in halves(table):
         header[weight.name] = {
@@ -47,8 +47,11 @@ def write_checkpoint(folder: Path, table, **config):
     return folder
 
 
-class FakeFront:
-    """Front over a table. The call that would be entry `fail_at` of `log` fails; requests stand still after `stop_after` tokens."""
+class FakeClient:
+    """EngineClient over a table.
+
+    The call number `fail_at` fails; requests stop after `stop_after` tokens.
+    """
 
     def __init__(self, table):
         self.table = table
@@ -60,20 +63,21 @@ class FakeFront:
         self.fail_at: int | None = None
         self.stop_after: int | None = None
         self.lie = 0
-        self.keeps = False  # tensors of the last bucket
+        self.keeps = False  # whether it keeps the tensors of the last bucket
         self.seen: list[tuple[str, dict, object]] = []
         self.sleep_levels = (1, 2)
 
     async def generate(self, request_id, prompt_ids, arguments, adapter, *, stream):
         self.seen.append((request_id, arguments, adapter))
         if adapter is not None and adapter.number not in self.adapters:
-            self.dead = True  # as vLLM does: the path of an adapter that was loaded from memory can't be read
+            self.dead = True  # as vLLM does for an adapter that the worker does not hold
         rng = np.random.default_rng(arguments["seed"])
         tokens, log_probs, sent, reason = [], [], 0, None
         while reason is None:
             await asyncio.sleep(0)
             self.stood_still += len(tokens) == self.stop_after
-            while (self.paused or len(tokens) == self.stop_after) and request_id not in self.aborted and not self.dead:  # noqa: ASYNC110 - a stand-in may poll
+            # a fake may poll
+            while (self.paused or len(tokens) == self.stop_after) and request_id not in self.aborted and not self.dead:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             if self.dead:
                 raise EngineDiedError("the process is gone")
@@ -90,7 +94,7 @@ class FakeFront:
                 stopped = tokens[-1] in arguments["stop_token_ids"]
                 reason = "stop" if stopped else "length" if len(tokens) == arguments["max_tokens"] else None
             if stream or reason:
-                yield Piece(tuple(tokens[sent:]), tuple(log_probs[sent:]), reason)
+                yield TokenChunk(tuple(tokens[sent:]), tuple(log_probs[sent:]), reason)
                 sent = len(tokens)
 
     async def abort(self, request_ids):
@@ -151,15 +155,15 @@ class FakeFront:
 
 
 class Opened:
-    """An engine over a fake front."""
+    """An engine over a fake client."""
 
     def __init__(self, folder, **settings):
-        self.front = FakeFront(initial_table())
-        config = VLLMConfig(model_path=str(folder), **{"bucket_bytes": 64, "call_timeout_s": 20.0, **settings})
+        self.client = FakeClient(initial_table())
+        config = VLLMConfig(model_path=str(folder), **{"bucket_bytes": 64, "call_timeout_s": 120.0, **settings})
         self.engine = VLLMRolloutEngine(config, start=self.start)
 
     async def start(self, config, model):
-        return self.front
+        return self.client
 
 
 @pytest.fixture(scope="session")
@@ -169,33 +173,33 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def opened(checkpoint):
-    """(settings) -> engine and its front; closed at the end."""
+    """make(**settings) -> engine and its client; closed after the test."""
     made = []
 
     def make(**settings):
         made.append(Opened(checkpoint, **settings))
-        return made[-1].engine, made[-1].front
+        return made[-1].engine, made[-1].client
 
     yield make
     for one in made:
         one.engine.close()
-        assert one.front.closed
+        assert one.client.closed
 
 
 @pytest.fixture
 def other_weights():
-    """Weights that fit and differ from the engine's own."""
+    """Weights that fit the engine and differ from its own."""
     return halves(initial_table(1))
 
 
 @pytest.fixture
 def memory_of_buckets():
-    """() -> number of buckets that this process has open or mapped."""
+    """A function that counts the buckets this process has open or mapped."""
 
     def count():
         paths = set()
         for fd in Path("/proc/self/fd").iterdir():
-            with suppress(OSError):  # the listing's own
+            with suppress(OSError):  # the descriptor of this listing
                 paths.add((str(fd.readlink()), fd.stat().st_ino))
         for line in Path("/proc/self/maps").read_text().splitlines():
             _, _, _, _, inode, *path = line.split(None, 5)

@@ -1,4 +1,4 @@
-"""The version gate, against environments made of metadata alone."""
+"""Version checks, in simulated environments that contain only package metadata."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_rollout_vllm.availability import _TABLE  # pyright: ignore[reportPrivate
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Makes the process see only the distributions given."""
+    """install(**versions): make the process see only the given distributions."""
 
     def put(**versions: str) -> None:
         for name, version in versions.items():

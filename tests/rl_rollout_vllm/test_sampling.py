@@ -1,4 +1,4 @@
-"""Translation of sampling parameters, request seeds, and which log-probs vLLM must report."""
+"""Translation of sampling parameters, request seeds, and the log-probs vLLM must report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A tiny real transformers model, made on the spot. Helper modules of this folder can be imported; their names are unique in the workspace."""
+"""A tiny transformers model and batches for it; the modules of programs/ can be imported.
+
+Their names are unique in the workspace.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from transformers.utils import logging as transformers_logging
 
 from rl_protocol import BatchData, ragged
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "programs"))
 
 VOCABULARY = ("<pad>", "<eos>", *"0123456789+=")
 
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory):
-    """Folder of a Qwen2 model of 20 thousand parameters over 14 tokens, and its tokenizer."""
+    """Folder with a Qwen2 model of 20 thousand parameters and 14 tokens, and its tokenizer."""
     from tokenizers import Tokenizer, models
 
     torch.set_num_threads(1)
@@ -49,7 +52,10 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def training_batch():
-    """(policy, rows, seed) -> what an update reads: ragged trajectories with advantages, a reference, and a mask with holes."""
+    """Return a function from (policy, rows, seed) to the input of an update.
+
+    The trajectories are ragged, with advantages, reference log-probs and a mask with holes.
+    """
 
     def make(policy, rows=8, seed=0):
         rng = np.random.default_rng(seed)

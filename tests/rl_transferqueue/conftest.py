@@ -1,4 +1,4 @@
-"""A plane for the tests that leave it alive; helper modules of this folder become importable under pytest's importlib mode."""
+"""The plane that most tests share, and the import paths of the helper modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,24 @@ import pytest
 
 from rl_transferqueue import Client, LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, start_local_plane
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "client"), str(HERE / "scenarios" / "compat")]
+
+
+@pytest.fixture(autouse=True)
+def server_grace_s(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Let clients wait 60 s instead of 1 s for the server's own answer to a call that timed out.
+
+    On a busy machine 1 s may pass first, and the client's own error says less. Returns a function
+    that sets another number of seconds, for tests whose server does not answer.
+    """
+
+    def set_grace(seconds: float) -> None:
+        for module in ("client", "writer"):
+            monkeypatch.setattr(f"rl_transferqueue.client.{module}.SERVER_GRACE_S", seconds)
+
+    set_grace(60.0)
+    return set_grace
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +40,10 @@ def shared_plane() -> Iterator[LocalPlane]:
 
 @pytest.fixture
 def plane(shared_plane: LocalPlane) -> Iterator[LocalPlane]:
-    """The shared plane, empty; what a test leaves behind is cleared, and it is checked that all memory comes back."""
+    """Yield the shared plane, which is empty.
+
+    After the test, clear the plane and check that all of its memory is free again.
+    """
     yield shared_plane
     asyncio.run(_sweep(shared_plane.descriptor))
 
@@ -39,7 +59,7 @@ async def _empty(client: Client) -> bool:
     return (await client.stats()).bytes_used == 0
 
 
-async def until_async(condition: Callable[[], Awaitable[bool]], what: str, seconds: float = 5.0) -> None:
+async def until_async(condition: Callable[[], Awaitable[bool]], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not await condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"

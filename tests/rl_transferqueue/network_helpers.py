@@ -1,4 +1,4 @@
-"""What the tests of planes without shared memory have in common."""
+"""Helpers for tests of planes without shared memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 
 from rl_protocol import BatchData, dense
 from rl_transferqueue import PlaneDescriptor, TransferQueueConfig
-from rl_transferqueue.bulk_server import BulkServer
-from rl_transferqueue.keys import PlaneKey
-from rl_transferqueue.limits import DEFAULT, Limits
-from rl_transferqueue.reactor import Reactor
+from rl_transferqueue.transport.bulk_server import BulkServer
+from rl_transferqueue.transport.connection_limits import DEFAULT, Limits
+from rl_transferqueue.transport.plane_secret import PlaneKey
+from rl_transferqueue.transport.reactor import Reactor
 
 MIB = 1 << 20
 SMALL = TransferQueueConfig(num_storage_units=1, capacity_mb=8, segment_mb=1, listen="127.0.0.2", shared_memory=False)
@@ -49,13 +49,13 @@ asyncio.run(main())
 def other_client(descriptor: PlaneDescriptor, *prefix: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [*prefix, sys.executable, "-W", "error", "-c", OTHER_CLIENT, descriptor.to_json()]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environment}
+        command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **environment}
     )
 
 
 @contextmanager
 def running(reactor: Reactor) -> Iterator[None]:
-    """The reactor runs in a thread within the block."""
+    """Run the reactor in a thread inside the `with` block."""
     stop, stopped = os.pipe()
     reactor.watch(stop, reactor.stop)
     thread = threading.Thread(target=reactor.run)

@@ -1,4 +1,4 @@
-"""Looking at a live plane: the status command, the Prometheus endpoint, and the counters behind them."""
+"""Monitoring of a live plane: the status command, the Prometheus endpoint, and counters."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import until_async
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from rl_protocol import BatchData, ConfigError, MissingDataError, OutputError, PlaneTimeout, dense, ragged
-from rl_protocol.testing.fakes import MemoryDataPlane
+from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_protocol.wire import plan
 from rl_transferqueue import LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, start_local_plane
-from rl_transferqueue.cli import main
-from rl_transferqueue.find import DESCRIPTOR_VARIABLE, find_plane, running_planes
-from rl_transferqueue.prometheus import metered, serve_metrics
-from rl_transferqueue.tally import ColumnTally, ServerTally
+from rl_transferqueue.controller.column_counters import ColumnCounters
+from rl_transferqueue.launch.find_plane import DESCRIPTOR_VARIABLE, find_plane, running_planes
+from rl_transferqueue.observe.cli import main
+from rl_transferqueue.observe.prometheus import metered, serve_metrics
+from rl_transferqueue.transport.request_counters import RequestCounters
 
 SMALL = TransferQueueConfig(num_storage_units=1, capacity_mb=4, segment_mb=1)
 BATCH = BatchData({"x": dense(np.ones((2, 500), np.float32)), "r": ragged([[1, 2, 3], [4]], "int64")})
-"""2 rows; x: 4000 bytes; r: 4 numbers and 3 offsets of 8 bytes."""
+"""2 rows: x has 4000 bytes, r has 4 numbers and 3 offsets of 8 bytes each."""
 
 
 @pytest.fixture
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalPlane]:
-    """The only plane in its directory for temporary files, in which something has happened."""
+    """Yield the only plane in its directory for temporary files, after `work` has run on it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv(DESCRIPTOR_VARIABLE, raising=False)
@@ -45,7 +47,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalPlan
 
 
 async def work(descriptor: PlaneDescriptor) -> None:
-    """3 puts of BATCH under 2 keys each, one read of 4 rows, one wait that fails, one clear of 2 rows."""
+    """Make 3 puts of BATCH, 2 gets of 2 rows, 1 wait that times out, and 1 clear of 2 rows."""
     async with await connect(descriptor) as client:
         for i in range(3):
             meta = await client.put("train", [f"k{i}", f"m{i}"], BATCH)
@@ -56,9 +58,10 @@ async def work(descriptor: PlaneDescriptor) -> None:
         await client.clear("train", meta.keys)
 
 
-# ------------------------------------------------------------------------------------------------------------------- counting
+# --------------------------------------------------------------------------------
+# Counters
 def test_the_tally_of_a_server_by_hand() -> None:
-    tally = ServerTally()
+    tally = RequestCounters()
     for nanoseconds, nbytes in ((100, 10), (400, 20), (100, 30)):
         tally.served("Commit", nanoseconds, nbytes)
     tally.served("Clear", 5, 1)
@@ -73,7 +76,7 @@ def test_the_tally_of_a_server_by_hand() -> None:
 def test_the_tally_of_columns_by_hand() -> None:
     import msgspec
 
-    tally = ColumnTally()
+    tally = ColumnCounters()
     for _ in range(2):
         tally.put(msgspec.msgpack.encode(plan(BATCH)))
     tally.located(("r", "y"), 5)
@@ -85,7 +88,12 @@ def test_the_controller_counts_what_its_clients_do(alone: LocalPlane) -> None:
     async def body() -> None:
         async with await connect(alone.descriptor) as client:
             waiting = asyncio.ensure_future(client.wait_ready("never", count=1, timeout_s=60))
-            await asyncio.sleep(0.1)
+
+            async def one_waits() -> bool:
+                found = await client.metrics()
+                return (found.sessions, found.waiting) == (1, 1)
+
+            await until_async(one_waits, "the first client is gone and this one waits")
             metrics = await client.metrics()
             waiting.cancel()
             assert metrics.operations["Commit"].requests == 3
@@ -96,7 +104,6 @@ def test_the_controller_counts_what_its_clients_do(alone: LocalPlane) -> None:
                 assert 0 < count.longest_nanoseconds <= count.nanoseconds
                 assert count.bytes_received > 0
             assert metrics.errors == {"PlaneTimeout": 1}
-            assert (metrics.sessions, metrics.waiting) == (1, 1)
             x, r = metrics.columns["x"], metrics.columns["r"]
             assert (x.rows_written, x.bytes_written, x.rows_located) == (6, 12000, 2)
             assert (r.rows_written, r.bytes_written, r.rows_located) == (6, 168, 4)
@@ -104,7 +111,8 @@ def test_the_controller_counts_what_its_clients_do(alone: LocalPlane) -> None:
     asyncio.run(body())
 
 
-# --------------------------------------------------------------------------------------------------------------------- finding
+# --------------------------------------------------------------------------------
+# Finding a plane
 def test_the_one_plane_that_runs_is_found(alone: LocalPlane) -> None:
     assert find_plane() == alone.descriptor
     (path,) = running_planes()
@@ -149,14 +157,15 @@ def test_a_plane_that_was_killed_is_not_found(tmp_path: Path, monkeypatch: pytes
     assert running_planes() == {}
 
 
-# ----------------------------------------------------------------------------------------------------------------- the command
+# --------------------------------------------------------------------------------
+# The command
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "rl_transferqueue.cli", *arguments],
+        [sys.executable, "-m", "rl_transferqueue.observe.cli", *arguments],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 
@@ -183,12 +192,12 @@ def test_status_for_programs(alone: LocalPlane) -> None:
 
 
 def test_status_again_and_again_until_interrupted(alone: LocalPlane) -> None:
-    command = [sys.executable, "-m", "rl_transferqueue.cli", "status", "--every", "0.05", "--json"]
+    command = [sys.executable, "-m", "rl_transferqueue.observe.cli", "status", "--every", "0.05", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         seen = [json.loads(process.stdout.readline()) for _ in range(3)]
         process.send_signal(signal.SIGINT)
-        _, complaints = process.communicate(timeout=20)
+        _, complaints = process.communicate(timeout=300)
     requests = [look["operations"]["GetStats"]["requests"] for look in seen[1:]]
     assert requests[1] == requests[0] + 1
     assert (process.returncode, complaints) == (130, "")
@@ -215,10 +224,11 @@ def test_metrics_without_the_extra_say_what_to_install(alone: LocalPlane, tmp_pa
     assert "pip install 'rl-transferqueue[metrics]' (prometheus_client is missing)" in done.stderr
 
 
-# ----------------------------------------------------------------------------------------------------------------- Prometheus
+# --------------------------------------------------------------------------------
+# Prometheus
 def scrape(url: str) -> dict[str, float]:
-    """Sample, with its labels' values in brackets -> value."""
-    text = urllib.request.urlopen(url, timeout=20).read().decode()
+    """Return the value of each sample by its name, followed by its label values in brackets."""
+    text = urllib.request.urlopen(url, timeout=60).read().decode()
     return {
         sample.name + "".join(f"[{value}]" for value in sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)
@@ -257,13 +267,13 @@ def test_a_port_that_is_taken_is_named(alone: LocalPlane) -> None:
 
 
 def test_the_command_serves_until_interrupted(alone: LocalPlane) -> None:
-    command = [sys.executable, "-m", "rl_transferqueue.cli", "metrics", "--port", "0"]
+    command = [sys.executable, "-m", "rl_transferqueue.observe.cli", "metrics", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url = process.stdout.readline().split()[1]
         assert scrape(url)["rl_tq_rows[train]"] == 4
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=20) == ("", "")
+        assert process.communicate(timeout=300) == ("", "")
     assert process.returncode == 0
 
 
@@ -273,7 +283,7 @@ def test_a_process_meters_its_own_calls_on_any_plane() -> None:
         meta = await plane.put("p", ["a", "b"], BATCH, tags=[{"n": 1}, {}])
         await plane.get(meta)
         await plane.get(meta, ["x"])
-        await plane.wait_ready("p", count=1, fields=["x"], timeout_s=1)
+        await plane.wait_ready("p", count=1, fields=["x"], timeout_s=60)
         with pytest.raises(MissingDataError):
             await plane.get(meta, ["ghost"])
         assert len(await plane.list_rows("p", where={"n": 1})) == 1

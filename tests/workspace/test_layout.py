@@ -1,4 +1,4 @@
-"""What every member of the workspace has and none may have."""
+"""Rules for every member of the workspace."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ SOURCES = sorted(path for member in MEMBERS for path in (member / "src").rglob("
 LOCAL_NAMES = ["pypi" + ".org", "registry" + ".npmjs", "/" + "work" + "/"]
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 MAX_LINES = 600
+MAX_MODULES = 15
+MORE_MODULES = {"benchmarks": 18}
+"""One script for each question."""
+PROSE = 100
+"""Columns of a line of Markdown prose; ruff checks docstrings and comments."""
 
 each_member = pytest.mark.parametrize("member", MEMBERS, ids=lambda path: path.name)
 
@@ -107,8 +112,33 @@ def test_modules_are_short():
     assert long == {}
 
 
+def test_folders_are_small():
+    """Count neither `__init__.py` nor `conftest.py`."""
+    folders = {path.parent for path in [*SOURCES, *(ROOT / "benchmarks").rglob("*.py")]}
+    counts = {
+        short(folder): len(set(folder.glob("*.py")) - {folder / "__init__.py", folder / "conftest.py"})
+        for folder in folders
+    }
+    assert {name: count for name, count in counts.items() if count > MORE_MODULES.get(name, MAX_MODULES)} == {}
+
+
+def test_lines_of_markdown_prose_are_short():
+    long: list[str] = []
+    for path in [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("*/*/*.md"),
+        *ROOT.glob("*/*/docs/*.md"),
+        ROOT / "benchmarks" / "README.md",
+    ]:
+        text = re.sub(r"```.*?```", lambda found: "\n" * found[0].count("\n"), path.read_text(), flags=re.DOTALL)
+        for number, line in enumerate(text.splitlines(), 1):
+            if len(line) > PROSE and not line.startswith("|") and " " in line.strip():
+                long.append(f"{short(path)}:{number}")
+    assert long == []
+
+
 def offences(source: str) -> list[tuple[int, str]]:
-    """Line and reason of everything in the source that no package may do."""
+    """Line and reason of every forbidden construct in the source."""
     out: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(source)):
         match node:

@@ -1,4 +1,4 @@
-"""tests/PITFALLS.md names real tests, and what no single test can show: nothing in the sources forces an exit or takes the logging over."""
+"""tests/PITFALLS.md names existing tests; no source file exits or sets up logging."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def functions(path: Path) -> set[str]:
 
 @functools.cache
 def suite_classes() -> dict[str, list[str]]:
-    """Test classes and the names of their bases, wherever they are."""
+    """Test classes and the names of their bases."""
     out: dict[str, list[str]] = {}
-    for path in [*TESTS.glob("*/*.py"), *ROOT.glob("packages/*/src/*/testing/*.py")]:
+    for path in [*TESTS.rglob("*.py"), *ROOT.glob("packages/*/src/*/testing/*.py")]:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef):
                 own = [f.name for f in node.body if isinstance(f, ast.FunctionDef)]
@@ -60,7 +60,11 @@ def test_nothing_ends_a_process_by_force() -> None:
 
 def test_only_entry_points_set_logging_up() -> None:
     setting_up = {path.name for path in SOURCES if re.search(r"basicConfig|dictConfig|getLogger\(\)", path.read_text())}
-    assert setting_up <= {"launch.py", "host.py", "serve.py"}  # the app, a worker process of it, a process of a plane
+    assert setting_up <= {
+        "training.py",
+        "process.py",
+        "server_process.py",
+    }  # a run of the app, a worker process of it, a process of a plane
 
 
 RUNNERS = (
@@ -76,22 +80,26 @@ RUNNERS = (
 )
 
 
+COMPARED = {("function_source.py", "compile")}
+"""A reward function's own source is compiled to compare it with the function, and is not run."""
+
+
 def called(path: Path) -> Iterator[ast.Call]:
     return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
 
 
 def test_nothing_that_was_generated_or_received_is_run_as_code() -> None:
-    """What a model writes (a tool call, an answer) is text; a parser that evaluates it hands the machine to the model."""
+    """No source file evaluates text: a tool call or an answer of a model is data, not code."""
     for path in SOURCES:
         for call in called(path):
             name = ast.unparse(call.func)
-            assert name not in RUNNERS, f"{path}:{call.lineno}: {name}"
+            assert name not in RUNNERS or (path.name, name) in COMPARED, f"{path}:{call.lineno}: {name}"
             shell = [word for word in call.keywords if word.arg == "shell"]
             assert not shell, f"{path}:{call.lineno}: shell="
 
 
 def test_no_deadline_hangs_on_a_signal() -> None:
-    """signal.alarm works in the main thread of a process alone: in a thread of Ray it does nothing, or raises."""
+    """No source file uses signal.alarm, which only works in a process's main thread."""
     for path in SOURCES:
         names = {ast.unparse(call.func) for call in called(path)}
         assert not names & {"signal.alarm", "signal.setitimer"}, path

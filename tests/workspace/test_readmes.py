@@ -1,4 +1,4 @@
-"""Every code block of every README: Python compiles and has a test that runs it, commands of the app resolve, JSON and TOML parse."""
+"""Every code block of every README and docs page is valid, and a test runs every Python block."""
 
 from __future__ import annotations
 
@@ -13,31 +13,51 @@ from typing import NamedTuple
 
 import pytest
 
-from rl_app_ppo.main import main
+from rl_app_ppo.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 READMES = sorted(
     path
-    for pattern in ("*.md", "packages/*/README.md", "apps/*/README.md", "benchmarks/README.md")
+    for pattern in ("*.md", "packages/*/README.md", "packages/*/docs/*.md", "apps/*/README.md", "benchmarks/README.md")
     for path in ROOT.glob(pattern)
 )
 RUN_BY = {
     ("apps/ppo/README.md", 0): "tests/workspace/test_readmes.py::test_the_reward_of_the_app",
-    ("packages/rl-ckpt-engine/README.md", 0): "tests/rl_ckpt_engine/test_readme.py::test_example_runs",
-    ("packages/rl-ckpt-engine/README.md", 1): "tests/rl_ckpt_engine/test_readme.py::test_a_registered_engine",
-    ("packages/rl-megatron-peft/README.md", 0): "tests/rl_megatron_peft/test_readme.py::test_an_adapter_folder",
-    ("packages/rl-megatron-peft/README.md", 1): "tests/rl_megatron_peft/test_readme.py::test_a_policy",
-    ("packages/rl-megatron-peft/README.md", 2): "tests/rl_megatron_peft/test_readme.py::test_a_critic",
+    ("apps/ppo/README.md", 1): "tests/integration/test_python_api.py::test_the_example_of_the_readme_trains",
+    ("packages/rl-ckpt-engine/README.md", 0): "tests/rl_ckpt_engine/scenarios/test_readme.py::test_example_runs",
+    ("packages/rl-ckpt-engine/README.md", 1): "tests/rl_ckpt_engine/scenarios/test_readme.py::test_a_registered_engine",
+    ("packages/rl-megatron-peft/README.md", 0): "tests/rl_megatron_peft/scenarios/test_readme.py::test_adapter_folder",
+    ("packages/rl-megatron-peft/README.md", 1): "tests/rl_megatron_peft/scenarios/test_readme.py::test_a_policy",
+    ("packages/rl-megatron-peft/README.md", 2): "tests/rl_megatron_peft/scenarios/test_readme.py::test_a_critic",
     ("packages/rl-protocol/README.md", 0): "tests/workspace/test_readmes.py::test_the_vocabulary",
-    ("packages/rl-rollout-vllm/README.md", 0): "tests/rl_rollout_vllm/test_readme.py::test_example_runs",
-    ("packages/rl-trainer/README.md", 0): "tests/rl_trainer/test_loop.py::test_the_example_of_the_readme_trains",
-    ("packages/rl-trainer/README.md", 1): "tests/rl_trainer/test_readme.py::test_a_tool",
-    ("packages/rl-trainer/README.md", 2): "tests/rl_trainer/test_readme.py::test_a_session_of_two_trajectories",
-    ("packages/rl-trainer/README.md", 3): "tests/rl_trainer/test_readme.py::test_an_endpoint",
-    ("packages/rl-trainer/README.md", 4): "tests/rl_trainer/test_readme.py::test_a_curriculum",
-    ("packages/rl-trainer/README.md", 5): "tests/rl_trainer/test_readme.py::test_forms_of_a_reward_function",
-    ("packages/rl-transferqueue/README.md", 0): "tests/rl_transferqueue/test_package.py::test_readme_examples_run",
-    ("packages/rl-transferqueue/README.md", 1): "tests/rl_transferqueue/test_package.py::test_readme_examples_run",
+    ("packages/rl-rollout-vllm/README.md", 0): "tests/rl_rollout_vllm/scenarios/test_readme.py::test_example_runs",
+    (
+        "packages/rl-trainer/README.md",
+        0,
+    ): "tests/rl_trainer/driver/test_trainer.py::test_the_example_of_the_readme_trains",
+    ("packages/rl-trainer/docs/agents.md", 0): "tests/rl_trainer/scenarios/test_readme.py::test_a_tool",
+    (
+        "packages/rl-trainer/docs/agents.md",
+        1,
+    ): "tests/rl_trainer/scenarios/test_readme.py::test_a_session_of_two_trajectories",
+    ("packages/rl-trainer/docs/agents.md", 2): "tests/rl_trainer/scenarios/test_readme.py::test_an_endpoint",
+    ("packages/rl-trainer/docs/data.md", 0): "tests/rl_trainer/scenarios/test_readme.py::test_a_curriculum",
+    (
+        "packages/rl-trainer/docs/rewards.md",
+        0,
+    ): "tests/rl_trainer/scenarios/test_readme.py::test_forms_of_a_reward_function",
+    (
+        "packages/rl-transferqueue/README.md",
+        0,
+    ): "tests/rl_transferqueue/scenarios/test_package.py::test_readme_examples_run",
+    (
+        "packages/rl-transferqueue/README.md",
+        1,
+    ): "tests/rl_transferqueue/scenarios/test_package.py::test_readme_examples_run",
+    (
+        "packages/rl-transferqueue/README.md",
+        2,
+    ): "tests/rl_transferqueue/scenarios/test_package.py::test_readme_examples_run",
 }
 """(README, number of its python block) -> the test that runs the block."""
 

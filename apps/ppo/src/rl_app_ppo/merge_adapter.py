@@ -1,4 +1,4 @@
-"""`python -m rl_app_ppo.merge_adapter ADAPTER OUT`: writes the model that a PEFT adapter and its base make together, to be trained on."""
+"""`python -m rl_app_ppo.merge_adapter ADAPTER OUT`: merge a PEFT adapter into its base model."""
 
 from __future__ import annotations
 
@@ -6,31 +6,33 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl_app_ppo.model_path import find_model, read_json
+from rl_app_ppo.inputs.model_path import find_model, read_json
 from rl_protocol import ConfigError, OutputError, RLError
 
 USAGE = "usage: python -m rl_app_ppo.merge_adapter ADAPTER OUT [BASE]   (BASE: a folder or name in place of the base that the adapter names)"
 
 
 def merge_adapter(adapter: Path, out: Path, base: str = "") -> None:
-    """Write the merged model, in float32, and its tokenizer to the folder `out`, which must not exist.
+    """Write the merged model, in float32, and its tokenizer to the new folder `out`.
 
     Raises:
-        ConfigError: adapter or base can't be read, or do not fit each other.
+        ConfigError: adapter or base can't be read, or they do not match.
         OutputError: `out` exists or can't be written.
     """
     named = base or str(read_json(adapter / "adapter_config.json", str(adapter)).get("base_model_name_or_path") or "")
     if out.exists():
         raise OutputError(f"{out} exists already; nothing is overwritten. Name another folder.")
     if not named:
-        raise ConfigError(f"{adapter / 'adapter_config.json'} names no base model; give it as the third word. {USAGE}")
+        raise ConfigError(
+            f"{adapter / 'adapter_config.json'} names no base model; give it as the third argument. {USAGE}"
+        )
     try:
         folder = find_model(named)
     except ConfigError as error:
         raise ConfigError(
-            f"The base model of {adapter} can't be used: {error} Or give it as the third word."
+            f"The base model of {adapter} can't be used: {error} Or give it as the third argument."
         ) from error
-    from rl_trainer.backends.merging import write_merged  # torch, transformers and peft
+    from rl_trainer.backends.merge_adapter import write_merged  # torch, transformers and peft
 
     write_merged(folder, adapter, out)
 

@@ -1,41 +1,28 @@
-"""Weight synchronisation from trainer to rollout: manifest, engines, registry and manager."""
+"""Weight synchronization from trainer to rollout: manager, endpoints, engines, registry."""
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
-from rl_ckpt_engine.endpoints import (
+from rl_ckpt_engine.endpoints.operations import remote
+from rl_ckpt_engine.endpoints.receiver import ReceiveAck, ReceiverEndpoint, ReceiverHandle
+from rl_ckpt_engine.endpoints.sender import DirectSender, FollowerEndpoint, SendAck, SenderEndpoint, SenderHandle
+from rl_ckpt_engine.endpoints.weight_sinks import (
     AdapterReceiver,
     AdoptingReceiver,
-    DirectSender,
+    Memory,
     PausableReceiver,
-    ReceiverEndpoint,
-    SenderEndpoint,
     SleepingReceiver,
 )
-from rl_ckpt_engine.engine import (
+from rl_ckpt_engine.engines.contract import (
     ENGINE_API_VERSION,
     Capabilities,
     CheckpointEngine,
-    CheckpointEngineWithCache,
-    DirectEngine,
-    GroupEngine,
-    SharingEngine,
     TensorSpec,
     Topology,
 )
-from rl_ckpt_engine.handles import (
-    CachingHandle,
-    GroupHandle,
-    GroupSenderHandle,
-    Memory,
-    ReceiveAck,
-    ReceiverHandle,
-    SenderHandle,
-    SleepingHandle,
-)
-from rl_ckpt_engine.manager import CheckpointEngineManager
-from rl_ckpt_engine.manifest import Manifest, TensorEntry, WeightKind, plan
+from rl_ckpt_engine.payload.manifest import Manifest, TensorEntry, WeightKind, plan
 from rl_ckpt_engine.plugins import PluginPolicy, load_policy
-from rl_ckpt_engine.progress import ProgressBar, SyncProgress
 from rl_ckpt_engine.registry import ENTRY_POINT_GROUP, CheckpointEngineRegistry
+from rl_ckpt_engine.sync.manager import CheckpointEngineManager
+from rl_ckpt_engine.sync.progress import ProgressBar, SyncProgress
 
 __version__ = "0.1.0"
 
@@ -44,18 +31,13 @@ __all__ = [
     "ENTRY_POINT_GROUP",
     "AdapterReceiver",
     "AdoptingReceiver",
-    "CachingHandle",
     "Capabilities",
     "CheckpointEngine",
     "CheckpointEngineConfig",
     "CheckpointEngineManager",
     "CheckpointEngineRegistry",
-    "CheckpointEngineWithCache",
-    "DirectEngine",
     "DirectSender",
-    "GroupEngine",
-    "GroupHandle",
-    "GroupSenderHandle",
+    "FollowerEndpoint",
     "Manifest",
     "Memory",
     "PausableReceiver",
@@ -64,10 +46,9 @@ __all__ = [
     "ReceiveAck",
     "ReceiverEndpoint",
     "ReceiverHandle",
+    "SendAck",
     "SenderEndpoint",
     "SenderHandle",
-    "SharingEngine",
-    "SleepingHandle",
     "SleepingReceiver",
     "SyncProgress",
     "TensorEntry",
@@ -76,4 +57,5 @@ __all__ = [
     "WeightKind",
     "load_policy",
     "plan",
+    "remote",
 ]

@@ -1,18 +1,21 @@
-"""Which code of others may run as an engine or as the manager, and how it is loaded: the same on the driver and in every worker.
+"""Load engine and manager plug-ins that the operator allows.
 
-A plug-in is an entry point of an installed distribution, in group `rl_ckpt_engine.backends` or `rl_ckpt_engine.managers`. The settings of a run
-name it; whether it may load says the operator, in the file that RL_PLUGINS names (`rl_protocol.plugins`, which also says how it is checked):
+A plug-in is an entry point of an installed distribution in group `rl_ckpt_engine.backends` or
+`rl_ckpt_engine.managers`. The settings of a run name it; the operator allows it in the file named
+by RL_PLUGINS (for the checks see `rl_protocol.support.plugins`):
 
     [rl_ckpt_engine.backends.my_engine]
     distribution = "my-package"
 
-A module path, as verl's settings have it, names code of an installed distribution without entry points: `my_pkg.engines`, a module that registers
-its engines (`CheckpointEngineRegistry.register`), or `my_pkg.managers.Manager`. The file allows it under that path:
+As in verl's settings, a plug-in can also be a module path into an installed distribution:
+`my_pkg.engines`, a module that registers its engines (`CheckpointEngineRegistry.register`), or
+`my_pkg.managers.Manager`. The file allows it under that path:
 
     [rl_ckpt_engine.backends."my_pkg.engines"]
     distribution = "my-package"
 
-Any other path loads only with `allow_unsafe_plugins`, which is an argument and no setting: it belongs on the command line.
+Any other path loads only with `allow_unsafe_plugins`: an argument for the command line, not a
+setting.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from rl_protocol.errors import ConfigError
-from rl_protocol.plugins import ALLOW_FILE, AllowList, check, load, owner, read_allow_list, same_distribution
+from rl_protocol.support.plugins import ALLOW_FILE, AllowList, check, load, owner, read_allow_list, same_distribution
 
 PluginKind: TypeAlias = Literal["backends", "managers"]
 _PACKAGE = "rl_ckpt_engine"
@@ -34,17 +37,17 @@ _log = logging.getLogger(__name__)
 
 
 class PluginPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What may load. The driver reads it once and hands it to its workers."""
+    """Which plug-ins may load. The driver reads it once and sends it to its workers."""
 
     allowed: AllowList = {}
     allow_unsafe_plugins: bool = False
 
 
 def load_policy(environment: Mapping[str, str] = os.environ, *, allow_unsafe_plugins: bool = False) -> PluginPolicy:
-    """What the operator allows; nothing when RL_PLUGINS is not set.
+    """Read the policy from the file named by RL_PLUGINS; nothing is allowed if it is not set.
 
     Raises:
-        ConfigError: the file can't be read, others may write it, or it says something unknown.
+        ConfigError: the file can't be read, is world-writable, or has an unknown key.
     """
     listed = read_allow_list(environment)
     own = {package: listed[package] for package in (_PACKAGE,) if package in listed}
@@ -52,16 +55,17 @@ def load_policy(environment: Mapping[str, str] = os.environ, *, allow_unsafe_plu
 
 
 def load_plugin(kind: PluginKind, name: str, policy: PluginPolicy) -> object:
-    """What the plug-in offers, not checked any further.
+    """Load a plug-in; the caller checks the result.
 
     Args:
-        kind: of the plug-in.
-        name: of an entry point; or a path: `package.module` of engines, `package.module.Class` of a manager, `module:Class` of either.
-        policy: what may load.
+        kind: kind of the plug-in.
+        name: name of an entry point, or a path: `package.module` for engines,
+            `package.module.Class` for a manager, `module:Class` for either.
+        policy: which plug-ins may load.
 
     Raises:
-        ConfigError: nobody offers the name, several do, it is not allowed, its distribution or version or files are not those allowed, or it
-            can't be imported. Says which, what was found, and what to do.
+        ConfigError: there are no or several plug-ins of that name, it is not allowed, its
+            distribution, version or files differ from the allowed ones, or it can't be imported.
     """
     if ":" in name or "." in name:
         return _load_path(kind, name, policy)
@@ -69,8 +73,8 @@ def load_plugin(kind: PluginKind, name: str, policy: PluginPolicy) -> object:
     if not points:
         installed = sorted(point.name for point in metadata.entry_points(group=_group(kind)))
         raise ConfigError(
-            f"No installed package offers {name!r} in group {_group(kind)}; installed are {', '.join(installed) or 'none'}. Install the one "
-            "that does, on the driver and wherever workers run."
+            f"No installed package offers {name!r} in group {_group(kind)}; installed are {', '.join(installed) or 'none'}. Install the "
+            "package on the driver and on all workers."
         )
     if len(points) > 1:
         owners = ", ".join(owner(point) for point in points)
@@ -80,17 +84,17 @@ def load_plugin(kind: PluginKind, name: str, policy: PluginPolicy) -> object:
 
 
 def entry_points(kind: PluginKind, name: str) -> list[metadata.EntryPoint]:
-    """Those of that name; nothing is imported."""
+    """Entry points of that name; imports nothing."""
     return list(metadata.entry_points(group=_group(kind), name=name))
 
 
 def plugin_names(kind: PluginKind) -> set[str]:
-    """Names that installed packages offer, allowed or not; nothing is imported."""
+    """Names offered by installed packages, allowed or not; imports nothing."""
     return {point.name for point in metadata.entry_points(group=_group(kind))}
 
 
 def _load_path(kind: PluginKind, path: str, policy: PluginPolicy) -> object:
-    """Code of an installed distribution that the allow-list names, or any code with allow_unsafe_plugins."""
+    """Load code of an installed, allowed distribution, or any code with allow_unsafe_plugins."""
     value = path if kind == "backends" or ":" in path else ":".join(path.rsplit(".", 1))
     point = metadata.EntryPoint(path, value, _group(kind))
     listed = policy.allowed.get(_PACKAGE, {}).get(kind, {}).get(path)
@@ -102,8 +106,8 @@ def _load_path(kind: PluginKind, path: str, policy: PluginPolicy) -> object:
         return load(point, pinned=False)
     if not owners:
         raise ConfigError(
-            f"{path!r} is a module path, and no installed distribution holds that module; such code loads only with allow_unsafe_plugins, given on "
-            f"the command line. Better: install a package with it as a wheel, and allow it in the file that {ALLOW_FILE} names."
+            f"{path!r} is a module path, and no installed distribution contains that module; such code loads only with allow_unsafe_plugins on "
+            f"the command line. Better: install a package that contains it as a wheel, and allow it in the file named by {ALLOW_FILE}."
         )
     names = [owner for owner in owners if listed is not None and same_distribution(owner, listed.distribution)]
     vars(point).update(dist=metadata.distribution((names or owners)[0]))

@@ -1,4 +1,4 @@
-"""From a short name to an engine class, and from the settings of a run to its engine and its manager. The same on the driver and in workers."""
+"""CheckpointEngineRegistry: find engine and manager classes by name."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from types import ModuleType
 from typing import TypeVar
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
-from rl_ckpt_engine.engine import ENGINE_API_VERSION, CheckpointEngine
-from rl_ckpt_engine.manager import CheckpointEngineManager
+from rl_ckpt_engine.engines.contract import ENGINE_API_VERSION, CheckpointEngine
 from rl_ckpt_engine.plugins import PluginPolicy, entry_points, load_plugin, load_policy, plugin_names
+from rl_ckpt_engine.sync.manager import CheckpointEngineManager
 from rl_protocol.errors import ConfigError
-from rl_protocol.plugins import owner
+from rl_protocol.support.plugins import owner
 
 ENTRY_POINT_GROUP = "rl_ckpt_engine.backends"
 _ENGINES = "rl_ckpt_engine.engines"
 _BUILT_IN = {
-    "naive": (f"{_ENGINES}.naive", "NaiveEngine", ""),
-    "shm": (f"{_ENGINES}.shm", "ShmEngine", ""),
-    "tcp": (f"{_ENGINES}.tcp", "TcpEngine", ""),
-    "disk": (f"{_ENGINES}.disk", "DiskEngine", ""),
-    "gloo": (f"{_ENGINES}.torch_group", "GlooEngine", "torch"),
-    "nccl": (f"{_ENGINES}.torch_group", "NcclEngine", "torch"),
-    "ray": (f"{_ENGINES}.ray_objects", "RayEngine", "ray"),
-    "nixl": (f"{_ENGINES}.nixl", "NixlEngine", "nixl"),
-    "mooncake": (f"{_ENGINES}.mooncake", "MooncakeEngine", "mooncake"),
-    "cuda_ipc": (f"{_ENGINES}.cuda_ipc", "CudaIpcEngine", "cuda"),
+    "naive": (f"{_ENGINES}.one_host.naive", "NaiveEngine", ""),
+    "shm": (f"{_ENGINES}.one_host.shm", "ShmEngine", ""),
+    "tcp": (f"{_ENGINES}.network.tcp", "TcpEngine", ""),
+    "disk": (f"{_ENGINES}.storage.disk", "DiskEngine", ""),
+    "gloo": (f"{_ENGINES}.network.torch_group", "GlooEngine", "torch"),
+    "nccl": (f"{_ENGINES}.network.torch_group", "NcclEngine", "torch"),
+    "ray": (f"{_ENGINES}.storage.ray_objects", "RayEngine", "ray"),
+    "nixl": (f"{_ENGINES}.network.nixl", "NixlEngine", "nixl"),
+    "mooncake": (f"{_ENGINES}.network.mooncake", "MooncakeEngine", "mooncake"),
+    "cuda_ipc": (f"{_ENGINES}.one_host.cuda_ipc", "CudaIpcEngine", "cuda"),
 }
-"""Name -> module, class, extra of this package that it needs. Imported when asked for."""
+"""Name -> module, class, required extra of this package. Imported on first use."""
 _DELTA = "delta-"
 
 
@@ -40,13 +40,13 @@ E = TypeVar("E", bound=type[CheckpointEngine])
 
 
 class CheckpointEngineRegistry:
-    """Names and the engine classes behind them.
+    """Finds engine classes by name.
 
     >>> CheckpointEngineRegistry().get("shm").__name__
     'ShmEngine'
 
     Args:
-        policy: which plug-ins may load; what RL_PLUGINS says by default.
+        policy: which plug-ins may load; defaults to the file named by RL_PLUGINS.
     """
 
     def __init__(self, policy: PluginPolicy | None = None) -> None:
@@ -55,15 +55,16 @@ class CheckpointEngineRegistry:
 
     @staticmethod
     def register(name: str) -> Callable[[E], E]:
-        """Class decorator: the engine is known under `name` in every registry of this process.
+        """Class decorator that registers the engine under `name` in every registry of this process.
 
             @CheckpointEngineRegistry.register("mine")
             class MyEngine(CheckpointEngine): ...
 
-        A class that does not state `name` in its own body gets this one.
+        A class without `name` in its body gets this name.
 
         Raises:
-            ConfigError: when the class is decorated: the name is that of another class, or the class is no engine of this API version.
+            ConfigError: another class has the name, or the class is not an engine of this API
+                version. Raised when the class is decorated.
         """
 
         def add(engine: E) -> E:
@@ -81,8 +82,8 @@ class CheckpointEngineRegistry:
         """The class of that name.
 
         Raises:
-            ConfigError: nobody offers the name, several do, what does may not be loaded or can't be imported, or what it offers is no engine
-                of this API version.
+            ConfigError: there are no or several engines of that name, or the engine is not allowed,
+                can't be imported, or does not implement this API version.
         """
         if name in self._loaded:
             return self._loaded[name]
@@ -91,7 +92,7 @@ class CheckpointEngineRegistry:
         own = registered is not None or name in _BUILT_IN
         if len(points) + own > 1:
             owners = [owner(point) for point in points] + (["rl-ckpt-engine or register()"] if own else [])
-            raise ConfigError(f"Several offer an engine {name!r}: {', '.join(owners)}. Uninstall all but one.")
+            raise ConfigError(f"Several packages offer an engine {name!r}: {', '.join(owners)}. Uninstall all but one.")
         if registered is not None:
             return registered
         if name.startswith(_DELTA) and not points:
@@ -103,14 +104,16 @@ class CheckpointEngineRegistry:
             self._loaded[name] = checked_engine(name, offered, owner(points[0]))
         else:
             raise ConfigError(
-                f"There is no checkpoint engine {name!r}; there are {', '.join(self.names())}, and delta- before any of them. Others come "
-                f"with packages that offer an entry point of that name in group {ENTRY_POINT_GROUP}."
+                f"There is no checkpoint engine {name!r}; there are {', '.join(self.names())}, each also with the prefix delta-. Other "
+                f"packages can offer engines as entry points in group {ENTRY_POINT_GROUP}."
             )
         return self._loaded[name]
 
     def resolve(self, config: CheckpointEngineConfig) -> type[CheckpointEngine]:
-        """The class of `config.backend`, from the plug-in `config.custom_backend_module` when that is set: a class, or a module that
-        registers engines (`register`) when it is imported.
+        """The class of `config.backend`, from the plug-in `config.custom_backend_module` if that is
+        set.
+
+        The plug-in is a class, or a module that registers engines (`register`) when it is imported.
 
         Raises:
             ConfigError: see `get`; or the plug-in offers or registers an engine of another name.
@@ -132,7 +135,7 @@ class CheckpointEngineRegistry:
         return self._loaded[config.backend]
 
     def create(self, name: str, config: CheckpointEngineConfig | None = None) -> CheckpointEngine:
-        """A new engine of that name, with the settings given or the defaults.
+        """Create an engine of that name.
 
         Raises:
             ConfigError: see `get` and CheckpointEngine.create.
@@ -140,22 +143,26 @@ class CheckpointEngineRegistry:
         return self.get(name).create(CheckpointEngineConfig() if config is None else config)
 
     def manager(self, config: CheckpointEngineConfig) -> type[CheckpointEngineManager]:
-        """The manager's class: that of this package, or the plug-in `config.checkpoint_manager_class`.
+        """The manager's class: CheckpointEngineManager, or the plug-in
+        `config.checkpoint_manager_class`.
 
         Raises:
-            ConfigError: the plug-in may not be loaded, can't be imported, or is no manager of this API version.
+            ConfigError: the plug-in is not allowed, can't be imported, or is not a manager of this
+                API version.
         """
         name = config.checkpoint_manager_class
         if not name:
             return CheckpointEngineManager
         offered = load_plugin("managers", name, self._allowed())
         if not isclass(offered) or not issubclass(offered, CheckpointEngineManager):
-            raise ConfigError(f"The manager {name!r} is {offered!r}, which is no subclass of CheckpointEngineManager.")
+            raise ConfigError(
+                f"The manager {name!r} is {offered!r}, which is not a subclass of CheckpointEngineManager."
+            )
         _check_version("manager", name, name, offered)
         return offered
 
     def names(self) -> tuple[str, ...]:
-        """Every name that `get` knows, allowed or not; nothing is imported to find out."""
+        """Every name that `get` knows, allowed or not; imports no plug-in."""
         return tuple(sorted({*_BUILT_IN, *_REGISTERED, *plugin_names("backends")}))
 
     def _allowed(self) -> PluginPolicy:
@@ -170,7 +177,7 @@ def _name(offered: object, name: str) -> None:
 
 
 def _taken_by(name: str, engine: type[CheckpointEngine]) -> str:
-    """Who has the name; empty: nobody else than this class."""
+    """The other owner of the name; empty if there is none."""
     before = _REGISTERED.get(name)
     if before is not None and before is not engine:
         return f"{before.__module__}.{before.__qualname__}"
@@ -180,7 +187,8 @@ def _taken_by(name: str, engine: type[CheckpointEngine]) -> str:
 
 
 def _others(name: str, engine: type[CheckpointEngine] | None) -> list[EntryPoint]:
-    """Entry points of that name, but for those of the module of a registered class: a package may do both."""
+    """Entry points of that name, except those of the engine's module, which may both register and
+    offer it."""
     return [point for point in entry_points("backends", name) if engine is None or point.module != engine.__module__]
 
 
@@ -189,17 +197,17 @@ def _check_registers(module: str, name: str) -> None:
     if base not in _REGISTERED:
         found = ", ".join(sorted(_REGISTERED)) or "none"
         raise ConfigError(
-            f"checkpoint_engine.custom_backend_module={module} is a module, and registers no engine {name!r} when it is imported; registered "
+            f"checkpoint_engine.custom_backend_module={module} is a module that registers no engine {name!r}; registered "
             f"are {found}. Decorate the class with @CheckpointEngineRegistry.register({base!r}), or change checkpoint_engine.backend."
         )
 
 
 def _delta(engine: type[CheckpointEngine]) -> type[CheckpointEngine]:
     try:
-        module = import_module(f"{_ENGINES}.delta")
+        module = import_module(f"{_ENGINES}.delta.delta_engine")
     except ImportError as error:
         raise ConfigError(f"Delta engines can't be loaded: {error}. Install rl-ckpt-engine[delta].") from error
-    return module.over(engine)
+    return module.delta_over(engine)
 
 
 def _built_in(name: str) -> type[CheckpointEngine]:
@@ -212,16 +220,16 @@ def _built_in(name: str) -> type[CheckpointEngine]:
 
 
 def checked_engine(name: str, offered: object, owner: str) -> type[CheckpointEngine]:
-    """What was offered, if it is an engine that can be used under that name.
+    """Check that an object is an engine class of that name and return it.
 
     Raises:
         ConfigError: it is not; says what it is.
     """
     if not isclass(offered) or not issubclass(offered, CheckpointEngine):
-        raise ConfigError(f"The engine {name!r} ({owner}) is {offered!r}, which is no subclass of CheckpointEngine.")
+        raise ConfigError(f"The engine {name!r} ({owner}) is {offered!r}, which is not a subclass of CheckpointEngine.")
     _check_version("engine", name, owner, offered)
     if offered.name != name:
-        raise ConfigError(f"The engine {name!r} ({owner}) calls itself {offered.name!r}; both names must be the same.")
+        raise ConfigError(f"The engine {name!r} ({owner}) has the name {offered.name!r}; both names must be equal.")
     return offered
 
 

@@ -1,10 +1,10 @@
-"""Conformance suite that every checkpoint engine must pass. Subclass `EngineConformance` under pytest and return your engine.
+"""Conformance suite of checkpoint engines: subclass `EngineConformance` and return your engine.
 
     class TestMyEngine(EngineConformance):
         def make_engine(self) -> CheckpointEngine:
             return MyEngine()
 
-Sender and receiver are two objects in one process here; what only shows between processes is for the engine's own tests.
+Sender and receiver are two objects in one process; engines need their own tests between processes.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pathlib import Path
 
 import numpy as np
 
-from rl_ckpt_engine.engine import ENGINE_API_VERSION, CheckpointEngine, CheckpointEngineWithCache, GroupEngine
-from rl_ckpt_engine.manifest import Manifest
-from rl_protocol.dtypes import STORAGE_DTYPES
+from rl_ckpt_engine.engines.contract import ENGINE_API_VERSION, CheckpointEngine, check_capabilities
+from rl_ckpt_engine.payload.manifest import Manifest
+from rl_protocol.batch.dtypes import STORAGE_DTYPES
+from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
-from rl_protocol.weights import WeightTensor
 
-_TIMEOUT_S = 20.0
+_TIMEOUT_S = 120.0
 
 
 def make_weights(shapes: Sequence[tuple[int, ...]], *, dtype: str = "float32", seed: int = 0) -> list[WeightTensor]:
-    """Tensors `w0`, `w1`, ... of random bytes, so NaN and every other bit pattern occur."""
+    """Tensors `w0`, `w1`, ... of random bytes, including NaN and other bit patterns."""
     draw = np.random.default_rng(seed)
     itemsize = STORAGE_DTYPES[dtype].itemsize
     sizes = [itemsize * int(np.prod(shape, dtype=np.int64)) for shape in shapes]
@@ -37,14 +37,14 @@ def make_weights(shapes: Sequence[tuple[int, ...]], *, dtype: str = "float32", s
 
 
 def assert_same(got: Sequence[WeightTensor], want: Sequence[WeightTensor]) -> None:
-    """Same names, element types, shapes and bytes, in the same order."""
+    """Assert equal names, element types, shapes and bytes, in the same order."""
     assert [(w.name, w.dtype, w.shape) for w in got] == [(w.name, w.dtype, w.shape) for w in want]
     for one, other in zip(got, want, strict=True):
         assert np.array_equal(one.data, other.data), f"the bytes of {one.name!r} differ"
 
 
 def refusal(call: object) -> str:
-    """The message of the WeightSyncError that awaiting or calling `call` must raise."""
+    """Await or call `call`, which must raise WeightSyncError, and return its message."""
     try:
         if asyncio.iscoroutine(call):
             asyncio.run(call)
@@ -56,14 +56,14 @@ def refusal(call: object) -> str:
 
 
 class EngineConformance:
-    """One sender and one receiver of the engine under test, joined anew for every test."""
+    """Tests with one sender and one receiver of the engine, connected for each test."""
 
     @abstractmethod
     def make_engine(self) -> CheckpointEngine:
-        """A new engine."""
+        """Create an engine."""
 
     def joined(self) -> tuple[CheckpointEngine, CheckpointEngine]:
-        """Sender and receiver after the handshake."""
+        """A connected sender and receiver."""
         sender, receiver = self.make_engine(), self.make_engine()
         topology = type(sender).build_topology(sender.prepare(), [receiver.prepare()])
         sender.init_process_group(topology.sender)
@@ -74,8 +74,8 @@ class EngineConformance:
     async def receive(
         self, sender: CheckpointEngine, receiver: CheckpointEngine, manifest: Manifest, *, timeout_s: float = _TIMEOUT_S
     ) -> list[WeightTensor]:
-        """What the receiver gets; a sender that belongs to a group serves meanwhile."""
-        if not isinstance(sender, GroupEngine):
+        """Receive the manifest's weights; the sender of a group serves meanwhile."""
+        if sender.capabilities.elastic:
             return await receiver.receive_weights(manifest, timeout_s=timeout_s)
         served, received = await asyncio.gather(
             sender.serve(manifest, timeout_s=timeout_s),
@@ -90,20 +90,20 @@ class EngineConformance:
         return received
 
     async def regroup(self, sender: CheckpointEngine, receiver: CheckpointEngine) -> None:
-        """A new group of these members, after something failed in the last one."""
+        """Form a new group of these members."""
         topology = type(sender).build_topology(sender.prepare(), [receiver.prepare()])
         sender.init_process_group(topology.sender)
         receiver.init_process_group(topology.receivers[0])
         await _join(sender, receiver)
 
     def another_receiver(self, sender: CheckpointEngine) -> CheckpointEngine:
-        """One that joins later."""
+        """A receiver that joins later."""
         receiver = self.make_engine()
         asyncio.run(self.regroup(sender, receiver))
         return receiver
 
     def send(self, sender: CheckpointEngine, weights: Sequence[WeightTensor], version: int) -> Manifest:
-        """Send, and pass the manifest through its encoding."""
+        """Send the weights; returns the manifest after encoding and decoding it."""
         manifest = asyncio.run(sender.send_weights(iter(weights), version, timeout_s=_TIMEOUT_S))
         assert manifest.version == version
         return Manifest.decode(manifest.encode())
@@ -111,7 +111,7 @@ class EngineConformance:
     def move(
         self, sender: CheckpointEngine, receiver: CheckpointEngine, weights: Sequence[WeightTensor], version: int
     ) -> None:
-        """One whole sync, checked bit by bit."""
+        """Run one sync and compare all bytes."""
         manifest = self.send(sender, weights, version)
         assert_same(asyncio.run(self.receive(sender, receiver, manifest)), weights)
         receiver.confirm(manifest)
@@ -122,6 +122,7 @@ class EngineConformance:
         assert engine.API_VERSION == ENGINE_API_VERSION
         assert engine.name
         assert engine.capabilities.devices
+        check_capabilities(type(engine))
         assert engine.prepare() == engine.prepare()
         engine.close()
 
@@ -150,8 +151,10 @@ class EngineConformance:
             self.move(sender, receiver, make_weights([(1000, 100), (33,)], seed=version), version)
             counts.append(_resources())
         _close(sender, receiver)
-        assert counts[-1][0] <= counts[2][0], f"file descriptors and maps per sync: {counts}"
-        assert counts[-1][1] <= counts[2][1] + 4, f"file descriptors and maps per sync: {counts}"
+        first, last = counts[:3], counts[-3:]  # an ending thread may hold one for a moment
+        descriptors, maps = (min(n[kind] for n in last) - max(n[kind] for n in first) for kind in (0, 1))
+        assert descriptors <= 0, f"file descriptors and maps per sync: {counts}"
+        assert maps <= 4, f"file descriptors and maps per sync: {counts}"
 
     def test_received_tensors_are_read_only(self) -> None:
         sender, receiver = self.joined()
@@ -230,7 +233,7 @@ class EngineConformance:
         assert "w0" in refusal(sender.send_weights([*first, *first], 2, timeout_s=_TIMEOUT_S))
         assert "no tensor" in refusal(sender.send_weights([], 2, timeout_s=_TIMEOUT_S))
         assert "did not finish" in refusal(sender.send_weights(first, 2, timeout_s=0.0))
-        assert "must grow" in refusal(sender.send_weights(first, 1, timeout_s=_TIMEOUT_S))
+        assert "must increase" in refusal(sender.send_weights(first, 1, timeout_s=_TIMEOUT_S))
         assert_same(asyncio.run(self.receive(sender, receiver, manifest)), first)
         self.move(sender, receiver, make_weights([(100,)], seed=2), 2)
         _close(sender, receiver)
@@ -279,7 +282,7 @@ class EngineConformance:
 
     def test_a_receiver_serves_late_joiners(self) -> None:
         sender, receiver = self.joined()
-        if isinstance(receiver, CheckpointEngineWithCache) and receiver.capabilities.elastic:
+        if receiver.capabilities.caches and receiver.capabilities.elastic:
             weights = make_weights([(100,), (), (0,)])
             assert refusal(receiver.republish(timeout_s=_TIMEOUT_S))
             self.move(sender, receiver, weights, 4)
@@ -310,8 +313,8 @@ def _broken_source() -> Iterator[WeightTensor]:
 
 
 async def _join(*engines: CheckpointEngine) -> None:
-    """Members of a group must come at the same time."""
-    await asyncio.gather(*(engine.join(timeout_s=_TIMEOUT_S) for engine in engines if isinstance(engine, GroupEngine)))
+    """Join all members of a group concurrently."""
+    await asyncio.gather(*(engine.join(timeout_s=_TIMEOUT_S) for engine in engines if not engine.capabilities.elastic))
 
 
 def _close(*engines: CheckpointEngine) -> None:

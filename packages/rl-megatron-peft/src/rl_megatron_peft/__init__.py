@@ -1,13 +1,12 @@
-"""LoRA on Megatron-Core: configuration, names, layouts and folders. The policy is in `rl_megatron_peft.backend`, with the extra `core`."""
+"""LoRA on Megatron-Core with Hugging Face PEFT checkpoints.
 
-from rl_megatron_peft.adapter import Adapter, LoraPair, read_adapter, verify_adapter, write_adapter
-from rl_megatron_peft.base_model import fingerprint
-from rl_megatron_peft.config import LoraConfig
-from rl_megatron_peft.errors import AdapterError
-from rl_megatron_peft.family import ModelShape
-from rl_megatron_peft.folders import FolderKind, folder_kind, whole_checkpoints
-from rl_megatron_peft.layout import Layout
-from rl_megatron_peft.naming import (
+This module needs no torch. Training is in `rl_megatron_peft.backend`, which needs the extra `core`.
+"""
+
+from rl_megatron_peft.base_model.fingerprint import fingerprint
+from rl_megatron_peft.base_model.layout import Layout
+from rl_megatron_peft.base_model.model_shape import ModelShape
+from rl_megatron_peft.base_model.naming import (
     FUSED,
     TARGETS,
     HFModule,
@@ -17,6 +16,10 @@ from rl_megatron_peft.naming import (
     megatron_parameter,
     qkv_rows,
 )
+from rl_megatron_peft.errors import AdapterError
+from rl_megatron_peft.peft.adapter import Adapter, LoraPair, read_adapter, verify_adapter, write_adapter
+from rl_megatron_peft.peft.folders import FolderKind, folder_kind, whole_checkpoints
+from rl_megatron_peft.peft.lora_config import LoraConfig
 
 __version__ = "0.1.0"
 

@@ -1,4 +1,7 @@
-"""`python -m rl_megatron_peft`; guarded, because Megatron's checkpoint writer starts a helper that imports it again."""
+"""`python -m rl_megatron_peft` runs the command line.
+
+The guard is needed: Megatron's checkpoint writer starts a process that imports this module again.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The command line: `rl-megatron-peft convert SOURCE TARGET --to peft|resume --base MODEL [--alpha A] [--fused]`.
+"""Command line: `rl-megatron-peft convert SOURCE TARGET --to peft|resume --base MODEL [options]`.
 
-Exit codes: 0 done, 2 refused; the message names file and field.
+Exit codes: 0 for success, 2 if the input is refused; the message names file and field.
 """
 
 from __future__ import annotations
@@ -15,25 +15,30 @@ from rl_protocol.errors import RLError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="rl-megatron-peft", description="Adapters of Megatron-Core, to and from PEFT."
+        prog="rl-megatron-peft", description="Convert Megatron-Core adapters to and from PEFT."
     )
     commands = parser.add_subparsers(required=True)
-    convert = commands.add_parser("convert", help="write an adapter folder of one format as another")
+    convert = commands.add_parser("convert", help="convert an adapter folder to another format")
     convert.add_argument(
         "source", type=Path, help="checkpoint to resume from, PEFT folder, or verl's adapter_checkpoint"
     )
-    convert.add_argument("target", type=Path, help="new folder")
+    convert.add_argument("target", type=Path, help="folder to create")
     convert.add_argument("--to", choices=("peft", "resume"), required=True, help="format of the new folder")
     convert.add_argument("--base", type=Path, required=True, help="Hugging Face folder of the base model")
-    convert.add_argument("--alpha", type=float, help="numerator of the scale: for verl's old format, which lacks it")
-    convert.add_argument("--fused", action="store_true", help="to resume: one A for the modules that Megatron fuses")
+    convert.add_argument(
+        "--alpha", type=float, help="LoRA alpha; required for verl's old format, which does not store it"
+    )
+    convert.add_argument(
+        "--fused", action="store_true", help="with --to resume: share one A among the modules that Megatron fuses"
+    )
     arguments = parser.parse_args(argv)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what Megatron-Core says without Transformer Engine and Apex
-            from rl_megatron_peft.backend.convert import convert as run  # torch and Megatron: --help does without them
+            warnings.simplefilter("ignore")  # Megatron-Core on missing Transformer Engine and Apex
+            # imports torch and Megatron, which --help does not need
+            from rl_megatron_peft.backend.convert import convert as run
 
             kind = run(**vars(arguments))
     except ModuleNotFoundError as error:

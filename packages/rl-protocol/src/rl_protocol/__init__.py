@@ -1,9 +1,13 @@
-"""The vocabulary of the stack: batches, their metadata, schemas, wire format and ports. Needs numpy and msgspec only."""
+"""Types shared by the packages: batches, metadata, schemas, wire format, ports and errors."""
 
-from rl_protocol.arrays import pack_arrays, unpack_arrays
-from rl_protocol.batch import BatchData
-from rl_protocol.checked import with_schemas
-from rl_protocol.columns import Column, DenseColumn, ObjectColumn, RaggedColumn, dense, ragged
+from rl_protocol.batch.batch_data import BatchData
+from rl_protocol.batch.columns import Column, DenseColumn, ObjectColumn, RaggedColumn, dense, ragged
+from rl_protocol.batch.kv_batch_meta import KVBatchMeta, Scalar, Tag, TagRows
+from rl_protocol.batch.packed_arrays import pack_arrays, unpack_arrays
+from rl_protocol.batch.row_key import RowKey
+from rl_protocol.batch.row_ops import Partitionable, balanced_parts, even_sizes
+from rl_protocol.batch.schema import AlignmentLaw, BatchSchema, ColumnSpec, LengthIsProduct, LengthIsSum, SameLength
+from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import (
     BatchError,
     CapacityTimeout,
@@ -26,11 +30,7 @@ from rl_protocol.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from rl_protocol.keys import RowKey
-from rl_protocol.meta import KVBatchMeta, Scalar, Tag, TagRows
-from rl_protocol.partition import Partitionable, balanced_parts, even_sizes
-from rl_protocol.schema import AlignmentLaw, BatchSchema, ColumnSpec, LengthIsProduct, LengthIsSum, SameLength
-from rl_protocol.weights import WeightTensor
+from rl_protocol.ports.schema_checked import with_schemas
 
 __version__ = "0.1.0"
 

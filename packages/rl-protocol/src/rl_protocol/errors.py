@@ -1,28 +1,29 @@
-"""Every error of the stack descends from RLError, so that one except clause names them all.
+"""The error tree of the stack; every error descends from RLError.
 
     RLError
     ├── ConfigError (ValueError)            a setting is wrong; the process exits with code 2
     ├── SchemaError (ValueError)            a row or column breaks its declared contract
     ├── BatchError (ValueError)             an operation on a batch can't be carried out
-    │   └── UnknownNameError (LookupError)  a field, row or key that is not there
-    ├── WireError (ValueError)              bytes that are not a batch of this wire version
+    │   └── UnknownNameError (LookupError)  a field, row or key does not exist
+    ├── WireError (ValueError)              the bytes are not a batch of this wire version
     ├── DataPlaneError
-    │   ├── MissingDataError (LookupError)  rows or columns asked for are not in the plane
-    │   │   └── DataLostError               they were, until the storage unit that held them died
+    │   ├── MissingDataError (LookupError)  requested rows or columns are not in the plane
+    │   │   └── DataLostError               they were lost with a storage unit
     │   ├── DuplicateKeyError (ValueError)
-    │   ├── ConflictError                   a row is not, or not any more, as the caller expected
+    │   ├── ConflictError                   a row is not as the caller expects
     │   ├── CapacityTimeout (TimeoutError)  the plane stayed full until the deadline
     │   ├── PlaneTimeout (TimeoutError)     the deadline of a call passed
-    │   └── PlaneLostError (ConnectionError) controller or storage unit is gone
+    │   └── PlaneLostError (ConnectionError) the controller or a storage unit is gone
     ├── WeightSyncError                     weights were not moved, verified or activated
     ├── RolloutError                        an engine could not generate
     ├── RewardError                         a reward function failed on a named sample
     ├── WorkerError                         a worker process failed or was late
-    │   └── WorkerDiedError                 it is gone; another may take its place
+    │   └── WorkerDiedError                 it is gone and may be replaced
     └── OutputError (OSError)               a file of the run can't be written
 
-Rules: the message says what was wrong, what was got and what to set; an error carries one message (so it pickles) and keeps
-further facts as attributes. Add a class only when a caller would handle it differently from its parent.
+A message says what was wrong, what was got and what to set. An error carries one message, so it
+pickles, and keeps further facts as attributes. Add a class only when a caller handles it
+differently from its parent.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from __future__ import annotations
 import msgspec
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not what they should be: all three must be caught where bytes come from elsewhere."""
+"""What msgspec raises for malformed bytes. Catch all three when the bytes come from outside."""
 
 
 class RLError(Exception):
@@ -38,7 +39,7 @@ class RLError(Exception):
 
     Args:
         message: one paragraph: what was wrong, what was got, what to set.
-        **facts: anything a handler may want to read, kept as attributes (and through pickling).
+        **facts: further facts for handlers, kept as attributes and preserved by pickling.
     """
 
     def __init__(self, message: str, **facts: object) -> None:
@@ -63,7 +64,7 @@ class BatchError(RLError, ValueError):
 
 
 class UnknownNameError(BatchError, LookupError):
-    """A field, row or key was asked for that the batch does not have."""
+    """The batch does not have the requested field, row or key."""
 
 
 class WireError(RLError, ValueError):
@@ -71,19 +72,19 @@ class WireError(RLError, ValueError):
 
 
 class DataPlaneError(RLError):
-    """Something went wrong in the data plane."""
+    """Base class of data-plane errors."""
 
 
 class MissingDataError(DataPlaneError, LookupError):
-    """Rows or columns that were asked for are not in the plane; reads are strict."""
+    """Requested rows or columns are not in the plane."""
 
 
 class DataLostError(MissingDataError):
-    """Columns that were asked for were lost with the storage unit that held them; whoever made them must make them again."""
+    """Requested columns were lost with their storage unit and must be produced again."""
 
 
 class ConflictError(DataPlaneError):
-    """A row is not as the caller expected, or someone else took it first; nothing was changed. Look again, then decide anew."""
+    """A row is not as the caller expects, or another client took it first; nothing was changed."""
 
 
 class DuplicateKeyError(DataPlaneError, ValueError):
@@ -95,7 +96,7 @@ class CapacityTimeout(DataPlaneError, TimeoutError):
 
 
 class PlaneTimeout(DataPlaneError, TimeoutError):
-    """The deadline of a call passed before it was answered."""
+    """The deadline of a call passed before the answer arrived."""
 
 
 class PlaneLostError(DataPlaneError, ConnectionError):
@@ -119,7 +120,7 @@ class WorkerError(RLError):
 
 
 class WorkerDiedError(WorkerError):
-    """A worker process is gone, with all that it had not handed on; another process may take its place."""
+    """A worker process is gone, together with its unsaved state; another process may replace it."""
 
 
 class OutputError(RLError, OSError):

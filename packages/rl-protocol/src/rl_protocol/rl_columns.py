@@ -1,22 +1,23 @@
-"""The RL columns all parts agree on. Transports (rl_transferqueue, rl_ckpt_engine) never import this module.
+"""Names and schemas of the RL columns. The transports (rl_transferqueue, rl_ckpt_engine) never
+import this module.
 
-A prompt row (key: uid) holds what its n trajectories share; a trajectory row (key: RowKey text) holds the rest. N rows, R_i response tokens.
-Columns without an `absence` are there from the first put of a row on.
+A prompt row (key: uid) holds what its n trajectories share; a trajectory row (key: RowKey text)
+holds the rest. A column without an `absence` is part of the first put of its row.
 """
 
 from __future__ import annotations
 
-from rl_protocol.arrays import SHAPES_SUFFIX
-from rl_protocol.schema import BatchSchema, ColumnSpec, LengthIsProduct, SameLength
+from rl_protocol.batch.packed_arrays import SHAPES_SUFFIX
+from rl_protocol.batch.schema import BatchSchema, ColumnSpec, LengthIsProduct, SameLength
 
 TRAIN_PARTITION = "train"
 VALIDATION_PARTITION = "val"
 PROMPT_SUFFIX = "/prompts"
-"""Prompt rows live in the partition of their trajectories with this suffix."""
+"""Prompt rows are in the partition named like that of their trajectories, plus this suffix."""
 
 PATCHES, GRIDS = "image_patches", "image_grids"
 IMAGE_COLUMNS = (PATCHES, PATCHES + SHAPES_SUFFIX, GRIDS)
-"""What a policy that sees images reads of them."""
+"""The image columns that a vision-language policy reads."""
 _BLIND = "the policy reads text alone"
 
 PROMPT_SCHEMA = BatchSchema(
@@ -34,7 +35,7 @@ PROMPT_SCHEMA = BatchSchema(
             kind="ragged",
             dtype="float32",
             writer="rollout",
-            meaning="patches of all images, packed by rl_protocol.arrays",
+            meaning="patches of all images, packed by rl_protocol.batch.packed_arrays",
             absence=_BLIND,
         ),
         ColumnSpec(
@@ -164,5 +165,5 @@ TRAJECTORY_SCHEMA = BatchSchema(
 
 
 def prompt_partition(partition: str) -> str:
-    """Where the prompt rows of a partition live."""
+    """The partition that holds the prompt rows of `partition`."""
     return partition + PROMPT_SUFFIX

@@ -1,4 +1,4 @@
-"""Bridge to torch and tensordict (extra `[torch]`): the only module here that imports them."""
+"""Convert batches and weights to and from torch tensors and TensorDict (extra `[torch]`)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from tensordict import NonTensorStack, TensorDict
 
-from rl_protocol.batch import BatchData
-from rl_protocol.columns import AnyArray, Column, DenseColumn, ObjectColumn, RaggedColumn, offsets_from_lengths
-from rl_protocol.dtypes import storage_dtype
+from rl_protocol.batch.batch_data import BatchData
+from rl_protocol.batch.columns import AnyArray, Column, DenseColumn, ObjectColumn, RaggedColumn, offsets_from_lengths
+from rl_protocol.batch.dtypes import storage_dtype
+from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import SchemaError
-from rl_protocol.weights import WeightTensor
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -38,7 +38,8 @@ def torch_dtype_name(dtype: torch.dtype) -> str:
 
 
 def to_array(tensor: torch.Tensor) -> tuple[AnyArray, str]:
-    """A CPU tensor as a numpy array in storage dtype, sharing memory when contiguous, and its element type's name."""
+    """A CPU tensor as a numpy array in storage dtype, sharing memory when contiguous, and its
+    element type's name."""
     name = torch_dtype_name(tensor.dtype)
     store = storage_dtype(name)
     plain = tensor.detach().contiguous().cpu()
@@ -50,14 +51,16 @@ def to_array(tensor: torch.Tensor) -> tuple[AnyArray, str]:
 def to_tensor(array: AnyArray, dtype: str) -> torch.Tensor:
     """The array as a tensor of the named type.
 
-    Memory is shared where the process may write to it. Memory that it may not, such as the rows that a data plane lends or a buffer of
-    bytes, is copied: torch has no read-only tensors, and writing in place to such memory ends the process.
+    Writable memory is shared. Read-only memory, such as rows lent by a data plane or a bytes
+    object, is copied: torch has no read-only tensors, and writing in place to such memory crashes
+    the process.
     """
     return lent_tensor(array if _may_be_written(array) else array.copy(), dtype)
 
 
 def lent_tensor(array: AnyArray, dtype: str) -> torch.Tensor:
-    """The array as a tensor that shares its memory, whatever it is. The tensor must never be written to, nor handed to others."""
+    """The array as a tensor that always shares its memory. Never write to the tensor or hand it to
+    other code."""
     writable = array
     if not array.flags.writeable:  # torch warns about arrays that refuse writes
         interface = dict(array.__array_interface__)
@@ -69,7 +72,7 @@ def lent_tensor(array: AnyArray, dtype: str) -> torch.Tensor:
 
 
 class _Memory:
-    """Holds an array alive while its memory is seen through another array object."""
+    """Keeps an array alive while another array object views its memory."""
 
     def __init__(self, interface: dict[str, object], owner: AnyArray) -> None:
         self.__array_interface__ = interface
@@ -77,7 +80,8 @@ class _Memory:
 
 
 def _may_be_written(array: AnyArray) -> bool:
-    """Whether the array that owns the memory, or reads it out of a buffer, takes writes; views of it may refuse them, as columns do."""
+    """Whether the array at the root of the view chain is writable. Views of it, such as columns,
+    may still refuse writes."""
     owner = array
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
@@ -85,10 +89,10 @@ def _may_be_written(array: AnyArray) -> bool:
 
 
 def column_from_tensor(tensor: torch.Tensor) -> Column:
-    """A strided tensor [N, *dims] becomes dense; a jagged nested tensor, ragged in whichever dimension, becomes ragged.
+    """A strided tensor [N, *dims] becomes a dense column, a jagged nested tensor a ragged one.
 
-    Memory is shared where the rows lie one after the other, as they do in a tensor ragged in dimension 1 and in one that
-    `tensor_from_column` made; others are copied once.
+    Memory is shared if the rows are contiguous, as they are in a tensor that is ragged in dimension
+    1 or was made by `tensor_from_column`. Other tensors are copied once.
 
     Raises:
         SchemaError: a nested tensor of another layout, or a scalar.
@@ -113,7 +117,10 @@ def column_from_tensor(tensor: torch.Tensor) -> Column:
 
 
 def tensor_from_column(column: DenseColumn | RaggedColumn) -> torch.Tensor:
-    """The inverse of `column_from_tensor`; a ragged column always becomes a jagged nested tensor. Memory is shared as by `to_tensor`."""
+    """The inverse of `column_from_tensor`. A ragged column always becomes a jagged nested tensor.
+
+    Memory is shared as in `to_tensor`.
+    """
     if isinstance(column, DenseColumn):
         return to_tensor(column.values, column.dtype)
     lengths = column.lengths
@@ -129,7 +136,8 @@ def tensor_from_column(column: DenseColumn | RaggedColumn) -> torch.Tensor:
 def to_tensordict(batch: BatchData) -> TensorDict:
     """The batch as a TensorDict of batch size [N]; object columns become NonTensorStack.
 
-    Every tensor may be written to. Those of a batch that a data plane has read out of its own memory are copies (see `to_tensor`).
+    Every tensor is writable: columns in the read-only memory of a data plane are copied (see
+    `to_tensor`).
     """
     items: dict[str, object] = {}
     for name, column in batch.columns.items():
@@ -143,7 +151,7 @@ def from_tensordict(data: TensorDict) -> BatchData:
     """A TensorDict of batch size [N] as a batch; CPU tensors are shared, not copied.
 
     Raises:
-        SchemaError: the TensorDict has no batch dimension, or a value of a kind that can't be stored.
+        SchemaError: the batch size is not [N], or a value can't be stored.
     """
     if len(data.batch_size) != 1:
         raise SchemaError(f"A TensorDict must have batch size [N]; got {list(data.batch_size)}.")
@@ -172,18 +180,19 @@ def _objects(name: str, value: NonTensorStack) -> ObjectColumn:
 
 
 def to_weight(name: str, tensor: torch.Tensor) -> WeightTensor:
-    """A tensor as a WeightTensor; CPU tensors that are contiguous are shared, not copied."""
+    """A tensor as a WeightTensor; contiguous CPU tensors are shared, not copied."""
     array, dtype = to_array(tensor)
     return WeightTensor(name, dtype, tuple(tensor.shape), array.reshape(-1).view(np.uint8))
 
 
 def from_weight(weight: WeightTensor) -> torch.Tensor:
-    """The inverse of `to_weight`; memory is shared as by `to_tensor`."""
+    """The inverse of `to_weight`; memory is shared as in `to_tensor`."""
     return to_tensor(_elements(weight), weight.dtype).reshape(weight.shape)
 
 
 def lent_weight(weight: WeightTensor) -> torch.Tensor:
-    """The weight as a tensor that shares its memory. The tensor must never be written to: others may read the same memory."""
+    """The weight as a tensor that shares its memory. Never write to it: other code may read the
+    same memory."""
     return lent_tensor(_elements(weight), weight.dtype).reshape(weight.shape)
 
 

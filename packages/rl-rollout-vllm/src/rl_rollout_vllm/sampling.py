@@ -1,16 +1,17 @@
-"""From the stack's sampling parameters to the keyword arguments of `vllm.SamplingParams`. Pure: vLLM is not imported.
+"""Translate sampling parameters of rl_protocol into those of vLLM.
 
-ours              vLLM
+SamplingParams    vllm.SamplingParams
 max_new_tokens    max_tokens
-temperature       temperature       0 is greedy in both; vLLM raises what lies between 0 and 0.01 to 0.01, we refuse it
+temperature       temperature       0 is greedy in both; values between 0 and 0.01, which vLLM
+                                    raises to 0.01, are refused
 top_p             top_p
-top_k             top_k             0 is all in both
+top_k             top_k             0 means all in both
 ignore_eos        ignore_eos
-seed              seed              derived for each request from (seed, uid, session, tokens of the prompt)
--                 stop_token_ids    the model's end-of-sequence tokens, for vLLM runs without a tokenizer here
--                 n=1               the caller asks for each of its n samples by session
--                 logprobs=0        the sampled token's log-probability and no others
--                 detokenize=False  token ids are all that is asked for
+seed              seed              derived per request from (seed, uid, session, prompt length)
+-                 stop_token_ids    the model's end-of-sequence tokens; vLLM has no tokenizer here
+-                 n=1               each of n samples is a request with its own session
+-                 logprobs=0        log-probability of the sampled token only
+-                 detokenize=False  only token ids are needed
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from rl_protocol.errors import ConfigError, RolloutError
 from rl_protocol.ports import GenerationRequest, SamplingParams
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
-"""The engine argument `logprobs_mode` of vLLM."""
+"""Values of vLLM's engine argument `logprobs_mode`."""
 
 MIN_TEMPERATURE = 0.01
-"""vLLM raises smaller positive temperatures to this one."""
+"""vLLM raises smaller positive temperatures to this value."""
 
 
 class SamplingArguments(TypedDict):
@@ -48,11 +49,11 @@ class SamplingArguments(TypedDict):
 def sampling_arguments(
     request: GenerationRequest, params: SamplingParams, eos_ids: Sequence[int] = ()
 ) -> SamplingArguments:
-    """Keyword arguments for one request; a response ends with the first of `eos_ids`.
+    """Return the keyword arguments for one request, whose response ends at the first of `eos_ids`.
 
     Raises:
-        ConfigError: a parameter out of range; names it.
-        RolloutError: an empty prompt; names the request.
+        ConfigError: a parameter is out of range; names it.
+        RolloutError: the prompt is empty; names the request.
     """
     _check(params)
     if not request.prompt_ids:
@@ -72,11 +73,12 @@ def sampling_arguments(
 
 
 def request_seed(seed: int, uid: str, session: int, position: int) -> int:
-    """Seed of one request in 0..2**63-1: the same wherever, whenever and beside whatever it is computed.
+    """Return the seed of a request in 0..2**63-1, which does not depend on batching or arrival.
 
-    `position` is the number of tokens before the first one to be generated: what is continued after an abort, and later turns of a
-    session, draw from streams of their own. The BLAKE2b hash of `seed/session/position/uid` (uid last: it may hold the separator), its
-    first 8 bytes read little-endian, top bit off.
+    `position` is the number of tokens before the first one to generate, so continued responses and
+    later turns of a session draw from separate streams. The seed is the BLAKE2b hash of
+    `seed/session/position/uid` (uid last, because it may contain the separator): its first 8 bytes
+    read little-endian, without the top bit.
     """
     text = f"{seed}/{session}/{position}/{uid}"
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
@@ -84,14 +86,14 @@ def request_seed(seed: int, uid: str, session: int, position: int) -> int:
 
 
 def required_logprobs_mode(params: SamplingParams) -> LogprobsMode | None:
-    """The `logprobs_mode` an engine must run with to report what `Generation.log_probs` promises under these parameters; None: either.
+    """Return the `logprobs_mode` that reports `Generation.log_probs`; None if both modes do.
 
-    vLLM reports log-probabilities either before everything ("raw_logprobs", its default: temperature is ignored) or after
-    temperature, top-p and top-k ("processed_logprobs"). The promise is: after temperature, before top-p and top-k. Greedy requests are
-    reported at temperature 1 by both.
+    They are defined after temperature and before top-p and top-k. vLLM reports log-probs before all
+    of these ("raw_logprobs", its default, which ignores temperature) or after all of them
+    ("processed_logprobs"). Both report greedy requests at temperature 1.
 
     Raises:
-        ConfigError: a temperature other than 1 together with top-p or top-k, which neither mode reports.
+        ConfigError: temperature is not 1 and top-p or top-k is set, which neither mode reports.
     """
     _check(params)
     restricted = params.top_p < 1.0 or params.top_k > 0

@@ -1,6 +1,5 @@
-"""PPO and GRPO trainer whose driver handles only metadata. Importing it loads neither torch nor ray."""
+"""PPO and GRPO trainer whose driver handles only metadata; importing loads no torch or ray."""
 
-from rl_trainer.combinations import check_combination
 from rl_trainer.config import (
     ActorConfig,
     AlgorithmConfig,
@@ -16,17 +15,20 @@ from rl_trainer.config import (
     RolloutCorrectionConfig,
     ValidationSampling,
 )
-from rl_trainer.course import Course
+from rl_trainer.config.backends import (
+    TRAINING_BACKENDS,
+    FsdpConfig,
+    MegatronConfig,
+    TrainingBackendSpec,
+    get_training_backend,
+)
+from rl_trainer.config.lora import LoraConfig
 from rl_trainer.data import Curriculum, CurriculumKind, Mixture, PromptDataset, PromptOrder, PromptRow
-from rl_trainer.dispatch import WorkerHandle, Workers
-from rl_trainer.engines import ENGINES, Engine, FsdpConfig, MegatronConfig, get_engine
-from rl_trainer.hooks import Hook
-from rl_trainer.lora import LoraConfig
-from rl_trainer.reward_worker import RewardWorker
-from rl_trainer.rollout_worker import RolloutWorker
-from rl_trainer.sessions import Codec, Generate, SessionKind, Trajectory
-from rl_trainer.stages import (
-    Stage,
+from rl_trainer.driver.hooks import Hook
+from rl_trainer.driver.stage_calls import WorkerHandle, Workers
+from rl_trainer.driver.trainer import PPOTrainer, TrainerParts
+from rl_trainer.graph.config_checks import check_combination
+from rl_trainer.graph.stages import (
     StepGraph,
     build_graph,
     check_graph,
@@ -34,25 +36,28 @@ from rl_trainer.stages import (
     needs_reference,
     needs_sum_pi_squared,
 )
-from rl_trainer.trainer import PPOTrainer, TrainerParts
-from rl_trainer.worker import Worker
-from rl_trainer.workers import ActorWorker, CriticWorker, ReferenceWorker
+from rl_trainer.rollout.session_turns import Generate, SessionKind, Tokenizer, Trajectory
+from rl_trainer.rollout.stats import RolloutStats
+from rl_trainer.workers.actor import ActorWorker, ReferenceWorker
+from rl_trainer.workers.base import Worker
+from rl_trainer.workers.columns import StepColumns, step_columns
+from rl_trainer.workers.critic import CriticWorker
+from rl_trainer.workers.reward import RewardWorker
+from rl_trainer.workers.rollout import RolloutWorker
+from rl_trainer.workers.scoring import RewardSettings
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "ENGINES",
+    "TRAINING_BACKENDS",
     "ActorConfig",
     "ActorWorker",
     "AlgorithmConfig",
-    "Codec",
-    "Course",
     "CriticConfig",
     "CriticOptimConfig",
     "CriticWorker",
     "Curriculum",
     "CurriculumKind",
-    "Engine",
     "FilterGroupsConfig",
     "FsdpConfig",
     "Generate",
@@ -70,14 +75,18 @@ __all__ = [
     "PromptOrder",
     "PromptRow",
     "ReferenceWorker",
+    "RewardSettings",
     "RewardWorker",
     "RolloutConfig",
     "RolloutCorrectionConfig",
+    "RolloutStats",
     "RolloutWorker",
     "SessionKind",
-    "Stage",
+    "StepColumns",
     "StepGraph",
+    "Tokenizer",
     "TrainerParts",
+    "TrainingBackendSpec",
     "Trajectory",
     "ValidationSampling",
     "Worker",
@@ -86,8 +95,9 @@ __all__ = [
     "build_graph",
     "check_combination",
     "check_graph",
-    "get_engine",
+    "get_training_backend",
     "needs_critic",
     "needs_reference",
     "needs_sum_pi_squared",
+    "step_columns",
 ]

@@ -1,4 +1,1 @@
-"""The demo: a verifiable task, a tokenizer, a small model, and the warm-up that makes the base model of a run.
-
-Import from the modules: `arithmetic`, `settings` and `store` need no torch, the others do.
-"""
+"""The demo: tasks, tokenizer, a small model, and the warm-up that makes its base model."""

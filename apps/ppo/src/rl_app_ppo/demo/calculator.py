@@ -1,10 +1,10 @@
-"""The demo task with a tool: "384*592=" is a product that no model of this size knows, and a calculator does.
+"""The demo task with a tool: products such as "384*592=", beyond a model this small.
 
     prompt 384*592=   policy ?384*592   observation 227328=   policy 227328
 
-Each turn of the policy ends with the end of sequence; `?` begins a call and `!=` is the answer to a bad one. All factors are between 317 and
-999, so every product has six digits. The careless answer writes the factors side by side, which is never right: without the tool there is
-nothing to gain.
+Each turn of the policy ends with the end of sequence; `?` begins a call, and `!=` answers a
+malformed one. All factors are between 317 and 999, so every product has six digits. The careless
+answer writes the factors side by side, which is never right: without the tool no response scores.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from rl_app_ppo.demo.arithmetic import Problem, Split
+from rl_app_ppo.demo.addition import Problem, Split
 from rl_protocol import ConfigError
 from rl_trainer import SessionKind
-from rl_trainer.agents import Answer, Calculator, Call, Limits, Malformed, ToolAgent
+from rl_trainer.rollout.agents import Answer, Calculator, Call, Limits, Malformed, ToolAgent
 
 CALL, FAILED, NEXT = "?", "!", "="
 SMALLEST, LARGEST = 317, 999
@@ -23,7 +23,9 @@ DATA_SOURCE = "three_digit_multiplication"
 
 
 def make_split(seed: int, *, train_size: int, validation_size: int) -> Split:
-    """Draw both splits. Equal arguments give equal splits, and the validation split does not depend on `train_size`.
+    """Draw both splits; equal arguments give equal splits.
+
+    The validation split does not depend on `train_size`.
 
     Raises:
         ConfigError: a size is negative, or there are not that many problems.
@@ -44,27 +46,25 @@ def make_split(seed: int, *, train_size: int, validation_size: int) -> Split:
 
 
 def careless_answer(problem: Problem) -> str:
-    """The factors side by side."""
+    """The wrong answer that the warm-up teaches: the factors side by side."""
     return expression(problem).replace("*", "")
 
 
 def expression(problem: Problem) -> str:
-    """What the calculator is to be asked."""
+    """The call of the calculator that solves the problem."""
     return problem.prompt.removesuffix(NEXT)
 
 
 class Signs:
-    """A dialect of single characters (see the head of this module), for a vocabulary that has no words."""
+    """A dialect of single characters, for a vocabulary without words; see the module docstring."""
 
     def calls(self, text: str) -> Sequence[Call | Malformed]:
-        """See Dialect.calls."""
         if CALL not in text:
             return []
         before, _, asked = text.partition(CALL)
-        return [Malformed("a call is all of a turn") if before else Call("calculator", {"expression": asked})]
+        return [Malformed("a call must be the whole turn") if before else Call("calculator", {"expression": asked})]
 
     def observation(self, answers: Sequence[Answer]) -> str:
-        """See Dialect.observation."""
         return "".join((FAILED if answer.failed else answer.text) + NEXT for answer in answers)
 
 
@@ -74,13 +74,13 @@ SESSION = SessionKind(ToolAgent([Calculator()], Signs(), Limits(turns=3, turn_to
 def score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, object] | None = None
 ) -> Mapping[str, float | str]:
-    """1 when the last turn is the product and nothing else, otherwise 0.
+    """1 if the last turn is exactly the product, else 0.
 
     Args:
-        data_source: not looked at.
+        data_source: ignored.
         solution_str: all turns and observations; the last turn is what follows the last "=".
         ground_truth: `Problem.answer`.
-        extra_info: not looked at.
+        extra_info: ignored.
     """
     del data_source, extra_info
     last = solution_str.rpartition(NEXT)[2]

@@ -1,4 +1,4 @@
-"""The built-in tasks by name: their problems, their tokens, and what the warm-up shows a model of each. Needs no torch."""
+"""The demo tasks by name: problems, vocabulary and warm-up targets. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rl_app_ppo.demo import arithmetic, calculator
-from rl_app_ppo.demo.arithmetic import Problem, Split
-from rl_app_ppo.demo.vocabulary import VOCABULARY
+from rl_app_ppo.demo import addition, calculator
+from rl_app_ppo.demo.addition import Problem, Split
+from rl_app_ppo.demo.tokenizer import VOCABULARY
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some text of a response."""
+    """A part of a response."""
 
     text: str
-    told: bool = False
-    """An observation: the model is shown it, and not taught to write it. Otherwise a turn of its own, which the end of sequence closes."""
+    observed: bool = False
+    """An observation, which gets no loss; otherwise a turn, which ends with the end of sequence."""
 
 
 class MakeSplit(Protocol):
@@ -28,38 +28,38 @@ class MakeSplit(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
-    """One task."""
+    """One demo task."""
 
     title: str
-    """What the task is, with an example."""
+    """Description with an example."""
     note: str = ""
-    """How answers are to be read, where that is unusual."""
+    """How to read the answers, if it is unusual."""
     data_source: str
     make_split: MakeSplit
     right: Callable[[Problem], Sequence[Piece]]
-    """The response that is right."""
+    """The right response."""
     careless: Callable[[Problem], Sequence[Piece]]
-    """The response of the bad habit that training is to remove."""
+    """The wrong response that the warm-up teaches and training removes."""
     vocabulary: tuple[str, ...] = VOCABULARY
     """Tokens by id; those of VOCABULARY come first."""
     careless_share: float
     target_probability: float
-    """How the warm-up mixes the two, and where it ends; see WarmUpSettings."""
+    """Mix and end of the warm-up; see WarmUpSettings."""
 
 
 def _with_the_tool(problem: Problem) -> Sequence[Piece]:
     call = Piece(calculator.CALL + calculator.expression(problem))
-    return [call, Piece(problem.answer + calculator.NEXT, told=True), Piece(problem.answer)]
+    return [call, Piece(problem.answer + calculator.NEXT, observed=True), Piece(problem.answer)]
 
 
 DEMOS: Mapping[str, Demo] = {
     "addition": Demo(
         title="two-digit addition, answers written units first (37+45= is answered by 280, that is 082)",
         note="answers are written units first: 280 is the number 082",
-        data_source=arithmetic.DATA_SOURCE,
-        make_split=arithmetic.make_split,
+        data_source=addition.DATA_SOURCE,
+        make_split=addition.make_split,
         right=lambda problem: [Piece(problem.answer)],
-        careless=lambda problem: [Piece(arithmetic.careless_answer(problem))],
+        careless=lambda problem: [Piece(addition.careless_answer(problem))],
         careless_share=0.75,
         target_probability=0.43,
     ),

@@ -1,16 +1,18 @@
-"""The demo's model: a small Qwen2 with fresh weights."""
+"""The demo's model, a small Qwen2 with fresh weights, and its transformers tokenizer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from rl_app_ppo.demo.settings import ModelSettings
-from rl_app_ppo.demo.vocabulary import BOS_ID, EOS_ID, PAD_ID, VOCABULARY
+from rl_app_ppo.demo.tokenizer import BOS, BOS_ID, EOS, EOS_ID, PAD, PAD_ID, UNK, VOCABULARY, demo_tokenizer
 
 
 def model_config(settings: ModelSettings, vocabulary_size: int = len(VOCABULARY)) -> Qwen2Config:
-    """The transformers configuration of that shape."""
+    """The transformers configuration of the demo's model."""
     return Qwen2Config(
         vocab_size=vocabulary_size,
         hidden_size=settings.hidden_size,
@@ -29,7 +31,23 @@ def model_config(settings: ModelSettings, vocabulary_size: int = len(VOCABULARY)
 
 
 def fresh_model(settings: ModelSettings, seed: int, vocabulary_size: int = len(VOCABULARY)) -> Qwen2ForCausalLM:
-    """A float32 model on the CPU whose weights depend on the arguments alone; torch's global generator is left as it was."""
+    """Create a float32 model on the CPU whose weights depend only on the arguments.
+
+    torch's global generator is not changed.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen2ForCausalLM(model_config(settings, vocabulary_size))
+
+
+def build_tokenizer(vocabulary: Sequence[str] = VOCABULARY) -> PreTrainedTokenizerFast:
+    """`demo_tokenizer` with special tokens and left padding, as transformers saves it."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=demo_tokenizer(vocabulary),
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNK,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )

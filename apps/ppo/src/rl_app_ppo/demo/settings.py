@@ -1,4 +1,4 @@
-"""What determines the demo's base model."""
+"""Settings of the demo's base model, and their hash."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from importlib.metadata import version
 from rl_protocol import ConfigError
 
 RECIPE = 1
-"""Raised whenever the code turns equal settings into another model."""
+"""Increase it if a change of the code makes another model from the same settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """Shape of the demo's Qwen2 model: 333,184 parameters as it stands."""
+    """Shape of the demo's Qwen2 model; the defaults have 333,184 parameters."""
 
     hidden_size: int = 128
     intermediate_size: int = 256
@@ -25,35 +25,39 @@ class ModelSettings:
     """Most tokens of prompt and response together."""
     rope_theta: float = 100.0
     initializer_range: float = 0.06
-    """Standard deviation of fresh weights; with the usual 0.02 a model this narrow needs three times the warm-up."""
+    """Standard deviation of the initial weights; the usual 0.02 needs three times the warm-up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmUpSettings:
     """The supervised warm-up that makes the base model.
 
-    A share of its targets are careless answers, so the base model has the right answer in it but prefers the careless one.
+    Some of its targets are careless answers, so the base model can give the right answer but
+    prefers the careless one.
     """
 
     demo: str = "addition"
-    """Which task, by its name in DEMOS."""
+    """Name of the task in DEMOS."""
     seed: int = 0
-    """Fresh weights, order of problems, and which targets are careless."""
+    """Seed of the initial weights, the order of problems, and the choice of careless targets."""
     data_seed: int = 0
     train_size: int = 4000
-    """Problems it may see; the first ones of the training split."""
+    """Size of the training split."""
     validation_size: int = 512
-    """Problems it is measured with and never sees."""
+    """Size of the validation split, which is never trained on."""
     target_probability: float = 0.43
-    """Ends when the model gives the right answer this much probability on average, measured on training problems it may have
-    seen. A model that had learnt its targets perfectly would give 0.30 + 0.70 * (1 - careless_share) = 0.475 with addition, where careless
-    answers can be right, and 1 - careless_share with the calculator."""
+    """The warm-up ends when the mean probability of the right answer reaches this value.
+
+    It is measured on training problems. A perfectly trained model would reach
+    0.30 + 0.70 * (1 - careless_share) = 0.475 with addition, where careless answers can be right,
+    and 1 - careless_share with the calculator.
+    """
     max_steps: int = 400
-    """Ends here at the latest. About 200 are usual."""
+    """Most steps; about 200 are usual."""
     batch_size: int = 192
     """Problems per step."""
     careless_share: float = 0.75
-    """Probability that a target is the careless answer, drawn afresh each time a problem is shown."""
+    """Probability of a careless target, drawn each time a problem is shown."""
     lr: float = 2e-3
     lr_warmup_steps: int = 20
     beta1: float = 0.9
@@ -74,9 +78,9 @@ class WarmUpSettings:
 
 
 def content_hash(settings: WarmUpSettings) -> str:
-    """64 hex digits that change with whatever changes the base model: settings, recipe, torch and transformers.
+    """Hash of everything that determines the base model: settings, recipe, torch and transformers.
 
-    The number of threads is left out: it changes the last bits of a sum, and with them the weights, but not what was learnt.
+    The number of threads is left out: it changes only rounding errors.
     """
     content = asdict(settings)
     content |= {"recipe": RECIPE, "torch": version("torch"), "transformers": version("transformers")}

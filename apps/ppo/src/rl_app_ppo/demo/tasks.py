@@ -1,4 +1,4 @@
-"""The demo tasks as data files in verl's row format, to be trained on, or to be looked at before one writes one's own:
+"""Write demo tasks as data files in verl's row format, to train on or as examples:
 
 python -m rl_app_ppo.demo.tasks countdown data/countdown --train 1000 --val 100
 """
@@ -9,18 +9,20 @@ import argparse
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rl_app_ppo.demo.arithmetic import DATA_SOURCE, Problem, make_split
-from rl_app_ppo.demo.countdown import puzzles
+from rl_app_ppo.demo.addition import DATA_SOURCE, Problem, make_split
 from rl_protocol import ConfigError
+from rl_trainer.rewards.arithmetic import BINARY
+from rl_trainer.rewards.countdown import Countdown
 
 Row = dict[str, Any]
 Splits = tuple[list[Row], list[Row]]
-"""To train on and to validate with; no prompt is in both."""
+"""Training and validation rows; no prompt is in both."""
 
 
 def row(data_source: str, prompt: str, ground_truth: object, split: str, index: int) -> Row:
@@ -34,7 +36,7 @@ def row(data_source: str, prompt: str, ground_truth: object, split: str, index: 
 
 
 def arithmetic(seed: int, train: int, val: int) -> Splits:
-    """The app's own demo: reward.function=exact_match."""
+    """The demo task addition: reward.function=exact_match."""
     split = make_split(seed, train_size=train, validation_size=val)
 
     def rows(problems: Sequence[Problem], name: str) -> list[Row]:
@@ -72,6 +74,24 @@ def countdown(seed: int, train: int, val: int) -> Splits:
     return _split("countdown", problems, train)
 
 
+def puzzles(seed: int, count: int, size: int = 3, largest: int = 20) -> list[Countdown]:
+    """Draw different Countdown puzzles from random expressions, so that each has a solution.
+
+    Equal arguments give equal puzzles.
+    """
+    draw = random.Random(seed)  # noqa: S311 - puzzles, not secrets
+    found: dict[Countdown, None] = {}
+    while len(found) < count:
+        numbers = [draw.randint(1, largest) for _ in range(size)]
+        value = Fraction(numbers[0])
+        for number in numbers[1:]:
+            value = draw.choice(list(BINARY.values()))(value, Fraction(number))
+        draw.shuffle(numbers)
+        if value.denominator == 1 and 0 < value <= 100:
+            found[Countdown(tuple(numbers), int(value))] = None
+    return list(found)
+
+
 TASKS: Mapping[str, Callable[[int, int, int], Splits]] = {
     "arithmetic": arithmetic,
     "sorting": sorting,
@@ -80,10 +100,10 @@ TASKS: Mapping[str, Callable[[int, int, int], Splits]] = {
 
 
 def write(task: str, folder: Path, *, train: int, val: int, seed: int = 0) -> tuple[Path, Path]:
-    """Write `train.jsonl` and `val.jsonl` into the folder; their paths.
+    """Write `train.jsonl` and `val.jsonl` into the folder; returns their paths.
 
     Raises:
-        ConfigError: no such task, or sizes it can't have.
+        ConfigError: an unknown task, or impossible sizes.
     """
     if task not in TASKS or min(train, val) < 1:
         raise ConfigError(
@@ -104,7 +124,7 @@ def _split(data_source: str, problems: Sequence[tuple[str, object]], train: int)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; the exit code."""
+    """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description="Write a demo task as data files in verl's row format.")
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("folder", type=Path)

@@ -1,22 +1,22 @@
-"""The demo's tokenizer as transformers saves it."""
+"""The demos' vocabulary, one token per character, and tokenizer. No transformers needed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from rl_app_ppo.demo.vocabulary import BOS, EOS, PAD, UNK, VOCABULARY, demo_tokenizer
+from rl_app_ppo.demo.addition import ALPHABET
+
+PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
+VOCABULARY: tuple[str, ...] = (*ALPHABET, PAD, BOS, EOS, UNK)
+"""Tokens by id."""
+PAD_ID, BOS_ID, EOS_ID = (VOCABULARY.index(token) for token in (PAD, BOS, EOS))
 
 
-def build_tokenizer(vocabulary: Sequence[str] = VOCABULARY) -> PreTrainedTokenizerFast:
-    """`demo_tokenizer` with its special tokens; it pads on the left."""
-    return PreTrainedTokenizerFast(
-        tokenizer_object=demo_tokenizer(vocabulary),
-        pad_token=PAD,
-        bos_token=BOS,
-        eos_token=EOS,
-        unk_token=UNK,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
+def demo_tokenizer(vocabulary: Sequence[str] = VOCABULARY) -> Tokenizer:
+    """Create a tokenizer that adds no special tokens and decodes without spaces."""
+    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNK))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    core.decoder = decoders.Fuse()
+    return core

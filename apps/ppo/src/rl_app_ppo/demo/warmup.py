@@ -1,6 +1,7 @@
-"""The supervised warm-up: from fresh weights to a base model that knows a task, and prefers a careless way of doing it.
+"""The supervised warm-up that makes a base model, which knows a task but prefers a careless answer.
 
-Shapes: N problems of a split, B problems of a batch, P prompt tokens, A response tokens (turns with their ends of sequence, observations, padding).
+Shapes: N problems of a split, B problems of a batch, P prompt tokens, A response tokens (turns with
+their ends of sequence, observations, padding).
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from transformers.utils import logging
 
-from rl_app_ppo.demo.arithmetic import Problem
+from rl_app_ppo.demo.addition import Problem
+from rl_app_ppo.demo.cache import UNFINISHED, is_whole, publish
 from rl_app_ppo.demo.demos import DEMOS, Demo, Piece
-from rl_app_ppo.demo.model import fresh_model
+from rl_app_ppo.demo.model import build_tokenizer, fresh_model
 from rl_app_ppo.demo.settings import WarmUpSettings, content_hash
-from rl_app_ppo.demo.store import UNFINISHED, is_whole, publish
-from rl_app_ppo.demo.tokenizer import build_tokenizer
-from rl_app_ppo.demo.vocabulary import EOS_ID, PAD_ID
-from rl_protocol.temporary import sweep
+from rl_app_ppo.demo.tokenizer import EOS_ID, PAD_ID
+from rl_protocol.support.temporary_folders import sweep
 
 __all__ = [
     "OnStep",
@@ -37,26 +37,27 @@ __all__ = [
 ]
 
 NOT_TAUGHT = -100
-"""Label of a token that the loss leaves out."""
+"""Label of a token without loss."""
 OnStep = Callable[[int, int, float, float | None], None]
-"""on_step(steps done, steps in all, loss in nats per taught token, validation accuracy where it was measured)."""
+"""on_step(steps done, most steps, loss in nats per taught token, validation accuracy or None)."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmUpResult:
-    """What a warm-up made."""
+    """The result of a warm-up."""
 
     model: Qwen2ForCausalLM
     """In evaluation mode."""
     accuracy: float
-    """Share of the validation problems that greedy generation answers exactly."""
+    """Share of validation problems that greedy generation solves."""
 
 
 def warm_up(settings: WarmUpSettings, on_step: OnStep | None = None) -> WarmUpResult:
-    """Train a base model. The result depends on the settings, the library versions and the number of torch threads alone.
+    """Train a base model.
 
-    It ends early once the model gives the right answers to training problems `settings.target_probability`, so that models
-    from quick and from slow seeds are equally ready for reinforcement learning.
+    The result depends only on the settings, the library versions and the number of torch threads.
+    The warm-up ends early at `settings.target_probability`, so that models of fast and slow seeds
+    are equally ready for reinforcement learning.
     """
     demo, sizes = DEMOS[settings.demo], {"train_size": settings.train_size, "validation_size": settings.validation_size}
     split = demo.make_split(settings.data_seed, **sizes)
@@ -87,12 +88,12 @@ def warm_up(settings: WarmUpSettings, on_step: OnStep | None = None) -> WarmUpRe
 
 @dataclass(frozen=True, slots=True)
 class RightAnswers:
-    """How a model stands to the right answers of some problems."""
+    """How well a model solves some problems."""
 
     greedy: float
-    """Share of the problems that greedy generation answers exactly."""
+    """Share of the problems that greedy generation solves."""
     probability: float
-    """Mean probability that sampling at temperature 1 gives the right answer."""
+    """Mean probability of the right answer when sampling at temperature 1."""
 
 
 @torch.no_grad()
@@ -104,7 +105,8 @@ def right_answers(
 ) -> RightAnswers:
     """Measure a model in one forward pass.
 
-    Greedy generation gives a response exactly when, fed the response, the model prefers each of its taught tokens in turn.
+    Greedy generation yields a response if and only if the model, given the response, prefers each
+    of its taught tokens.
     """
     prompts = _encode(tokenizer, [p.prompt for p in problems])
     responses = _Responses.encode(tokenizer, [demo.right(p) for p in problems])
@@ -118,16 +120,18 @@ def right_answers(
 
 @dataclass(frozen=True, slots=True)
 class _Responses:
-    """What a model is shown after its prompts."""
+    """The tokens after the prompts."""
 
     tokens: torch.Tensor
     """[N, A] int64."""
     taught: torch.Tensor
-    """[N, A] bool: what it is to write; the rest are observations and padding."""
+    """[N, A] bool: tokens with a loss; the others are observations and padding."""
 
     @classmethod
     def encode(cls, tokenizer: PreTrainedTokenizerFast, responses: Sequence[Sequence[Piece]]) -> _Responses:
-        rows = [[(ids, not piece.told) for piece in pieces for ids in _ids(tokenizer, piece)] for pieces in responses]
+        rows = [
+            [(ids, not piece.observed) for piece in pieces for ids in _ids(tokenizer, piece)] for pieces in responses
+        ]
         width = max(map(len, rows))
         padded = [row + [(PAD_ID, False)] * (width - len(row)) for row in rows]
         return cls(
@@ -136,20 +140,20 @@ class _Responses:
         )
 
     def wider(self, width: int) -> _Responses:
-        """The same, padded to so many tokens."""
+        """The same responses, padded to `width` tokens."""
         more = (0, width - self.tokens.shape[1])
         return _Responses(functional.pad(self.tokens, more, value=PAD_ID), functional.pad(self.taught, more))
 
 
 @dataclass(frozen=True, slots=True)
 class _Targets:
-    """What the warm-up draws its batches from."""
+    """The data from which the warm-up draws batches."""
 
     prompts: torch.Tensor
     """[N, P] int64."""
     right: _Responses
     careless: _Responses
-    """As wide."""
+    """As wide as `right`."""
 
     @classmethod
     def encode(cls, tokenizer: PreTrainedTokenizerFast, demo: Demo, problems: Sequence[Problem]) -> _Targets:
@@ -159,7 +163,7 @@ class _Targets:
         return cls(_encode(tokenizer, [p.prompt for p in problems]), right.wider(width), careless.wider(width))
 
     def draw(self, draw: np.random.Generator, settings: WarmUpSettings) -> tuple[torch.Tensor, _Responses]:
-        """Prompts [B, P] and responses [B, A], each of them careless with probability `settings.careless_share`."""
+        """Draw prompts [B, P] and responses [B, A], of which `careless_share` are careless."""
         rows = torch.from_numpy(draw.integers(0, len(self.prompts), settings.batch_size))
         careless = torch.from_numpy(draw.random(settings.batch_size) < settings.careless_share)[:, None]
         return self.prompts[rows], _Responses(
@@ -169,14 +173,14 @@ class _Targets:
 
 
 def entry_path(cache_dir: Path, settings: WarmUpSettings) -> Path:
-    """Where the base model of these settings is kept."""
+    """Folder of the base model of these settings in the cache."""
     return cache_dir / f"base-{content_hash(settings)[:16]}"
 
 
 def cached_base_model(cache_dir: Path, settings: WarmUpSettings, on_step: OnStep | None = None) -> Path:
-    """Folder of the base model and its tokenizer, for `from_pretrained`; trained now unless it is in the cache, whole.
+    """Folder of the base model and its tokenizer, from the cache or trained now.
 
-    The accuracy it starts from is in the entry's manifest: `store.read_facts(path)["accuracy"]`.
+    The entry's manifest has its accuracy: `cache.read_facts(path)["accuracy"]`.
     """
     entry = entry_path(cache_dir, settings)
     sweep(UNFINISHED, cache_dir)
@@ -196,7 +200,7 @@ def cached_base_model(cache_dir: Path, settings: WarmUpSettings, on_step: OnStep
 
 @contextmanager
 def _no_progress_bars() -> Generator[None]:
-    """Keep transformers from drawing on the terminal, which belongs to the caller."""
+    """Disable the progress bars of transformers."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -214,11 +218,11 @@ def _encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.T
 def _ids(tokenizer: PreTrainedTokenizerFast, piece: Piece) -> list[int]:
     """Token ids of a piece of a response."""
     ids = tokenizer.encode(piece.text)
-    return ids if piece.told else [*ids, EOS_ID]
+    return ids if piece.observed else [*ids, EOS_ID]
 
 
 def _response_logits(model: Qwen2ForCausalLM, prompts: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
-    """[B, A, vocabulary]: what the model thinks of each response token, given all before it."""
+    """Logits of each response token, [B, A, vocabulary]."""
     tokens = torch.cat([prompts, responses[:, :-1]], dim=1)
     return model(input_ids=tokens, use_cache=False).logits[:, prompts.shape[1] - 1 :]
 

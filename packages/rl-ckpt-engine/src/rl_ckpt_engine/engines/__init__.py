@@ -1,1 +1,1 @@
-"""The engines that ship with the package; see rl_ckpt_engine.registry for how a name becomes a class."""
+"""The built-in checkpoint engines; the registry maps names to them."""

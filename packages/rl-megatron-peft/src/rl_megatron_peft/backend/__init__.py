@@ -1,1 +1,5 @@
-"""LoRA training on Megatron-Core: needs the extra `core`. Each module imports torch and Megatron; the package itself imports nothing."""
+"""Training on Megatron-Core, which needs the extra `core`.
+
+`policy` and `critic` are the backends of a trainer; `resume` and `convert` work on checkpoints. The
+modules import torch and Megatron; this one imports nothing.
+"""

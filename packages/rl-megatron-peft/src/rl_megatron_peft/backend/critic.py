@@ -1,4 +1,4 @@
-"""The value function under training: a Megatron-Core model with a value head, whole or with LoRA adapters, behind the CriticBackend port."""
+"""CriticBackend over Megatron-Core: trains a value head with all weights or LoRA adapters."""
 
 from __future__ import annotations
 
@@ -11,66 +11,71 @@ from typing import ClassVar, Protocol
 import torch
 import torch.distributed as dist
 
-from rl_megatron_peft.backend.learner import MegatronLearner, MiniBatchCounts, Reported
-from rl_megatron_peft.backend.mapping import OwnMapping
-from rl_megatron_peft.backend.values import value_head
-from rl_megatron_peft.backend.whole import write_model
+from rl_megatron_peft.backend.io.hf_export import write_model
+from rl_megatron_peft.backend.learner import MegatronLearner, MetricSums, MiniBatchCounts
+from rl_megatron_peft.backend.model.value_head import gather_value_head
+from rl_megatron_peft.backend.model.weight_mapping import OwnMapping
 from rl_protocol import BatchData
 from rl_protocol.torch import to_weight
 
 
 class ValueLoss(Protocol):
-    """The loss of the trainer; see `rl_megatron_peft.backend.policy.PolicyLoss`."""
+    """The trainer's loss, passed in so that trainer and backend need not import each other."""
 
     def __call__(
         self, values: torch.Tensor, micro: BatchData, counts: MiniBatchCounts
-    ) -> tuple[torch.Tensor, Reported]:
-        """Of one micro-batch of T response tokens.
+    ) -> tuple[torch.Tensor, MetricSums]:
+        """Compute the loss of one micro-batch of T response tokens.
 
         Args:
-            values: float32 [T] with gradient, before each token is taken.
-            micro: its rows, all columns.
-            counts: of the whole mini-batch.
+            values: float32 [T], the values before each token, with gradient.
+            micro: the rows of the micro-batch with all columns.
+            counts: sizes of the whole mini-batch.
 
         Returns:
-            Its share of the mini-batch's loss (shares are summed), and what is reported.
+            The share of the mini-batch's loss (shares are added up), and metrics.
         """
         ...
 
 
 class MegatronCriticBackend(MegatronLearner[ValueLoss]):
-    """CriticBackend over Megatron-Core; see MegatronLearner. The head is trained with adapters as well, and begins with values of 0."""
+    """CriticBackend over Megatron-Core. For the arguments see MegatronLearner.
 
-    values: ClassVar[bool] = True
+    The value head is always trained, also with adapters, and first values are 0.
+    """
+
+    has_value_head: ClassVar[bool] = True
 
     def compute_values(self, batch: BatchData) -> BatchData:
-        """See rl_protocol.ports.CriticBackend.compute_values."""
-        return self.compute(batch, ["values"], lambda _, out: out.T)
+        return self.compute_columns(batch, ["values"], lambda _, output: output.T)
 
     def update(self, batch: BatchData) -> dict[str, float]:
-        """See rl_protocol.ports.CriticBackend.update; metrics are named critic/*."""
-        return self.update_share(batch, self.scheduled(batch))
+        """Make an update; metrics are named `critic/*`."""
+        return self.update_local(batch, self.mini_batches(batch))
 
-    def update_share(self, batch: BatchData, mini_batches: Sequence[Sequence[int]]) -> dict[str, float]:
-        """This replica's part of an update; see MegatronLearner.optimise."""
+    def update_local(self, batch: BatchData, mini_batches: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Run this replica's part of an update; see `MegatronLearner.run_update`."""
 
-        def share(micro: BatchData, counts: MiniBatchCounts, out: torch.Tensor) -> tuple[torch.Tensor, Reported]:
-            return self._loss(out[:, 0], micro, counts)
+        def loss_of(micro: BatchData, counts: MiniBatchCounts, output: torch.Tensor) -> tuple[torch.Tensor, MetricSums]:
+            return self._loss(output[:, 0], micro, counts)
 
-        found = self.optimise(batch, mini_batches, share)
+        found = self.run_update(batch, mini_batches, loss_of)
         return {f"critic/{name}": value for name, value in found.items() if name != "loss"}
 
     def _export(self) -> Callable[[Path], Sequence[Path]]:
-        """As transformers' AutoModelForTokenClassification with one label has it, whose logits are the values; with adapters merged in."""
-        headless = dataclasses.replace(self.shape, tied=True)  # no output layer of its own
+        """Copy the model for transformers' AutoModelForTokenClassification, adapters merged in.
+
+        It has one label, whose logits are the values.
+        """
+        headless = dataclasses.replace(self.shape, tied=True)  # has no output layer to export
         weights = OwnMapping(self.path, headless, self.ranks).weights(self.model, self._merged)
         writes = dist.get_rank() == 0
         kept = [to_weight(name, weight.cpu().clone()) for name, weight in weights if writes]
-        head = value_head(self.model, self.ranks, self.shape.hidden)
+        head = gather_value_head(self.model, self.ranks, self.shape.hidden)
         kept += [to_weight(f"score.{name}", weight.cpu()) for name, weight in head.items()]
-        return partial(write_model, base=self.path, weights=kept, changes=self._classifier())
+        return partial(write_model, base=self.path, weights=kept, changes=self._config_changes())
 
-    def _classifier(self) -> dict[str, object]:
+    def _config_changes(self) -> dict[str, object]:
         name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[self.shape.family]
         return {
             "architectures": [f"{name}ForTokenClassification"],

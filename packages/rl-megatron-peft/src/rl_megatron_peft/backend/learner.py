@@ -1,9 +1,8 @@
-"""What policy and critic on Megatron-Core have in common: a model over ranks, what of it is trained, and its state."""
+"""What the policy and critic backends share: the model over ranks, its updates and its state."""
 
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,133 +13,136 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rl_megatron_peft.backend.compat import capabilities, runnable
-from rl_megatron_peft.backend.lora import Draw, Lora, attach
-from rl_megatron_peft.backend.mapping import MakeMapping, best_mapping
-from rl_megatron_peft.backend.model import build_model
-from rl_megatron_peft.backend.optimise import AdamConfig, Optimiser, constant
-from rl_megatron_peft.backend.parallel import Ranks, from_stage, gather_json
-from rl_megatron_peft.backend.passes import run_passes
-from rl_megatron_peft.backend.snapshot import restore_snapshot, take_snapshot
-from rl_megatron_peft.backend.trained import trained_adapters, trained_weights
-from rl_megatron_peft.backend.values import put_value_head
-from rl_megatron_peft.base_model import fingerprint
-from rl_megatron_peft.config import LoraConfig
-from rl_megatron_peft.family import ModelShape
-from rl_megatron_peft.writing import new_folder
+from rl_megatron_peft.backend.capabilities import capabilities
+from rl_megatron_peft.backend.cpu_shims import runnable
+from rl_megatron_peft.backend.io.hf_export import copy_tokenizer
+from rl_megatron_peft.backend.io.snapshot import restore_snapshot, take_snapshot
+from rl_megatron_peft.backend.lora.adapter_layer import LoraLayer
+from rl_megatron_peft.backend.lora.attach import attach
+from rl_megatron_peft.backend.lora.dropout import DropoutContext
+from rl_megatron_peft.backend.model.gpt import build_model
+from rl_megatron_peft.backend.model.value_head import put_value_head
+from rl_megatron_peft.backend.model.weight_mapping import MakeMapping, best_mapping
+from rl_megatron_peft.backend.parallel import Ranks, all_gather_json, broadcast_from_stage, ranks_of_replica
+from rl_megatron_peft.backend.train.forward_backward import run_passes
+from rl_megatron_peft.backend.train.optimizer import Optimizer
+from rl_megatron_peft.backend.train.param_groups import (
+    TrainedParameter,
+    adapter_parameters,
+    model_parameters,
+    value_head_parameters,
+)
+from rl_megatron_peft.backend.train.settings import TrainSettings
+from rl_megatron_peft.base_model.fingerprint import fingerprint
+from rl_megatron_peft.base_model.model_shape import ModelShape
+from rl_megatron_peft.peft.folders import new_folder
+from rl_megatron_peft.peft.lora_config import LoraConfig
 from rl_protocol import BatchData, OutputError, RaggedColumn
 
 
 @dataclass(frozen=True, slots=True)
 class MiniBatchCounts:
-    """Unmasked tokens of a mini-batch over all replicas, and trajectories that have any: what a loss is divided by."""
+    """Sizes of a mini-batch over all replicas, by which losses are divided.
+
+    Attributes:
+        tokens: unmasked response tokens.
+        sequences: trajectories with at least one unmasked token.
+    """
 
     tokens: int
     sequences: int
 
 
-Reported = Mapping[str, tuple[float, float]]
-"""Name -> (sum, weight): parts are added up, and the metric is sum / weight."""
+MetricSums = Mapping[str, tuple[float, float]]
+"""Metric name -> (sum, weight): both are added over micro-batches, the metric is sum / weight."""
 
-Share = Callable[[BatchData, MiniBatchCounts, torch.Tensor], tuple[torch.Tensor, Reported]]
-"""(micro-batch, counts of its mini-batch, what the model put out [T, ...]) -> its share of the mini-batch's loss, and what is reported."""
+OutputLoss = Callable[[BatchData, MiniBatchCounts, torch.Tensor], tuple[torch.Tensor, MetricSums]]
+"""(micro-batch, counts of its mini-batch, model output [T, ...]) -> share of the loss, metrics."""
 
-Loss = TypeVar("Loss")
+ReadColumns = Callable[[BatchData, torch.Tensor], torch.Tensor]
+"""(micro-batch, model output [T, ...]) -> values of the columns to compute [columns, T]."""
+
+LossFn = TypeVar("LossFn")
 
 
-class MegatronLearner(ABC, Generic[Loss]):
-    """A model that is trained over Megatron-Core. Every method is called by all ranks of the process group.
+class MegatronLearner(ABC, Generic[LossFn]):
+    """A model trained with Megatron-Core. Every method is called by all ranks of the process group.
 
-    Ranks that share a replica of the model are given the same rows, replicas their own.
+    Ranks of one data-parallel replica pass the same rows, each replica its own. With `replicas`
+    (`rl_protocol.bridge.ReplicaOfRanks`) one of these ranks fetches rows for all.
 
     Args:
         path: Hugging Face checkpoint folder of a Llama, Qwen2 or Qwen3 model.
-        lora: what is adapted; None: all weights are trained.
-        loss: of the trainer.
-        ranks: where this process stands, from `rl_megatron_peft.backend.parallel.open_ranks`.
-        fused: see `rl_megatron_peft.backend.lora.attach`.
-        adam, schedule: see Optimiser.
-        mini_batches: (batch, number of the update) -> rows of each of its optimizer steps; None: one step over all rows.
-        micro_batch_rows: rows per pass in updates; 0: the whole mini-batch.
-        forward_rows: rows per pass when no gradient is needed.
-        seed: of fresh adapters and of dropout.
-        dtype: of the model and of computation; adapters, a value head, and the optimizer's copy of what it trains, are float32.
-        mapping: between `path` and the ranks.
-        distributed_optimizer: replicas share the optimizer's state; see Optimiser.
+        lora: settings of the adapters; None: all weights are trained.
+        loss: the trainer's loss.
+        ranks: place of this process, from `rl_megatron_peft.backend.parallel.open_ranks`.
+        settings: how the model is trained.
+        mapping: maps the weights in `path` to the ranks.
 
     Raises:
-        ConfigError: a model, layout or setting that is not supported; names the field.
+        ConfigError: a model, layout or setting is not supported; names the field.
     """
 
-    values: ClassVar[bool] = False
-    """Whether it puts out values, from a head of its own, in place of logits."""
+    has_value_head: ClassVar[bool] = False
+    """Whether the model outputs values instead of logits."""
 
     def __init__(
         self,
         path: str | Path,
         *,
         lora: LoraConfig | None,
-        loss: Loss,
+        loss: LossFn,
         ranks: Ranks,
-        fused: bool = True,
-        adam: AdamConfig | None = None,
-        schedule: Callable[[int], float] = constant,
-        mini_batches: Callable[[BatchData, int], Sequence[Sequence[int]]] | None = None,
-        micro_batch_rows: int = 8,
-        forward_rows: int = 64,
-        seed: int = 0,
-        dtype: torch.dtype = torch.float32,
+        settings: TrainSettings | None = None,
         mapping: MakeMapping = best_mapping,
-        distributed_optimizer: bool = False,
     ) -> None:
         capabilities()
+        self.settings = TrainSettings() if settings is None else settings
         self.path = Path(path)
         self.lora = lora
-        self.fused = fused
         self.shape = ModelShape.read(self.path)
         self.fingerprint = fingerprint(self.path)
         self.ranks = ranks
-        self.model = build_model(self.shape, self.ranks, dtype)
-        self._mapping = mapping(self.path, self.shape, self.ranks)
-        self._mapping.load(self.model)
-        trained = list(put_value_head(self.model, ranks)) if self.values else []
-        self._draw = Draw()
-        self.adapters: list[Lora] = []
-        if lora is None:
-            tied = self.shape.tied and not self.values  # beside a value head an embedding is no output layer
-            trained += trained_weights(self.model, dataclasses.replace(self.shape, tied=tied), ranks)
-        else:
-            self.adapters = attach(self.model, lora, self.shape, ranks, fused=fused, seed=seed, draw=self._draw)
-            trained += trained_adapters(self.adapters)
-        self.optimiser = Optimiser(trained, adam or AdamConfig(), ranks, schedule, distributed=distributed_optimizer)
-        self._loss = loss
-        self._mini_batches = mini_batches
-        self._micro_batch_rows = micro_batch_rows
-        self._forward_rows = forward_rows
-        self._vocab = None if self.values else self.shape.vocab
+        self.replicas = ranks_of_replica()
+        self.model = build_model(self.shape, ranks, self.settings.dtype)
+        self.adapters: list[LoraLayer] = []
         self.updates = 0
+        self._loss = loss
+        self._mapping = mapping(self.path, self.shape, ranks)
+        self._mapping.load(self.model)
+        self._dropout_context = DropoutContext()
+        self._vocab = None if self.has_value_head else self.shape.vocab
+        self.optimizer = Optimizer(
+            self._make_trainable(),
+            self.settings.adam,
+            ranks,
+            self.settings.lr_schedule,
+            distributed=self.settings.distributed_optimizer,
+        )
 
-    def compute(
-        self, batch: BatchData, names: Sequence[str], read: Callable[[BatchData, torch.Tensor], torch.Tensor]
-    ) -> BatchData:
-        """Ragged float32 columns, like the responses, without gradients.
+    # -- computing
+
+    def compute_columns(self, batch: BatchData, names: Sequence[str], read_columns: ReadColumns) -> BatchData:
+        """Compute ragged float32 columns with the lengths of the responses, without gradients.
 
         Args:
-            batch: rows that are looked at.
-            names: of the columns.
-            read: (micro-batch, what the model put out [T, ...]) -> [names, T].
+            batch: the rows.
+            names: names of the columns.
+            read_columns: computes the columns of a micro-batch from the output of the model.
         """
-        parts = _micro_batches(batch, range(len(batch)), self._forward_rows)
+        micro_batches = _micro_batches(batch, range(len(batch)), self.settings.forward_rows)
 
-        def then(number: int, out: torch.Tensor) -> torch.Tensor:
-            return read(parts[number], out)
+        def read_output(number: int, output: torch.Tensor) -> torch.Tensor:
+            return read_columns(micro_batches[number], output)
 
         with torch.no_grad(), runnable():
-            found = run_passes(self.model, parts, self._vocab, self.ranks.device, then, train=False)
+            found = run_passes(
+                self.model, micro_batches, read_output, vocab=self._vocab, device=self.ranks.device, train=False
+            )
         responses = batch.ragged("responses")
         tokens = responses.values.shape[0]
         values = torch.cat(found, dim=1) if found else torch.empty(len(names), tokens, device=self.ranks.device)
-        values = from_stage(values.contiguous(), self.ranks.layout.pipeline - 1).cpu().numpy()
+        values = broadcast_from_stage(values.contiguous(), self.ranks.layout.pipeline - 1).cpu().numpy()
         return BatchData(
             {
                 name: RaggedColumn(row.astype(np.float32), responses.offsets, "float32")
@@ -148,68 +150,133 @@ class MegatronLearner(ABC, Generic[Loss]):
             }
         )
 
-    def scheduled(self, batch: BatchData) -> Sequence[Sequence[int]]:
-        """Rows of each optimizer step of the next update."""
-        every = [list(range(len(batch)))] if len(batch) else []
-        return self._mini_batches(batch, self.updates) if self._mini_batches else every
+    # -- training
 
-    def optimise(self, batch: BatchData, mini_batches: Sequence[Sequence[int]], share: Share) -> dict[str, float]:
-        """This replica's part of an update; all replicas call it with equally many mini-batches, of which any may be empty.
+    def mini_batches(self, batch: BatchData) -> Sequence[Sequence[int]]:
+        """Return the rows of each optimizer step of the next update."""
+        if self.settings.mini_batches is not None:
+            return self.settings.mini_batches(batch, self.updates)
+        return [list(range(len(batch)))] if len(batch) else []
+
+    def run_update(
+        self, batch: BatchData, mini_batches: Sequence[Sequence[int]], output_loss: OutputLoss
+    ) -> dict[str, float]:
+        """Run this replica's part of an update.
+
+        All replicas pass equally many mini-batches, any of which may be empty.
 
         Returns:
-            Metrics over all ranks: what `share` reported, `loss`, `grad_norm`, `lr` and `skipped_steps`.
+            Metrics over all ranks: those of `output_loss`, and `loss`, `grad_norm`, `lr` and
+            `skipped_steps`.
         """
         total: dict[str, tuple[float, float]] = {}
         norms: list[float] = []
         for rows in mini_batches:
-            _add(total, self._accumulate(batch, rows, share))
-            norms.append(self.optimiser.step())
+            _add(total, self._accumulate(batch, rows, output_loss))
+            norms.append(self.optimizer.step())
         self.updates += 1
         finite = [norm for norm in norms if np.isfinite(norm)]
         return {
             **{name: value / weight for name, (value, weight) in total.items() if weight},
             "grad_norm": float(np.mean(finite)) if finite else 0.0,
-            "lr": self.optimiser.lr,
+            "lr": self.optimizer.lr,
             "skipped_steps": float(len(norms) - len(finite)),
         }
 
-    def facts(self) -> dict[str, object]:
-        """What a checkpoint and the model that goes on from it must have in common, as JSON."""
-        base = f"{self.fingerprint} with a value head" if self.values else self.fingerprint
+    def _make_trainable(self) -> list[TrainedParameter]:
+        """Add value head and adapters, and return what is trained."""
+        head = put_value_head(self.model, self.ranks) if self.has_value_head else {}
+        trained = list(value_head_parameters(head))
+        if self.lora is None:
+            # with a value head the embedding is not tied to an output layer
+            tied = self.shape.tied and not self.has_value_head
+            return trained + list(model_parameters(self.model, dataclasses.replace(self.shape, tied=tied), self.ranks))
+        self.adapters = attach(
+            self.model,
+            self.lora,
+            self.shape,
+            self.ranks,
+            fused=self.settings.fused,
+            seed=self.settings.seed,
+            dropout_context=self._dropout_context,
+        )
+        return trained + list(adapter_parameters(self.adapters))
+
+    def _accumulate(
+        self, batch: BatchData, rows: Sequence[int], output_loss: OutputLoss
+    ) -> dict[str, tuple[float, float]]:
+        """Compute the gradients of a mini-batch; return metrics and loss over all replicas."""
+        counts = _count(batch, rows, self.ranks)
+        micro_batches = _micro_batches(batch, rows, self.settings.micro_batch_rows)
+        sums: dict[str, tuple[float, float]] = {}
+
+        def loss_of(number: int, output: torch.Tensor) -> torch.Tensor:
+            loss, metrics = output_loss(micro_batches[number], counts, output)
+            _add(sums, {**metrics, "loss": (float(loss.detach()), 0.0)})
+            return loss
+
+        def name_pass(number: int) -> None:
+            self._dropout_context.pass_name = f"{self.optimizer.steps}/{self.ranks.data}/{number}"
+
+        self.optimizer.zero_grad()
+        try:
+            with runnable():
+                run_passes(
+                    self.model,
+                    micro_batches,
+                    loss_of,
+                    vocab=self._vocab,
+                    device=self.ranks.device,
+                    train=True,
+                    before_pass=name_pass,
+                )
+        finally:
+            self._dropout_context.pass_name = ""
+        total = {"loss": (0.0, 1.0)}
+        for found in all_gather_json(sums if self.ranks.tensor == 0 else {}, self.ranks.device):
+            _add(total, found)
+        return total
+
+    # -- state
+
+    def manifest_fields(self) -> dict[str, object]:
+        """Return the fields that must be equal in a checkpoint and in the model that loads it."""
+        base = f"{self.fingerprint} with a value head" if self.has_value_head else self.fingerprint
         if self.lora is None:
             return {"base_model": base, "trained": "all weights"}
-        return {
-            "base_model": base,
-            **self.lora.facts(),
-            "fused": self.fused,
-        }
+        return {"base_model": base, **self.lora.manifest_fields(), "fused": self.settings.fused}
 
     def snapshot(self) -> Callable[[Path], Sequence[Path]]:
-        """Copy what training goes on from; see `rl_megatron_peft.backend.snapshot`."""
-        return take_snapshot(self.optimiser, self.ranks, self.facts(), self.updates)
+        """Copy the training state; see `rl_megatron_peft.backend.io.snapshot.take_snapshot`."""
+        return take_snapshot(self.optimizer, self.ranks, self.manifest_fields(), self.updates)
 
     def restore(self, folder: Path) -> None:
-        """Take over a snapshot of however many ranks.
+        """Restore a snapshot, which may have been taken under another layout.
 
         Raises:
-            AdapterError: see `rl_megatron_peft.backend.snapshot`.
+            AdapterError: it belongs to another model or can't be read; names file and field.
         """
-        self.updates = restore_snapshot(folder, self.optimiser, self.ranks, self.facts()).updates
+        self.updates = restore_snapshot(folder, self.optimizer, self.ranks, self.manifest_fields()).updates
 
     def export(self) -> Callable[[Path], Sequence[Path]]:
-        """Copy what was trained; the first rank then writes it into an empty folder, with the tokenizer of the base. A collective."""
+        """Copy what was trained; a collective.
+
+        Returns:
+            A function that writes it with the tokenizer of the base model into an empty folder, and
+            returns the files. Only the first rank writes.
+        """
         write_trained = self._export()
 
         def write(folder: Path) -> Sequence[Path]:
-            return [*write_trained(folder), *self._copy_tokenizer(folder)] if dist.get_rank() == 0 else []
+            return [*write_trained(folder), *copy_tokenizer(self.path, folder)] if dist.get_rank() == 0 else []
 
         return write
 
     def save_pretrained(self, path: Path) -> None:
-        """Write what `export` writes as a new folder, whole or not at all; a collective.
+        """Write what `export` copies into a new folder, which appears complete or not at all.
 
         Raises:
-            OutputError: on every rank, where the first one could not write.
+            OutputError: on every rank, if the first one could not write.
         """
         write, problem = self.export(), ""
         if dist.get_rank() == 0:
@@ -217,64 +284,39 @@ class MegatronLearner(ABC, Generic[Loss]):
                 new_folder(path, write)
             except OSError as error:
                 problem = str(error)
-        problem = str(gather_json(problem, self.ranks.device)[0])
+        problem = str(all_gather_json(problem, self.ranks.device)[0])
         if problem:
             raise OutputError(problem, path=str(path))
 
     @abstractmethod
     def _export(self) -> Callable[[Path], Sequence[Path]]:
-        """Copy what was trained; the first rank calls what is returned to write it, and gets the files."""
-
-    def _copy_tokenizer(self, folder: Path) -> list[Path]:
-        return [Path(shutil.copyfile(file, folder / file.name)) for file in sorted(self.path.glob("*token*"))]
+        """Copy what was trained and return a function by which the first rank writes it."""
 
     def _merged(self, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Return a base parameter with its adapter merged in."""
         module, _, leaf = name.rpartition(".")
-        for lora in self.adapters if leaf == "weight" else ():
-            if lora.module.name == module:
-                return lora.merged(parameter.detach())
+        for adapter in self.adapters if leaf == "weight" else ():
+            if adapter.spec.module.name == module:
+                return adapter.merged(parameter.detach())
         return parameter.detach()
-
-    def _accumulate(self, batch: BatchData, rows: Sequence[int], share: Share) -> dict[str, tuple[float, float]]:
-        """Gradients of one mini-batch; returns what was reported on all replicas, and its loss."""
-        counts = self._count(batch, rows)
-        parts = _micro_batches(batch, rows, self._micro_batch_rows)
-        sums: dict[str, tuple[float, float]] = {}
-
-        def then(number: int, out: torch.Tensor) -> torch.Tensor:
-            loss, reported = share(parts[number], counts, out)
-            _add(sums, {**reported, "loss": (float(loss.detach()), 0.0)})
-            return loss
-
-        def begin(number: int) -> None:
-            self._draw.pass_name = f"{self.optimiser.steps}/{self.ranks.data}/{number}"
-
-        self.optimiser.zero()
-        try:
-            with runnable():
-                run_passes(self.model, parts, self._vocab, self.ranks.device, then, train=True, begin=begin)
-        finally:
-            self._draw.pass_name = ""
-        total = {"loss": (0.0, 1.0)}
-        for found in gather_json(sums if self.ranks.tensor == 0 else {}, self.ranks.device):
-            _add(total, found)
-        return total
-
-    def _count(self, batch: BatchData, rows: Sequence[int]) -> MiniBatchCounts:
-        lengths = [int(row.sum()) for row in batch.select_rows(list(rows)).ragged("response_mask").rows()]
-        own = [sum(lengths), sum(length > 0 for length in lengths)]
-        counted = self.ranks.tensor == 0 and self.ranks.last
-        found = gather_json(own if counted else [0, 0], self.ranks.device)
-        return MiniBatchCounts(tokens=sum(f[0] for f in found), sequences=sum(f[1] for f in found))
 
 
 def _micro_batches(batch: BatchData, rows: Sequence[int], size: int) -> list[BatchData]:
-    """Parts of at most `size` rows (0: all), in order."""
+    """Divide the rows, in order, into parts of at most `size` (0: one part)."""
     size = size or max(len(rows), 1)
     return [batch.select_rows(list(rows[start : start + size])) for start in range(0, len(rows), size)]
 
 
-def _add(total: dict[str, tuple[float, float]], more: Reported) -> None:
+def _count(batch: BatchData, rows: Sequence[int], ranks: Ranks) -> MiniBatchCounts:
+    """Count the unmasked tokens of a mini-batch over all replicas."""
+    lengths = [int(row.sum()) for row in batch.select_rows(list(rows)).ragged("response_mask").rows()]
+    own = [sum(lengths), sum(length > 0 for length in lengths)]
+    counts_for_replica = ranks.tensor == 0 and ranks.last
+    found = all_gather_json(own if counts_for_replica else [0, 0], ranks.device)
+    return MiniBatchCounts(tokens=sum(f[0] for f in found), sequences=sum(f[1] for f in found))
+
+
+def _add(total: dict[str, tuple[float, float]], more: MetricSums) -> None:
     for name, (value, weight) in more.items():
         before = total.get(name, (0.0, 0.0))
         total[name] = before[0] + value, before[1] + weight

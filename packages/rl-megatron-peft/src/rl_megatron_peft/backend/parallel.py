@@ -1,4 +1,4 @@
-"""The ranks of a run as Megatron-Core sees them, and the few exchanges between them that are not Megatron's own."""
+"""The ranks of a run as Megatron-Core sees them, and collectives over parts of them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from rl_megatron_peft.backend.compat import runnable
-from rl_megatron_peft.layout import Layout
+from rl_megatron_peft.backend.cpu_shims import runnable
+from rl_megatron_peft.base_model.layout import Layout
+from rl_protocol.bridge.torch_replicas import TorchReplicas
 from rl_protocol.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """Where this process stands.
+    """The place of this process among the ranks.
 
     Attributes:
-        layout: how the model is cut.
-        tensor, pipeline, data: this rank's place in each direction.
+        layout: how the model is divided.
+        tensor: tensor-parallel rank.
+        pipeline: pipeline stage.
+        data: data-parallel rank.
         replicas: number of data-parallel replicas.
-        device: cpu or a CUDA device.
+        device: the CPU or a CUDA device.
     """
 
     layout: Layout
@@ -37,20 +40,20 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """It embeds the tokens."""
+        """Whether this stage embeds the tokens."""
         return self.pipeline == 0
 
     @property
     def last(self) -> bool:
-        """It puts out the logits."""
+        """Whether this stage computes the logits."""
         return self.pipeline == self.layout.pipeline - 1
 
 
 def open_ranks(layout: Layout) -> Ranks:
-    """Divide the ranks of the default process group; a collective over all of them. End with `close_ranks`.
+    """Divide the ranks of the default process group; a collective. Undo it with `close_ranks`.
 
     Raises:
-        ConfigError: no process group, or one that does not divide.
+        ConfigError: there is no process group, or its size is not divisible.
     """
     if not dist.is_initialized():
         raise ConfigError(
@@ -63,9 +66,8 @@ def open_ranks(layout: Layout) -> Ranks:
         )
     with runnable():
         parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
-        model_parallel_cuda_manual_seed(
-            0, inference_rng_tracker=True
-        )  # a tracker that tracks nothing: Megatron itself draws nothing in passes
+        # the inference tracker tracks nothing: Megatron itself draws no random numbers in passes
+        model_parallel_cuda_manual_seed(0, inference_rng_tracker=True)
     return Ranks(
         layout=layout,
         tensor=parallel_state.get_tensor_model_parallel_rank(),
@@ -77,17 +79,20 @@ def open_ranks(layout: Layout) -> Ranks:
 
 
 def close_ranks() -> None:
-    """Forget the division; the process group stays."""
+    """Destroy the groups that `open_ranks` made; the default process group stays."""
     parallel_state.destroy_model_parallel()
 
 
 def _group(group: object) -> dist.ProcessGroup:
-    assert isinstance(group, dist.ProcessGroup)  # Megatron declares more than it returns
+    assert isinstance(group, dist.ProcessGroup)  # Megatron's annotations are wider
     return group
 
 
-def whole_of_layer(shard: torch.Tensor, split: int | None) -> torch.Tensor:
-    """A tensor put together from its shards, cut in dimension `split`; a collective over the tensor-parallel ranks."""
+# -- tensor parallelism
+
+
+def all_gather_tensor_parallel(shard: torch.Tensor, split: int | None) -> torch.Tensor:
+    """Concatenate the shards of all tensor-parallel ranks in dimension `split`; None: no-op."""
     group = _group(parallel_state.get_tensor_model_parallel_group())
     if split is None or group.size() == 1:
         return shard.detach()
@@ -96,15 +101,7 @@ def whole_of_layer(shard: torch.Tensor, split: int | None) -> torch.Tensor:
     return torch.cat(shards, dim=split)
 
 
-def from_stage(tensor: torch.Tensor, stage: int) -> torch.Tensor:
-    """The tensor that `stage` has, on all stages; the others pass one of its shape and type, which is overwritten."""
-    group = _group(parallel_state.get_pipeline_model_parallel_group())
-    if group.size() > 1:
-        dist.broadcast(tensor, src=dist.get_global_rank(group, stage), group=group)
-    return tensor
-
-
-def sum_over_layer(tensor: torch.Tensor) -> torch.Tensor:
+def all_reduce_tensor_parallel(tensor: torch.Tensor) -> torch.Tensor:
     """Sum over the tensor-parallel ranks, in place."""
     group = _group(parallel_state.get_tensor_model_parallel_group())
     if group.size() > 1:
@@ -112,45 +109,71 @@ def sum_over_layer(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def sum_over_replicas(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum over the data-parallel ranks, in place."""
+# -- pipeline parallelism
+
+
+def broadcast_from_stage(tensor: torch.Tensor, stage: int) -> torch.Tensor:
+    """Overwrite the tensor on all stages with that of `stage`, of the same shape and type."""
+    group = _group(parallel_state.get_pipeline_model_parallel_group())
+    if group.size() > 1:
+        dist.broadcast(tensor, src=dist.get_global_rank(group, stage), group=group)
+    return tensor
+
+
+# -- data parallelism
+
+
+def all_reduce_data_parallel(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum over the data-parallel replicas, in place."""
     group = _group(parallel_state.get_data_parallel_group())
     if group.size() > 1:
         dist.all_reduce(tensor, group=group)
     return tensor
 
 
-def sum_to_replica(tensor: torch.Tensor, replica: int) -> None:
-    """Sum over the data-parallel ranks, in place, on that one of them alone; what the others have is undefined afterwards."""
+def reduce_to_replica(tensor: torch.Tensor, replica: int) -> None:
+    """Sum over the data-parallel replicas into that of one of them; undefined on the others."""
     group = _group(parallel_state.get_data_parallel_group())
     if group.size() > 1:
         dist.reduce(tensor, dst=dist.get_global_rank(group, replica), group=group)
 
 
-def from_replicas(tensors: Iterable[tuple[torch.Tensor, int]]) -> None:
-    """Overwrite each tensor with that of the data-parallel rank named beside it; all pass the same ones in the same order."""
+def broadcast_from_replicas(tensors: Iterable[tuple[torch.Tensor, int]]) -> None:
+    """Overwrite each tensor with that of the replica given with it.
+
+    All replicas must pass the same tensors in the same order.
+    """
     group = _group(parallel_state.get_data_parallel_group())
     if group.size() == 1:
         return
-    under_way = [
+    pending = [
         dist.broadcast(tensor, src=dist.get_global_rank(group, replica), group=group, async_op=True)
         for tensor, replica in tensors
     ]
-    for work in under_way:
-        assert work is not None  # this rank is part of the group
+    for work in pending:
+        assert work is not None  # this rank is a member of the group
         work.wait()
 
 
-def sum_over_model(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum over the ranks that share one replica of the model, in place."""
+# -- several directions
+
+
+def all_reduce_model_parallel(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum over the ranks that share a replica of the model, in place."""
     group = _group(parallel_state.get_model_parallel_group())
     if group.size() > 1:
         dist.all_reduce(tensor, group=group)
     return tensor
 
 
-def gather_json(value: object, device: torch.device) -> list[Any]:
-    """What every rank passed, as JSON, in the order of ranks."""
+def ranks_of_replica() -> TorchReplicas | None:
+    """The ranks that share this replica of the model, for `tqbridge`; None: this rank is alone."""
+    group = _group(parallel_state.get_model_parallel_group())
+    return TorchReplicas(group) if group.size() > 1 else None
+
+
+def all_gather_json(value: object, device: torch.device) -> list[Any]:
+    """Return the values that all ranks passed, as JSON, in rank order."""
     raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([raw.numel()], device=device))

@@ -1,4 +1,4 @@
-"""The policy under training: a Megatron-Core model, whole or with LoRA adapters, behind the PolicyBackend port."""
+"""PolicyBackend over Megatron-Core: trains all weights or LoRA adapters."""
 
 from __future__ import annotations
 
@@ -12,113 +12,112 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rl_megatron_peft.adapter import Adapter, read_adapter, tensors_of, write_files
-from rl_megatron_peft.backend.exchange import gather_adapter, scatter_adapter
-from rl_megatron_peft.backend.learner import MegatronLearner, MiniBatchCounts, Reported
-from rl_megatron_peft.backend.lora import adapters_off
-from rl_megatron_peft.backend.passes import log_probs
-from rl_megatron_peft.backend.whole import write_model
-from rl_megatron_peft.config import LoraConfig
+from rl_megatron_peft.backend.io.hf_export import write_model
+from rl_megatron_peft.backend.learner import MegatronLearner, MetricSums, MiniBatchCounts
+from rl_megatron_peft.backend.lora.adapter_io import gather_adapter, scatter_adapter
+from rl_megatron_peft.backend.lora.attach import adapters_off
+from rl_megatron_peft.backend.train.forward_backward import log_probs
+from rl_megatron_peft.peft.adapter import Adapter, peft_tensors, read_adapter, write_adapter_files
+from rl_megatron_peft.peft.lora_config import LoraConfig
 from rl_protocol import BatchData, ConfigError, WeightTensor
 from rl_protocol.torch import to_weight
 
 
 class PolicyLoss(Protocol):
-    """The loss of the trainer, handed in by whoever puts trainer and backend together: neither imports the other."""
+    """The trainer's loss, passed in so that trainer and backend need not import each other."""
 
     def __call__(
         self, log_prob: torch.Tensor, entropy: torch.Tensor, micro: BatchData, counts: MiniBatchCounts
-    ) -> tuple[torch.Tensor, Reported]:
-        """Of one micro-batch of T response tokens.
+    ) -> tuple[torch.Tensor, MetricSums]:
+        """Compute the loss of one micro-batch of T response tokens.
 
         Args:
-            log_prob: [T] with gradient.
-            entropy: [T] of each distribution, nats, with gradient.
-            micro: its rows, all columns.
-            counts: of the whole mini-batch.
+            log_prob: log-probabilities [T], with gradient.
+            entropy: entropies [T] in nats, with gradient.
+            micro: the rows of the micro-batch with all columns.
+            counts: sizes of the whole mini-batch.
 
         Returns:
-            Its share of the mini-batch's loss (shares are summed), and what is reported.
+            The share of the mini-batch's loss (shares are added up), and metrics.
         """
         ...
 
 
 class MegatronPolicyBackend(MegatronLearner[PolicyLoss]):
-    """PolicyBackend over Megatron-Core; see MegatronLearner."""
+    """PolicyBackend over Megatron-Core. For the arguments see MegatronLearner."""
 
     def compute_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
-        """See rl_protocol.ports.PolicyBackend.compute_log_probs."""
+        def read_columns(micro: BatchData, logits: torch.Tensor) -> torch.Tensor:
+            return torch.stack(log_probs(logits, self._targets(micro), temperature))
 
-        def read(part: BatchData, logits: torch.Tensor) -> torch.Tensor:
-            return torch.stack(log_probs(logits, self._targets(part), temperature))
-
-        return self.compute(batch, ["log_probs", "entropy"], read)
+        return self.compute_columns(batch, ["log_probs", "entropy"], read_columns)
 
     def compute_reference_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
-        """`log_probs` and `entropy` of the policy before any training: this model with its adapters off.
+        """Compute `log_probs` and `entropy` of the base model: this model with its adapters off.
 
         Raises:
-            ConfigError: a policy without LoRA, whose first weights are gone.
+            ConfigError: the policy has no LoRA, so its first weights are gone.
         """
-        self._adapted()
+        self._require_lora()
         with adapters_off(self.adapters):
             return self.compute_log_probs(batch, temperature=temperature)
 
     def update(self, batch: BatchData, *, temperature: float) -> dict[str, float]:
-        """See rl_protocol.ports.PolicyBackend.update; metrics are named actor/*, but for those that bring a name of their own."""
-        return self.update_share(batch, self.scheduled(batch), temperature=temperature)
+        """Make an update; metrics are named `actor/*` unless their name contains a slash."""
+        return self.update_local(batch, self.mini_batches(batch), temperature=temperature)
 
-    def update_share(
+    def update_local(
         self, batch: BatchData, mini_batches: Sequence[Sequence[int]], *, temperature: float
     ) -> dict[str, float]:
-        """This replica's part of an update; see MegatronLearner.optimise."""
+        """Run this replica's part of an update; see `MegatronLearner.run_update`."""
 
-        def share(micro: BatchData, counts: MiniBatchCounts, logits: torch.Tensor) -> tuple[torch.Tensor, Reported]:
+        def loss_of(micro: BatchData, counts: MiniBatchCounts, logits: torch.Tensor) -> tuple[torch.Tensor, MetricSums]:
             return self._loss(*log_probs(logits, self._targets(micro), temperature), micro, counts)
 
-        found = self.optimise(batch, mini_batches, share)
+        found = self.run_update(batch, mini_batches, loss_of)
         return {name if "/" in name else f"actor/{name}": value for name, value in found.items()}
 
     def named_weights(self) -> Iterable[WeightTensor]:
-        """Every weight with its adapter merged in, under the names of the Hugging Face checkpoint; nothing is changed in place.
+        """Yield every weight, adapters merged in, by its name in the Hugging Face checkpoint.
 
-        A collective: all ranks must go through it, from beginning to end.
+        A collective: all ranks must exhaust the iterator. The model is not changed.
         """
         for name, weight in self._mapping.weights(self.model, self._merged):
             yield to_weight(name, weight.cpu())
 
     def adapter(self) -> Adapter:
-        """The whole adapter, as PEFT has it; a collective.
+        """Gather the whole adapter; a collective.
 
         Raises:
-            ConfigError: a policy without LoRA.
+            ConfigError: the policy has no LoRA.
         """
-        lora = self._adapted()
+        lora = self._require_lora()
         return gather_adapter(
             self.adapters, lora, self.shape, self.ranks, base_model=str(self.path), fingerprint=self.fingerprint
         )
 
     def adapter_weights(self) -> Iterable[WeightTensor]:
-        """The tensors of the adapter under PEFT's names in a model, which all end in `.weight`, without the base; a collective."""
-        for name, factor in tensors_of(self.adapter()).items():
+        """Yield the adapter's tensors by PEFT's names, all ending in `.weight`; a collective."""
+        for name, factor in peft_tensors(self.adapter()).items():
             yield dataclasses.replace(factor, name=name if name.endswith(".weight") else f"{name}.weight")
 
     def _export(self) -> Callable[[Path], Sequence[Path]]:
-        """With LoRA the adapter as PEFT has it, else the model as transformers has it."""
+        """Copy the adapter in PEFT's format, or without LoRA the model in that of transformers."""
         if self.lora is not None:
-            return partial(write_files, adapter=self.adapter())
+            return partial(write_adapter_files, adapter=self.adapter())
         writes = dist.get_rank() == 0
         weights = [dataclasses.replace(weight, data=weight.data.copy()) for weight in self.named_weights() if writes]
         return partial(write_model, base=self.path, weights=weights)
 
     def load_adapter(self, path: Path) -> None:
-        """Take over the adapter of a PEFT folder; the optimizer's state stays as it is.
+        """Load the adapter of a PEFT folder; the optimizer state is not changed.
 
         Raises:
-            AdapterError: damaged, of another base model, or not what was attached; names file and field, nothing was changed.
-            ConfigError: a policy without LoRA.
+            AdapterError: it is damaged, or differs from this policy in base model or settings;
+                names file and field. Nothing is changed.
+            ConfigError: the policy has no LoRA.
         """
-        lora = self._adapted()
+        lora = self._require_lora()
         scatter_adapter(
             read_adapter(path),
             self.adapters,
@@ -129,13 +128,13 @@ class MegatronPolicyBackend(MegatronLearner[PolicyLoss]):
             source=str(path),
         )
 
-    def _adapted(self) -> LoraConfig:
+    def _require_lora(self) -> LoraConfig:
         if self.lora is None:
             raise ConfigError(
-                "All weights of this policy are trained: it has no adapter, and does not know what it was before. Set a LoraConfig.",
+                "All weights of this policy are trained: it has no adapter and no copy of its first weights. Set a LoraConfig.",
                 field="lora",
             )
         return self.lora
 
-    def _targets(self, part: BatchData) -> torch.Tensor:
-        return torch.tensor(np.asarray(part.ragged("responses").values, np.int64), device=self.ranks.device)
+    def _targets(self, micro: BatchData) -> torch.Tensor:
+        return torch.tensor(np.asarray(micro.ragged("responses").values, np.int64), device=self.ranks.device)

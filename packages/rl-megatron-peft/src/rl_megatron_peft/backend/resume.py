@@ -1,9 +1,11 @@
-"""Checkpoints to go on from: Megatron's dist_checkpointing, of what is trained, optimizer and random state alone.
+"""Checkpoints to resume training from, in the format of Megatron's dist_checkpointing.
 
-    <folder>/dist_ckpt/       tensors in Megatron's own format, cut as the ranks held them; any layout can read them
-    <folder>/manifest.json    steps, what is trained, fingerprint of the base, size and sha256 of every file; written last
+    <folder>/dist_ckpt/     trained tensors, optimizer and random state, sharded as the ranks held
+                            them; any layout can read them
+    <folder>/manifest.json  steps, what is trained, fingerprint of the base model, size and sha256
+                            of every file; written last
 
-A folder appears whole or not at all: it is written beside its place and renamed.
+A folder appears complete or not at all: it is written beside its place and renamed.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
-from rl_megatron_peft.backend.compat import runnable
+from rl_megatron_peft.backend.cpu_shims import runnable
 from rl_megatron_peft.backend.learner import MegatronLearner
-from rl_megatron_peft.backend.optimise import MOMENTS
-from rl_megatron_peft.backend.parallel import gather_json
-from rl_megatron_peft.errors import AdapterError
-from rl_megatron_peft.folders import FORMAT, MANIFEST, refuse_unless_resumable
+from rl_megatron_peft.backend.parallel import all_gather_json
+from rl_megatron_peft.backend.train.optimizer import MOMENTS
+from rl_megatron_peft.errors import AdapterError, bad_file
+from rl_megatron_peft.peft.folders import FORMAT, MANIFEST, refuse_unless_resumable
 from rl_protocol import OutputError
-from rl_protocol.durable import fsync
+from rl_protocol.support.disk_writes import fsync
 
 TENSORS = "dist_ckpt"
 _RANDOM = "random_state"
@@ -36,25 +38,30 @@ _CHUNK = 1 << 22
 
 
 def save_checkpoint(learner: MegatronLearner[Any], path: Path) -> None:
-    """Write a new folder, whole or not at all; a collective over all ranks, all of which reach the same file system.
+    """Write a checkpoint into a new folder; a collective over all ranks, which share a file system.
 
     Raises:
-        OutputError: `path` exists or can't be written; on every rank.
+        OutputError: on every rank, if `path` exists or can't be written.
     """
     scratch = path.with_name(f".{path.name}.partial")
 
     def prepare() -> None:
         if path.exists():
             raise OutputError(
-                f"{path} exists; a checkpoint is written to a new folder. Remove it or choose another.", path=str(path)
+                f"{path} exists; a checkpoint needs a new folder. Remove it or choose another.", path=str(path)
             )
         if scratch.exists():
-            shutil.rmtree(scratch)  # of a run that was killed while it wrote
+            shutil.rmtree(scratch)  # left by a run that was killed while writing
         (scratch / TENSORS).mkdir(parents=True)
 
     def finish() -> None:
-        manifest = {"format": FORMAT, **learner.facts(), "steps": learner.optimiser.steps, "updates": learner.updates}
-        files = {str(file.relative_to(scratch)): _sum(file) for file in sorted((scratch / TENSORS).iterdir())}
+        manifest = {
+            "format": FORMAT,
+            **learner.manifest_fields(),
+            "steps": learner.optimizer.steps,
+            "updates": learner.updates,
+        }
+        files = {str(file.relative_to(scratch)): _checksum(file) for file in sorted((scratch / TENSORS).iterdir())}
         with (scratch / MANIFEST).open("x") as out:
             json.dump({**manifest, "files": files}, out, indent=2, sort_keys=True)
             out.flush()
@@ -69,75 +76,71 @@ def save_checkpoint(learner: MegatronLearner[Any], path: Path) -> None:
 
 
 def load_checkpoint(learner: MegatronLearner[Any], path: Path) -> None:
-    """Go on from a checkpoint, which may have been written under another layout; a collective over all ranks.
+    """Load a checkpoint, which may have been written under another layout; a collective.
 
     Raises:
-        AdapterError: another layout of files, damaged, of another base model or with other LoRA settings; names file and field. Nothing
-            was changed.
+        AdapterError: the folder is of another kind or damaged, or the base model or LoRA settings
+            differ; names file and field. Nothing is changed.
     """
     _on_first_rank(learner, path, lambda: _verify(learner, path))
-    found = _manifest(path / MANIFEST)
+    manifest = _read_manifest(path / MANIFEST)
     state = {key: torch.empty_like(tensor) for key, tensor in _state(learner).items()}
     with runnable():
         loaded = cast(dict[str, torch.Tensor], dist_checkpointing.load(_sharded(learner, state), str(path / TENSORS)))
-    learner.optimiser.take_state(loaded, int(found["steps"]))
+    learner.optimizer.load_state(loaded, int(manifest["steps"]))
     torch.set_rng_state(loaded[_RANDOM].cpu())
-    learner.updates = int(found["updates"])
+    learner.updates = int(manifest["updates"])
 
 
 def _state(learner: MegatronLearner[Any]) -> dict[str, torch.Tensor]:
-    """Everything this rank goes on from."""
+    """Return everything this rank saves."""
     state: dict[str, torch.Tensor] = {_RANDOM: torch.get_rng_state()}
-    for _, parts in learner.optimiser.state():
+    for _, parts in learner.optimizer.state():
         state |= parts
     return state
 
 
 def _sharded(learner: MegatronLearner[Any], state: Mapping[str, torch.Tensor]) -> dict[str, ShardedTensor]:
-    """Which part of which whole each tensor is, and which of its copies."""
-    ranks, of = learner.ranks, learner.ranks.layout.tensor
-    splits = {key: one.split for one in learner.optimiser.trained for key in one.keys}
+    """Say which shard of which global tensor each tensor is, and which of its copies."""
+    ranks, shards = learner.ranks, learner.ranks.layout.tensor
+    splits = {key: one.split for one in learner.optimizer.trained for key in one.keys}
     sharded: dict[str, ShardedTensor] = {}
     for key, tensor in state.items():
         tensor_key = next((key.removesuffix(f".{moment}") for moment in MOMENTS if key.endswith(f".{moment}")), key)
         split = splits.get(tensor_key)
-        data = ranks.data if key == _RANDOM else learner.optimiser.copy
-        cut = () if split is None else ((split, ranks.tensor, of),)
-        copy = (ranks.pipeline if key == _RANDOM else 0, ranks.tensor if split is None else 0, data)
-        sharded[key] = ShardedTensor.from_rank_offsets(key, tensor, *cut, replica_id=copy)
+        data = ranks.data if key == _RANDOM else learner.optimizer.replica_id
+        offsets = () if split is None else ((split, ranks.tensor, shards),)
+        replica_id = (ranks.pipeline if key == _RANDOM else 0, ranks.tensor if split is None else 0, data)
+        sharded[key] = ShardedTensor.from_rank_offsets(key, tensor, *offsets, replica_id=replica_id)
     return sharded
 
 
 def _verify(learner: MegatronLearner[Any], path: Path) -> None:
     refuse_unless_resumable(path)
     file = path / MANIFEST
-    manifest = _manifest(file)
-    for field, want in learner.facts().items():
+    manifest = _read_manifest(file)
+    for field, want in learner.manifest_fields().items():
         if manifest.get(field) != want:
-            raise AdapterError(
-                f"{file}: {field} is {manifest.get(field)!r}, the model's is {want!r}.", file=str(file), field=field
-            )
+            raise bad_file(file, field, f"is {manifest.get(field)!r}, the model's is {want!r}")
     for name, want in manifest["files"].items():
         part = path / name
-        got = _sum(part) if part.is_file() else None
+        got = _checksum(part) if part.is_file() else None
         if got != want:
-            raise AdapterError(
-                f"{part}: file is not what {MANIFEST} says: expected {want}, got {got}.", file=str(part), field="file"
-            )
+            raise bad_file(part, "file", f"does not match {MANIFEST}: expected {want}, got {got}")
 
 
-def _manifest(file: Path) -> dict[str, Any]:
+def _read_manifest(file: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise AdapterError(f"{file}: file can't be read: {error}.", file=str(file), field="file") from error
+        raise bad_file(file, "file", f"can't be read: {error}") from error
     for field, kind in (("files", dict), ("steps", int), ("updates", int)):
         if not isinstance(manifest, dict) or not isinstance(manifest.get(field), kind):
-            raise AdapterError(f"{file}: {field} is missing or no {kind.__name__}.", file=str(file), field=field)
+            raise bad_file(file, field, f"is missing or not of type {kind.__name__}")
     return manifest
 
 
-def _sum(file: Path) -> dict[str, object]:
+def _checksum(file: Path) -> dict[str, object]:
     digest = hashlib.sha256()
     with file.open("rb") as opened:
         while chunk := opened.read(_CHUNK):
@@ -146,7 +149,7 @@ def _sum(file: Path) -> dict[str, object]:
 
 
 def _on_first_rank(learner: MegatronLearner[Any], path: Path, work: Callable[[], None]) -> None:
-    """Done by the first rank while the others wait; what went wrong there goes wrong on all of them."""
+    """Call `work` on the first rank while the others wait, and raise its error on all ranks."""
     problem: dict[str, str] = {}
     if dist.get_rank() == 0:
         try:
@@ -155,7 +158,7 @@ def _on_first_rank(learner: MegatronLearner[Any], path: Path, work: Callable[[],
             problem = {"message": str(error), "file": error.file, "field": error.field}
         except OSError as error:
             problem = {"message": f"The checkpoint can't be written to {path}: {error}"}
-    problem = gather_json(problem, learner.ranks.device)[0]
+    problem = all_gather_json(problem, learner.ranks.device)[0]
     if "field" in problem:
         raise AdapterError(problem["message"], file=problem["file"], field=problem["field"])
     if problem:

@@ -1,1 +1,1 @@
-"""In-memory implementations of the ports and the conformance suites that every implementation must pass (extra `[testing]`)."""
+"""In-memory implementations of the ports, and conformance suites (extra `[testing]`)."""

@@ -1,1 +1,1 @@
-"""Pure algorithms: advantages over ragged numpy data, losses over torch tensors."""
+"""Advantages, losses and other algorithms as pure functions, in numpy or torch."""

@@ -1,4 +1,7 @@
-"""Which rows go together, without synthetic rows: any number of trajectories of any length is cut up as it is."""
+"""Splits a batch into mini-batches, ranks and micro-batches of balanced token counts.
+
+Any number of trajectories of any length can be split, without padding rows.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_protocol import BatchError, balanced_parts
-from rl_trainer.algorithms.episodes import IntArray
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """How the batch of a step is cut up for its optimizer steps."""
-
-    epochs: int
-    mini_batch_rows: int
-    seed: int
+from rl_trainer.algorithms.arrays import IntArray
+from rl_trainer.config.optim import Schedule
 
 
 def schedule_rows(lengths: IntArray, schedule: Schedule, update: int) -> Iterator[list[int]]:
-    """Row numbers of each mini-batch, alike in tokens; every epoch deals the rows anew, drawn from (seed, update, epoch).
+    """Row numbers of each mini-batch of an update, balanced in tokens.
 
-    There are as many mini-batches as needed to keep each within `mini_batch_rows`; `lengths` [N] are the tokens of each row.
+    Every epoch draws new mini-batches from (seed, update, epoch), as many as needed to keep each
+    within `mini_batch_rows`.
+
+    Args:
+        lengths: [N] tokens per row.
+        schedule: epochs, size of mini-batches, seed.
+        update: number of the update.
     """
     for epoch in range(schedule.epochs if lengths.size else 0):
         rng = np.random.default_rng((schedule.seed, update, epoch))
@@ -31,23 +32,25 @@ def schedule_rows(lengths: IntArray, schedule: Schedule, update: int) -> Iterato
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
-    """What one of several ranks does in an update.
+class RankBatches:
+    """The part of an update that one rank computes.
 
     Attributes:
-        rows: row numbers of the batch it needs.
-        mini_batches: for each optimizer step, places in `rows`; none in a step that has no row for this rank.
+        rows: row numbers of the batch that the rank needs.
+        mini_batches: for each optimizer step, indices into `rows`; empty in a step without rows for
+            this rank.
     """
 
     rows: tuple[int, ...]
     mini_batches: tuple[tuple[int, ...], ...]
 
 
-def share_out(lengths: IntArray, schedule: Schedule, update: int, ranks: int) -> list[Share]:
-    """The same mini-batches as `schedule_rows` gives, each dealt to the ranks so that they are alike in tokens.
+def split_over_ranks(lengths: IntArray, schedule: Schedule, update: int, ranks: int) -> list[RankBatches]:
+    """The mini-batches of `schedule_rows`, each split over ranks with similar token counts.
 
-    Of a mini-batch's parts the heaviest goes to the rank that has the least so far: the ranks stay alike over the whole update, and
-    mini-batches with fewer rows than ranks leave nobody out.
+    Of a mini-batch's parts, the heaviest goes to the rank with the fewest tokens so far. The ranks
+    stay balanced over the whole update, also when mini-batches have fewer rows than there are
+    ranks.
 
     Raises:
         BatchError: fewer rows than ranks.
@@ -64,32 +67,35 @@ def share_out(lengths: IntArray, schedule: Schedule, update: int, ranks: int) ->
         for rank, part in zip(sorted(range(ranks), key=load.__getitem__), parts, strict=True):
             dealt[rank].append(part)
             load[rank] = load[rank][0] + int(lengths[part].sum()), load[rank][1] + len(part)
-    shares: list[Share] = []
+    result: list[RankBatches] = []
     for steps in dealt:
         rows = sorted({row for step in steps for row in step})
         place = {row: i for i, row in enumerate(rows)}
-        shares.append(Share(rows=tuple(rows), mini_batches=tuple(tuple(place[row] for row in step) for step in steps)))
-    return shares
+        result.append(
+            RankBatches(rows=tuple(rows), mini_batches=tuple(tuple(place[row] for row in step) for step in steps))
+        )
+    return result
 
 
 def mini_batches(lengths: IntArray, parts: int, rng: np.random.Generator) -> list[list[int]]:
-    """Row numbers of `parts` mini-batches: drawn at random, each row once, alike in rows and in tokens.
+    """Row numbers of `parts` random mini-batches with similar numbers of rows and tokens.
 
-    Rows are sorted by length and dealt out in rounds of similar ones, in random order within each round. So sizes differ by at most one row
-    and token sums by at most the longest row, while every epoch mixes anew.
+    Each row occurs once. Rows are sorted by length and dealt out in rounds of similar length, in
+    random order within each round. So sizes differ by at most one row, and token counts by at most
+    the longest row.
 
     Args:
         lengths: [N] tokens per row.
         parts: mini-batches, at most N (a batch without rows has no gradient).
-        rng: decides who meets whom.
+        rng: source of the random order.
 
     Raises:
-        BatchError: parts not within 1..N.
+        BatchError: parts is not within 1..N.
     """
     rows = lengths.size
     if not 1 <= parts <= rows:
         raise BatchError(
-            f"{rows} rows can't be cut into {parts} mini-batches; set ppo_mini_batch_size to at most the rows of a step."
+            f"{rows} rows can't be split into {parts} mini-batches; set ppo_mini_batch_size to at most the rows of a step."
         )
     order = rng.permutation(rows)
     order = order[np.argsort(-lengths[order], kind="stable")]
@@ -102,10 +108,10 @@ def mini_batches(lengths: IntArray, parts: int, rng: np.random.Generator) -> lis
 
 
 def micro_batches(lengths: IntArray, max_tokens: int) -> list[list[int]]:
-    """Row numbers of as few parts as longest-first packing finds, none above `max_tokens` tokens; every row is in one part.
+    """Row numbers of micro-batches of at most `max_tokens` tokens, packed longest first.
 
     Raises:
-        BatchError: a row that is longer than max_tokens by itself.
+        BatchError: a single row is longer than max_tokens.
     """
     if not lengths.size:
         return []

@@ -1,6 +1,6 @@
-"""DAPO's data side (Yu et al. 2025, arXiv:2503.14476): which prompts are worth a step, when to generate more, what overlong responses cost.
+"""DAPO (Yu et al. 2025, arXiv:2503.14476): dynamic sampling and the overlong penalty.
 
-Pure decisions: whoever generates asks `next_round` after each round and obeys.
+Pure decisions. The driver calls `next_round` after each round of generation and follows the answer.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from math import ceil
 import numpy as np
 
 from rl_protocol import ConfigError, RowKey
-from rl_trainer.algorithms.episodes import FloatArray, IntArray
+from rl_trainer.algorithms.arrays import FloatArray, IntArray
 
 
-def prompts_that_teach(keys: Sequence[RowKey], metric: FloatArray) -> list[str]:
-    """Uids, in order of first appearance, whose sessions differ in `metric` [N] (section 3.2). Of a session the last trajectory is looked at.
+def informative_prompts(keys: Sequence[RowKey], metric: FloatArray) -> list[str]:
+    """Uids of the prompts whose sessions differ in `metric` [N] (section 3.2).
 
-    A prompt with one session is kept: there is nothing to compare.
+    In order of first appearance. Only the last trajectory of a session counts. A prompt with one
+    session is kept, because there is nothing to compare it with.
     """
     final: dict[tuple[str, int], tuple[int, float]] = {}
     for key, value in zip(keys, metric.tolist(), strict=True):
@@ -33,21 +34,21 @@ def prompts_that_teach(keys: Sequence[RowKey], metric: FloatArray) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Enough: train on these prompts."""
+    """There are enough prompts: train on these."""
 
     uids: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generate:
-    """Roll out this many further prompts."""
+    """Roll out this many more prompts."""
 
     num_prompts: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class GiveUp:
-    """The rounds are used up; these prompts are all there is."""
+    """No rounds are left; only these prompts were found."""
 
     uids: tuple[str, ...]
 
@@ -55,13 +56,17 @@ class GiveUp:
 def next_round(
     kept: Sequence[str], *, wanted: int, generated: int, rounds: int, max_rounds: int
 ) -> Train | Generate | GiveUp:
-    """What to do after `rounds` rounds of generation in which `generated` prompts gave the `kept` ones that teach.
+    """Decide whether to train, generate more or give up.
 
-    As many prompts are asked for as the share kept so far makes likely to be enough, never fewer than are missing, never more than `wanted`.
-    Surplus prompts are left out, the oldest are taken first.
+    So far, `rounds` rounds have generated `generated` prompts, of which those in `kept` are
+    informative.
+
+    The number of prompts to generate next is estimated from the share kept so far; it is at least
+    the number of missing prompts and at most `wanted`. Surplus prompts are dropped, the newest
+    first.
 
     Raises:
-        ConfigError: wanted or max_rounds below 1.
+        ConfigError: wanted or max_rounds is below 1.
     """
     if wanted < 1 or max_rounds < 1:
         raise ConfigError(
@@ -77,10 +82,12 @@ def next_round(
 
 
 def overlong_penalty(lengths: IntArray, *, max_length: int, buffer: int, factor: float = 1.0) -> FloatArray:
-    """[N] soft punishment (eq. 13), to be added to the score: 0 up to max_length - buffer tokens, then falling linearly to -factor at max_length.
+    """[N] soft overlong penalty (eq. 13), to be added to the score.
+
+    0 for up to max_length - buffer tokens, then decreasing linearly to -factor at max_length.
 
     Raises:
-        ConfigError: buffer not within 1..max_length, or a negative factor.
+        ConfigError: buffer is not within 1..max_length, or factor is negative.
     """
     if not 1 <= buffer <= max_length or factor < 0:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Loading transformers models for training."""
+"""Loads transformers models for training."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from rl_trainer.data.images import FAMILIES
 
 
 def load_model(path: str | Path, *, packed: bool = False, dtype: torch.dtype = torch.float32) -> Any:
-    """A transformers causal language model of that element type, in evaluation mode (no dropout, also while training: PPO ratios must be exact).
+    """Load a transformers causal language model of that element type, in evaluation mode.
 
-    With `packed` it takes sequences joined end to end (see `rl_trainer.backends.packing`), and those alone. One of `data.images.FAMILIES` sees
-    images, and can't be packed.
+    Dropout is off also in training, since PPO ratios must be exact. With `packed` the model takes
+    only sequences joined end to end (see `rl_trainer.backends.packing`). A model of
+    `data.images.FAMILIES` sees images, and can't be packed.
 
     Raises:
         ConfigError: the folder can't be read as a model.
@@ -44,18 +45,18 @@ def load_model(path: str | Path, *, packed: bool = False, dtype: torch.dtype = t
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is asked of a model's configuration; of one that sees, most of it is about the part that reads text."""
+    """Facts from a model's configuration; for a model with images, mostly from its text part."""
 
     hidden_size: int
     context: int
-    """Most tokens it can see."""
+    """Most tokens of a sequence."""
     pad_id: int
     image_token: int | None
-    """Stands for a piece of an image; None: it reads text alone."""
+    """Placeholder token of an image; None: the model reads text only."""
     banned: tuple[int, ...]
-    """Tokens that stand for what is shown, and are never said."""
+    """Placeholder tokens, which are never generated."""
     pieces: int
-    """Patches of an image that a token stands for."""
+    """Image patches per placeholder token."""
 
     @classmethod
     def of(cls, model: Any) -> Facts:
@@ -72,10 +73,11 @@ class Facts:
 
 
 def require_alone(facts: Facts, *, lora: bool, ranks: int) -> None:
-    """What a model that sees images is not trained with.
+    """Refuse training options that a model with images does not support.
 
     Raises:
-        ConfigError: adapters; or several ranks, of which one without an image in its rows would leave the others waiting.
+        ConfigError: adapters; or several ranks, since a rank without images would make the others
+            wait.
     """
     if facts.image_token is not None and (lora or ranks > 1):
         got = "lora.rank above 0" if lora else f"{ranks} ranks"

@@ -1,7 +1,8 @@
-"""Sequences joined end to end: only attention, which must not look from one into another, sees them apart.
+"""Attention for sequences joined end to end (packed).
 
-For attention the tokens are laid out as [sequences, longest] and gathered again. Padding stands behind the real tokens, where causal
-attention never looks, so no mask is needed; everything else of the model, which is most of its work, computes real tokens alone.
+The tokens are laid out as [sequences, longest] for attention and gathered afterwards. Padding comes
+after the real tokens, where causal attention never looks, so no mask is needed. The rest of the
+model, which is most of its work, computes real tokens only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from transformers import AttentionInterface
 from rl_protocol import ConfigError
 
 PACKED_ATTENTION = "rl_trainer_packed"
-"""Name of this attention for `attn_implementation`."""
+"""Name for `attn_implementation`."""
 
 
 def packed_attention(
@@ -31,21 +32,21 @@ def packed_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each sequence, called by transformers.
+    """Causal attention within each sequence, with the signature that transformers calls.
 
     Args:
-        module, attention_mask, dropout: not looked at: there is no dropout in training with policy ratios.
+        module, attention_mask, dropout: ignored; training with policy ratios has no dropout.
         query, key, value: [1, heads, T, D]; key and value may have fewer heads.
-        scaling: of the scores.
-        cu_seq_lens_q: int64 [sequences + 1] where each sequence starts, and T.
+        scaling: scale of the scores.
+        cu_seq_lens_q: int64 [sequences + 1], start of each sequence, and T.
         max_length_q: tokens of the longest sequence.
         sliding_window: must be None.
 
     Returns:
-        [1, T, heads, D], and None for the weights of attention, which are not computed.
+        [1, T, heads, D], and None for the attention weights, which are not computed.
 
     Raises:
-        ConfigError: a model whose attention has a sliding window.
+        ConfigError: the model's attention has a sliding window.
     """
     del module, attention_mask, dropout
     if sliding_window is not None and sliding_window < max_length_q:
@@ -75,5 +76,5 @@ def packed_attention(
 
 
 def register_packed_attention() -> None:
-    """Make the name known to transformers; calling it again changes nothing."""
+    """Register the attention with transformers; safe to call again."""
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,4 +1,4 @@
-"""A reward model as a scorer: a transformers model for sequence classification with one label, over the tokens of prompt and response."""
+"""A reward model as a scorer: transformers sequence classification with one label."""
 
 from __future__ import annotations
 
@@ -11,34 +11,33 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from rl_protocol import ConfigError
-from rl_trainer.backends.engine import resolve_device
-from rl_trainer.rewards.described import Model
-from rl_trainer.rewards.outcomes import Failure, Outcome, Sample, outcome_of
+from rl_trainer.backends.parallel_strategy import resolve_device
+from rl_trainer.rewards.scorer import Failure, Outcome, Sample, outcome_of
+from rl_trainer.rewards.scorer_toml import RewardModelConfig
 
 
 class RewardModelScorer:
-    """Scorer whose score is the model's logit for prompt and response, computed in a thread beside the event loop.
+    """Scores a response with the model's logit for prompt and response, computed in a thread.
 
-    A sequence that the model can't take (too long, or with a token it does not know) is a Failure of its sample. Sequences share a forward pass
-    where the model says how it pads (`pad_token_id`).
+    A sequence that the model can't take (too long, or with an unknown token) is a Failure of its
+    sample. Sequences share a forward pass if the model defines padding (`pad_token_id`).
 
     Raises:
-        ConfigError: the folder is no such model, or the model has no trained head.
+        ConfigError: the folder holds no such model, or the model has no trained head.
     """
 
     reads_tokens: bool = True
 
-    def __init__(self, described: Model) -> None:
-        self._device = resolve_device(described.device)
-        self._model = _load(Path(described.path).expanduser()).to(self._device)
+    def __init__(self, settings: RewardModelConfig) -> None:
+        self._device = resolve_device(settings.device)
+        self._model = _load(Path(settings.path).expanduser()).to(self._device)
         config: Any = self._model.config
         self._pad_id: int | None = config.pad_token_id
         self._vocabulary = int(config.vocab_size)
         self._longest = int(getattr(config, "max_position_embeddings", 0)) or None
-        self._max_tokens = described.max_tokens
+        self._max_tokens = settings.max_tokens
 
     async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """See Scorer."""
         outcomes: list[Outcome | None] = [self._refusal(sample.tokens) for sample in samples]
         rows = [i for i, outcome in enumerate(outcomes) if outcome is None]
         logits = await asyncio.to_thread(self._logits, [samples[i].tokens for i in rows])
@@ -47,7 +46,7 @@ class RewardModelScorer:
         return [outcome for outcome in outcomes if outcome is not None]
 
     async def close(self) -> None:
-        """Nothing is held but memory."""
+        """Do nothing: the scorer holds only memory."""
 
     def _refusal(self, tokens: Sequence[int]) -> Failure | None:
         if not tokens:
@@ -61,7 +60,7 @@ class RewardModelScorer:
         return Failure(kind="exception", message=message)
 
     def _logits(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """[N] one logit per sequence."""
+        """[N] the logit of each sequence."""
         logits = [0.0] * len(sequences)
         most = self._max_tokens if self._pad_id is not None else 1
         for rows in padded_batches([len(tokens) for tokens in sequences], most):
@@ -82,7 +81,10 @@ class RewardModelScorer:
 
 
 def padded_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Row numbers of forward passes: rows of like length together, none above `max_tokens` tokens with padding unless it is one row alone."""
+    """Row numbers of forward passes, rows of similar length together.
+
+    No pass is above `max_tokens` tokens with padding, unless it is a single row.
+    """
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if batches and (len(batches[-1]) + 1) * lengths[row] <= max_tokens:

@@ -9,20 +9,21 @@ import torch
 
 from rl_protocol import BatchData
 from rl_trainer.algorithms.batching import schedule_rows
-from rl_trainer.algorithms.losses import BatchCounts, ValueObjective, value_fit
-from rl_trainer.backends.engine import ModelEngine, PlainEngine
+from rl_trainer.algorithms.losses.aggregate import BatchCounts
+from rl_trainer.algorithms.losses.value_loss import ValueObjective, value_fit
+from rl_trainer.algorithms.metrics import WeightedMeans
+from rl_trainer.backends.forward_passes import ForwardPasses, per_token
 from rl_trainer.backends.loading import Facts, layer_names, load_model, require_alone
-from rl_trainer.backends.optimise import Optimiser
-from rl_trainer.backends.passes import Passes, per_token
-from rl_trainer.backends.state import restore, snapshot
-from rl_trainer.backends.tokens import TokenBatch, lengths_of, token_batch, value_columns
-from rl_trainer.checkpoints.stateful import Write
+from rl_trainer.backends.optimizer import MiniBatchOptimizer
+from rl_trainer.backends.parallel_strategy import ParallelStrategy, PlainStrategy
+from rl_trainer.backends.snapshot import restore, snapshot
+from rl_trainer.backends.token_batch import TokenBatch, lengths_of, token_batch, value_columns
+from rl_trainer.checkpoints.resumable import Write
 from rl_trainer.config import CriticConfig
-from rl_trainer.metrics import WeightedMeans
 
 
 class ValueModel(torch.nn.Module):
-    """Hidden states of a causal language model -> one value per place. The head starts at 0, so that first values are 0."""
+    """The body of a causal language model with one value per place; first values are 0."""
 
     def __init__(self, path: str | Path, *, packed: bool = False) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class TorchCriticBackend:
         rollout_n: responses per prompt; a mini-batch has ppo_mini_batch_size * rollout_n of them.
         seed: run seed, for the order of mini-batches.
         forward_rows: responses per forward pass when no gradient is needed.
-        engine: how the model is held; None: whole, in this process.
+        strategy: how the model is spread over ranks; None: it is in this process.
     """
 
     def __init__(
@@ -60,49 +61,45 @@ class TorchCriticBackend:
         rollout_n: int,
         seed: int,
         forward_rows: int = 512,
-        engine: ModelEngine | None = None,
+        strategy: ParallelStrategy | None = None,
     ) -> None:
-        self._engine = engine or PlainEngine()
+        self._strategy = strategy or PlainStrategy()
         self._config = config
         self._model = ValueModel(path, packed=config.use_remove_padding).eval()
-        require_alone(self._model.facts, lora=False, ranks=self._engine.world.size)
-        self._engine.prepare(self._model, self._model.layers)
+        require_alone(self._model.facts, lora=False, ranks=self._strategy.world.size)
+        self._strategy.prepare(self._model, self._model.layers)
         self._schedule = config.schedule(rollout_n, seed)
         self._objective = ValueObjective(config)
-        world, tokens = self._engine.world, config.ppo_max_token_len
-        self._forward = Passes(world=world, max_rows=forward_rows, max_tokens=tokens)
-        passes = Passes(world=world, max_rows=config.ppo_micro_batch_size, max_tokens=tokens)
-        self._optimiser = Optimiser(self._model, config.optim, passes)
+        world, tokens = self._strategy.world, config.ppo_max_token_len
+        self._forward = ForwardPasses(world=world, max_rows=forward_rows, max_tokens=tokens)
+        passes = ForwardPasses(world=world, max_rows=config.ppo_micro_batch_size, max_tokens=tokens)
+        self._optimizer = MiniBatchOptimizer(self._model, config.optim, passes)
         self._updates = 0
 
     def compute_values(self, batch: BatchData) -> BatchData:
-        """See rl_protocol.ports.CriticBackend.compute_values."""
         return per_token(batch, self._forward, ["values"], lambda part: [self._model(self._tokens(part))])
 
     def update(self, batch: BatchData) -> dict[str, float]:
-        """See rl_protocol.ports.CriticBackend.update; metrics are named critic/*."""
-        return self.update_share(batch, list(schedule_rows(lengths_of(batch), self._schedule, self._updates)))
+        """Update the value function; metrics are named critic/*."""
+        return self.update_local(batch, list(schedule_rows(lengths_of(batch), self._schedule, self._updates)))
 
-    def update_share(self, batch: BatchData, mini_batches: Sequence[Sequence[int]]) -> dict[str, float]:
-        """See rl_trainer.workers.RankedCritic.update_share."""
-        found = self._optimiser.run(batch, mini_batches, self._loss)
+    def update_local(self, batch: BatchData, mini_batches: Sequence[Sequence[int]]) -> dict[str, float]:
+        found = self._optimizer.run(batch, mini_batches, self._loss)
         self._updates += 1
-        return {f"critic/{name}": value for name, value in found.items()} | value_fit(batch, self._engine.world.total)
+        return {f"critic/{name}": value for name, value in found.items()} | value_fit(batch, self._strategy.world.total)
 
     def snapshot(self) -> Write:
-        """See rl_trainer.checkpoints.stateful.Resumable."""
-        return snapshot(self._model, self._optimiser, self._updates, self._engine.world)
+        return snapshot(self._model, self._optimizer, self._updates, self._strategy.world)
 
     def restore(self, folder: Path) -> None:
-        """See rl_trainer.checkpoints.stateful.Resumable."""
-        self._updates = restore(self._model, self._optimiser, folder, self._engine.world)
+        self._updates = restore(self._model, self._optimizer, folder, self._strategy.world)
 
     def _tokens(self, batch: BatchData) -> TokenBatch:
         return token_batch(
             batch,
             self._model.facts.pad_id,
             packed=self._config.use_remove_padding,
-            device=self._engine.device,
+            device=self._strategy.device,
             image_token=self._model.facts.image_token,
         )
 

@@ -1,10 +1,11 @@
-"""The policy under training: any transformers causal language model, whole or with LoRA adapters, in one process or over ranks."""
+"""The policy: a transformers causal language model, optionally with LoRA and on several ranks."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,37 @@ from transformers import AutoTokenizer
 from rl_protocol import BatchData, ConfigError, OutputError, WeightTensor
 from rl_protocol.torch import to_weight
 from rl_trainer.algorithms.batching import schedule_rows
-from rl_trainer.algorithms.losses import BatchCounts, PolicyObjective, sum_pi_squared, token_log_probs
-from rl_trainer.backends.engine import ModelEngine, PlainEngine, address, whole
+from rl_trainer.algorithms.log_probs import sum_pi_squared, token_log_probs
+from rl_trainer.algorithms.losses.aggregate import BatchCounts
+from rl_trainer.algorithms.losses.policy_objective import PolicyObjective
+from rl_trainer.algorithms.metrics import WeightedMeans
+from rl_trainer.backends.forward_passes import ForwardPasses, per_token
 from rl_trainer.backends.loading import Facts, layer_names, load_model, require_alone
-from rl_trainer.backends.optimise import Optimiser
-from rl_trainer.backends.passes import Passes, per_token
-from rl_trainer.backends.state import restore, snapshot
-from rl_trainer.backends.tokens import TokenBatch, lengths_of, token_batch, token_columns
-from rl_trainer.checkpoints.stateful import Write
+from rl_trainer.backends.optimizer import MiniBatchOptimizer
+from rl_trainer.backends.parallel_strategy import ParallelStrategy, PlainStrategy, full_tensor, storage_address
+from rl_trainer.backends.snapshot import restore, snapshot
+from rl_trainer.backends.token_batch import TokenBatch, lengths_of, token_batch, token_columns
+from rl_trainer.checkpoints.resumable import Write
 from rl_trainer.config import ActorConfig, RolloutCorrectionConfig
+from rl_trainer.config.lora import LoraConfig
 from rl_trainer.data.images import PROCESSORS
-from rl_trainer.lora import LoraConfig
-from rl_trainer.metrics import WeightedMeans
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """What a run asks of the policy beside its own settings.
+
+    Attributes:
+        correction: settings of the rollout correction; the loss reads them in bypass mode.
+        sum_pi_squared: `compute_log_probs` also returns that column.
+        forward_rows: responses per forward pass when no gradient is needed.
+        frozen: the policy is a reference: `update` is refused, and no optimizer is built.
+    """
+
+    correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    sum_pi_squared: bool = False
+    forward_rows: int = 512
+    frozen: bool = False
 
 
 class TorchPolicyBackend:
@@ -36,13 +56,10 @@ class TorchPolicyBackend:
         path: Hugging Face checkpoint folder (model and tokenizer).
         config: the actor's settings; None for a frozen policy with the defaults.
         lora: adapters to train in place of all weights; needs the extra `lora`.
-        correction: settings of the rollout correction; the loss looks at them in bypass mode.
-        sum_pi_squared: have `compute_log_probs` return that column as well.
         rollout_n: responses per prompt; a mini-batch has ppo_mini_batch_size * rollout_n of them.
         seed: run seed, for the order of mini-batches and fresh adapters.
-        forward_rows: responses per forward pass when no gradient is needed.
-        engine: how the model is held; None: whole, in this process.
-        frozen: it is a reference, whose `update` is refused: the config says how to compute alone.
+        strategy: how the model is spread over ranks; None: not at all, it is in this process.
+        options: see PolicyOptions.
     """
 
     def __init__(
@@ -51,40 +68,36 @@ class TorchPolicyBackend:
         config: ActorConfig | None,
         *,
         lora: LoraConfig | None = None,
-        correction: RolloutCorrectionConfig | None = None,
-        sum_pi_squared: bool = False,
         rollout_n: int = 1,
         seed: int = 0,
-        forward_rows: int = 512,
-        engine: ModelEngine | None = None,
-        frozen: bool = False,
+        strategy: ParallelStrategy | None = None,
+        options: PolicyOptions = PolicyOptions(),  # noqa: B008 (frozen)
     ) -> None:
         self._path = Path(path)
-        self._engine = engine or PlainEngine()
+        self._strategy = strategy or PlainStrategy()
         self._config = config or ActorConfig()
         self._lora = lora if lora is not None and lora.rank else None
         self._model = load_model(path, packed=self._config.use_remove_padding)
         self._facts = Facts.of(self._model)
-        require_alone(self._facts, lora=self._lora is not None, ranks=self._engine.world.size)
+        require_alone(self._facts, lora=self._lora is not None, ranks=self._strategy.world.size)
         layers = layer_names(self._model)
         if self._lora is not None:
-            from rl_trainer.backends.lora import attach  # peft comes with an extra of its own
+            from rl_trainer.backends.peft_lora import attach  # needs the extra `lora`
 
             self._model = attach(self._model, self._lora, seed)
-        self._engine.prepare(self._model, layers)
-        self._sum_pi_squared = sum_pi_squared
-        world, tokens = self._engine.world, self._config.ppo_max_token_len
-        self._forward = Passes(world=world, max_rows=forward_rows, max_tokens=tokens)
+        self._strategy.prepare(self._model, layers)
+        self._sum_pi_squared = options.sum_pi_squared
+        world, tokens = self._strategy.world, self._config.ppo_max_token_len
+        self._forward = ForwardPasses(world=world, max_rows=options.forward_rows, max_tokens=tokens)
         self._schedule = self._config.schedule(rollout_n, seed)
         self._updates = 0
-        self._optimiser: Optimiser | None = None
-        if config is not None and not frozen:
-            passes = Passes(world=world, max_rows=config.ppo_micro_batch_size, max_tokens=tokens)
-            self._optimiser = Optimiser(self._model, config.optim, passes)
-            self._objective = PolicyObjective(config, correction or RolloutCorrectionConfig())
+        self._optimizer: MiniBatchOptimizer | None = None
+        if config is not None and not options.frozen:
+            passes = ForwardPasses(world=world, max_rows=config.ppo_micro_batch_size, max_tokens=tokens)
+            self._optimizer = MiniBatchOptimizer(self._model, config.optim, passes)
+            self._objective = PolicyObjective(config, options.correction)
 
     def compute_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
-        """See rl_protocol.ports.PolicyBackend.compute_log_probs."""
         names = ["log_probs", "entropy", *(["sum_pi_squared"] if self._sum_pi_squared else [])]
 
         def compute(part: BatchData) -> Sequence[torch.Tensor]:
@@ -96,28 +109,27 @@ class TorchPolicyBackend:
         return per_token(batch, self._forward, names, compute)
 
     def compute_reference_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
-        """`log_probs` and `entropy` of the policy before any training: this model without its adapter.
+        """`log_probs` and `entropy` of the initial policy: this model without its adapter.
 
         Raises:
-            ConfigError: a policy without LoRA, whose first weights are gone.
+            ConfigError: the policy has no LoRA, so its initial weights are gone.
         """
         if self._lora is None:
             raise ConfigError(
-                "Without LoRA (lora.rank=0) the policy does not know what it was before training; use a reference worker."
+                "Without LoRA (lora.rank=0) the policy can't compute its initial log-probs; use a reference worker."
             )
         with self._model.disable_adapter():
             return self.compute_log_probs(batch, temperature=temperature)
 
     def update(self, batch: BatchData, *, temperature: float) -> dict[str, float]:
-        """See rl_protocol.ports.PolicyBackend.update; metrics are named actor/*, but for those that bring a name of their own."""
+        """Update the policy; metrics are named actor/* unless their name contains a slash."""
         mini_batches = list(schedule_rows(lengths_of(batch), self._schedule, self._updates))
-        return self.update_share(batch, mini_batches, temperature=temperature)
+        return self.update_local(batch, mini_batches, temperature=temperature)
 
-    def update_share(
+    def update_local(
         self, batch: BatchData, mini_batches: Sequence[Sequence[int]], *, temperature: float
     ) -> dict[str, float]:
-        """See rl_trainer.workers.RankedPolicy.update_share."""
-        optimiser = self._trained()
+        optimizer = self._trained()
 
         def loss(micro: BatchData, counts: BatchCounts, means: WeightedMeans) -> torch.Tensor:
             tokens = self._tokens(micro)
@@ -125,40 +137,43 @@ class TorchPolicyBackend:
             return self._objective(log_prob, entropy, token_columns(micro, tokens.row), counts, means)
 
         with self._dropout():
-            metrics = optimiser.run(batch, mini_batches, loss)
+            metrics = optimizer.run(batch, mini_batches, loss)
         self._updates += 1
         return {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
 
     def named_weights(self) -> Iterable[WeightTensor]:
-        """Every parameter and persistent buffer, adapters merged in, under the names of the Hugging Face checkpoint.
+        """Every parameter and persistent buffer under its checkpoint's name, with adapters merged
+        in.
 
-        On several ranks it is a collective: all must go through it, from beginning to end.
+        On several ranks this is a collective: all ranks must iterate to the end.
         """
         state = self._model.state_dict()
         if self._lora is None:
-            pairs = ((name, whole(tensor)) for name, tensor in state.items())
+            pairs = ((name, full_tensor(tensor)) for name, tensor in state.items())
         else:
-            from rl_trainer.backends.lora import merged_weights  # see above
+            from rl_trainer.backends.peft_lora import merged_weights  # needs the extra `lora`
 
-            pairs = merged_weights(state, self._lora, whole)
+            pairs = merged_weights(state, self._lora, full_tensor)
         for name, tensor in pairs:
             yield to_weight(name, tensor)
 
     def adapter_weights(self) -> Iterable[WeightTensor]:
-        """The tensors of the adapter alone, under PEFT's names; see `named_weights`.
+        """The adapter's tensors under PEFT's names; see `named_weights`.
 
         Raises:
-            ConfigError: a policy without LoRA.
+            ConfigError: the policy has no LoRA.
         """
         if self._lora is None:
             raise ConfigError("Without LoRA (lora.rank=0) the policy has no adapter to send.")
-        from rl_trainer.backends.lora import adapter_weights  # see above
+        from rl_trainer.backends.peft_lora import adapter_weights  # needs the extra `lora`
 
-        for name, tensor in adapter_weights(self._model.state_dict(), whole):
+        for name, tensor in adapter_weights(self._model.state_dict(), full_tensor):
             yield to_weight(name, tensor)
 
     def save_pretrained(self, path: Path) -> None:
-        """Model and tokenizer, as transformers writes them; with LoRA the adapter alone, as peft does. On several ranks it is a collective.
+        """Write model and tokenizer like transformers; with LoRA only the adapter, like peft.
+
+        On several ranks this is a collective.
 
         Raises:
             OutputError: a file can't be written.
@@ -166,13 +181,13 @@ class TorchPolicyBackend:
         self.export()(path)
 
     def export(self) -> Write:
-        """See rl_trainer.checkpoints.stateful.Exportable; on several ranks it is a collective, of which the first one writes."""
-        writes = not self._engine.world.rank
+        """Copy the policy. On several ranks this is a collective, and the first rank writes."""
+        writes = not self._strategy.world.rank
         state, copies = dict[str, torch.Tensor](), dict[int, torch.Tensor]()
         for name, tensor in self._model.state_dict().items():
-            found = whole(tensor) if self._saves(name) else None
-            if found is not None and writes:  # tied weights stay one tensor, as transformers expects
-                state[name] = copies.setdefault(address(tensor), found.clone())
+            found = full_tensor(tensor) if self._saves(name) else None
+            if found is not None and writes:  # tied weights stay one tensor for transformers
+                state[name] = copies.setdefault(storage_address(tensor), found.clone())
 
         def write(path: Path) -> Sequence[Path]:
             if not writes:
@@ -194,17 +209,15 @@ class TorchPolicyBackend:
         return write
 
     def snapshot(self) -> Write:
-        """See rl_trainer.checkpoints.stateful.Resumable."""
-        return snapshot(self._model, self._trained(), self._updates, self._engine.world)
+        return snapshot(self._model, self._trained(), self._updates, self._strategy.world)
 
     def restore(self, folder: Path) -> None:
-        """See rl_trainer.checkpoints.stateful.Resumable."""
-        self._updates = restore(self._model, self._trained(), folder, self._engine.world)
+        self._updates = restore(self._model, self._trained(), folder, self._strategy.world)
 
-    def _trained(self) -> Optimiser:
-        if self._optimiser is None:
+    def _trained(self) -> MiniBatchOptimizer:
+        if self._optimizer is None:
             raise ConfigError("This policy was built frozen, as a reference; it can't be updated.")
-        return self._optimiser
+        return self._optimizer
 
     def _saves(self, name: str) -> bool:
         return self._lora is None or ".lora_" in name
@@ -212,7 +225,7 @@ class TorchPolicyBackend:
     def _dropout(self) -> Any:
         if self._lora is None or not self._lora.dropout:
             return nullcontext()
-        from rl_trainer.backends.lora import dropping  # see above
+        from rl_trainer.backends.peft_lora import dropping  # needs the extra `lora`
 
         return dropping(self._model)
 
@@ -221,13 +234,16 @@ class TorchPolicyBackend:
             batch,
             self._facts.pad_id,
             packed=self._config.use_remove_padding,
-            device=self._engine.device,
+            device=self._strategy.device,
             image_token=self._facts.image_token,
         )
 
     def _logits(self, tokens: TokenBatch) -> torch.Tensor:
-        """[T, V] logits that each response token was drawn from; a packed model computes no others, a padded one none of the prompts'
-        common beginning."""
+        """[T, V] logits for each response token.
+
+        A packed model computes no others; a padded one skips the places before the first response
+        token.
+        """
         if self._config.use_remove_padding:
             return self._model(**tokens.inputs, logits_to_keep=tokens.position, use_cache=False).logits[0]
         width = tokens.inputs["input_ids"].shape[1]

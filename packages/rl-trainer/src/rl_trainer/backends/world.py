@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """`size` processes that call the same methods in the same order; this one is `rank`. Alone, nothing is communicated."""
+    """`size` processes that call the same methods in the same order; this one is `rank`."""
 
     rank: int = 0
     size: int = 1
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Sum over the ranks of each number; all ranks pass equally many."""
+        """The sum of each number over the ranks; all ranks pass equally many."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def largest(self, value: int) -> int:
@@ -36,12 +36,12 @@ class World:
 
 
 def join_world(rank: int, size: int, *, store: Path, device: str, timeout_s: float) -> World:
-    """Meet the other ranks of this host through a file that all of them can reach; gloo talks over loopback.
+    """Join the other ranks of this host through a shared file; gloo talks over loopback.
 
     Args:
         rank: 0..size-1.
         size: number of ranks.
-        store: a file that is not there yet, the same for all ranks.
+        store: a path that does not exist yet, the same for all ranks.
         device: cpu (gloo), or cuda (gloo for numbers, nccl for weights).
         timeout_s: longest wait for the other ranks, here and in each collective.
     """

@@ -1,1 +1,1 @@
-"""Checkpoints of whole runs: what a folder of one holds, how it is written so that it is whole or not there, and how a run goes on from it."""
+"""Checkpoints of whole runs: the folder format, and what a model offers to be saved and resumed."""

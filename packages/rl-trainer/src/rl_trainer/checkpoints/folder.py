@@ -1,15 +1,18 @@
-"""A checkpoint on disk. It is written to a hidden folder, its manifest last, then renamed: a folder with the name of a step is whole.
+"""The format of a checkpoint on disk.
+
+A checkpoint is written to a hidden folder, its manifest last, and then renamed. So a folder with
+the name of a step is complete.
 
 checkpoints/step-000010/
-    manifest.json           every other file with its size and SHA-256, and a SHA-256 of the manifest itself
+    manifest.json           size and SHA-256 of every other file, SHA-256 of the manifest
     config.yaml             the configuration of the run
     trainer.json            RunState
     actor/  critic/         per rank: tensors (safetensors), counters and random state (JSON)
     reward/worker.json
     hf/                     the policy for users, as transformers or peft writes it
 
-Outside hf/, where a user may add files, a folder with a file that the manifest does not name is no whole checkpoint: workers read every rank's
-file they find.
+Users may add files to hf/. Any other file that the manifest does not name makes a checkpoint
+invalid, since workers read all files of ranks that they find.
 """
 
 from __future__ import annotations
@@ -27,45 +30,45 @@ from typing import Any
 
 import msgspec
 
-from rl_protocol.durable import fsync, write_errors
 from rl_protocol.errors import UNREADABLE
+from rl_protocol.support.disk_writes import fsync, write_errors
 
 FORMAT = 2
 MANIFEST, CONFIG, RUN_STATE = "manifest.json", "config.yaml", "trainer.json"
 USERS = "hf"
-"""Folder that is for users."""
+"""Folder for users."""
 _NAME = re.compile(r"step-(\d{6,})")
 writing = partial(
     write_errors,
     what="The checkpoint",
     remedy="Free some space, lower trainer.max_ckpt_to_keep, or set trainer.output_dir to another place.",
 )
-"""writing(path): of what is done within, see write_errors."""
+"""writing(path): a context that turns disk errors into OutputError; see write_errors."""
 
 
 class FileFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file must be."""
+    """Expected size and digest of a file."""
 
     num_bytes: int
     sha256: str
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint holds; keys that are not known are left alone, so that a later version may add some."""
+    """Contents of a checkpoint. Unknown keys are ignored, so that later versions can add some."""
 
     format: int = FORMAT
     step: int
     score: float | None = None
-    """Validation score at this step, the higher the better; None where the step was not validated."""
+    """Validation score at this step, higher is better; None: the step was not validated."""
     written: str
     """UTC, ISO 8601."""
     software: dict[str, str] = {}
     """Package -> version."""
     config_sha256: str
     files: dict[str, FileFacts]
-    """Path below the folder -> what it must be; all but the manifest."""
+    """Files by path below the folder, without the manifest."""
     digest: str = ""
-    """SHA-256 of the manifest without this field: its keys, known or not, sorted, as JSON without blanks."""
+    """SHA-256 of the manifest without this field: all keys, sorted, as JSON without blanks."""
 
     def sealed(self) -> bytes:
         """JSON with the digest filled in."""
@@ -75,42 +78,45 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the driver is. A step ends with an empty data plane and nothing in flight, so this is all there is."""
+    """The driver's place in the run.
+
+    A step ends with an empty data plane and nothing in flight, so this is the driver's whole state.
+    """
 
     step: int = 0
     """Steps done."""
     version: int = 0
-    """Of the weights: updates of the actor."""
+    """Version of the weights: number of actor updates."""
     critic_updates: int = 0
     prompts_taken: int = 0
-    """Place in the endless sequence of prompts."""
+    """Prompts taken from the endless sequence so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One that is whole."""
+    """A valid checkpoint."""
 
     folder: Path
     manifest: Manifest
 
     @property
     def config(self) -> str:
-        """The configuration it was written under, YAML."""
+        """The configuration of its run, YAML."""
         return (self.folder / CONFIG).read_text(encoding="utf-8")
 
     @property
     def run_state(self) -> RunState:
-        """Where the driver was."""
+        """The driver's place in the run."""
         return msgspec.json.decode((self.folder / RUN_STATE).read_bytes(), type=RunState)
 
 
 def step_name(step: int) -> str:
-    """Name of the folder; names sort as steps do."""
+    """Folder name of a step; names sort as steps do."""
     return f"step-{step:06d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step a folder of that name is of; None for any other folder."""
+    """The step of a folder name; None for any other folder."""
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else None
 
@@ -123,7 +129,7 @@ def facts(path: Path) -> FileFacts:
 
 
 def durable(root: Path, files: Iterable[Path]) -> dict[str, FileFacts]:
-    """Bring finished files to the disk; returns their facts by path below `root`."""
+    """Flush finished files to disk; returns their facts by path below `root`."""
     found: dict[str, FileFacts] = {}
     for path in files:
         fsync(path)
@@ -132,7 +138,7 @@ def durable(root: Path, files: Iterable[Path]) -> dict[str, FileFacts]:
 
 
 def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
-    """Make a folder whose files are on the disk a checkpoint: its names, then its manifest, then its own name.
+    """Turn a folder whose files are on disk into a checkpoint.
 
     Raises:
         OutputError: it can't be written.
@@ -144,14 +150,14 @@ def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
         path.write_bytes(manifest.sealed())
         fsync(path)
         fsync(temporary)
-        if final.exists():  # a broken one of that step, passed over when the run was resumed before it
+        if final.exists():  # an invalid checkpoint of that step, skipped when the run was resumed
             remove(final)
         os.replace(temporary, final)  # noqa: PTH105 - Path.replace would hide that this is the atomic step
         fsync(final.parent)
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint, under another name first, so that no half of one is ever seen."""
+    """Delete a checkpoint. It is renamed first, so that no partial checkpoint is ever visible."""
     doomed = folder.with_name(f".deleting-{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.replace(folder, doomed)  # noqa: PTH105 - see publish
@@ -159,13 +165,13 @@ def remove(folder: Path) -> None:
 
 
 def sweep(checkpoints: Path) -> None:
-    """Delete what a killed process left behind."""
+    """Delete the unfinished folders of killed processes."""
     for folder in checkpoints.glob(".*-step-*"):
         shutil.rmtree(folder)
 
 
 def read_manifest(folder: Path) -> Manifest | str:
-    """The manifest, or why there is none that can be used."""
+    """The manifest, or why it can't be used."""
     try:
         content = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=dict[str, Any])
         manifest = msgspec.convert(content, type=Manifest)
@@ -187,7 +193,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def inspect(folder: Path) -> Checkpoint | str:
-    """The checkpoint in that folder after a look at every byte of it, or what is wrong with it."""
+    """The checkpoint in that folder after all files are verified, or what is wrong with it."""
     manifest = read_manifest(folder)
     if isinstance(manifest, str):
         return manifest
@@ -233,7 +239,7 @@ def _difference(folder: Path, entry: tuple[str, FileFacts]) -> str:
 
 
 def newest_whole(checkpoints: Path) -> tuple[Checkpoint | None, dict[str, str]]:
-    """The newest whole checkpoint, if any, and the name of each newer one -> why it was passed over."""
+    """The newest valid checkpoint, and why each newer one (by name) was skipped."""
     skipped: dict[str, str] = {}
     steps = {step: path for path in checkpoints.glob("step-*") if (step := step_of(path.name)) is not None}
     for step in sorted(steps, reverse=True):
@@ -245,7 +251,10 @@ def newest_whole(checkpoints: Path) -> tuple[Checkpoint | None, dict[str, str]]:
 
 
 def superseded(scores: Mapping[int, float | None], keep: int) -> Sequence[int]:
-    """Steps whose checkpoints are to go: all but the newest `keep` (0: all stay) and, of those with a score, the best (the later of equals)."""
+    """Steps whose checkpoints can be deleted.
+
+    The newest `keep` stay (0: all), and so does the one with the best score (the later of equals).
+    """
     if not keep:
         return []
     scored = [(score, step) for step, score in scores.items() if score is not None]
@@ -254,7 +263,7 @@ def superseded(scores: Mapping[int, float | None], keep: int) -> Sequence[int]:
 
 
 def prune(checkpoints: Path, keep: int) -> None:
-    """Delete the checkpoints that are superseded; a folder that is none is left alone."""
+    """Delete superseded checkpoints. Folders that are no checkpoints are left alone."""
     manifests = {path: read_manifest(path) for path in checkpoints.glob("step-*") if step_of(path.name) is not None}
     steps = {found.step: path for path, found in manifests.items() if isinstance(found, Manifest)}
     scores = {found.step: found.score for found in manifests.values() if isinstance(found, Manifest)}

@@ -1,7 +1,10 @@
-"""Prompts: what they are, in which order they are trained on, and how they are read from files. Importing it loads no library of tables."""
+"""Prompts: data sets from files, their encoding, and the order in which they are trained on.
 
-from rl_trainer.data.curricula import CurriculumKind
-from rl_trainer.data.order import Curriculum, Mixture, PromptOrder
-from rl_trainer.data.prompts import PromptDataset, PromptRow
+Importing this package loads neither pyarrow nor jinja2.
+"""
+
+from rl_trainer.data.curriculum import Curriculum, CurriculumKind, Mixture
+from rl_trainer.data.prompt_order import PromptOrder
+from rl_trainer.data.prompt_rows import PromptDataset, PromptRow
 
 __all__ = ["Curriculum", "CurriculumKind", "Mixture", "PromptDataset", "PromptOrder", "PromptRow"]

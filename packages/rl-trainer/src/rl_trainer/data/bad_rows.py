@@ -1,4 +1,4 @@
-"""Rows that can't be used, grouped by what is wrong with them: a file whose every row lacks a field is one line, not a wall of them."""
+"""Collects invalid rows of data files and reports them grouped by fault, one line per fault."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from rl_protocol import SchemaError
 ROW_FORMAT = (
     '{"prompt": [{"role": "user", "content": "..."}], "data_source": "...", "reward_model": {"ground_truth": "..."}}'
 )
-"""The fields a row must have."""
+"""Required fields of a row, for messages."""
 _NAMED = 20
-"""How many faults are named; all rows are counted."""
+"""Largest number of faults that are reported; all rows are counted."""
 _EXAMPLE_CHARACTERS = 200
 _REASON_CHARACTERS = 2000
-"""A template may refuse a row with a text of any length, and _VARIABLE takes time in the square of it."""
+"""Messages are cut to this length before matching _VARIABLE, which takes quadratic time."""
 _VARIABLE = re.compile(r"fields found: .*|'[^']*'|\([^)]*\)|\d+")
-"""Parts of a reason that differ between rows with the same fault."""
+"""Parts of a message that differ between rows with the same fault."""
 PROMPT_NAMES = ("question", "problem", "query", "input", "instruction", "messages", "conversation", "text", "content")
-"""Fields that hold the prompt in data sets with other names, the likeliest first."""
+"""Names of the prompt field in other data sets, most likely first."""
 
 
 class MissingFieldsError(SchemaError):
-    """A row without fields that every row has.
+    """A row lacks required fields.
 
     Args:
         message: what is missing, and what was found.
-        missing: names of the fields that are missing.
-        found: names of the fields of the row.
+        missing: names of the missing fields.
+        found: names of the row's fields.
     """
 
     missing: tuple[str, ...]
@@ -45,9 +45,9 @@ class _Group:
     """Rows with the same fault."""
 
     reason: str
-    """Of the first of them."""
+    """Of the first row."""
     place: str
-    """Of the first of them."""
+    """Of the first row."""
     example: str
     error: SchemaError
     count: int = 0
@@ -65,18 +65,18 @@ class _Group:
 
 
 class BadRows:
-    """Collects bad rows; memory does not grow with their number."""
+    """Collects bad rows; memory use does not grow with their number."""
 
     def __init__(self) -> None:
         self.count = 0
         self.rows_of_files: Counter[Path] = Counter()
-        """Rows seen of each file, good or bad; the caller counts them."""
+        """Rows read from each file, good or bad; the caller counts them."""
         self._groups: dict[str, _Group] = {}
         self._more = 0
-        """Rows with faults beyond the first _NAMED ones."""
+        """Rows with faults beyond the first _NAMED."""
 
     def add(self, path: Path, place: str, error: SchemaError, raw: object = None) -> None:
-        """Count one: `place` says where it is, `raw` is the row, where it could be read."""
+        """Add a row: `place` says where it is; `raw` is the row, if it could be read."""
         self.count += 1
         reason = str(error)[:_REASON_CHARACTERS]
         kind = _VARIABLE.sub("", reason)
@@ -90,18 +90,18 @@ class BadRows:
         group.files[path] += 1
 
     def lines(self) -> tuple[str, ...]:
-        """One line for each fault, the most frequent first: how many rows, where the first is, why, and what it looks like."""
+        """One line per fault, most frequent first: count, first place, reason, example."""
         groups = sorted(self._groups.values(), key=lambda group: -group.count)
         more = (f"{self._more} rows with other faults",) if self._more else ()
         return (*(group.line(self.rows_of_files) for group in groups), *more)
 
     def remedy(self, prompt_key: str, *, can_skip: bool) -> str:
-        """What to do about them, as sentences; `can_skip`: other rows are left without them."""
+        """What the user can do, as sentences; `can_skip`: there are valid rows besides them."""
         missing = [group.error for group in self._groups.values() if isinstance(group.error, MissingFieldsError)]
         renamed = _renamed(missing, prompt_key)
         shape = f" A row is {ROW_FORMAT}." if missing else ""
         skip = ", or set data.on_bad_row=skip to train without these rows" if can_skip else ""
-        return f"{renamed}Repair the files{skip}.{shape}"
+        return f"{renamed}Fix the files{skip}.{shape}"
 
 
 def _renamed(missing: Sequence[MissingFieldsError], prompt_key: str) -> str:
@@ -114,11 +114,11 @@ def _renamed(missing: Sequence[MissingFieldsError], prompt_key: str) -> str:
 
 
 def _example(raw: object) -> str:
-    """The beginning of a row as JSON."""
+    """The start of a row as JSON."""
     if not isinstance(raw, Mapping):
         return ""
     try:
         text = msgspec.json.encode(raw, enc_hook=repr).decode()
-    except (TypeError, ValueError, RecursionError):  # what JSON can't say
+    except (TypeError, ValueError, RecursionError):  # not representable in JSON
         return ""
     return text if len(text) <= _EXAMPLE_CHARACTERS else f"{text[:_EXAMPLE_CHARACTERS]}..."

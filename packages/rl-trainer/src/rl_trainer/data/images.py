@@ -1,7 +1,8 @@
-"""Images of rows: where they come from, what they are checked for, and how many tokens a model sees of one.
+"""Images of rows: parses and checks them, and computes how many tokens a model uses for each.
 
-The only module of `rl_trainer.data` that imports Pillow (extra `images`), and only when there is an image. Families of Qwen2-VL cut an image into
-patches, as many as its size asks for, within bounds, and see `merge_size`² of them as one token.
+The only module of `rl_trainer.data` that imports Pillow (extra `images`), and only if there is an
+image. Models of the Qwen2-VL family cut an image into patches, whose number depends on its size
+within bounds; one token stands for `merge_size`² patches.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from typing import Any, cast
 from rl_protocol import ConfigError, SchemaError
 
 PLACEHOLDER = "<image>"
-"""Stands in the text of a prompt where an image is, as in verl's data."""
+"""Marks an image in the text of a prompt, as in verl's data."""
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
-"""`model_type` of the models whose images are understood."""
+"""`model_type` of the supported vision models."""
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-"""Files of a checkpoint folder, either of which says how images are cut."""
+"""Files of a checkpoint folder; either one holds the settings of the image processor."""
 MOST_PIXELS = 1 << 26
-"""Of an image before the model's processor makes it smaller: 8192 x 8192."""
+"""Limit for an image before the model's processor scales it down: 8192 x 8192."""
 MOST_BYTES = 1 << 28
-"""Of its file."""
+"""Limit for its file."""
 MOST_ASPECT = 200
-"""Longer side by shorter side, as transformers has it."""
+"""Limit for longer side / shorter side, as in transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """An image as a row has it: bytes, or a path."""
+    """An image of a row: bytes or a path."""
 
     data: bytes | None
     path: str
@@ -49,20 +50,21 @@ class CheckedImage:
     """An image that can be decoded."""
 
     name: str
-    """Absolute path; for one that came as bytes, a name that its content alone decides."""
+    """Absolute path; for an image given as bytes, a hash of its content."""
     data: bytes | None
-    """None: the file named is the image."""
+    """None if the image is the file `name`."""
     width: int
     height: int
 
 
 def parse_images(raw: object) -> tuple[ImageSource, ...] | None:
-    """What the column `images` of a row says; None: nothing, which is not the same as an empty list.
+    """The images of a row's column `images`; None if the column is null.
 
-    Each image is {"bytes": .., "path": ..} as Hugging Face's Image feature stores it, {"image": path or data URL}, or such a string.
+    Each image is {"bytes": .., "path": ..} as Hugging Face's Image feature stores it,
+    {"image": path or data URL}, or such a string.
 
     Raises:
-        SchemaError: says which image is none of these.
+        SchemaError: an image has none of these forms. The message names it.
     """
     if raw is None:
         return None
@@ -101,17 +103,20 @@ def check_images(sources: Sequence[ImageSource], folder: Path, text: str) -> lis
     """Read and decode every image of a row once.
 
     Args:
-        sources: as the row has them.
-        folder: what relative paths are relative to.
-        text: of the prompt, which says PLACEHOLDER for each.
+        sources: images of the row.
+        folder: base of relative paths.
+        text: of the prompt, which contains PLACEHOLDER once per image.
 
     Raises:
-        SchemaError: there are more or fewer than the prompt says, or one is missing, not an image or too large; names it.
+        SchemaError: the number of images differs from that of the placeholders, or an image is
+            missing, invalid or too large. The message names it.
         ConfigError: Pillow is not installed.
     """
-    said = text.count(PLACEHOLDER)
-    if said != len(sources):
-        raise SchemaError(f"the prompt says {PLACEHOLDER} {said} times, and the row has {len(sources)} images")
+    placeholders = text.count(PLACEHOLDER)
+    if placeholders != len(sources):
+        raise SchemaError(
+            f"the prompt contains {PLACEHOLDER} {placeholders} times, but the row has {len(sources)} images"
+        )
     return [_checked(number, source, folder) for number, source in enumerate(sources, 1)]
 
 
@@ -132,19 +137,23 @@ def _checked(number: int, source: ImageSource, folder: Path) -> CheckedImage:
 
 
 def decoded(data: bytes, what: str) -> Any:
-    """An encoded image as one of Pillow's; all of it is there.
+    """Decode an image completely, with Pillow.
+
+    Args:
+        data: the encoded image.
+        what: name of the image, for messages.
 
     Raises:
-        SchemaError: it is not an image of FORMATS, it is cut off, or it is too large.
+        SchemaError: it is not an image in one of FORMATS, is truncated or too large.
         ConfigError: Pillow is not installed.
     """
     try:
-        from PIL import Image  # an extra of its own
+        from PIL import Image  # extra `images`
     except ImportError as error:
         raise ConfigError("Rows with images need Pillow: install rl-trainer[images].") from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Pillow, about sizes and metadata: sizes are looked at below
+            warnings.simplefilter("ignore")  # about metadata, and sizes, which are checked below
             image = Image.open(io.BytesIO(data), formats=FORMATS)
             width, height = image.size
             if width * height > MOST_PIXELS:
@@ -154,46 +163,46 @@ def decoded(data: bytes, what: str) -> Any:
                     f"{what} has {width} x {height} pixels, one side more than {MOST_ASPECT} times the other"
                 )
             image.load()
-    except SchemaError:  # is a ValueError as well
+    except SchemaError:  # is also a ValueError
         raise
     except Image.DecompressionBombError as error:
         raise SchemaError(f"{what} has more than {MOST_PIXELS} pixels") from error
-    except (OSError, SyntaxError, ValueError, EOFError) as error:  # what its decoders raise for damaged files
+    except (OSError, SyntaxError, ValueError, EOFError) as error:  # from decoders of damaged files
         raise SchemaError(f"{what} is not a whole image ({', '.join(FORMATS)}): {error}") from error
     return image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vision:
-    """What a model's image processor makes of an image, as far as lengths of prompts depend on it."""
+    """Settings of a model's image processor that determine how many tokens an image becomes."""
 
     token: int
-    """Id of the token that stands for one piece of an image."""
+    """Id of the token that stands for a piece of an image."""
     patch_size: int
     """Pixels."""
     merge_size: int
-    """Patches along one side of what a token stands for."""
+    """Patches along each side of the piece."""
     min_pixels: int
     max_pixels: int
 
     @classmethod
     def load(cls, folder: Path) -> Vision | str:
-        """Of a Hugging Face checkpoint folder; a text says why its model can be shown no images.
+        """The settings in a checkpoint folder, or the reason why its model can't read images.
 
         Raises:
-            ConfigError: files of the folder that can't be read, or a processor without its settings.
+            ConfigError: a file of the folder can't be read, or lacks settings.
         """
         config = _json(folder / "config.json")
         name = f"{folder} ({', '.join(config.get('architectures') or ['a model without a name'])})"
         if "vision_config" not in config:
-            return f"{name} reads text alone"
+            return f"{name} reads only text"
         if config.get("model_type") not in FAMILIES:
-            return f"{name} is no model of {', '.join(FAMILIES)}, the families whose images are understood"
+            return f"{name} is not a model of {', '.join(FAMILIES)}, the supported families of vision models"
         alone, whole = (_json(folder / name) for name in PROCESSORS)
         processor = alone or whole.get("image_processor")
         if not processor:
             raise ConfigError(
-                f"{name} has no preprocessor_config.json, which says how it cuts images; save it with its image processor."
+                f"{name} has no preprocessor_config.json with the settings of its image processor; save the model with its image processor."
             )
         size = processor.get("size") or {}
         return cls(
@@ -205,7 +214,7 @@ class Vision:
         )
 
     def tokens(self, width: int, height: int) -> int:
-        """As how many tokens the model sees an image of so many pixels."""
+        """Number of tokens of an image of this size in pixels."""
         unit = self.patch_size * self.merge_size
         high, wide = round(height / unit) * unit, round(width / unit) * unit
         if high * wide > self.max_pixels:
@@ -217,14 +226,14 @@ class Vision:
         return high // unit * (wide // unit)
 
     def expand(self, ids: Sequence[int], counts: Sequence[int]) -> list[int]:
-        """The prompt with the token of image i counts[i] times where the chat template wrote it once.
+        """The prompt with the token of image i repeated counts[i] times.
 
         Raises:
-            SchemaError: the template did not write it once for each image.
+            SchemaError: the chat template did not write the token once per image.
         """
         written = sum(one == self.token for one in ids)
         if written != len(counts):
-            raise SchemaError(f"the chat template writes {written} image tokens, for {len(counts)} images")
+            raise SchemaError(f"the chat template writes {written} image tokens for {len(counts)} images")
         left, out = iter(counts), list[int]()
         for one in ids:
             out += [one] * next(left) if one == self.token else [one]

@@ -1,9 +1,10 @@
-"""Rewards: how responses are scored, by whom, and what becomes of a function that fails."""
+"""Rewards: reward functions, the processes and services that run them, and validation metrics."""
 
-from rl_trainer.rewards.functions import CombinedScorer, InlineScorer, Term, combine, parse_terms
+from rl_trainer.rewards.function_pool import ScorerPool
+from rl_trainer.rewards.functions import InlineScorer
 from rl_trainer.rewards.loading import check_reward, load_reward
-from rl_trainer.rewards.outcomes import Failure, Outcome, Sample, Scored, Scorer
-from rl_trainer.rewards.pool import ScorerPool
+from rl_trainer.rewards.scorer import Failure, Outcome, Sample, Scored, Scorer
+from rl_trainer.rewards.weighted_sum import CombinedScorer, Term, combine, parse_terms
 
 __all__ = [
     "CombinedScorer",

@@ -1,4 +1,4 @@
-"""The reward that the `data_source` of each row names, as verl chooses it: one function for data sets of several tasks."""
+"""Selects the reward function by the `data_source` of each row, as verl does."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ REWARDS: Mapping[str, str] = {
     "DigitalLearningGmbH/MATH-lighteval": "math",
     "HuggingFaceH4/MATH-500": "math",
 }
-"""data_source -> reward of this package."""
+"""data_source -> built-in reward function."""
 
 
 def score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, object] | None = None
 ) -> Mapping[str, float | str]:
-    """What the reward of `data_source` returns.
+    """The result of the reward function for `data_source`.
 
     Raises:
-        ValueError: no reward of this package belongs to that data source.
+        ValueError: there is no built-in function for that data source.
     """
     if data_source not in REWARDS:
         raise ValueError(

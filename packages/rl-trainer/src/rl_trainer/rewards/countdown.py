@@ -1,4 +1,4 @@
-"""Countdown: reach a number with +, -, * and / from some numbers, each used at most once. Responses are judged, and nothing is executed."""
+"""Countdown: reach a target with +, -, * and / from given numbers, each used at most once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import msgspec
 
-from rl_trainer.arithmetic import BINARY, evaluate
+from rl_trainer.rewards.arithmetic import BINARY, evaluate
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,13 @@ class Countdown:
 def score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, object] | None = None
 ) -> Mapping[str, float | str]:
-    """1 for an expression that reaches the target, 0.1 for one that uses the numbers rightly and does not, else 0. Nothing is executed.
+    """1 for an expression that reaches the target, 0.1 for another valid one, else 0.
 
     Args:
-        data_source: not looked at.
-        solution_str: the response; its last line that is not empty is the expression, what follows an = is left out.
+        data_source: not used.
+        solution_str: the response; the expression is its last non-empty line, up to an = sign.
         ground_truth: JSON with `numbers` and `target`.
-        extra_info: not looked at.
+        extra_info: not used.
     """
     del data_source, extra_info
     puzzle = msgspec.json.decode(ground_truth, type=Countdown)
@@ -41,12 +41,12 @@ def score(
 
 
 def _value(text: str, numbers: Sequence[int]) -> Fraction | None:
-    """Of the expression; None where it is none, or does not use the numbers as it may."""
+    """The value of the expression; None if it is invalid or uses other numbers."""
     used = Counter[int]()
 
     def number(found: int | float) -> Fraction:
         if not isinstance(found, int):
-            raise ValueError(f"{found} is no whole number")
+            raise ValueError(f"{found} is not an integer")
         used[found] += 1
         return Fraction(found)
 

@@ -1,7 +1,8 @@
-"""Reward functions: the forms they come in, and several as a weighted sum.
+"""Calls a reward function in any of its forms, and the simplest reward, `exact_match`.
 
-single   score(data_source, solution_str, ground_truth, extra_info=None) -> number or mapping       (verl's compute_score)
-async    the same as a coroutine function: the calls of a chunk wait side by side
+single   score(data_source, solution_str, ground_truth, extra_info=None) -> number or mapping
+         (verl's compute_score)
+async    the same as a coroutine function; the calls of a chunk run concurrently
 batch    score(data_sources, solution_strs, ground_truths, extra_infos) -> one result per response
 """
 
@@ -10,48 +11,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from rl_protocol import ConfigError
-from rl_trainer.rewards.outcomes import Failure, Outcome, Sample, Scored, Scorer, failure_of, outcome_of
+from rl_trainer.rewards.scorer import Failure, Outcome, Sample, failure_of, outcome_of
 
 Form = Literal["single", "async", "batch"]
 
 
-@dataclass(frozen=True)
-class Term:
-    """One reward function of a weighted sum."""
-
-    name: str
-    weight: float = 1.0
-
-
-def parse_terms(text: str) -> tuple[Term, ...]:
-    """`name`, or a weighted sum: `exact_match`, `0.8*math,0.2*brief.py:score`.
-
-    Raises:
-        ConfigError: no name, a weight that is no number, or a name that occurs twice.
-    """
-    terms: list[Term] = []
-    for part in (part.strip() for part in text.split(",")):
-        weight, star, name = part.partition("*")
-        try:
-            terms.append(Term(name.strip(), float(weight)) if star else Term(part))
-        except ValueError:
-            raise ConfigError(f"reward.function: the weight of {part!r} is no number; write 0.5*name.") from None
-    names = [term.name for term in terms]
-    if not all(names) or len(set(names)) < len(names):
-        raise ConfigError(f"reward.function must name reward functions, each once; got {text!r}.")
-    return tuple(terms)
-
-
 def form_of(function: Callable[..., Any]) -> Form:
-    """How it is called.
+    """How a reward function is called.
 
     Raises:
-        ConfigError: it can't be called at all.
+        ConfigError: it is not callable.
     """
     if not callable(function):
         raise ConfigError(f"A reward function must be callable; got {type(function).__name__}.")
@@ -63,30 +36,33 @@ def form_of(function: Callable[..., Any]) -> Form:
 
 
 def run(function: Callable[..., Any], samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
-    """Outcomes of samples in this thread, in order. Only an async function is held to `timeout_s` here, and only while it waits."""
+    """Score samples in this thread; outcomes are in order.
+
+    `timeout_s` applies only to async functions, and only while they wait.
+    """
     match form_of(function):
         case "batch":
-            return _batch(function, samples)
+            return _run_batch(function, samples)
         case "async":
-            return asyncio.run(_side_by_side(function, samples, timeout_s))
+            return asyncio.run(_run_concurrently(function, samples, timeout_s))
         case "single":
-            return [_one(function, sample) for sample in samples]
+            return [_run_single(function, sample) for sample in samples]
 
 
-async def _side_by_side(function: Callable[..., Any], samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
-    return list(await asyncio.gather(*(_waited(function, sample, timeout_s) for sample in samples)))
+async def _run_concurrently(function: Callable[..., Any], samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:
+    return list(await asyncio.gather(*(_run_async(function, sample, timeout_s) for sample in samples)))
 
 
-def _one(function: Callable[..., Any], sample: Sample) -> Outcome:
+def _run_single(function: Callable[..., Any], sample: Sample) -> Outcome:
     try:
         return outcome_of(
             function(sample.data_source, sample.solution_str, sample.ground_truth, dict(sample.extra_info))
         )
-    except Exception as error:  # noqa: BLE001 - the boundary to code of others: whatever it raises is that sample's failure
+    except Exception as error:  # noqa: BLE001 - from user code: the failure of the sample
         return failure_of(error)
 
 
-async def _waited(function: Callable[..., Awaitable[Any]], sample: Sample, timeout_s: float) -> Outcome:
+async def _run_async(function: Callable[..., Awaitable[Any]], sample: Sample, timeout_s: float) -> Outcome:
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
@@ -99,7 +75,7 @@ async def _waited(function: Callable[..., Awaitable[Any]], sample: Sample, timeo
         return failure_of(error)
 
 
-def _batch(function: Callable[..., Sequence[Any]], samples: Sequence[Sample]) -> list[Outcome]:
+def _run_batch(function: Callable[..., Sequence[Any]], samples: Sequence[Sample]) -> list[Outcome]:
     columns = zip(*((s.data_source, s.solution_str, s.ground_truth, dict(s.extra_info)) for s in samples), strict=True)
     try:
         returned = list(function(*map(list, columns)))
@@ -112,34 +88,12 @@ def _batch(function: Callable[..., Sequence[Any]], samples: Sequence[Sample]) ->
 
 
 def timed_out(timeout_s: float) -> Failure:
-    """It took too long."""
+    """The failure of a call that exceeded its time limit."""
     return Failure(kind="timeout", message=f"did not return within {timeout_s:g} s (reward.timeout_s)")
 
 
-def combine(terms: Sequence[Term], outcomes: Sequence[Outcome]) -> Outcome:
-    """The weighted sum of what the functions said of one sample; one that failed fails the whole.
-
-    `score` is the sum of weight * score. Of a sum of several, `acc` is that of the first, and every number and text of function f is also
-    there as `f/number`.
-    """
-    if len(terms) == 1 and terms[0].weight == 1.0:
-        return outcomes[0]
-    numbers: dict[str, float] = {}
-    texts: dict[str, str] = {}
-    score = 0.0
-    for term, outcome in zip(terms, outcomes, strict=True):
-        if isinstance(outcome, Failure):
-            return Failure(kind=outcome.kind, message=f"{term.name}: {outcome.message}", where=outcome.where)
-        score += term.weight * outcome.numbers["score"]
-        numbers |= {f"{term.name}/{name}": value for name, value in outcome.numbers.items()}
-        texts = outcome.texts | texts
-    first = outcomes[0]
-    assert isinstance(first, Scored), "failures have returned above"
-    return Scored(numbers={"score": score, "acc": first.numbers["acc"], **numbers}, texts=texts)
-
-
 class InlineScorer:
-    """Scores in this process, without any limit: for functions, not async ones, that are known to be harmless."""
+    """Scores in this process without limits, for synchronous functions that return quickly."""
 
     reads_tokens: bool = False
 
@@ -147,27 +101,16 @@ class InlineScorer:
         self._function = function
 
     async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """See Scorer."""
         return run(self._function, samples, timeout_s=math.inf)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
-class CombinedScorer:
-    """A weighted sum of scorers."""
-
-    def __init__(self, terms: Sequence[Term], scorers: Sequence[Scorer]) -> None:
-        self._terms = terms
-        self._scorers = scorers
-        self.reads_tokens = any(scorer.reads_tokens for scorer in scorers)
-
-    async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """See Scorer; the functions run side by side."""
-        columns = await asyncio.gather(*(scorer.score(samples) for scorer in self._scorers))
-        return [combine(self._terms, row) for row in zip(*columns, strict=True)]
-
-    async def close(self) -> None:
-        """Close all."""
-        for scorer in self._scorers:
-            await scorer.close()
+def exact_match(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, object] | None = None
+) -> Mapping[str, float]:
+    """1 if the response equals the ground truth, spaces included, else 0; `acc` is the same."""
+    del data_source, extra_info
+    right = float(solution_str == ground_truth)
+    return {"score": right, "acc": right}

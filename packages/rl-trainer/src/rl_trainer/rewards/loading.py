@@ -1,9 +1,10 @@
-"""Where a reward function comes from: this package, an installed package or a file that the operator allows.
+"""Finds and loads a reward function: from this package, an installed package or an allowed file.
 
-An installed package offers functions as entry points in the group `rl_trainer.rewards`; which of them may load says the file that RL_PLUGINS names
-(`rl_protocol.plugins`). A file, `path.py:function`, is loaded only from the folders
-that the environment variable RL_REWARD_PATH names (separated as in PATH): a configuration that somebody sends can't run a file that lies anywhere.
-Code that is not of this package runs in processes of its own, under limits; it is not sandboxed beyond that.
+Installed packages provide functions as entry points in the group `rl_trainer.rewards`; the file
+that RL_PLUGINS names lists those that may be loaded (`rl_protocol.support.plugins`). A file,
+`path.py:function`, is loaded only from the folders in the environment variable RL_REWARD_PATH
+(separated as in PATH), so that a configuration from another person can't run arbitrary files. Code
+from outside this package runs in separate processes with limits, and is not sandboxed further.
 """
 
 from __future__ import annotations
@@ -17,25 +18,26 @@ from pathlib import Path
 from typing import Any
 
 from rl_protocol import ConfigError
-from rl_protocol.plugins import check_installed, load_installed
-from rl_trainer.algorithms.registry import installed, nearest
+from rl_protocol.support.options import nearest
+from rl_protocol.support.plugins import check_installed, load_installed
+from rl_trainer.config.registry import installed
 
 ENTRY_POINTS = "rl_trainer.rewards"
 ALLOWED_FOLDERS = "RL_REWARD_PATH"
 BUILT_IN: Mapping[str, str] = {
     "by_data_source": "rl_trainer.rewards.by_data_source:score",
     "countdown": "rl_trainer.rewards.countdown:score",
-    "exact_match": "rl_trainer.rewards.exact:exact_match",
+    "exact_match": "rl_trainer.rewards.functions:exact_match",
     "gsm8k": "rl_trainer.rewards.gsm8k:score",
     "gsm8k_flexible": "rl_trainer.rewards.gsm8k:score_flexible",
     "math": "rl_trainer.rewards.math:score",
 }
 HARMLESS = frozenset({"exact_match", "gsm8k", "gsm8k_flexible"})
-"""Built-ins that return at once whatever the response is, and so need no process of their own."""
+"""Built-in functions that return quickly for any response; they need no separate process."""
 
 
 def check_reward(name: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Check, without importing anything, that there is one function of that name and that it may be loaded.
+    """Check without importing it that the function exists and may be loaded.
 
     Raises:
         ConfigError: says what is missing and what to do.
@@ -43,18 +45,18 @@ def check_reward(name: str, environment: Mapping[str, str] = os.environ) -> None
     found = _find(name, environment)
     if isinstance(found, Path):
         _check_source(found, name)
-    elif name not in BUILT_IN:  # importlib_metadata, once imported, has entry points of its own class
+    elif name not in BUILT_IN:  # importlib_metadata has its own EntryPoint class
         check_installed(found, environment)
 
 
 def _check_source(path: Path, name: str) -> None:
-    """That the file is Python and defines the function, as far as can be seen without running it."""
+    """Check that the file is valid Python and defines the function, without running it."""
     function = name.rpartition(":")[2]
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
         where = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
-        raise ConfigError(f"reward.function={name!r} can't be loaded: {path}, {where}. Repair the file.") from error
+        raise ConfigError(f"reward.function={name!r} can't be loaded: {path}, {where}. Fix the file.") from error
     names = set(_names(tree.body))
     if function not in names and not names & {"*", "__getattr__"}:
         functions = sorted(node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
@@ -65,7 +67,7 @@ def _check_source(path: Path, name: str) -> None:
 
 
 def _names(body: Iterable[ast.stmt]) -> Iterator[str]:
-    """Names that these statements bind, those within if, try, with and loops included."""
+    """Names that these statements bind, including those within if, try, with and loops."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -94,7 +96,7 @@ def load_reward(name: str, environment: Mapping[str, str] = os.environ) -> Calla
         return loaded
     except ConfigError:
         raise
-    except Exception as error:  # the boundary to code of others: importing it may raise anything
+    except Exception as error:  # boundary to user code: importing it may raise anything
         raise ConfigError(f"reward.function={name!r} can't be loaded: {type(error).__name__}: {error}.") from error
 
 
@@ -112,7 +114,7 @@ def _find(name: str, environment: Mapping[str, str]) -> EntryPoint | Path:
         raise ConfigError(f"reward.function={name!r} is offered by several packages: {where}. Uninstall all but one.")
     known = sorted({*BUILT_IN, *(entry.name for entry in offered)})
     raise ConfigError(
-        f"reward.function={name!r} is not known; there are {', '.join(known)}.{nearest(name, known)} Write path.py:function for one of your own, "
+        f"reward.function={name!r} is not known; known are {', '.join(known)}.{nearest(name, known)} Write path.py:function to use your own, "
         f"or install a package with an entry point in {ENTRY_POINTS!r}."
     )
 
@@ -121,29 +123,30 @@ def _allowed_file(name: str, environment: Mapping[str, str]) -> Path:
     file, _, function = name.rpartition(":")
     path = allowed_path(file, environment)
     if path.suffix != ".py" or not function.isidentifier():
-        raise ConfigError(f"reward.function={name!r} must be path.py:function; {path} is no Python file.")
+        raise ConfigError(f"reward.function={name!r} must be path.py:function; {path} is not a Python file.")
     return path
 
 
 def allowed_path(file: str, environment: Mapping[str, str]) -> Path:
-    """The file, resolved, if it is there and the operator lets it be read.
+    """The resolved path of a file that may be loaded.
 
     Raises:
-        ConfigError: it is not there, in none of the folders of RL_REWARD_PATH, or everybody may write it.
+        ConfigError: the file does not exist, is in none of the folders of RL_REWARD_PATH, or is
+            writable by everyone.
     """
     path = Path(file).expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(f"reward.function={file!r}: {path} is no file that is there.")
+        raise ConfigError(f"reward.function={file!r}: {path} does not exist.")
     folders = [
         Path(one).expanduser().resolve() for one in environment.get(ALLOWED_FOLDERS, "").split(os.pathsep) if one
     ]
     if not any(path.is_relative_to(folder) for folder in folders):
         raise ConfigError(
-            f"reward.function={file!r}: files of rewards load only from folders that the environment variable {ALLOWED_FOLDERS} names. "
-            f"If you trust this one, set {ALLOWED_FOLDERS}={path.parent}."
+            f"reward.function={file!r}: reward files load only from the folders in the environment variable {ALLOWED_FOLDERS}. "
+            f"If you trust this file, set {ALLOWED_FOLDERS}={path.parent}."
         )
     if path.stat().st_mode & 0o002:
-        raise ConfigError(f"reward.function={file!r}: everybody may write {path}; run chmod o-w {path}.")
+        raise ConfigError(f"reward.function={file!r}: {path} is writable by everyone; run chmod o-w {path}.")
     return path
 
 

@@ -1,6 +1,7 @@
-"""GSM8K and MATH: is the last answer of the response equal to the right one, as mathematics? By math-verify (extra `math`).
+"""GSM8K and MATH: compares the last answer of the response with the ground truth by value.
 
-It runs without a time limit of its own, which would turn what takes too long into a wrong answer: the process it runs in has one.
+Uses math-verify (extra `math`) without its time limit, which would report slow answers as wrong;
+the process that runs the function has a limit.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ GSM8K_MARK = "####"
 def score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, object] | None = None
 ) -> Mapping[str, float | str]:
-    """1 when the answers are equal, else 0; `acc` is the same, `pred` is the answer that was found.
+    """1 if the answers are equal, else 0; `acc` is the same, `pred` is the answer that was found.
 
-    The answer is what stands in the last \\boxed{}, behind the last ####, or else the last expression of the response.
+    The answer is the content of the last \\boxed{}, the text after the last ####, or else the last
+    expression of the response.
 
     Args:
-        data_source: not looked at.
+        data_source: not used.
         solution_str: the response.
-        ground_truth: a number or LaTeX, with or without \\boxed{}, or the whole GSM8K solution that ends in #### and the number.
-        extra_info: not looked at.
+        ground_truth: a number or LaTeX, with or without \\boxed{}, or the whole GSM8K solution that
+            ends in #### and the number.
+        extra_info: not used.
 
     Raises:
-        ValueError: the ground truth is no mathematics.
+        ValueError: the ground truth can't be parsed.
     """
     del data_source, extra_info
     truth = _last(ground_truth)
@@ -45,4 +48,4 @@ def _last(text: str) -> str:
 
 def _parse(text: str) -> list[Any]:
     configs = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    return parse(text, extraction_config=configs, parsing_timeout=cast(int, None))  # None is its way to say: no limit
+    return parse(text, extraction_config=configs, parsing_timeout=cast(int, None))  # no limit

@@ -1,10 +1,13 @@
-"""A scorer behind a network: one HTTP POST per sample, at a bounded rate, tried again where that may help (extra `http`).
+"""Scores over HTTP: one POST per sample, with a rate limit and retries (extra `http`).
 
-    request   {"data_source": .., "solution_str": .., "ground_truth": .., "extra_info": {..}}       JSON, the arguments of a reward function
-    answer    0.5, or {"score": 0.5, "acc": 1, "pred": "42", ..}                                    JSON, what a reward function returns
+    request   {"data_source": .., "solution_str": .., "ground_truth": .., "extra_info": {..}}
+              JSON, the arguments of a reward function
+    answer    0.5, or {"score": 0.5, "acc": 1, "pred": "42", ..}
+              JSON, the result of a reward function
 
-Status 200 is an answer. 429, 5xx and a connection that breaks are tried again, after a while that doubles and is at least what Retry-After says;
-anything else is final. A sample that gets no answer is a Failure of its own. No message holds the key, the address or what the service said.
+Status 200 is an answer. Status 429, 5xx and broken connections are retried, after a delay that
+doubles and is at least Retry-After; any other status is final. A sample without an answer is a
+Failure. No message contains the key, the address or text from the service.
 """
 
 from __future__ import annotations
@@ -19,39 +22,39 @@ import msgspec
 
 from rl_protocol import ConfigError
 from rl_protocol.errors import UNREADABLE
-from rl_trainer.rewards.described import Remote
 from rl_trainer.rewards.functions import timed_out
-from rl_trainer.rewards.outcomes import Failure, Outcome, Sample, outcome_of
+from rl_trainer.rewards.scorer import Failure, Outcome, Sample, outcome_of
+from rl_trainer.rewards.scorer_toml import RemoteScorerConfig
 
 MOST_BYTES = 1 << 20
-"""No honest answer is longer."""
+"""Largest answer that the service may send."""
 FIRST_WAIT_S = 0.25
-"""Between the first attempt and the second; doubled each time."""
+"""Delay between the first and the second attempt; doubles each time."""
 _Answer = dict[str, float | str | bool | None] | float | None
 
 
-class Pace:
-    """When requests may begin, so that no more than `per_s` do in a second: evenly, one every 1/per_s s. 0: at once."""
+class RateLimiter:
+    """Spaces requests evenly, one every 1/per_s seconds; 0: no limit."""
 
     def __init__(self, per_s: float) -> None:
         self._gap = 1 / per_s if per_s else 0.0
         self._next = 0.0
 
     def wait(self, now: float) -> float:
-        """Take the next place; seconds until it comes."""
+        """Reserve the next start time and return the seconds until then."""
         begin = max(now, self._next)
         self._next = begin + self._gap
         return begin - now
 
 
-def wait_again(attempt: int, retry_after: str) -> float:
-    """Seconds before attempt number `attempt` + 1 (from 1), given the header Retry-After."""
-    asked = float(retry_after) if retry_after.isdecimal() else 0.0
-    return max(FIRST_WAIT_S * 2 ** (attempt - 1), asked)
+def retry_delay(attempt: int, retry_after: str) -> float:
+    """Seconds to wait after attempt number `attempt` (from 1), given the header Retry-After."""
+    requested = float(retry_after) if retry_after.isdecimal() else 0.0
+    return max(FIRST_WAIT_S * 2 ** (attempt - 1), requested)
 
 
-class _Again(Exception):
-    """This attempt gave no answer; another may."""
+class _Retry(Exception):
+    """This attempt failed in a way that may not recur."""
 
     def __init__(self, why: str, retry_after: str = "") -> None:
         super().__init__(why)
@@ -62,10 +65,11 @@ class RemoteScorer:
     """Scorer over HTTP.
 
     Args:
-        remote: whom to ask, and how often.
-        timeout_s: longest time of one sample from its first attempt to its answer; time spent waiting for a turn does not count.
-        environment: holds the key.
-        clock: seconds, of the pace.
+        remote: address, limits and retries.
+        timeout_s: time limit of a sample from its first attempt to its answer, not counting the
+            wait for a slot.
+        environment: contains the key.
+        clock: seconds, for the rate limit.
 
     Raises:
         ConfigError: the key is not in the environment.
@@ -75,7 +79,7 @@ class RemoteScorer:
 
     def __init__(
         self,
-        remote: Remote,
+        remote: RemoteScorerConfig,
         timeout_s: float,
         environment: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
@@ -85,19 +89,18 @@ class RemoteScorer:
             key = environment.get(remote.key_variable, "")
             if not key.isascii() or not key.isprintable() or not key:
                 raise ConfigError(
-                    f"The environment variable {remote.key_variable} (key_variable) holds no key; set it on the host of the reward worker."
+                    f"The environment variable {remote.key_variable} (key_variable) contains no key; set it on the host of the reward worker."
                 )
             headers["Authorization"] = f"Bearer {key}"
         self._remote = remote
         self._timeout_s = timeout_s
         self._headers = headers
-        self._pace = Pace(remote.requests_per_s)
+        self._rate = RateLimiter(remote.requests_per_s)
         self._clock = clock
-        self._turns = asyncio.Semaphore(remote.concurrency)
+        self._slots = asyncio.Semaphore(remote.concurrency)
         self._session: aiohttp.ClientSession | None = None
 
     async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """See Scorer."""
         return list(await asyncio.gather(*map(self._one, samples)))
 
     async def close(self) -> None:
@@ -115,8 +118,8 @@ class RemoteScorer:
                 "extra_info": sample.extra_info,
             }
         )
-        async with self._turns:
-            await asyncio.sleep(self._pace.wait(self._clock()))
+        async with self._slots:
+            await asyncio.sleep(self._rate.wait(self._clock()))
             limit = asyncio.timeout(self._timeout_s)
             try:
                 async with limit:
@@ -129,12 +132,12 @@ class RemoteScorer:
         while True:
             try:
                 return await self._attempt(body)
-            except _Again as failed:
+            except _Retry as failed:
                 if attempt == self._remote.attempts:
                     return Failure(kind="exception", message=f"got no answer in {attempt} attempts: {failed}")
-                again = wait_again(attempt, failed.retry_after)
-            await asyncio.sleep(again)
-            await asyncio.sleep(self._pace.wait(self._clock()))
+                delay = retry_delay(attempt, failed.retry_after)
+            await asyncio.sleep(delay)
+            await asyncio.sleep(self._rate.wait(self._clock()))
             attempt += 1
 
     async def _attempt(self, body: bytes) -> Outcome:
@@ -142,25 +145,25 @@ class RemoteScorer:
             async with self._connected().post(self._remote.url, data=body, allow_redirects=False) as response:
                 status = response.status
                 if status == 429 or status >= 500:
-                    raise _Again(f"status {status}", response.headers.get("Retry-After", ""))
+                    raise _Retry(f"status {status}", response.headers.get("Retry-After", ""))
                 if status != 200:
                     return Failure(kind="exception", message=f"was refused with status {status}")
                 answer = await _read(response.content)
-        except (aiohttp.ClientError, ConnectionError) as error:  # its text may hold the address
-            raise _Again(f"the connection failed ({type(error).__name__})") from None
+        except (aiohttp.ClientError, ConnectionError) as error:  # its text may contain the address
+            raise _Retry(f"the connection failed ({type(error).__name__})") from None
         if answer is None:
             return Failure(kind="no_number", message=f"answered with more than {MOST_BYTES} bytes")
         try:
             return outcome_of(msgspec.json.decode(answer, type=_Answer))
         except UNREADABLE as error:
-            return Failure(kind="no_number", message=f"answered with something that is no score: {error}")
+            return Failure(kind="no_number", message=f"answered with something that is not a score: {error}")
 
     def _connected(self) -> aiohttp.ClientSession:
-        if self._session is None:  # made where a loop runs
+        if self._session is None:  # needs a running event loop
             self._session = aiohttp.ClientSession(
                 headers=self._headers,
                 connector=aiohttp.TCPConnector(limit=self._remote.concurrency),
-                timeout=aiohttp.ClientTimeout(total=None),  # ours covers all attempts
+                timeout=aiohttp.ClientTimeout(total=None),  # timeout_s covers all attempts
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 trust_env=False,
@@ -169,7 +172,7 @@ class RemoteScorer:
 
 
 async def _read(content: aiohttp.StreamReader) -> bytes | None:
-    """The whole body; None where it is too long."""
+    """The whole body; None if it is too long."""
     body = bytearray()
     async for chunk in content.iter_chunked(1 << 16):
         body += chunk

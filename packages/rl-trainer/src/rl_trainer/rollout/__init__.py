@@ -1,1 +1,3 @@
-"""Rollout engines behind the RolloutEngine port."""
+"""How responses are generated: sessions, tool agents, the HTTP endpoint and the transformers
+engine.
+"""

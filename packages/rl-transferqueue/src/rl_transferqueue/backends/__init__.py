@@ -1,8 +1,10 @@
-"""Where the bytes of a plane lie, by name: built-in, or what installed packages offer under `rl_transferqueue.backends`.
+"""Backends, which hold the bytes of a plane: built-in ones, and those of installed packages.
 
-`simple` (storage units with shared-memory arenas) and `memory` (the same in threads of this process) are part of the plane. Any other backend is
-a `Backend`: the controller and one unit process per share of the memory keep the books as ever (who has which row, how much room there is, who
-waits, what may go), and the blocks lie in the backend's stores. Those of other packages load where the operator allows it (`rl_protocol.plugins`).
+`simple` (storage units with shared-memory arenas) and `memory` (the same in threads of this
+process) are built in. Any other is a `Backend` under the entry point group
+`rl_transferqueue.backends`: the controller and one unit process per share of the memory do the
+bookkeeping, and the blocks are in the backend's stores. Backends of other packages need the
+operator's permission (`rl_protocol.support.plugins`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from rl_protocol.errors import ConfigError
 from rl_protocol.wire import Buffer
+from rl_transferqueue.wire.spans import Span
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint, EntryPoints
@@ -25,40 +28,51 @@ class Share(NamedTuple):
     """One unit's part of a plane's memory."""
 
     plane: str
-    """Tells this plane's blocks from those of others in the same store."""
+    """Name of the plane, to keep its blocks apart from those of others in the same store."""
     unit: int
     nbytes: int
-    """Most bytes that blocks take in it at a time."""
+    """Capacity in bytes."""
     address: str
-    """`TransferQueueConfig.backend_address`: where the store is."""
+    """`TransferQueueConfig.backend_address`."""
+
+
+def block_key(span: Span) -> str:
+    """Key of the block at the beginning of a span; unique until the controller reuses the span."""
+    return f"{span.unit}-{span.offset}"
 
 
 class BlockStore(Protocol):
-    """Blocks of bytes by key. Calls block and are made in threads, several at a time; errors are of rl_protocol.errors."""
+    """Blocks of bytes by key.
+
+    Calls block and come from several threads at a time. Errors are those of `rl_protocol.errors`.
+    """
 
     def put_block(self, key: str, parts: Sequence[Buffer]) -> None:
-        """Keep the parts, one after the other, until `free`; the process that put them may die."""
+        """Store the concatenated parts until `free`, also if the process that put them ends."""
         ...
 
     def get_block(self, key: str, nbytes: int) -> Buffer:
-        """All bytes of a block, which do not change as long as anything refers to them."""
+        """All bytes of a block; they do not change while anything refers to them."""
         ...
 
     def free(self, keys: Sequence[str]) -> None:
-        """Forget blocks; those that are not there are no error."""
+        """Remove blocks; missing ones are ignored."""
         ...
 
     def close(self) -> None:
-        """The process is done with the store."""
+        """Release this process's resources."""
         ...
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """What an entry point names: a class without arguments. Importing it loads what it needs."""
+    """A class without constructor arguments, named by an entry point."""
 
     def host(self, share: Share) -> BlockStore:
-        """Provide the memory of a share; the caller is its unit's process, and the blocks end with it."""
+        """Provide the memory of a share.
+
+        Called in its unit's process, with which the blocks end.
+        """
         ...
 
     def join(self, share: Share) -> BlockStore:
@@ -67,7 +81,7 @@ class Backend(Protocol):
 
 
 def _entry_points() -> EntryPoints:
-    from importlib.metadata import entry_points  # slow to load, and needed by those alone who start or name a backend
+    from importlib.metadata import entry_points  # slow to import, rarely needed
 
     return entry_points(group=ENTRY_POINT_GROUP)
 
@@ -78,13 +92,13 @@ def backend_names() -> tuple[str, ...]:
 
 
 def check_backend(name: str) -> None:
-    """Check, without importing anything of it, that there is one backend of that name and that it may load.
+    """Check, without importing it, that there is one backend of that name and that it may load.
 
     Raises:
-        ConfigError: nobody offers it, several do, or the operator does not allow it (`rl_protocol.plugins`).
+        ConfigError: no package offers it, several do, or the operator does not allow it.
     """
     if name not in BUILT_IN:
-        from rl_protocol.plugins import check_installed  # as slow to load, and the built-in ones do without
+        from rl_protocol.support.plugins import check_installed  # slow to import
 
         check_installed(_offered(name))
 
@@ -95,7 +109,7 @@ def load_backend(name: str) -> Backend:
     Raises:
         ConfigError: as `check_backend`, or what it needs is not installed, or it is no Backend.
     """
-    from rl_protocol.plugins import load_installed, owner  # see check_backend
+    from rl_protocol.support.plugins import load_installed, owner  # slow to import
 
     point = _offered(name)
     kind = load_installed(point)
@@ -106,7 +120,7 @@ def load_backend(name: str) -> Backend:
 
 
 def _offered(name: str) -> EntryPoint:
-    from rl_protocol.plugins import owner
+    from rl_protocol.support.plugins import owner
 
     points = [point for point in _entry_points() if point.name == name]
     if len(points) == 1:

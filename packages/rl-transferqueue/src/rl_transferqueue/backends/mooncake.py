@@ -1,4 +1,4 @@
-"""Blocks in a Mooncake store: RDMA or TCP between hosts, memory of the unit processes joined to one pool by a Mooncake master."""
+"""Blocks in a Mooncake store, which pools the memory of unit processes over RDMA or TCP."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mooncake.store import (  # pyright: ignore[reportMissingImports] - an extra
 from rl_protocol.errors import ConfigError, DataPlaneError
 from rl_protocol.wire import Buffer
 from rl_transferqueue.backends import Share
-from rl_transferqueue.buffers import WarmBuffers
+from rl_transferqueue.memory.receive_pool import ReceivePool
 
 PROTOCOL = "RL_TQ_MOONCAKE_PROTOCOL"
 """Environment variable: tcp (default) or rdma."""
 HOST = "RL_TQ_MOONCAKE_HOST"
-"""Environment variable: the address under which other hosts reach this process; default: what the host's name stands for."""
+"""Environment variable: address by which other hosts reach this process; default: by host name."""
 _SLACK = 1.25
 """Memory provided per byte that may be used: the store's own bookkeeping and fragments."""
 _SCRATCH_BYTES = 16 << 20
@@ -29,7 +29,7 @@ _NOT_FOUND = (-704, -706)
 
 
 class MooncakeStore:
-    """See BlockStore. Blocks are pinned: the store must never evict what the ledger holds."""
+    """Blocks are pinned: the store must never evict blocks that the controller knows."""
 
     def __init__(self, share: Share, provide: int) -> None:
         if not share.address:
@@ -37,7 +37,7 @@ class MooncakeStore:
                 "transfer_queue.backend=mooncake needs transfer_queue.backend_address: host:port of mooncake_master."
             )
         self._prefix = share.plane
-        self._buffers = WarmBuffers()
+        self._buffers = ReceivePool()
         self._store = MooncakeDistributedStore()
         host = os.environ.get(HOST) or socket.gethostbyname(socket.gethostname())
         protocol = os.environ.get(PROTOCOL, "tcp")
@@ -49,7 +49,6 @@ class MooncakeStore:
             )
 
     def put_block(self, key: str, parts: Sequence[Buffer]) -> None:
-        """See BlockStore.put_block."""
         nbytes = sum(len(part) for part in parts)
         memory = np.frombuffer(self._buffers.take(nbytes), np.uint8)
         at = 0
@@ -67,7 +66,6 @@ class MooncakeStore:
             self._store.unregister_buffer(place)
 
     def get_block(self, key: str, nbytes: int) -> Buffer:
-        """See BlockStore.get_block."""
         memory = self._buffers.take(nbytes)
         place = np.frombuffer(memory, np.uint8).ctypes.data
         self._check("register", self._store.register_buffer(place, nbytes))
@@ -80,14 +78,12 @@ class MooncakeStore:
         return memory.toreadonly()
 
     def free(self, keys: Sequence[str]) -> None:
-        """See BlockStore.free."""
         for key in keys:
             code = self._store.remove(self._name(key), True)
             if code and code not in _NOT_FOUND:
                 raise DataPlaneError(f"Mooncake answered {code} to the removal of block {key!r}.")
 
     def close(self) -> None:
-        """See BlockStore.close."""
         self._store.close()
 
     def _name(self, key: str) -> str:
@@ -101,12 +97,10 @@ class MooncakeStore:
 
 
 class MooncakeBackend:
-    """See Backend."""
+    """Stores of one Mooncake master."""
 
     def host(self, share: Share) -> MooncakeStore:
-        """See Backend.host."""
         return MooncakeStore(share, int(share.nbytes * _SLACK))
 
     def join(self, share: Share) -> MooncakeStore:
-        """See Backend.join."""
         return MooncakeStore(share, 0)

@@ -1,4 +1,4 @@
-"""Blocks in Ray's object store. One actor per unit owns them, so that they outlive the client that put them."""
+"""Blocks in Ray's object store; one actor per unit owns them, so they outlive the client."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Holder:
         self._blocks: dict[str, Any] = {}
 
     def keep(self, key: str, block: np.ndarray) -> None:
-        self._blocks[key] = ray.put(block)  # the argument is owned by the caller, this copy by the actor
+        self._blocks[key] = ray.put(block)  # owned by this actor; the argument is the caller's
 
     def find(self, key: str) -> list[Any]:
         """The reference, wrapped so that Ray hands it over as it is; empty: there is none."""
@@ -38,30 +38,29 @@ class _Holder:
 
 
 class RayStore:
-    """See BlockStore."""
+    """Blocks as objects that one actor owns."""
 
     def __init__(self, holder: Any, *, hosting: bool) -> None:
         self._holder = holder
         self._hosting = hosting
 
     def put_block(self, key: str, parts: Sequence[Buffer]) -> None:
-        """See BlockStore.put_block. Two copies: to the store, and to an object that the actor owns."""
+        """Copies twice: into the store, and into an object that the actor owns."""
         block = np.concatenate([np.frombuffer(part, np.uint8) for part in parts])
         self._call(self._holder.keep.remote(key, block))
 
     def get_block(self, key: str, nbytes: int) -> Buffer:
-        """See BlockStore.get_block. A view of the node's object store."""
+        """Returns a view of the node's object store."""
         found = self._call(self._holder.find.remote(key))
         if not found:
             raise DataPlaneError(f"Ray's object store has no block {key!r}.")
         return memoryview(self._call(found[0]))[:nbytes]
 
     def free(self, keys: Sequence[str]) -> None:
-        """See BlockStore.free."""
         self._call(self._holder.free.remote(list(keys)))
 
     def close(self) -> None:
-        """See BlockStore.close. The actor ends with whoever hosts it."""
+        """The actor ends with the process that hosts it."""
         if self._hosting:
             ray.kill(self._holder)
             ray.shutdown()
@@ -80,10 +79,9 @@ class RayStore:
 
 
 class RayBackend:
-    """See Backend. `backend_address` is that of a Ray cluster; empty: the one that Ray finds."""
+    """`backend_address` is that of a Ray cluster; empty: the one that Ray finds."""
 
     def host(self, share: Share) -> RayStore:
-        """See Backend.host."""
         _connect(share.address)
         options: Any = _Holder.options(name=_name(share), namespace=_NAMESPACE)  # type: ignore[attr-defined]
         holder = options.remote()
@@ -91,7 +89,6 @@ class RayBackend:
         return RayStore(holder, hosting=True)
 
     def join(self, share: Share) -> RayStore:
-        """See Backend.join."""
         _connect(share.address)
         try:
             return RayStore(ray.get_actor(_name(share), namespace=_NAMESPACE), hosting=False)

@@ -1,26 +1,33 @@
-"""The API of TransferQueue 0.1.11: `import rl_transferqueue.compat as tq`. Needs the extra `[compat]` (torch, tensordict); no Ray.
+"""The API of TransferQueue 0.1.11 on this data plane: `import rl_transferqueue.compat as tq`.
 
-Names, arguments and meaning are those of 0.1.11. What differs, and why:
+TransferQueue is the package `transfer_queue`. Names, arguments and results are those of its
+release 0.1.11. Needs the extra `[compat]` (torch, tensordict); Ray is optional. Differences:
 
-| 0.1.11                                                      | here                                                                      |
-|-------------------------------------------------------------|---------------------------------------------------------------------------|
-| Ray hosts the plane; one per cluster                        | `init` starts it on this host; others attach by RL_TRANSFERQUEUE_PLANE,   |
-|                                                             | or by a named actor where Ray runs                                        |
-| reads drop rows and fields that are not there               | StorageKeyNotFoundError (KeyError, ValueError) names them                 |
-| a put the controller refuses is reported as done            | raises, and stores nothing                                                |
-| BatchMeta.select_fields drops unknown names                 | FieldNotFoundError (KeyError)                                             |
-| put through metadata of cleared rows brings them back       | StorageKeyNotFoundError                                                   |
-| global_indexes are used again                               | never                                                                     |
-| get_meta sleeps in the controller, for all clients          | waits for the event; `controller.fetch_timeout_s`, NotReadyError          |
-| samplers run in the controller                              | in the asking process; row claims are atomic, and what was decided for a  |
-|                                                             | (dp_rank, batch_index) is kept in the plane for all processes             |
-| data_parser is shipped by cloudpickle to the storage        | runs in the process that puts                                             |
-| non-tensor values and tags may be pickled                   | None, bools, numbers, strings, bytes, tensors, arrays, and lists, tuples  |
-|                                                             | and dicts of them; others, such as sets, raise SchemaError                |
-| rows of several element types get that of the first row     | one that holds all of them, float64 for whole numbers beside floats       |
-| total_storage_size bounds rows, and puts beyond it raise    | ignored; `rl_transferqueue.capacity_mb` bounds bytes, and puts wait       |
-| checkpoints are pickles, and need the same number of units  | msgpack and wire format 1, any number of units; row numbers are new       |
-| StreamingDataset polls and keeps every batch                | waits for the event and keeps what `step` has not released                |
+| TransferQueue 0.1.11                         | here                                              |
+|----------------------------------------------|---------------------------------------------------|
+| Ray hosts one plane per cluster              | `init` starts it on this host; other processes    |
+|                                              | attach by RL_TRANSFERQUEUE_PLANE or a Ray actor   |
+| reads drop missing rows and fields           | StorageKeyNotFoundError (KeyError, ValueError)    |
+| a put that the controller refuses looks done | raises and stores nothing                         |
+| BatchMeta.select_fields drops unknown names  | FieldNotFoundError (KeyError)                     |
+| put with metadata of cleared rows            | StorageKeyNotFoundError                           |
+| restores the rows                            |                                                   |
+| global_indexes are reused                    | never reused                                      |
+| get_meta blocks the controller for all       | waits for an event up to                          |
+| clients                                      | `controller.fetch_timeout_s`, then NotReadyError  |
+| samplers run in the controller               | in the calling process; claims are atomic, and    |
+|                                              | the plane keeps what a (dp_rank, batch_index) got |
+| data_parser runs in the storage (cloudpickle)| in the process that puts                          |
+| non-tensor values and tags may be pickled    | None, bools, numbers, strings, bytes, tensors,    |
+|                                              | arrays, and lists, tuples and dicts of them;      |
+|                                              | anything else (such as a set) raises SchemaError  |
+| rows of mixed dtypes take the first row's    | a dtype that holds all of them; float64 for       |
+|                                              | integers beside floats                            |
+| total_storage_size limits rows; a put beyond | ignored; `rl_transferqueue.capacity_mb` limits    |
+| it raises                                    | bytes, and a put waits for room                   |
+| checkpoints are pickles for a fixed number   | msgpack and wire format 1, for any number of      |
+| of units                                     | units; loading assigns new global_indexes         |
+| StreamingDataset polls and keeps all batches | waits for an event; `step` releases batches       |
 """
 
 from rl_transferqueue.compat.client import AsyncTransferQueueClient, TransferQueueClient
@@ -48,9 +55,9 @@ from rl_transferqueue.compat.kv import (
     load_checkpoint,
     save_checkpoint,
 )
+from rl_transferqueue.compat.lifecycle import close, get_client, get_metrics_endpoint, init
 from rl_transferqueue.compat.metadata.batch_meta import BatchMeta
 from rl_transferqueue.compat.metadata.kv_batch_meta import KVBatchMeta
-from rl_transferqueue.compat.runtime import close, get_client, get_metrics_endpoint, init
 from rl_transferqueue.compat.sampler import (
     BaseSampler,
     GRPOGroupNSampler,

@@ -1,11 +1,11 @@
-"""Errors of the compatible API. Each is of our tree and also of the standard class that 0.1.11 raises in that place.
+"""Errors of the compatible API: each is an RLError and the built-in error that 0.1.11 raises.
 
-StorageKeyNotFoundError  MissingDataError, KeyError, ValueError   rows or columns asked for are not there
-FieldNotFoundError       UnknownNameError, KeyError               a field that the metadata does not have
-KeyNotFoundError         UnknownNameError, RuntimeError           a key that the metadata does not have
-NotReadyError            PlaneTimeout, RuntimeError               too little data until the deadline
-NotInitializedError      PlaneLostError, RuntimeError, AssertionError   no plane: `init` was not called
-UnevenPartsError         BatchError, AssertionError               lengths that can't be partitioned as asked
+StorageKeyNotFoundError  MissingDataError, KeyError, ValueError         rows or columns are missing
+FieldNotFoundError       UnknownNameError, KeyError                     unknown field of metadata
+KeyNotFoundError         UnknownNameError, RuntimeError                 unknown key of metadata
+NotReadyError            PlaneTimeout, RuntimeError                     too few rows in time
+NotInitializedError      PlaneLostError, RuntimeError, AssertionError   no plane; call `init`
+UnevenPartsError         BatchError, AssertionError                     impossible partition
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from rl_protocol.errors import BatchError, MissingDataError, PlaneLostError, Pla
 
 
 class StorageKeyNotFoundError(MissingDataError, KeyError, ValueError):
-    """Rows or columns asked for are not in the plane; nothing partial is returned."""
+    """Some of the rows or columns are not in the plane; nothing is returned."""
 
 
 class FieldNotFoundError(UnknownNameError, KeyError):
-    """A field that this metadata does not have."""
+    """The metadata has no such field."""
 
 
 class KeyNotFoundError(UnknownNameError, RuntimeError):
-    """A key that this metadata does not have."""
+    """The metadata has no such key."""
 
 
 class NotReadyError(PlaneTimeout, RuntimeError):
-    """Too little data until the deadline of `get_meta`."""
+    """Too few rows were ready before the deadline of `get_meta`."""
 
 
 class NotInitializedError(PlaneLostError, RuntimeError, AssertionError):
-    """There is no plane yet, or not any more."""
+    """No plane is running, or it has ended."""
 
 
 class UnevenPartsError(BatchError, AssertionError):
-    """Lengths that can't be partitioned as asked."""
+    """The lengths can't be partitioned as asked."""

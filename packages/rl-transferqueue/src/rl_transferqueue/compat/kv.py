@@ -1,4 +1,4 @@
-"""The key-value functions of 0.1.11, each also as `async_`; they use the client of this process (see `runtime`)."""
+"""The key-value functions of 0.1.11, blocking and `async_`, on this process's client."""
 
 from __future__ import annotations
 
@@ -13,44 +13,45 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import torch
 from tensordict import NonTensorStack, TensorDict
 
+from rl_protocol.batch.kv_batch_meta import KVBatchMeta as Rows
 from rl_protocol.errors import BatchError, OutputError
-from rl_protocol.meta import KVBatchMeta as Rows
-from rl_transferqueue.compat import checkpoint
-from rl_transferqueue.compat.core import Core, Parser
+from rl_transferqueue.compat import checkpoint_files, rows_by_key
 from rl_transferqueue.compat.errors import FieldNotFoundError
+from rl_transferqueue.compat.lifecycle import get_client
 from rl_transferqueue.compat.metadata.kv_batch_meta import KVBatchMeta, Meta
-from rl_transferqueue.compat.objects import unpack_tag
-from rl_transferqueue.compat.runtime import get_client
+from rl_transferqueue.compat.msgpack_values import unpack_tag
+from rl_transferqueue.compat.session import Session
+from rl_transferqueue.compat.tensordicts import Parser
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Method = Callable[Concatenate[Core, P], Coroutine[Any, Any, T]]
+Method = Callable[Concatenate[Session, P], Coroutine[Any, Any, T]]
 
 _METADATA_FILE = "metadata.json"
 
 
 def _blocking(method: Method[P, T]) -> Callable[P, T]:
-    """The method on the core of this process's client, as a function that waits."""
+    """A function that runs the operation on this process's client and blocks until it is done."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         client = get_client()
-        return client.portal.run(method(client.core, *args, **kwargs))
+        return client.portal.run(method(client.session, *args, **kwargs))
 
-    return cast("Callable[P, T]", _dressed(call, method))
+    return cast("Callable[P, T]", _documented(call, method))
 
 
 def _async(method: Method[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """The same, to be awaited on any loop."""
+    """A coroutine function that runs the operation on this process's client, from any loop."""
 
     async def call(*args: P.args, **kwargs: P.kwargs) -> T:
         client = get_client()
-        return await client.hopping(method)(client.core, *args, **kwargs)
+        return await client.on_any_loop(method)(client.session, *args, **kwargs)
 
-    return cast("Callable[P, Coroutine[Any, Any, T]]", _dressed(call, method))
+    return cast("Callable[P, Coroutine[Any, Any, T]]", _documented(call, method))
 
 
-def _dressed(call: Any, method: Any) -> Any:
-    """`call` with the name, text and arguments of `method`, less its first."""
+def _documented(call: Any, method: Any) -> Any:
+    """`call` with the name, docstring and signature of `method`, without its first parameter."""
     functools.update_wrapper(call, method)
     call.__name__ = call.__qualname__ = method.__name__.lstrip("_")
     signature = inspect.signature(method)
@@ -67,7 +68,7 @@ def _described(rows: Rows) -> KVBatchMeta:
 
 
 async def _kv_put(
-    core: Core,
+    session: Session,
     key: str,
     partition_id: str,
     fields: TensorDict | dict[str, Any] | None = None,
@@ -77,12 +78,14 @@ async def _kv_put(
     """Store fields and tags of one row.
 
     Args:
-        core: the client's operations.
-        key: name of the row; a row that is there grows by the fields and tags.
-        partition_id: where it is.
-        fields: a dict of tensors (without batch dimension) and other values, or a TensorDict of batch size [1].
-        tag: facts about the row: numbers, strings, bools, None.
-        data_parser: changes the fields (name -> tensor or list) before they are stored, in place or by what it returns; it runs here.
+        session: the client's session.
+        key: name of the row; an existing row gains the fields and tags.
+        partition_id: the row's partition.
+        fields: a dict of tensors (without a batch dimension) and other values, or a TensorDict of
+            batch size [1].
+        tag: values to tag the row with: numbers, strings, bools, None.
+        data_parser: changes the fields (name to tensor or list) before they are stored, in place or
+            by returning others; runs in this process.
 
     Returns:
         The row with all its fields and tags.
@@ -93,20 +96,22 @@ async def _kv_put(
     if fields is None and tag is None:
         raise BatchError("kv_put needs fields or a tag.")
     table = _one_row(fields) if isinstance(fields, dict) else fields
-    return _described(await core.put_rows([key], partition_id, table, None if tag is None else [tag], data_parser))
+    return _described(
+        await rows_by_key.put_rows(session, [key], partition_id, table, None if tag is None else [tag], data_parser)
+    )
 
 
 def _one_row(fields: dict[str, Any]) -> TensorDict:
     row: dict[str, object] = {}
     for name, value in fields.items():
         if isinstance(value, torch.Tensor) and value.is_nested:
-            raise BatchError(f"Field {name!r} is nested, which one row can't be; use kv_batch_put.")
+            raise BatchError(f"Field {name!r} is a nested tensor; kv_put takes one row, use kv_batch_put.")
         row[name] = value.unsqueeze(0) if isinstance(value, torch.Tensor) else NonTensorStack(value)
     return TensorDict(row, batch_size=[1])
 
 
 async def _kv_batch_put(
-    core: Core,
+    session: Session,
     keys: list[str],
     partition_id: str,
     fields: TensorDict | None = None,
@@ -116,48 +121,49 @@ async def _kv_batch_put(
     """Store fields and tags of N rows, all or nothing.
 
     Args:
-        core: the client's operations.
-        keys: [N] names of the rows; rows that are there grow by the fields and tags.
-        partition_id: where they are.
+        session: the client's session.
+        keys: [N] names of the rows; existing rows gain the fields and tags.
+        partition_id: the rows' partition.
         fields: a TensorDict of batch size [N].
-        tags: [N] facts about the rows.
-        data_parser: changes the fields (name -> tensor or list) before they are stored, in place or by what it returns; it runs here.
+        tags: [N] values to tag the rows with.
+        data_parser: changes the fields (name to tensor or list) before they are stored, in place or
+            by returning others; runs in this process.
 
     Returns:
-        The rows with all the fields that each of them has, and all their tags.
+        The rows with the fields that all of them have, and all their tags.
 
     Raises:
         BatchError: neither fields nor tags, or not one row per key.
-        DuplicateKeyError: a key named twice.
+        DuplicateKeyError: a key occurs twice.
     """
     if fields is None and tags is None:
         raise BatchError("kv_batch_put needs fields or tags.")
     if fields is not None and int(fields.batch_size[0]) != len(keys):
         raise BatchError(f"kv_batch_put needs one row per key: {len(keys)} keys, {int(fields.batch_size[0])} rows.")
-    return _described(await core.put_rows(keys, partition_id, fields, tags, data_parser))
+    return _described(await rows_by_key.put_rows(session, keys, partition_id, fields, tags, data_parser))
 
 
 async def _kv_batch_get(
-    core: Core, keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None
+    session: Session, keys: list[str] | str, partition_id: str, select_fields: list[str] | str | None = None
 ) -> TensorDict:
-    """Fields of rows; default: all, and the rows must agree in which those are.
+    """Fields of rows; default: those that all of the rows have.
 
     Raises:
-        StorageKeyNotFoundError: a row that is not there, or one without a field asked for; nothing partial is returned.
+        StorageKeyNotFoundError: a row, or a field of a row, is missing.
     """
     fields = None if select_fields is None else _list(select_fields)
-    return await core.get_rows(_list(keys), partition_id, fields)
+    return await rows_by_key.get_rows(session, _list(keys), partition_id, fields)
 
 
 async def _kv_batch_get_by_meta(
-    core: Core, meta: KVBatchMeta, select_fields: list[str] | str | None = None
+    session: Session, meta: KVBatchMeta, select_fields: list[str] | str | None = None
 ) -> TensorDict:
     """Fields (default: `meta.fields`) of the rows of `meta`.
 
     Raises:
-        BatchError: metadata without a partition.
-        FieldNotFoundError: a field that the metadata does not have.
-        StorageKeyNotFoundError: see kv_batch_get.
+        BatchError: the metadata has no partition.
+        FieldNotFoundError: the metadata has no such field.
+        StorageKeyNotFoundError: a row, or a field of a row, is missing.
     """
     if meta.partition_id is None:
         raise BatchError("The metadata names no partition_id.")
@@ -165,17 +171,17 @@ async def _kv_batch_get_by_meta(
     unknown = sorted(set(fields or ()) - set(meta.fields or ()))
     if unknown:
         raise FieldNotFoundError(f"Fields {unknown} are not in the metadata, which has {meta.fields}.")
-    return await core.get_rows(meta.keys, meta.partition_id, fields)
+    return await rows_by_key.get_rows(session, meta.keys, meta.partition_id, fields)
 
 
-async def _kv_list(core: Core, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
-    """partition -> key -> tags, of one partition or of all; a partition without rows is not listed."""
-    return await core.kv_list(partition_id)
+async def _kv_list(session: Session, partition_id: str | None = None) -> dict[str, dict[str, Any]]:
+    """Tags by partition and key, of one partition or of all; empty partitions are left out."""
+    return await rows_by_key.kv_list(session, partition_id)
 
 
-async def _kv_clear(core: Core, keys: list[str] | str, partition_id: str) -> None:
-    """Remove rows; those that are gone already are no error."""
-    await core.clear_keys(_list(keys), partition_id)
+async def _kv_clear(session: Session, keys: list[str] | str, partition_id: str) -> None:
+    """Remove rows; missing rows are ignored."""
+    await rows_by_key.clear_keys(session, _list(keys), partition_id)
 
 
 kv_put = _blocking(_kv_put)
@@ -192,16 +198,15 @@ async_kv_list = _async(_kv_list)
 async_kv_clear = _async(_kv_clear)
 
 
-# ---------------------------------------------------------------------------------------------------------------- checkpoints
 def save_checkpoint(
     checkpoint_dir: str | Path, *, include_storage: bool = True, metadata: dict[str, Any] | None = None
 ) -> None:
-    """Write everything the plane holds to a folder; a folder that is there is replaced once the new one is whole.
+    """Write all rows of the plane to a folder, which replaces an existing one once it is complete.
 
     Args:
         checkpoint_dir: the folder.
-        include_storage: as in 0.1.11; the columns, which are in memory, are always saved.
-        metadata: facts of the caller's, kept in metadata.json.
+        include_storage: ignored; the columns are in memory and always saved.
+        metadata: the caller's metadata, kept in metadata.json.
 
     Raises:
         NotInitializedError: there is no plane; nothing is written.
@@ -213,7 +218,7 @@ def save_checkpoint(
     try:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
-        client.save_controller_checkpoint(str(fresh / checkpoint.ROWS_FILE))
+        client.save_controller_checkpoint(str(fresh / checkpoint_files.ROWS_FILE))
         client.save_storage_checkpoint(str(fresh))
         saved = {"storage_saved": True, "user_metadata": metadata or {}}
         (fresh / _METADATA_FILE).write_text(json.dumps(saved, indent=2))
@@ -234,18 +239,18 @@ def _replace(target: Path, fresh: Path) -> None:
 
 
 def load_checkpoint(checkpoint_dir: str | Path) -> None:
-    """Make the plane hold what a checkpoint says, and nothing else. Row numbers (global_indexes) are new.
+    """Replace all rows of the plane by those of a checkpoint; they get new global_indexes.
 
     Raises:
         NotInitializedError: there is no plane.
-        FileNotFoundError: no checkpoint there.
-        WireError: a file of it is damaged.
+        FileNotFoundError: the folder holds no checkpoint.
+        WireError: a file of the checkpoint is damaged.
     """
     client, target = get_client(), Path(checkpoint_dir)
     old = target.with_name(f"{target.name}.old")
-    if not target.exists() and old.exists():  # a save was cut short between its two renames
+    if not target.exists() and old.exists():  # a save was interrupted between its two renames
         old.rename(target)
     saved: Meta = json.loads((target / _METADATA_FILE).read_text())
-    client.load_controller_checkpoint(str(target / checkpoint.ROWS_FILE))
+    client.load_controller_checkpoint(str(target / checkpoint_files.ROWS_FILE))
     if saved.get("storage_saved"):
         client.load_storage_checkpoint(str(target))

@@ -1,4 +1,4 @@
-"""An engine that counts and logs what it moves, and a manager that remembers its versions."""
+"""An engine that counts and logs the bytes it moves, and a manager that records its versions."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 from rl_ckpt_engine import CheckpointEngineManager, Manifest
-from rl_ckpt_engine.engines.shm import ShmEngine
-from rl_ckpt_engine.manifest import WeightKind
+from rl_ckpt_engine.engines.one_host.shm import ShmEngine
+from rl_ckpt_engine.payload.manifest import WeightKind
+from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.ports import WeightSyncReport
-from rl_protocol.weights import WeightTensor
 
 _log = logging.getLogger(__name__)
 
 
 class ExampleEngine(ShmEngine):
-    """Shared memory, counted."""
+    """Shared memory with counters."""
 
     API_VERSION: ClassVar[int] = 1
     name: ClassVar[str] = "example"
@@ -37,18 +37,18 @@ class ExampleEngine(ShmEngine):
 
 
 class ExampleManager(CheckpointEngineManager):
-    """Remembers every version that became active."""
+    """Records every version that became active."""
 
     API_VERSION: ClassVar[int] = 1
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Oldest first."""
+        """The active versions, oldest first."""
         return tuple(self.__dict__.get("_versions", ()))
 
     @property
     def metrics(self) -> dict[str, float]:
-        """See CheckpointEngineManager.metrics; and how many versions became active."""
+        """See CheckpointEngineManager.metrics; adds the number of versions that became active."""
         return {**super().metrics, "weight_sync/example_versions": float(len(self.versions))}
 
     async def update_weights(self, version: int) -> WeightSyncReport:

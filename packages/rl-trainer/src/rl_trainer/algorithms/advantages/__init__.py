@@ -1,21 +1,21 @@
-"""Advantage estimators over ragged data, by name: `ADVANTAGE_ESTIMATORS.get("grpo").estimate(inputs)`. All arithmetic is float64.
+"""Advantage estimators by name: `ADVANTAGE_ESTIMATORS.get("grpo").estimate(inputs)`.
 
-Packages offer more as entry points in the group `rl_trainer.advantage_estimators`, each an `Estimator`.
+All arithmetic is float64. Packages add estimators as entry points in the group
+`rl_trainer.advantage_estimators`, each an `Estimator`.
 """
 
-from rl_trainer.algorithms.advantages.base import AdvantageInputs, Estimate, Estimator, whiten
-from rl_trainer.algorithms.advantages.group import (
-    dr_grpo,
-    gdpo,
-    gpg,
-    grpo,
-    grpo_passk,
-    opo,
-    reinforce_plus_plus_baseline,
-    rloo,
-)
-from rl_trainer.algorithms.advantages.stepwise import gae, optimal_token_baseline, reinforce_plus_plus, remax
-from rl_trainer.algorithms.registry import Registry
+from rl_trainer.algorithms.advantages.estimator import AdvantageInputs, Estimate, Estimator, whiten
+from rl_trainer.algorithms.advantages.gae import gae
+from rl_trainer.algorithms.advantages.gdpo import gdpo
+from rl_trainer.algorithms.advantages.gpg import gpg
+from rl_trainer.algorithms.advantages.grpo import dr_grpo, grpo
+from rl_trainer.algorithms.advantages.opo import opo
+from rl_trainer.algorithms.advantages.optimal_token_baseline import optimal_token_baseline
+from rl_trainer.algorithms.advantages.pass_at_k import grpo_passk
+from rl_trainer.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
+from rl_trainer.algorithms.advantages.remax import remax
+from rl_trainer.algorithms.advantages.rloo import rloo
+from rl_trainer.config.registry import Registry
 
 ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry(
     "algorithm.adv_estimator",

@@ -1,50 +1,72 @@
-"""Losses in torch, over flat response tokens: T tokens of R trajectories, `row` int64 [T] says which trajectory a token belongs to."""
+"""Policy losses by name: `POLICY_LOSSES.get("gspo")`. Importing this package does not import torch.
 
-from rl_trainer.algorithms.losses.aggregate import BatchCounts, aggregate, masked_counts
-from rl_trainer.algorithms.losses.base import LossFunction, LossInputs, TokenLoss
-from rl_trainer.algorithms.losses.kl import full_kl, kl_loss
-from rl_trainer.algorithms.losses.objective import PolicyObjective, TokenColumns
-from rl_trainer.algorithms.losses.readout import sum_pi_squared, token_log_probs, value_loss
-from rl_trainer.algorithms.losses.sequence import geo_mean, gspo
-from rl_trainer.algorithms.losses.tokenwise import (
-    cispo,
-    clip_cov,
-    dppo_kl,
-    dppo_tv,
-    gpg,
-    kl_cov,
-    ppo_policy_loss,
-    sapo,
-    vanilla,
+The driver checks a configuration by this table; the process that trains loads the function.
+Packages add losses as entry points in the group `rl_trainer.policy_losses`, each a `PolicyLoss`.
+
+In the modules: T response tokens of R trajectories lie flat, and `row` int64 [T] is the trajectory
+of each token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from typing import Any, Literal
+
+from rl_protocol import ConfigError
+from rl_trainer.config.registry import Registry
+
+GROUP = "rl_trainer.policy_losses"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """A policy loss and what it requires of a run.
+
+    Attributes:
+        function: `module:name` of a `rl_trainer.algorithms.losses.loss_function.LossFunction`.
+        off_policy: its ratio to the old policy corrects for samples of an older policy; False for
+            the plain policy gradient.
+        per_sequence: it has one loss per trajectory, so tokens can't be averaged over trajectories
+            or weighted one by one.
+        chooses: the token selection that it reads as the column `chosen_tokens`.
+    """
+
+    function: str
+    off_policy: bool = True
+    per_sequence: bool = False
+    chooses: Literal["", "clip_cov", "kl_cov"] = ""
+
+    def load(self) -> Any:
+        """The function; imports torch.
+
+        Raises:
+            ConfigError: it can't be imported.
+        """
+        try:
+            return EntryPoint(name="", value=self.function, group=GROUP).load()
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"The policy loss {self.function} can't be imported: {error}") from error
+
+
+_HERE = "rl_trainer.algorithms.losses"
+
+POLICY_LOSSES: Registry[PolicyLoss] = Registry(
+    "actor.policy_loss.loss_mode",
+    GROUP,
+    PolicyLoss,
+    {
+        "vanilla": PolicyLoss(f"{_HERE}.ppo:vanilla"),
+        "gspo": PolicyLoss(f"{_HERE}.gspo:gspo"),
+        "geo_mean": PolicyLoss(f"{_HERE}.gmpo:geo_mean", per_sequence=True),
+        "cispo": PolicyLoss(f"{_HERE}.cispo:cispo"),
+        "sapo": PolicyLoss(f"{_HERE}.sapo:sapo"),
+        "gpg": PolicyLoss(f"{_HERE}.gpg:gpg", off_policy=False),
+        "clip_cov": PolicyLoss(f"{_HERE}.clip_cov:clip_cov", chooses="clip_cov"),
+        "kl_cov": PolicyLoss(f"{_HERE}.kl_cov:kl_cov", chooses="kl_cov"),
+        "dppo_tv": PolicyLoss(f"{_HERE}.dppo:dppo_tv"),
+        "dppo_kl": PolicyLoss(f"{_HERE}.dppo:dppo_kl"),
+    },
+    elsewhere={"ppo": "vanilla", "gmpo": "geo_mean", "reinforce": "gpg", "dppo": "dppo_tv"},
 )
-from rl_trainer.algorithms.losses.values import ValueColumns, ValueObjective, value_fit
-
-__all__ = [
-    "BatchCounts",
-    "LossFunction",
-    "LossInputs",
-    "PolicyObjective",
-    "TokenColumns",
-    "TokenLoss",
-    "ValueColumns",
-    "ValueObjective",
-    "aggregate",
-    "cispo",
-    "clip_cov",
-    "dppo_kl",
-    "dppo_tv",
-    "full_kl",
-    "geo_mean",
-    "gpg",
-    "gspo",
-    "kl_cov",
-    "kl_loss",
-    "masked_counts",
-    "ppo_policy_loss",
-    "sapo",
-    "sum_pi_squared",
-    "token_log_probs",
-    "value_fit",
-    "value_loss",
-    "vanilla",
-]
+"""The names are verl's; `vanilla` is PPO and `geo_mean` is GMPO."""

@@ -1,4 +1,4 @@
-"""From token losses to one number, normalised by the sizes of the whole mini-batch."""
+"""Aggregates token losses into one number (`loss_agg_mode`), normalized by the whole mini-batch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from dataclasses import dataclass
 import torch
 
 from rl_protocol import ConfigError
-from rl_trainer.algorithms.policy_losses import LOSS_AGG_MODES
-from rl_trainer.algorithms.registry import nearest
+from rl_protocol.support.options import nearest
+from rl_trainer.config.actor import LOSS_AGG_MODES
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchCounts:
-    """Sizes of the whole mini-batch, over all micro-batches and ranks: losses are normalised by them, so that no split changes a result."""
+    """Sizes of the whole mini-batch, over all micro-batches and ranks.
+
+    Losses are normalized by them, so the result does not depend on how the mini-batch is split.
+    """
 
     tokens: int
     """Unmasked response tokens."""
@@ -27,13 +30,16 @@ def masked_counts(mask: torch.Tensor, row: torch.Tensor, rows: int) -> torch.Ten
 
 
 def row_sums(x: torch.Tensor, mask: torch.Tensor, row: torch.Tensor, rows: int) -> torch.Tensor:
-    """Sum of the unmasked of [T] for each of `rows` trajectories, [rows]. Masked tokens get no gradient, finite or not."""
+    """[rows] sum of the unmasked elements of x [T] by trajectory.
+
+    Masked tokens get no gradient, even where x is not finite.
+    """
     kept = torch.where(mask, x, torch.zeros_like(x))
     return torch.zeros(rows, dtype=x.dtype, device=x.device).index_add_(0, row, kept)
 
 
 def row_means(x: torch.Tensor, mask: torch.Tensor, row: torch.Tensor, rows: int) -> torch.Tensor:
-    """Mean of the unmasked of [T] for each of `rows` trajectories, [rows]; 0 where there is none."""
+    """[rows] mean of the unmasked elements of x [T] by trajectory; 0 without any."""
     return row_sums(x, mask, row, rows) / masked_counts(mask, row, rows).clamp(min=1)
 
 
@@ -46,13 +52,17 @@ def aggregate(
     mode: str,
     scale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """This micro-batch's share of the mini-batch loss; the shares of all micro-batches of all ranks sum to it.
+    """This micro-batch's share of the mini-batch loss.
 
-    (Whoever averages gradients over ranks instead of summing them, as FSDP does, multiplies the share by their number.)
+    The shares of all micro-batches and ranks sum to the loss. A backend that averages gradients
+    over ranks instead of summing them, as FSDP does, must multiply the share by the number of
+    ranks. Trajectories without an unmasked token do not count.
 
-    token-mean: sum over tokens / all tokens (DAPO). token-sum: sum over tokens. seq-mean-token-sum: mean over trajectories of token sums.
-    seq-mean-token-sum-norm: the same / scale_factor, a fixed length (Dr.GRPO). seq-mean-token-mean: mean over trajectories of token means (GRPO).
-    Trajectories without an unmasked token do not count.
+        token-mean                sum over tokens / number of tokens (DAPO)
+        token-sum                 sum over tokens
+        seq-mean-token-sum        mean over trajectories of their token sums
+        seq-mean-token-sum-norm   the same / scale_factor, a fixed length (Dr. GRPO)
+        seq-mean-token-mean       mean over trajectories of their token means (GRPO)
 
     Args:
         loss: [T] per token.
@@ -60,8 +70,8 @@ def aggregate(
         row: int64 [T] trajectory of each token, 0..rows-1.
         rows: trajectories in this micro-batch.
         counts: sizes of the whole mini-batch.
-        mode: see above.
-        scale_factor: tokens, for seq-mean-token-sum-norm alone.
+        mode: one of LOSS_AGG_MODES.
+        scale_factor: in tokens, for seq-mean-token-sum-norm only.
 
     Raises:
         ConfigError: unknown mode.

@@ -1,4 +1,4 @@
-"""Feed torch ranks from a partition, as 0.1.11 does."""
+"""StreamingDataset and StreamingDataLoader of 0.1.11: feed torch ranks from a partition."""
 
 from rl_transferqueue.compat.dataloader.streaming_dataloader import StreamingDataLoader
 from rl_transferqueue.compat.dataloader.streaming_dataset import StreamingDataset

@@ -11,7 +11,7 @@ from rl_transferqueue.compat.dataloader.streaming_dataset import Fetched, Stream
 
 
 class StreamingDataLoader(DataLoader[Fetched]):
-    """A DataLoader that hands on what a StreamingDataset gives; the arguments are those of DataLoader."""
+    """A DataLoader over a StreamingDataset; takes the arguments of DataLoader."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class StreamingDataLoader(DataLoader[Fetched]):
             dataset,
             batch_size=None,
             num_workers=num_workers,
-            collate_fn=collate_fn or _as_it_is,
+            collate_fn=collate_fn or _identity,
             pin_memory=pin_memory,
             worker_init_fn=worker_init_fn,
             multiprocessing_context=multiprocessing_context,
@@ -40,11 +40,11 @@ class StreamingDataLoader(DataLoader[Fetched]):
         self._streaming = dataset
 
     def reset(self) -> None:
-        """See StreamingDataset.reset."""
+        """Begin again with the batches that were fetched."""
         self._streaming.reset()
 
     def step(self, partition_id: str) -> None:
-        """See StreamingDataset.step."""
+        """Go to another partition; batches of the current one are released."""
         self._streaming.step(partition_id)
 
     def get_buffer(self) -> list[Fetched]:
@@ -52,5 +52,5 @@ class StreamingDataLoader(DataLoader[Fetched]):
         return self._streaming.buffer
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch

@@ -1,4 +1,4 @@
-"""StreamingDataset of 0.1.11; `rl_transferqueue.streaming` is the native way."""
+"""StreamingDataset of 0.1.11, which fetches batches of one data-parallel rank."""
 
 from __future__ import annotations
 
@@ -14,30 +14,34 @@ from torch.utils.data import IterableDataset
 from rl_protocol.errors import BatchError
 from rl_transferqueue.compat.client import TransferQueueClient
 from rl_transferqueue.compat.errors import NotReadyError
+from rl_transferqueue.compat.lifecycle import settings_of
 from rl_transferqueue.compat.metadata.batch_meta import BatchMeta
-from rl_transferqueue.compat.runtime import settings_of
 
 Fetched: TypeAlias = tuple[TensorDict, BatchMeta]
 
 
 class StreamingDataset(IterableDataset[Fetched]):
-    """The batches of one data-parallel rank in micro-batches, as they become ready. Batches are kept, and given again after `reset`, until `step`.
+    """Micro-batches of one data-parallel rank, as rows become ready.
+
+    Batches are kept until `step`, and repeated after `reset`.
 
     Args:
         config: what `init` returned.
         batch_size: rows to fetch at once.
-        micro_batch_size: rows to give at once.
+        micro_batch_size: rows to yield at once.
         data_fields: fields to read.
-        partition_id: where the rows are.
-        task_name: whoever must not be handed a row twice.
-        dp_rank: processes with the same number get the same rows; use the RankAwareSampler.
-        should_check_consumption_status: end when the task has consumed the whole partition; else there is no end.
-        fetch_batch_fn: replaces `default_fetch_batch_fn`; returns (None, meta) when there is nothing yet.
+        partition_id: the rows' partition.
+        task_name: the consumer; a task gets each row once.
+        dp_rank: processes with the same rank get the same rows; use the RankAwareSampler.
+        should_check_consumption_status: end when the task has consumed the whole partition;
+            otherwise never end.
+        fetch_batch_fn: replaces `default_fetch_batch_fn`; returns (None, meta) if no rows are
+            ready.
         process_batch_fn: replaces `chunk_batch_fn`.
-        timeout_s: longest time without data; 0.1.11 waits without end.
+        timeout_s: longest time without data; 0.1.11 has no limit.
 
     Raises:
-        BatchError: a number out of range, or no fields.
+        BatchError: a number is out of range, or there are no fields.
     """
 
     def __init__(
@@ -58,8 +62,8 @@ class StreamingDataset(IterableDataset[Fetched]):
         super().__init__()
         if micro_batch_size < 1 or dp_rank < 0 or not data_fields:
             raise BatchError(
-                f"micro_batch_size must be at least 1, dp_rank at least 0, and data_fields not empty; got {micro_batch_size}, {dp_rank}, "
-                f"{data_fields}."
+                f"micro_batch_size must be at least 1, dp_rank at least 0, and data_fields not empty; got "
+                f"{micro_batch_size}, {dp_rank}, {data_fields}."
             )
         self.config = config
         self.batch_size = batch_size
@@ -77,7 +81,7 @@ class StreamingDataset(IterableDataset[Fetched]):
         self.batch_index = 0
 
     def __iter__(self) -> Iterator[Fetched]:
-        """Micro-batch after micro-batch, over a client of its own.
+        """Yield micro-batches, read by a separate client.
 
         Raises:
             NotReadyError: no data for `timeout_s` seconds.
@@ -105,7 +109,8 @@ class StreamingDataset(IterableDataset[Fetched]):
                 self.buffer.append((data, meta))
             elif time.monotonic() > deadline:
                 raise NotReadyError(
-                    f"Task {self.task_name!r} got no {self.batch_size} rows of partition {self.partition_id!r} within {self.timeout_s:g} s."
+                    f"Task {self.task_name!r} did not get {self.batch_size} rows of partition {self.partition_id!r} "
+                    f"within {self.timeout_s:g} s."
                 )
 
     def reset(self) -> None:
@@ -113,7 +118,7 @@ class StreamingDataset(IterableDataset[Fetched]):
         self.batch_index = 0
 
     def step(self, partition_id: str) -> None:
-        """Go to another partition; batches of the former are released."""
+        """Go to another partition; batches of the current one are released."""
         self.buffer = []
         self.batch_index = 0
         self.partition_id = partition_id
@@ -147,9 +152,9 @@ def default_fetch_batch_fn(
     sampling_config: dict[str, Any],
     batch_index: int,
 ) -> tuple[TensorDict | None, BatchMeta]:
-    """The next batch and its metadata, or (None, an empty one); waits as `get_meta` does."""
-    told = sampling_config | {"batch_index": batch_index, "partition_id": partition_id}
-    meta = tq_client.get_meta(data_fields, batch_size, partition_id, task_name=task_name, sampling_config=told)
+    """The next batch and its metadata, or None and empty metadata; waits as `get_meta` does."""
+    config = sampling_config | {"batch_index": batch_index, "partition_id": partition_id}
+    meta = tq_client.get_meta(data_fields, batch_size, partition_id, task_name=task_name, sampling_config=config)
     return (tq_client.get_data(meta), meta) if meta.size else (None, meta)
 
 
@@ -171,7 +176,7 @@ def chunk_batch_fn(td: TensorDict, batch_meta: BatchMeta, micro_batch_size: int 
 def _part(
     part: Any, whole: TensorDict, nested: Mapping[str, Sequence[torch.Tensor]], start: int, stop: int
 ) -> TensorDict:
-    """The rows of the fields that can't be sliced, beside those that were."""
+    """Add the rows of nested fields, which can't be sliced, to the slice `part`."""
     for name, rows in nested.items():
         part[name] = torch.nested.as_nested_tensor(list(rows[start:stop]), layout=whole[name].layout)
     return part

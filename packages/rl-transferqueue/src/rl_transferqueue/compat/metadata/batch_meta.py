@@ -1,7 +1,4 @@
-"""BatchMeta as users of TransferQueue 0.1.11 know it: mutable, with lists, pickled about by Ray.
-
-Where 0.1.11 drops what it does not know (`BatchMeta.select_fields`), this raises.
-"""
+"""BatchMeta of TransferQueue 0.1.11: mutable, made of lists, and picklable for Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from rl_transferqueue.compat.errors import FieldNotFoundError
 from rl_transferqueue.compat.metadata.kv_batch_meta import Meta, check_order, chunk_spans, merge_extra
 
 Schema: TypeAlias = dict[str, Any]
-"""Of one field: dtype, shape (of one row), is_nested, is_non_tensor; per_sample_shapes where rows differ."""
+"""A field's dtype, shape (of a row), is_nested, is_non_tensor; per_sample_shapes if rows differ."""
 
 
 def extract_field_schema(data: TensorDict) -> dict[str, Schema]:
@@ -78,7 +75,7 @@ class SampleView:
 
     @property
     def fields(self) -> Mapping[str, Mapping[str, Any]]:
-        """Field -> schema of this row: `shape` is its own."""
+        """Schema by field; `shape` is this row's."""
         out: dict[str, Mapping[str, Any]] = {}
         for name, schema in self._batch.field_schema.items():
             own = {fact: value for fact, value in schema.items() if fact != "per_sample_shapes"}
@@ -89,7 +86,7 @@ class SampleView:
 
 
 class SampleViews(Sequence[SampleView]):
-    """The rows of a BatchMeta, made when asked for."""
+    """The rows of a BatchMeta, made on access."""
 
     def __init__(self, batch: BatchMeta) -> None:
         self._batch = batch
@@ -105,19 +102,19 @@ class SampleViews(Sequence[SampleView]):
 
 
 class BatchMeta:
-    """Names of N rows by number (`global_indexes`), with what is known of their fields.
+    """The global indexes of N rows and the schema of their fields.
 
     Args:
-        global_indexes: [N] numbers of the rows; in this plane a row's generation, never used again.
+        global_indexes: [N] numbers of the rows, never reused.
         partition_ids: [N] partition of each row.
-        field_schema: field -> schema.
-        production_status: int8 [N], 1: all fields of the row are there; default: none are.
-        extra_info: facts about the batch.
+        field_schema: schema by field.
+        production_status: int8 [N], 1 for a row that has all fields; default: all 0.
+        extra_info: metadata of the batch.
         custom_meta: [N] tags.
-        _custom_backend_meta: [N] what the storage wants to know again: the key of the row.
+        _custom_backend_meta: [N] metadata for the storage: the key of the row.
 
     Raises:
-        BatchError: a list that has not N elements.
+        BatchError: a list does not have N elements.
     """
 
     def __init__(
@@ -158,12 +155,12 @@ class BatchMeta:
 
     @property
     def backend_meta(self) -> list[Meta]:
-        """[N] what the storage wants to know again."""
+        """[N] metadata for the storage."""
         return self._custom_backend_meta
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.production_status = np.array(self.production_status)  # Ray hands out read-only memory
+        self.production_status = np.array(self.production_status)  # arrays from Ray are read-only
 
     # -- reading
     @property
@@ -194,11 +191,11 @@ class BatchMeta:
             raise FieldNotFoundError(f"No field {field_name!r} in this batch; it has {self.field_names}.") from None
 
     def get_dtypes(self, field_name: str) -> list[Any]:
-        """The element type of each row, [N]."""
+        """[N] dtype of each row."""
         return [self._schema(field_name).get("dtype")] * self.size
 
     def get_shapes(self, field_name: str) -> list[Any]:
-        """The shape of each row, [N]."""
+        """[N] shape of each row."""
         schema = self._schema(field_name)
         return list(schema.get("per_sample_shapes") or [schema.get("shape")] * self.size)
 
@@ -231,20 +228,20 @@ class BatchMeta:
         return copy.deepcopy(self.custom_meta)
 
     def update_custom_meta(self, custom_meta: list[Meta] | None) -> None:
-        """Merge tags into the rows, one dict per row; kept here until `set_custom_meta` or `put` sends them."""
+        """Merge one dict of tags into each row; `set_custom_meta` or `put` stores them."""
         if custom_meta is None:
             return
         if len(custom_meta) != self.size:
             raise BatchError(f"custom_meta needs one dict per row: {self.size} rows, {len(custom_meta)} dicts.")
-        for mine, new in zip(self.custom_meta, custom_meta, strict=True):
-            mine.update(new)
+        for tags, new in zip(self.custom_meta, custom_meta, strict=True):
+            tags.update(new)
 
     def clear_custom_meta(self) -> None:
         self.custom_meta = [{} for _ in range(self.size)]
 
     # -- fields
     def add_fields(self, tensor_dict: TensorDict, set_all_ready: bool = True) -> BatchMeta:
-        """Take over the fields of a TensorDict of N rows; changes this batch and returns it."""
+        """Add the fields of a TensorDict of N rows to this batch, in place, and return it."""
         rows = int(tensor_dict.batch_size[0])
         if rows not in (0, self.size):
             raise BatchError(f"add_fields: this batch has {self.size} rows, the TensorDict {rows}.")
@@ -258,7 +255,7 @@ class BatchMeta:
         """The same rows with these fields only.
 
         Raises:
-            FieldNotFoundError: a field that is not there (0.1.11 drops it in silence).
+            FieldNotFoundError: there is no such field (0.1.11 drops it silently).
         """
         out = self.copy()
         out.field_schema = {name: copy.deepcopy(self._schema(name)) for name in field_names}
@@ -266,7 +263,7 @@ class BatchMeta:
 
     # -- rows
     def select_samples(self, sample_indices: Sequence[int]) -> BatchMeta:
-        """The rows with these numbers within the batch."""
+        """The rows at these places of the batch."""
         rows = [int(row) for row in sample_indices]
         if any(not 0 <= row < self.size for row in rows):
             raise BatchError(f"Row numbers must be in 0..{self.size - 1}; got {rows[:8]}.")
@@ -294,7 +291,7 @@ class BatchMeta:
         return self.select_samples([range(self.size)[item]])
 
     def reorder(self, indices: list[int]) -> None:
-        """Bring the rows into another order, in place."""
+        """Reorder the rows in place."""
         check_order(indices, self.size)
         self.__dict__.update(self.select_samples(indices).__dict__)
 
@@ -310,7 +307,10 @@ class BatchMeta:
         return [self.select_samples(part) for part in rows.values()]
 
     def union(self, other: BatchMeta) -> BatchMeta:
-        """The same rows with the fields of both; the other's win, and a row is ready if it is in both."""
+        """The same rows with the fields of both; `other` takes precedence.
+
+        A row is ready if it is ready in both.
+        """
         if not self.size or not other.size:
             return (self if self.size else other).copy()
         if (self.global_indexes, self.partition_ids) != (other.global_indexes, other.partition_ids):
@@ -324,10 +324,10 @@ class BatchMeta:
 
     @classmethod
     def concat(cls, data: list[BatchMeta], validate: bool = True) -> BatchMeta:
-        """Rows of all parts in order; empty parts count for nothing.
+        """Rows of all parts in order; empty parts are ignored.
 
         Raises:
-            BatchError: with `validate`, parts that differ in fields or element types; always, facts that contradict each other.
+            BatchError: parts disagree about extra_info, or with `validate` about fields or dtypes.
         """
         parts = [part for part in data if part.size]
         if not parts:

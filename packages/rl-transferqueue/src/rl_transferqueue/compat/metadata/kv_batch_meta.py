@@ -1,4 +1,4 @@
-"""KVBatchMeta as users of TransferQueue 0.1.11 know it: mutable, with lists, pickled about by Ray."""
+"""KVBatchMeta of TransferQueue 0.1.11: mutable, made of lists, and picklable for Ray."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import torch
 
+from rl_protocol.batch.row_ops import even_sizes
 from rl_protocol.errors import BatchError
-from rl_protocol.partition import even_sizes
 from rl_transferqueue.compat.errors import KeyNotFoundError
 
 Meta: TypeAlias = dict[str, Any]
@@ -27,7 +27,7 @@ def _equal(a: object, b: object) -> bool:
 
 
 def merge_extra(parts: Sequence[Mapping[str, Any] | None], what: str) -> Meta:
-    """All facts of all parts; a fact that several have must be the same in each."""
+    """Merge the extra_info of all parts; parts that share a name must share its value."""
     merged: Meta = {}
     for number, part in enumerate(parts):
         for name, value in (part or {}).items():
@@ -53,10 +53,10 @@ def chunk_spans(size: int, chunks: int) -> list[tuple[int, int]]:
 
 @dataclass
 class KVBatchMeta:
-    """Names of rows of one partition by key.
+    """Keys and tags of rows of one partition.
 
     Raises:
-        BatchError: keys or fields that repeat, or not one tag per key.
+        BatchError: repeated keys or fields, or not one tag per key.
     """
 
     keys: list[str] = field(default_factory=list[str])
@@ -89,22 +89,22 @@ class KVBatchMeta:
         return KVBatchMeta(keys, tags, self.partition_id, self.fields, self.extra_info)
 
     def select_keys(self, keys_to_select: list[str]) -> KVBatchMeta:
-        """The named rows in the order given.
+        """The named rows, in the given order.
 
         Raises:
-            BatchError: a key named twice.
-            KeyNotFoundError: a key that is not there.
+            BatchError: a key occurs twice.
+            KeyNotFoundError: there is no such key.
         """
         place = {key: row for row, key in enumerate(self.keys)}
         if len(set(keys_to_select)) != len(keys_to_select):
-            raise BatchError("select_keys: a key is named twice.")
+            raise BatchError("select_keys: a key occurs twice.")
         missing = [key for key in keys_to_select if key not in place]
         if missing:
             raise KeyNotFoundError(f"{len(missing)} keys are not in this batch, the first is {missing[0]!r}.")
         return self._rows([place[key] for key in keys_to_select])
 
     def reorder(self, indexes: list[int]) -> None:
-        """Bring the rows into another order, in place."""
+        """Reorder the rows in place."""
         check_order(indexes, self.size)
         self.keys, self.tags = [self.keys[i] for i in indexes], [self.tags[i] for i in indexes]
 
@@ -114,10 +114,10 @@ class KVBatchMeta:
 
     @classmethod
     def concat(cls, data: list[KVBatchMeta]) -> KVBatchMeta:
-        """Rows of all parts in order; empty parts count for nothing.
+        """Rows of all parts in order; empty parts are ignored.
 
         Raises:
-            BatchError: parts of different partitions or fields, or facts that contradict each other.
+            BatchError: parts disagree about the partition, the fields or extra_info.
         """
         parts = [part for part in data if part.size]
         if not parts:
@@ -127,8 +127,8 @@ class KVBatchMeta:
             same_fields = part.fields is None or set(part.fields) == set(first.fields or [])
             if part.partition_id != first.partition_id or not same_fields:
                 raise BatchError(
-                    f"KVBatchMeta.concat: part {number} has partition {part.partition_id!r} and fields {part.fields}, part 0 has "
-                    f"{first.partition_id!r} and {first.fields}."
+                    f"KVBatchMeta.concat: part {number} has partition {part.partition_id!r} and fields {part.fields}, "
+                    f"part 0 has {first.partition_id!r} and {first.fields}."
                 )
         return cls(
             [key for part in parts for key in part.keys],

@@ -1,7 +1,6 @@
-"""The samplers of TransferQueue 0.1.11: classes that see row numbers (`ready_indexes`) and say which to hand out and which to mark consumed.
+"""Samplers of TransferQueue 0.1.11, which choose among `ready_indexes`.
 
-They run in the process that asks, not in the controller; the plane makes sure that no row goes to two. `rl_transferqueue.samplers` is the
-native way: groups by tag, not by consecutive numbers.
+They run in the process that asks for rows, not in the controller; the plane hands no row out twice.
 """
 
 from rl_transferqueue.compat.sampler.base import BaseSampler

@@ -1,4 +1,4 @@
-"""What every sampler of TransferQueue 0.1.11 has in common."""
+"""BaseSampler of TransferQueue 0.1.11."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 Sampled = tuple[list[int], list[int]]
-"""Rows to hand out, rows to mark as consumed."""
+"""Global indexes to hand out, and those to mark consumed."""
 
 
 class PartitionView(Protocol):
-    """What a sampler may ask about the partition."""
+    """The partition, as a sampler sees it."""
 
     def get_custom_meta(self, global_indices: list[int]) -> dict[int, dict[str, Any]]:
         """Tags of the rows."""
@@ -19,40 +19,43 @@ class PartitionView(Protocol):
 
 
 class BaseSampler(ABC):
-    """Chooses rows. `_states[partition][task][dp_rank][batch_index]` remembers what was given to a rank, so that it gets the same again."""
+    """Chooses rows.
+
+    `_states[partition][task][dp_rank][batch_index]` keeps a rank's rows for repeated requests.
+    """
 
     def __init__(self) -> None:
         self._states: dict[Any, Any] = {}
 
     @abstractmethod
     def sample(self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
-        """Choose among the rows that are ready and not consumed; ([], []) when there is not enough."""
+        """Choose among the rows that are ready and not consumed; ([], []) if there are too few."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Sampled:
         return self.sample(*args, **kwargs)
 
     def settled_ranks(self, dp_rank: int) -> Sequence[int]:
-        """Ranks whose rows are decided when `dp_rank` asks. Their answers are kept in the plane, for whichever process asks next."""
+        """Ranks whose rows are decided when `dp_rank` asks; the plane keeps them all."""
         return (dp_rank,)
 
     def has_cached_result(
         self, partition_id: str, task_name: str, sampling_config: dict[str, Any] | None = None
     ) -> bool:
-        """Whether this rank was answered before for this `batch_index`."""
+        """Whether this rank already has rows for this `batch_index`."""
         config = sampling_config or {}
         rank, index = config.get("dp_rank"), config.get("batch_index")
         return rank is not None and index in self._remembered(partition_id, task_name, rank)
 
     def clear_cache(self, partition_id: str) -> None:
-        """Forget all answers of a partition."""
+        """Forget all rows given out of a partition."""
         self._states.pop(partition_id, None)
 
     def save_checkpoint(self) -> dict[str, Any]:
-        """The state, to be given to `load_checkpoint`."""
+        """The state, for `load_checkpoint`."""
         return {"_states": self._states}
 
     def load_checkpoint(self, state: dict[str, Any]) -> None:
-        """Take over a state."""
+        """Restore a state."""
         self._states = state["_states"]
 
     def _remembered(self, partition_id: str, task_name: str, dp_rank: int) -> dict[Any, Any]:

@@ -1,4 +1,4 @@
-"""Whole groups of consecutive rows."""
+"""GRPOGroupNSampler of 0.1.11: whole groups of consecutive rows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rl_transferqueue.compat.sampler.base import BaseSampler, Sampled
 
 
 class GRPOGroupNSampler(BaseSampler):
-    """Whole groups: runs of `n_samples_per_prompt` consecutive row numbers.
+    """Chooses groups of `n_samples_per_prompt` consecutive global indexes.
 
     Raises:
-        ConfigError: a group size below 1.
+        ConfigError: the group size is below 1.
     """
 
     def __init__(self, n_samples_per_prompt: int = 1) -> None:
@@ -31,7 +31,7 @@ class GRPOGroupNSampler(BaseSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Sampled:
-        """See BaseSampler.sample.
+        """Choose whole groups.
 
         Raises:
             BatchError: `batch_size` is not a multiple of the group size.
@@ -46,7 +46,7 @@ class GRPOGroupNSampler(BaseSampler):
         return list(rows), list(rows)
 
     def whole_groups(self, ready_indexes: Sequence[int], count: int) -> list[int]:
-        """`count` rows that make whole groups, in order; [] if there are fewer.
+        """`count` rows of whole groups, in order; [] if there are fewer.
 
         Raises:
             BatchError: `count` is not a multiple of the group size.

@@ -1,4 +1,4 @@
-"""The same rows for all processes of a data-parallel rank."""
+"""RankAwareSampler of 0.1.11: the same rows for all processes of a data-parallel rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rl_transferqueue.compat.sampler.base import BaseSampler, Sampled
 
 
 class RankAwareSampler(BaseSampler):
-    """The first rows, the same for all processes of one `dp_rank` and `batch_index`."""
+    """Chooses the first rows, the same for all processes of a `dp_rank` and `batch_index`."""
 
     def sample(
         self,
@@ -22,7 +22,7 @@ class RankAwareSampler(BaseSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Sampled:
-        """See BaseSampler.sample.
+        """Choose the first rows, or those that this rank already has.
 
         Raises:
             BatchError: a negative rank.

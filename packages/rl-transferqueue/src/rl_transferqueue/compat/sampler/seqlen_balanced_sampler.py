@@ -1,4 +1,4 @@
-"""Whole groups, dealt to the data-parallel ranks so that each gets about as many tokens."""
+"""SeqlenBalancedSampler of 0.1.11: whole groups, with about equal tokens for each rank."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from rl_transferqueue.compat.sampler.grpo_group_n_sampler import GRPOGroupNSampl
 
 
 class SeqlenBalancedSampler(GRPOGroupNSampler):
-    """Whole groups, as many for each of `dp_size` ranks and of nearly equal length: the tag `total_lengths` of the rows, 1 where it is absent.
+    """Gives each of `dp_size` ranks the same number of whole groups, of nearly equal total length.
 
-    `batch_size` is that of one rank. The first rank that asks for a `batch_index` decides for all; groups are partitioned by Karmarkar and
-    Karp's differencing method. A rank that is not below `dp_size` gets no rows.
+    A row's length is its tag `total_lengths`, or 1. `batch_size` is the size for one rank. The
+    first rank that asks for a `batch_index` decides for all ranks. Groups are partitioned with the
+    differencing method of Karmarkar and Karp. A rank >= `dp_size` gets no rows.
 
     Raises:
-        ConfigError: a size below 1.
+        ConfigError: a size is below 1.
     """
 
     def __init__(self, n_samples_per_prompt: int = 1, dp_size: int = 1) -> None:
@@ -28,10 +29,10 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
             raise ConfigError(f"dp_size must be positive, got {dp_size}.")
         self.dp_size = dp_size
         self._balanced_cache: dict[tuple[str, str, Any], list[list[int]]] = {}
-        """(partition, task, batch_index) -> rows of each rank."""
+        """Rows of each rank, by (partition, task, batch_index)."""
 
     def settled_ranks(self, dp_rank: int) -> Sequence[int]:
-        """All of them."""
+        """All ranks."""
         return range(self.dp_size)
 
     def sample(
@@ -43,7 +44,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         *args: Any,
         **kwargs: Any,
     ) -> Sampled:
-        """See BaseSampler.sample. Of `kwargs` it uses `dp_rank`, `batch_index` and `partition`, which knows the tags.
+        """Choose whole groups for `dp_rank` and `batch_index`, with the tags of `partition`.
 
         Raises:
             BatchError: `batch_size` is not a multiple of the group size.
@@ -63,23 +64,21 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         return list(mine), list(mine)
 
     def clear_cache(self, partition_id: str) -> None:
-        """See BaseSampler.clear_cache."""
         super().clear_cache(partition_id)
         self._balanced_cache = {
             turn: shares for turn, shares in self._balanced_cache.items() if turn[0] != partition_id
         }
 
     def save_checkpoint(self) -> dict[str, Any]:
-        """See BaseSampler.save_checkpoint."""
+
         return super().save_checkpoint() | {"_balanced_cache": self._balanced_cache}
 
     def load_checkpoint(self, state: dict[str, Any]) -> None:
-        """See BaseSampler.load_checkpoint."""
         super().load_checkpoint(state)
         self._balanced_cache = state["_balanced_cache"]
 
     def _shares(self, rows: list[int], view: PartitionView | None) -> list[list[int]]:
-        """Rows of each rank; consecutive ones where nothing is known of their lengths."""
+        """Rows of each rank; consecutive rows if the lengths are unknown."""
         if view is None:
             each = len(rows) // self.dp_size
             return [rows[at : at + each] for at in range(0, len(rows), each)]
@@ -95,7 +94,7 @@ _Bin: TypeAlias = tuple[int, int, tuple[tuple[int, int], ...]]
 
 
 class _Bins:
-    """A partial solution: k bins, the fullest first."""
+    """A partial solution: k bins, fullest first."""
 
     def __init__(self, bins: Sequence[_Bin]) -> None:
         self.bins = sorted(bins, reverse=True)
@@ -105,7 +104,7 @@ class _Bins:
         return (self.bins[0][0] - self.bins[-1][0], self.bins[0])
 
     def __lt__(self, other: _Bins) -> bool:
-        """The widest spread comes first out of the heap."""
+        """The widest spread leaves the heap first."""
         return self._rank > other._rank
 
     def merged(self, other: _Bins) -> _Bins:
@@ -115,7 +114,9 @@ class _Bins:
 
 
 def karmarkar_karp(seqlen_list: list[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """Partition items by the largest differencing method (Karmarkar and Karp, 1982): https://en.wikipedia.org/wiki/Largest_differencing_method
+    """Partition items by the largest differencing method (Karmarkar and Karp, 1982).
+
+    https://en.wikipedia.org/wiki/Largest_differencing_method
 
     Args:
         seqlen_list: [N] lengths.
@@ -146,7 +147,8 @@ def get_seqlen_balanced_partitions(seqlen_list: list[int], k_partitions: int, eq
     """The parts of `karmarkar_karp`, items ascending.
 
     Raises:
-        UnevenPartsError: fewer items than parts, a part without items, or see `karmarkar_karp`.
+        UnevenPartsError: there are fewer items than parts, a part has no items, or the parts can't
+            have equal sizes.
     """
     if len(seqlen_list) < k_partitions:
         raise UnevenPartsError(f"number of items:[{len(seqlen_list)}] < k_partitions:[{k_partitions}]")

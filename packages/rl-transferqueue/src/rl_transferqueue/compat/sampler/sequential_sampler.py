@@ -1,4 +1,4 @@
-"""The default sampler."""
+"""SequentialSampler of 0.1.11, the default."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from rl_transferqueue.compat.sampler.base import BaseSampler, Sampled
 
 
 class SequentialSampler(BaseSampler):
-    """The first rows, or all of them if there are fewer; `get_meta` asks only once there are enough."""
+    """Chooses the first rows, or all of them if there are fewer."""
 
     def sample(self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any) -> Sampled:
-        """See BaseSampler.sample."""
+
         rows = ready_indexes[:batch_size]
         return rows, list(rows)

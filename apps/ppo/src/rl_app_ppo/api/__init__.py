@@ -1,0 +1,1 @@
+"""Training from Python: `rl_app_ppo.train`, and what it shares with the command line."""

@@ -1,0 +1,109 @@
+"""The banner: a description of the run, from its configuration and this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rl_app_ppo.checks.machine import gpu_count
+from rl_app_ppo.config.placement import worker_groups
+from rl_app_ppo.config.presets import NO_PRESET, presets
+from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.demo.demos import DEMOS
+from rl_trainer import OptimConfig, needs_critic, needs_reference
+
+_DRIVER = Path("/proc/driver/nvidia")
+"""Exists if NVIDIA's driver is installed; without it there is no GPU, and torch is not imported."""
+
+
+def described(config: AppConfig) -> dict[str, str]:
+    """Title -> text of each line."""
+    rollout, data, n = config.rollout, config.data, config.rollout.n
+    responses = data.train_batch_size * n
+    return {
+        "algorithm": f"{config.algorithm.name}, advantages {config.algorithm.adv_estimator}, loss {config.actor.policy_loss.loss_mode}, "
+        f"seed {config.trainer.seed}",
+        "preset": "; ".join(map(_preset, config.preset)),
+        "model": config.model.path or "demo model",
+        "trained": _trained(config),
+        "actor": f"{_optimizer(config.actor.optim)}, mini-batches of {config.actor.ppo_mini_batch_size} prompts, "
+        f"clip {config.actor.clip_ratio_low:g} / {config.actor.clip_ratio_high:g}",
+        **({"critic": _optimizer(config.critic.optim)} if needs_critic(config.algorithm) else {}),
+        "task": _task(config),
+        "reward": config.reward.function,
+        "rollout": f"{rollout.name} in {rollout.dtype}, {rollout.session}, at most {rollout.response_length} tokens per response, "
+        f"temperature {rollout.temperature:g}",
+        "step": f"{data.train_batch_size} prompts x {n} responses = {responses}, {_length(config)}",
+        "workers": f"{_workers(config)}{_shared(config)}; Ray ({config.ray.address})",
+        "data plane": f"rl-transferqueue, {config.transfer_queue.num_storage_units} storage units, "
+        + {"simple": "shared memory"}.get(config.transfer_queue.backend, config.transfer_queue.backend),
+        "weights": f"rl-ckpt-engine ({config.checkpoint_engine.backend}), after every step"
+        if config.checkpoint_engine.enabled
+        else "SYNC IS OFF: rollout keeps the initial weights",
+    }
+
+
+def _preset(name: str) -> str:
+    return "none: the defaults of the algorithm" if name == NO_PRESET else f"{name}: {presets().get(name, 'your file')}"
+
+
+def _trained(config: AppConfig) -> str:
+    lora = config.lora
+    what = (
+        f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.target_modules)}"
+        if lora.rank
+        else "all weights"
+    )
+    return f"{what}, by {config.model_engine} on {_device(config)} in {_dtype(config)}"
+
+
+def _dtype(config: AppConfig) -> str:
+    return {"fsdp": config.fsdp.param_dtype, "megatron": config.megatron.param_dtype}.get(
+        config.model_engine, "float32"
+    )
+
+
+def _device(config: AppConfig) -> str:
+    """Device of the trained models: the CPU with model_engine=torch, else a GPU if there is one."""
+    asked = {"fsdp": config.fsdp.device, "megatron": "auto"}.get(config.model_engine, "cpu")
+    if asked != "auto":
+        return asked
+    if config.ray.address != "local":
+        return "cuda where there is a GPU, otherwise cpu"
+    return "cuda" if _DRIVER.exists() and gpu_count() else "cpu"
+
+
+def _optimizer(optim: OptimConfig) -> str:
+    warm_up = f", warm-up of {optim.lr_warmup_steps} updates" if optim.lr_warmup_steps else ""
+    fall = f", {optim.lr_scheduler_type} until update {optim.lr_decay_steps}" if optim.lr_decay_steps else ""
+    return f"lr {optim.lr:g}{warm_up}{fall}"
+
+
+def _workers(config: AppConfig) -> str:
+    """The processes of each role."""
+    ranks = f" x {config.ranks}" if config.ranks > 1 else ""
+    parts = [f"{config.rollout.num_workers} rollout", "reward", f"actor{ranks}"]
+    if needs_reference(config.algorithm, config.actor):
+        parts.append("reference (the actor without its adapter)" if config.lora.rank else f"reference{ranks}")
+    if needs_critic(config.algorithm):
+        parts.append(f"critic{ranks}")
+    return ", ".join(parts)
+
+
+def _shared(config: AppConfig) -> str:
+    """The roles that share a process; empty: none do."""
+    shared = [group.roles for group in worker_groups(config) if len(group.roles) > 1]
+    return f" (in one process: {'; '.join(', '.join(roles) for roles in shared)})" if shared else ""
+
+
+def _length(config: AppConfig) -> str:
+    epochs, steps = config.trainer.total_epochs, f"{config.trainer.total_training_steps} steps"
+    return f"{steps} (at most {epochs} epochs)" if epochs else steps
+
+
+def _task(config: AppConfig) -> str:
+    data = config.data
+    if data.train_files:
+        held_out = "with held-out rows" if config.holds_out else "with nothing"
+        validated = f"validated {'with ' + ', '.join(data.val_files) if data.val_files else held_out}"
+        return f"{', '.join(data.train_files)}, {validated}, prompts of at most {data.max_prompt_length} tokens"
+    return f"{DEMOS[data.demo].title}, {data.train_size} training and {data.val_size} validation problems"

@@ -1,0 +1,94 @@
+"""Run a coroutine from synchronous code: a script, a thread, or a notebook."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+from collections.abc import Coroutine, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def run_interruptibly(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end in an event loop of its own.
+
+    In the main thread, Ctrl-C and SIGTERM cancel it. If an event loop runs in this thread already,
+    as in a notebook, the coroutine runs in another thread, and this one waits for it; Ctrl-C
+    cancels it there too.
+
+    Raises:
+        KeyboardInterrupt: a signal has cancelled the coroutine.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _run_here(work)
+    return _run_in_thread(work)
+
+
+def _run_here(work: Coroutine[Any, Any, T]) -> T:
+    if threading.current_thread() is not threading.main_thread():
+        return asyncio.run(work)  # signals reach the main thread alone
+    try:
+        with _handlers_restored():
+            return asyncio.run(_cancelled_by_signals(work))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+def _run_in_thread(work: Coroutine[Any, Any, T]) -> T:
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = Future()
+
+    async def cancellable() -> T:
+        task = asyncio.ensure_future(work)
+        started.set_result((asyncio.get_running_loop(), task))
+        return await task
+
+    with _handlers_restored(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="rl-app-ppo") as pool:
+        running = pool.submit(asyncio.run, cancellable())
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            loop, task = started.result()
+            loop.call_soon_threadsafe(task.cancel)
+            raise  # leaving the pool waits until the coroutine has cleaned up
+
+
+@contextmanager
+def _handlers_restored() -> Generator[None]:
+    """Restore this process's signal handlers, which event loops and Ray replace."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: it was not installed from Python
+                signal.signal(number, handler)
+
+
+async def _cancelled_by_signals(work: Coroutine[Any, Any, T]) -> T:
+    """Cancel the work at the first Ctrl-C or SIGTERM and ignore later ones.
+
+    `uv run` forwards a Ctrl-C that the terminal has already sent to this process; the second one
+    must not interrupt the clean-up, which has deadlines.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+
+    def end() -> None:
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, logger.info, "ending already")
+        task.cancel()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, end)
+    return await task

@@ -1,0 +1,41 @@
+"""Run a configuration: what the command line and `train()` share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.text import Text
+
+from rl_app_ppo.api.result import TrainResult
+from rl_app_ppo.cluster.environment import environment, ray_settings
+from rl_app_ppo.config.schema import LOCAL, AppConfig
+from rl_app_ppo.outputs.startup_times import Startup
+from rl_ckpt_engine import PluginPolicy
+
+
+def launch(
+    config: AppConfig, plugins: PluginPolicy, out: Console, variables: Mapping[str, str] | None = None
+) -> TrainResult:
+    """Train as configured, and print progress and outcome.
+
+    Args:
+        config: the configuration of the run.
+        plugins: which plug-ins of the weight synchronization the operator allows.
+        out: where to print.
+        variables: environment variables of the run, besides Ray's.
+
+    Raises:
+        RLError: as `training.run_training`.
+        KeyboardInterrupt: the run was interrupted; its processes have ended.
+    """
+    settings = ray_settings(local=config.ray.address == LOCAL)
+    startup = Startup(lambda line: out.print(Text(line), soft_wrap=True))
+    with environment(settings | dict(variables or {})):
+        try:
+            with startup.phase("imports", "importing libraries"):
+                # imports Ray, which reads the settings above at import
+                from rl_app_ppo.api.training import run_training
+            return run_training(config, plugins, out, startup)
+        finally:
+            startup.end()

@@ -1,0 +1,112 @@
+"""One training run: checks, run folder, log, the run itself, and its outcome."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from rl_app_ppo.api.banner import described
+from rl_app_ppo.api.event_loop import run_interruptibly
+from rl_app_ppo.api.result import TrainResult
+from rl_app_ppo.checks.preflight import preflight
+from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.driver.run import RunPlan, run
+from rl_app_ppo.inputs.epochs import with_length
+from rl_app_ppo.outputs.console import Screen
+from rl_app_ppo.outputs.resume import find_start
+from rl_app_ppo.outputs.run_folder import RunFiles, RunFolder, create_run_folder, occupied, set_aside, write_config
+from rl_app_ppo.outputs.startup_times import Startup
+from rl_ckpt_engine import PluginPolicy
+from rl_protocol import ConfigError, RLError
+
+logger = logging.getLogger(__name__)
+
+
+def run_training(config: AppConfig, plugins: PluginPolicy, out: Console, startup: Startup) -> TrainResult:
+    """Train as configured, and print the outcome.
+
+    Args:
+        config: the configuration of the run.
+        plugins: which plug-ins of the weight synchronization the operator allows.
+        out: where to print.
+        startup: times the phases until the first step.
+
+    Raises:
+        RLError: the run failed. A run that is refused before its first step leaves no folder; any
+            other failure is in its log.
+    """
+    with startup.phase("preflight", "checking configuration and data"):
+        graph = preflight(config, plugins)
+        written, config = config, with_length(config)  # the file keeps the epochs: a resumed run may have more
+        name = config.trainer.run_name or time.strftime(
+            f"%Y-%m-%d_%H-%M-%S_{config.algorithm.name}_seed{config.trainer.seed}"
+        )
+        output_dir = Path(config.trainer.output_dir)
+        folder, steps = output_dir.expanduser() / name, config.trainer.total_training_steps
+        start = find_start(config, folder)
+    if start.finished:
+        out.print(Text("\n".join(start.notes)), soft_wrap=True)
+        return TrainResult.of(RunFiles(folder=folder.resolve()), steps)
+    resume = config.trainer.resume_mode == "auto"
+    created = create_run_folder(output_dir, name, config.trainer.min_free_disk_mb, resume=resume)
+    files = RunFiles(folder=created.path.resolve())
+    with occupied(files.folder), _removed_if_refused(created, files):
+        notes = [*start.notes, *(set_aside(created.path) if start.set_aside else [])]
+        write_config(written, files)
+        with _logged(files.logs / "driver.log"):
+            logger.info("run %s starts", files.folder)
+            screen = Screen(out)
+            screen.header(described(config), files.folder)
+            for note in notes:
+                screen.note(note)
+            began = time.perf_counter()
+            plan = RunPlan(config=config, graph=graph, files=files, start=start, plugins=plugins)
+            recorder = run_interruptibly(run(plan, screen, startup))
+    if recorder.validation or recorder.reward:
+        screen.curve(recorder.curves)
+    out.print(Text(f"{recorder.outcome()} ({time.perf_counter() - began:.0f} s)"), soft_wrap=True)
+    screen.paths(files.written())
+    return TrainResult.of(files, steps)
+
+
+@contextmanager
+def _removed_if_refused(folder: RunFolder, files: RunFiles) -> Generator[None]:
+    """Remove the new folder of a run that is refused before it writes a metric."""
+    try:
+        yield
+    except ConfigError:
+        if folder.is_new and not files.metrics.exists():
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _logged(path: Path) -> Generator[None]:
+    """Log to that file, with the reason why the run ended."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    before = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(capture=True)
+    try:
+        yield
+    except RLError as error:
+        logger.error("the run failed: %s", error)
+        raise
+    except KeyboardInterrupt:
+        logger.info("the run was interrupted")
+        raise
+    finally:
+        logging.captureWarnings(capture=False)
+        root.removeHandler(handler)
+        root.setLevel(before)
+        handler.close()

@@ -1,0 +1,1 @@
+"""Checks before a process starts: preflight.py runs all of them."""

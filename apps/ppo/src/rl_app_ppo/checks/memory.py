@@ -1,0 +1,140 @@
+"""Estimate the memory of the processes and the data plane of a run, and check that it fits."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_app_ppo.config.placement import shares_weights
+from rl_app_ppo.config.schema import AppConfig
+from rl_protocol import ConfigError
+from rl_trainer import StepGraph, needs_critic, needs_reference
+from rl_trainer.workers.columns import TRAINER_SCHEMA
+
+WEIGHTS = 4
+"""Bytes of a float32 weight."""
+TRAINED = 16
+"""Bytes of a float32 weight with its gradient and the two moments of AdamW."""
+_PROMPT_TOKEN = 8
+"""Bytes of a prompt token in the data plane."""
+_HEADROOM = 1.1
+"""Blocks do not span storage units, so the free space of several units is not contiguous."""
+
+
+def parameters(model: Path) -> int:
+    """Number of weights in a checkpoint folder, from the headers of its safetensors files.
+
+    Raises:
+        ConfigError: a header can't be read.
+    """
+    total = 0
+    for path in sorted(model.glob("*.safetensors")):
+        try:
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                header: dict[str, dict[str, Any]] = json.loads(file.read(min(size, 100_000_000)))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"model.path={str(model)!r}: {path.name} is no readable safetensors file: {error}"
+            ) from error
+        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return total
+
+
+def needed_bytes(count: int, config: AppConfig) -> dict[str, int]:
+    """Role -> bytes of weights, gradients and optimizer state, without activations."""
+    trained = WEIGHTS if config.lora.rank else TRAINED
+    shares = shares_weights(config)
+    needed = {"actor": trained * count}
+    if not shares:
+        needed["rollout"] = 2 * WEIGHTS * count * config.rollout.num_workers
+    if config.checkpoint_engine.enabled and not config.sends_adapters and not shares:
+        needed["weight sync"] = WEIGHTS * count
+    if needs_reference(config.algorithm, config.actor) and not config.lora.rank:
+        needed["ref"] = WEIGHTS * count
+    if needs_critic(config.algorithm):
+        needed["critic"] = TRAINED * count
+    return needed
+
+
+def check_memory(count: int, config: AppConfig, available: int) -> None:
+    """Check that the model fits into the memory of this machine.
+
+    Raises:
+        ConfigError: it does not; names the parts, their sum, and the available memory.
+    """
+    needed = needed_bytes(count, config)
+    if sum(needed.values()) > available:
+        parts = ", ".join(f"{role} {_gib(size)}" for role, size in needed.items())
+        raise ConfigError(
+            f"A model of {count:,} weights needs {_gib(sum(needed.values()))} of memory before any activation ({parts}); "
+            f"{_gib(available)} are available. Set lora.rank, lower rollout.num_workers, or take a smaller model.path."
+        )
+
+
+def step_bytes(config: AppConfig, graph: StepGraph, longest: int, validation_rows: int) -> int:
+    """Most bytes that a step can take in the data plane, without images.
+
+    Args:
+        config: the configuration of the run.
+        graph: the stages of a step.
+        longest: tokens of the longest prompt.
+        validation_rows: rows of the validation set, which is rolled out as a whole.
+    """
+    rollout, batch = config.rollout, config.data.train_batch_size
+    widths = {stage.name: _token_bytes(stage.writes) for stage in graph.stages}
+    filtering = config.algorithm.filter_groups
+    rounds = filtering.max_num_gen_batches if filtering.enable else 1
+    greedy = 1 if "baseline" in graph else 0
+    responses = rounds * rollout.n + greedy  # of each prompt
+    train = (
+        batch
+        * rollout.response_length
+        * (responses * widths["rollout"] + rollout.n * (sum(widths.values()) - widths["rollout"]))
+    )
+    train += batch * rounds * longest * _PROMPT_TOKEN
+    validated = rollout.val_kwargs.n * rollout.response_length * widths["rollout"] + longest * _PROMPT_TOKEN
+    return max(train, validation_rows * validated)
+
+
+def _token_bytes(columns: Sequence[str]) -> int:
+    """Bytes of one response token in the columns that have a value per token."""
+    per_token = {name for law in TRAINER_SCHEMA.laws for name in law.columns}
+    return sum(np.dtype(TRAINER_SCHEMA[name].dtype).itemsize for name in columns if name in per_token)
+
+
+def check_plane_size(config: AppConfig, needed: int) -> None:
+    """Check that the data plane can hold a step.
+
+    Args:
+        config: the configuration of the run.
+        needed: most bytes of a step, from `step_bytes`.
+
+    Raises:
+        ConfigError: it can't; names the key and the least value.
+    """
+    least, got = math.ceil(needed * _HEADROOM / 2**20), config.transfer_queue.capacity_mb
+    if least > got:
+        rollout = config.rollout
+        raise ConfigError(
+            f"transfer_queue.capacity_mb={got} is too small: with data.train_batch_size={config.data.train_batch_size}, rollout.n={rollout.n} "
+            f"and rollout.response_length={rollout.response_length}, a step or a validation can take {least} MiB of the data plane. Set "
+            f"transfer_queue.capacity_mb={least} (memory is allocated on use), or lower one of the others."
+        )
+
+
+def available_bytes() -> int:
+    """Memory available to new processes, bytes."""
+    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("every Linux since 3.14 has MemAvailable")
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

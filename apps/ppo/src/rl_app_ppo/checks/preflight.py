@@ -1,0 +1,145 @@
+"""Check everything about a run that can be checked before a process starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rl_app_ppo.checks.machine import check_gpus, check_installed_engines
+from rl_app_ppo.checks.memory import available_bytes, check_memory, check_plane_size, parameters, step_bytes
+from rl_app_ppo.checks.rewards import check_rewards, check_source
+from rl_app_ppo.checks.weight_engine import check_sync
+from rl_app_ppo.config.placement import rollout_in_actor
+from rl_app_ppo.config.presets import NO_PRESET, is_file
+from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.demo.demos import DEMOS
+from rl_app_ppo.demo.settings import ModelSettings
+from rl_app_ppo.inputs.data import open_data, train_order
+from rl_app_ppo.inputs.model_path import ADVICE, given_model, read_json
+from rl_app_ppo.inputs.tokenizer import load_tokenizer, vision_of
+from rl_app_ppo.outputs.metric_sinks import check_installed, logger_names
+from rl_ckpt_engine import PluginPolicy
+from rl_protocol import ConfigError
+from rl_rollout_vllm import require_shards
+from rl_trainer import StepGraph, build_graph, needs_critic
+from rl_trainer.driver.hooks import named_hooks
+from rl_trainer.rewards import parse_terms
+from rl_trainer.rewards.scorer_toml import RewardModelConfig, is_scorer_toml, read_scorer_toml
+from rl_trainer.rollout.session_turns import SESSIONS
+from rl_transferqueue import check_plane
+
+
+def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
+    """Check a configuration; returns the graph of its steps.
+
+    Args:
+        config: the configuration of the run.
+        plugins: which plug-ins of the weight synchronization the operator allows.
+
+    Raises:
+        ConfigError: a check failed; names the key.
+    """
+    graph = build_graph(config.algorithm, config.actor)
+    check_rewards(config.reward)
+    SESSIONS.get(config.rollout.session)
+    sync = check_sync(config.checkpoint_engine, plugins, one_process=rollout_in_actor(config.placement))
+    check_installed(logger_names(config.trainer.logger))
+    named_hooks(config.trainer.hooks)
+    path, demo = given_model(config), ModelSettings()
+    context = demo.context if path is None else _context(path)
+    if path is not None and vision_of(path) is not None:
+        _check_sight(config, path)
+        graph = build_graph(config.algorithm, config.actor, images=True)
+    check_installed_engines(config)
+    check_gpus(config, sync.capabilities.devices)
+    check_plane(config.transfer_queue)
+    if config.rollout.name == "vllm":
+        model = {"num_attention_heads": demo.heads} if path is None else read_json(path / "config.json", str(path))
+        require_shards(model, config.rollout.tensor_model_parallel_size)
+    _check_demo(config, path)
+    data = open_data(config, path)
+    train_order(config, data["train"]).rows(0)  # raises if the curriculum can't order these rows
+    for rows in data.values():
+        if len(rows):
+            check_source(config.reward, rows[0].data_source)
+    longest = max(rows.longest for rows in data.values())
+    if path is not None:
+        _check_vocabulary(path, max(rows.largest_token for rows in data.values()))
+    check_plane_size(config, step_bytes(config, graph, longest, len(data["val"]) if "val" in data else 0))
+    if path is not None and config.ray.address == "local":
+        check_memory(parameters(path), config, available_bytes())
+    if longest >= context:
+        raise ConfigError(
+            f"The longest prompt has {longest} tokens, and the model's context is {context}, for prompt and response. Set "
+            f"data.max_prompt_length to at most {max(1, context - config.rollout.response_length)}, which leaves longer prompts out, or choose "
+            "another model.path."
+        )
+    if longest + config.rollout.response_length > context:
+        raise ConfigError(
+            f"rollout.response_length={config.rollout.response_length} and the longest prompt of {longest} tokens do not fit the model's "
+            f"context of {context}; set rollout.response_length to at most {context - longest}."
+        )
+    for key, most in (("actor", config.actor.ppo_max_token_len), ("critic", config.critic.ppo_max_token_len)):
+        if most and longest + config.rollout.response_length > most:
+            raise ConfigError(
+                f"{key}.ppo_max_token_len must hold the longest prompt of {longest} tokens and rollout.response_length="
+                f"{config.rollout.response_length}; got {most}."
+            )
+    return graph
+
+
+def _check_demo(config: AppConfig, path: Path | None) -> None:
+    """Check that a demo preset trains the demo model."""
+    demo = DEMOS[config.data.demo]
+    if path is None or not _demo_preset(config) or load_tokenizer(path).get_vocab_size() == len(demo.vocabulary):
+        return
+    raise ConfigError(
+        f"model.path={str(path)!r} is not the demo model (its vocabulary differs), and preset={_demo_preset(config)}, which applies when "
+        f"data.train_files is empty, is for that model alone. Set data.train_files to train on your data, or preset={NO_PRESET} "
+        "to train this model on the demo's task."
+    )
+
+
+def _demo_preset(config: AppConfig) -> str:
+    """The demo's preset that applies; empty: none."""
+    return next((name for name in config.preset if name != NO_PRESET and not is_file(name)), "")
+
+
+def _check_sight(config: AppConfig, path: Path) -> None:
+    """Check the settings that a vision model can't be combined with."""
+    wanted = {
+        "rollout.name": (config.rollout.name, "hf"),
+        "model_engine": (config.model_engine, "torch"),
+        "lora.rank": (config.lora.rank, 0),
+        "actor.use_remove_padding": (config.actor.use_remove_padding, False),
+        "critic.use_remove_padding": (needs_critic(config.algorithm) and config.critic.use_remove_padding, False),
+    }
+    for key, (got, need) in wanted.items():
+        if got != need:
+            raise ConfigError(f"model.path={str(path)!r} sees images, for which {key} must be {need}; got {got}.")
+    for term in parse_terms(config.reward.function):
+        if is_scorer_toml(term.name) and isinstance(read_scorer_toml(term.name), RewardModelConfig):
+            raise ConfigError(
+                f"model.path={str(path)!r} sees images, which the reward model {term.name} would not; leave it out of reward.function."
+            )
+
+
+def _check_vocabulary(path: Path, largest: int) -> None:
+    """Check that the model has an embedding for every token of the prompts."""
+    described = read_json(path / "config.json", str(path))
+    size = described.get("vocab_size", (described.get("text_config") or {}).get("vocab_size"))
+    if isinstance(size, int) and largest >= size:
+        raise ConfigError(
+            f"model.path={str(path)!r}: the prompts hold token {largest}, and the model's vocab_size is {size}: tokenizer and model do not "
+            "belong together. Save the model's own tokenizer in its folder, or call model.resize_token_embeddings(len(tokenizer)) and save "
+            "both again."
+        )
+
+
+def _context(path: Path) -> int:
+    """The context length of the model at `path`."""
+    described = read_json(path / "config.json", str(path))
+    text = described.get("text_config")  # the text part of a vision model
+    context = described.get("max_position_embeddings", text.get("max_position_embeddings") if text else None)
+    if not isinstance(context, int):
+        raise ConfigError(f"model.path={str(path)!r}: config.json names no max_position_embeddings. {ADVICE}")
+    return context

@@ -1,0 +1,1 @@
+"""The command line of `uv run apps/ppo`: main.py is its entry."""

@@ -1,0 +1,63 @@
+"""`--explain` and `--diff`: meaning and origin of a key, and differences of two configurations."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import cast
+
+from rl_app_ppo.config.loading import Resolved, options, resolve, unknown_key
+from rl_app_ppo.verl_keys.aliases import SPELLINGS
+from rl_protocol.support.option_tree import Option
+
+
+def explain(key: str, resolved: Resolved) -> str:
+    """Meaning, type, default and origin of a key, or of every key of a group.
+
+    Raises:
+        ConfigError: no such key; names the most similar one.
+    """
+    name = SPELLINGS.get(key, key)
+    found = [option for option in options() if option.key == name or option.key.startswith(name + ".")]
+    if not found:
+        raise unknown_key(key, [option.key for option in options()])
+    layers = f"layers, weakest first: {', '.join(resolved.layers)}\n"
+    return "\n".join([*(_explained(option, resolved) for option in found), layers])
+
+
+def _explained(option: Option, resolved: Resolved) -> str:
+    setting = resolved.settings[option.key]
+    return (
+        f"{option.key} = {shown(setting.value)}   ({setting.origin})\n"
+        f"    {option.help}\n    {option.type}, default {shown(option.default)}\n"
+    )
+
+
+def shown(value: object) -> str:
+    """A value as on the command line."""
+    return repr(list(cast(tuple[object, ...], value)) if isinstance(value, tuple) else value)
+
+
+def read_side(text: str) -> Resolved:
+    """Resolve one side of `--diff`.
+
+    Args:
+        text: a YAML file, or overrides such as "algorithm=ppo rollout.n=4"; empty: the defaults.
+
+    Raises:
+        ConfigError: it can't be resolved.
+    """
+    words = shlex.split(text)
+    if len(words) == 1 and "=" not in words[0]:
+        return resolve([], Path(words[0]))
+    return resolve(words)
+
+
+def difference(a: Resolved, b: Resolved) -> str:
+    """One line per key whose values differ, with both values and their origins."""
+    lines = [
+        f"{key}: {shown(one.value)} ({one.origin}) -> {shown(b.settings[key].value)} ({b.settings[key].origin})"
+        for key, one in a.settings.items()
+        if one.value != b.settings[key].value
+    ]
+    return "\n".join(lines) if lines else "no difference"

@@ -1,0 +1,178 @@
+"""The command line: `uv run apps/ppo [key=value ...]`.
+
+Exit codes: 0 success; 1 the run failed, or a conversion loses settings; 2 the configuration or
+output folder is wrong; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from rich.console import Console
+from rich.text import Text
+
+from rl_app_ppo.api.launch import launch
+from rl_app_ppo.cli.explain import difference, explain, read_side
+from rl_app_ppo.config.loading import load_config, options, resolve, to_yaml
+from rl_app_ppo.config.presets import algorithms, presets
+from rl_ckpt_engine import load_policy
+from rl_protocol import ConfigError, OutputError, RLError
+
+USAGE = """\
+usage: uv run apps/ppo [--help] [--cfg] [--explain KEY] [--diff A B] [--from-verl FILE [--accept-losses]]
+                        [--config FILE] [--allow-unsafe-plugins] [key=value ...]
+
+Trains a language model with PPO or GRPO. Without arguments: the demo, on this machine, without a GPU.
+
+  algorithm=NAME   choose the algorithm:
+{algorithms}
+  preset=NAME,...  choose values that override its defaults, later ones first; a name can be a YAML file:
+{presets}
+  key=value        set any key below, for instance actor.optim.lr=1e-5 rollout.n=8
+  --config FILE    read settings from YAML (overrides win)
+  --cfg            print the resolved configuration and exit
+  --explain KEY    print the meaning, value and origin of a key, or of each key of a group, and exit
+  --diff A B       print the differences of two configurations and exit; each is a YAML file, or overrides such as "algorithm=ppo rollout.n=4"
+  --from-verl FILE convert a verl 0.9 configuration (YAML, a list of overrides, or a shell script), print the result and exit;
+                   exit code 1 if a setting that changes the result of training has no counterpart
+  --accept-losses  with --from-verl: exit code 0 in spite of lost settings
+  --allow-unsafe-plugins
+                   allow any code in checkpoint_engine.custom_backend_module and checkpoint_manager_class, as package.module or module:Class
+  --help           print this and exit
+
+keys:
+"""
+
+
+UNSAFE_PLUGINS = "--allow-unsafe-plugins"
+ACCEPT_LOSSES = "--accept-losses"
+FLAGS = {
+    "--help": 0,
+    "-h": 0,
+    "--cfg": 0,
+    "--explain": 1,
+    "--diff": 2,
+    "--from-verl": 1,
+    ACCEPT_LOSSES: 0,
+    "--config": 1,
+    UNSAFE_PLUGINS: 0,
+}
+"""Flag -> number of arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A parsed command line."""
+
+    overrides: tuple[str, ...] = ()
+    flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    """Flag -> its arguments."""
+
+    @property
+    def config_file(self) -> Path | None:
+        """The file of --config."""
+        return Path(self.flags["--config"][0]) if "--config" in self.flags else None
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    """Parse a command line.
+
+    Raises:
+        ConfigError: an unknown flag, or a flag without its arguments.
+    """
+    overrides: list[str] = []
+    flags: dict[str, tuple[str, ...]] = {}
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if word in FLAGS:
+            count = FLAGS[word]
+            if len(rest) < count:
+                what = {"--config": "a file, for instance --config my.yaml", "--diff": "two configurations"}
+                raise ConfigError(f"{word} needs {what.get(word, 'a word after it')}; see --help.")
+            flags["--help" if word == "-h" else word] = tuple(rest[:count])
+            del rest[:count]
+        elif word.startswith("-"):
+            raise ConfigError(f"Unknown flag {word!r}; there are {', '.join(FLAGS)}. Settings are given as key=value.")
+        else:
+            overrides.append(word)
+    return Arguments(tuple(overrides), flags)
+
+
+def help_text() -> str:
+    """The usage, and every key with its default and meaning."""
+    lines = [USAGE.format(algorithms=_listed(algorithms()), presets=_listed(presets()))]
+    listed = list(options())
+    width = max(len(option.key) for option in listed)
+    lines += [f"  {o.key:<{width}}  {o.type:<5}  {_shown(o.default):<9}  {o.help}\n" for o in listed]
+    return "".join(lines)
+
+
+def _shown(default: object) -> str:
+    return ",".join(map(str, cast(tuple[object, ...], default))) if isinstance(default, tuple) else str(default)
+
+
+def _listed(described: Mapping[str, str]) -> str:
+    width = max(map(len, described))
+    return "\n".join(f"                     {name:<{width}}  {what}" for name, what in described.items())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    try:
+        arguments = parse(sys.argv[1:] if argv is None else argv)
+        if "--from-verl" in arguments.flags:
+            return _convert(arguments, out, err)
+        answer = _answer(arguments)
+        if answer is not None:
+            out.print(Text(answer), end="", soft_wrap=True)
+            return 0
+        plugins = load_policy(allow_unsafe_plugins=UNSAFE_PLUGINS in arguments.flags)
+        launch(load_config(arguments.overrides, arguments.config_file), plugins, out)
+        return 0
+    except RLError as error:
+        wrong_input = isinstance(error, ConfigError | OutputError)
+        err.print(Text(f"{'error' if wrong_input else 'the run failed'}: {error}"), soft_wrap=True)
+        return 2 if wrong_input else 1
+    except KeyboardInterrupt:
+        err.print(Text("interrupted; everything written so far is kept"))
+        return 130
+
+
+def _convert(arguments: Arguments, out: Console, err: Console) -> int:
+    from rl_app_ppo.verl_import.convert import from_verl  # reads verl's defaults
+
+    if arguments.overrides or "--config" in arguments.flags:
+        raise ConfigError(
+            "--from-verl takes no overrides and no --config; give overrides when you run its output with --config."
+        )
+    conversion = from_verl(Path(arguments.flags["--from-verl"][0]))
+    out.print(Text(conversion.text), end="", soft_wrap=True)
+    if not conversion.lost or ACCEPT_LOSSES in arguments.flags:
+        return 0
+    err.print(
+        Text(
+            f"lost values that change the result of training: {len(conversion.lost)}; see the lines '# lost:' above. "
+            f"{ACCEPT_LOSSES} makes the exit code 0."
+        ),
+        soft_wrap=True,
+    )
+    return 1
+
+
+def _answer(arguments: Arguments) -> str | None:
+    """The text to print instead of a run; None: train."""
+    flags = arguments.flags
+    if "--help" in flags:
+        return help_text()
+    if "--diff" in flags:
+        a, b = flags["--diff"]
+        return difference(read_side(a), read_side(b)) + "\n"
+    if "--explain" in flags:
+        return explain(flags["--explain"][0], resolve(arguments.overrides, arguments.config_file))
+    return to_yaml(load_config(arguments.overrides, arguments.config_file)) if "--cfg" in flags else None

@@ -1,0 +1,1 @@
+"""Ray: the actor that hosts a worker, the session, placement. Only these modules import Ray."""

@@ -1,0 +1,71 @@
+"""Name the server processes that ended or are stopped in the error of a failed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rl_protocol import ConfigError, OutputError, RLError, WorkerDiedError
+
+RAY_SERVERS = {"gcs_server": "The GCS server of Ray", "raylet": "The raylet of Ray"}
+"""Command -> description of the processes that ray.init starts."""
+
+
+@contextmanager
+def named_losses(processes: Mapping[int, str]) -> Generator[None]:
+    """Prefix an error with the processes that ended or are stopped.
+
+    Args:
+        processes: process id -> description, of children of this process.
+
+    Raises:
+        WorkerDiedError: one of them ended or is stopped; names it, how it ended, the stage and the
+            error that followed.
+        RLError: unchanged if all of them run, or if it is a ConfigError or an OutputError.
+    """
+    try:
+        yield
+    except (ConfigError, OutputError):
+        raise
+    except RLError as error:
+        lost = [f"{what} (process {pid}) {how}" for pid, what in processes.items() if (how := fate(pid))]
+        if not lost:
+            raise
+        during = f" during {', '.join(places)}" if (places := _places(error)) else ""
+        raise WorkerDiedError(f"{'; '.join(lost)}{during}. Because of that: {error}") from error
+
+
+def _places(error: BaseException) -> list[str]:
+    """The stages noted on the error, innermost first, or those of the error before it."""
+    notes: list[str] = [] if error.__context__ is None else _places(error.__context__)
+    return list(dict.fromkeys([*notes, *getattr(error, "__notes__", [])]))
+
+
+def fate(pid: int) -> str:
+    """How a process ended, or that it is stopped; empty while it runs."""
+    try:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # it has been waited for elsewhere
+        return "" if Path(f"/proc/{pid}").exists() else "is gone"
+    if ended is not None:
+        killed = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+        return (
+            f"was killed by {signal.Signals(ended.si_status).name}" if killed else f"ended with code {ended.si_status}"
+        )
+    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "is stopped (SIGSTOP, or a debugger): SIGCONT lets it run" if state in "Tt" else ""
+
+
+def ray_servers() -> dict[int, str]:
+    """Process id -> description of the Ray servers that this process has started."""
+    found: dict[int, str] = {}
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, children.read_text().split()):
+            with suppress(FileNotFoundError, ProcessLookupError):  # a child that has just ended
+                command = Path(f"/proc/{pid}/comm").read_text().strip()
+                if command in RAY_SERVERS:
+                    found[pid] = RAY_SERVERS[command]
+    return found

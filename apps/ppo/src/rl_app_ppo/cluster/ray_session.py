@@ -1,0 +1,132 @@
+"""Start Ray for one run, or join a cluster.
+
+With ray.address=local the sockets, logs and token of Ray are in a folder of mode 0700.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import threading
+from collections.abc import AsyncGenerator, Generator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+
+from rl_app_ppo.cluster.environment import environment
+from rl_app_ppo.config.schema import LOCAL, RayConfig, TrainerConfig
+from rl_protocol import ConfigError, WorkerError
+from rl_protocol.support.temporary_folders import temporary_folder
+
+TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"  # noqa: S105 - the name of a variable
+_PREFIX = "rl-app-ppo-ray-"
+
+
+@contextmanager
+def private_folder() -> Generator[Path]:
+    """A folder for ray.init(_temp_dir=...), beside the token that Ray requires from callers.
+
+    Ray makes its folder readable to all users, so it lies in one of mode 0700. That one is below
+    RAY_TMPDIR or /tmp: the path of a unix socket has at most 107 bytes, and TMPDIR may be long.
+    """
+    with temporary_folder(_PREFIX, Path(os.environ.get("RAY_TMPDIR", "/tmp"))) as folder:
+        token = folder / "token"
+        with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(_token())
+        os.environ[TOKEN_PATH] = str(token)
+        try:
+            yield folder / "ray"
+        finally:
+            del os.environ[TOKEN_PATH]
+
+
+@cache
+def _token() -> str:
+    """The token of all sessions of this process: Ray reads it once."""
+    return secrets.token_hex(32)
+
+
+logger = logging.getLogger(__name__)
+
+TASK_EVENTS = "RAY_task_events_report_interval_ms"
+"""0: Ray keeps no record of calls. Profiled steps need it for the timeline; it costs time per step.
+"""
+
+OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MiB; batches do not pass through the object store
+
+
+def write_timeline(path: Path) -> None:
+    """Write Ray's timeline of all calls so far, for chrome://tracing and Perfetto.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ray.timeline(filename=str(path))
+
+
+def check_ray_is_free(config: RayConfig) -> None:
+    """Check that this process can start Ray for a run.
+
+    Raises:
+        ConfigError: Ray runs in this process already, or was imported with settings that would make
+            it listen on all network interfaces.
+    """
+    if ray.is_initialized():
+        raise ConfigError(
+            "Ray runs in this process already, and a run starts and stops its own (ray.address). Call ray.shutdown() before train(), "
+            "or train in another process."
+        )
+    if config.address == LOCAL and ray_constants.ENABLE_RAY_CLUSTER:
+        raise ConfigError(
+            f"ray was imported before train(), without {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR}=0, and would listen on all network "
+            "interfaces (ray.address=local). Set that environment variable, or import ray after train()."
+        )
+
+
+@asynccontextmanager
+async def ray_session(config: RayConfig, trainer: TrainerConfig) -> AsyncGenerator[None]:
+    """Start Ray on this machine or join a cluster, and shut it down or leave it at the end.
+
+    Raises:
+        WorkerError: Ray did not start in time, or the cluster can't be joined.
+    """
+    with ExitStack() as stack:
+        threads = str(trainer.threads_per_worker or 1)
+        stack.enter_context(environment({"OMP_NUM_THREADS": threads}))  # the workers inherit it
+        own: dict[str, Any] = {}
+        if config.address == LOCAL:
+            if not trainer.profile_steps:
+                stack.enter_context(environment({TASK_EVENTS: os.environ.get(TASK_EVENTS, "0")}))
+            own = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+            own["_temp_dir"] = str(stack.enter_context(private_folder()))
+        await _init(config, own)
+        stack.callback(ray.shutdown)
+        if threading.current_thread() is threading.main_thread():
+            # Restore our handler: that of Ray prints a stack and aborts the process 3 s later.
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        yield
+
+
+async def _init(config: RayConfig, own: dict[str, Any]) -> None:
+    try:
+        async with asyncio.timeout(config.start_timeout_s):
+            await asyncio.to_thread(
+                ray.init,
+                address=config.address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=True,
+                **own,
+            )
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        raise WorkerError(
+            f"Ray did not start ({config.address}): {error}. Stop a stale session with 'ray stop', or set ray.address to a running cluster."
+        ) from error

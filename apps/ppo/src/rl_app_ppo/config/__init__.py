@@ -1,0 +1,1 @@
+"""The configuration: schema.py has its keys, loading.py resolves files and overrides."""

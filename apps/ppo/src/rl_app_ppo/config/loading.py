@@ -1,0 +1,276 @@
+"""Resolve YAML and dotted overrides to an AppConfig.
+
+Precedence, weakest first: defaults of the schema, of `model_engine=...`, of `placement=...`, of
+`algorithm=...`, of each `preset=...` in order, then the file of `--config`, then the overrides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rl_app_ppo.config.placement import check_placement, placement_defaults
+from rl_app_ppo.config.plain_yaml import flatten, parse_yaml, read_yaml
+from rl_app_ppo.config.presets import ALGORITHM, NO_PRESET, PRESET, Source, choose, is_file, layer_text, named_presets
+from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.config.unused_options import check_engine, refuse_unused
+from rl_app_ppo.verl_keys.aliases import one_spelling
+from rl_app_ppo.verl_keys.table import describe
+from rl_protocol import ConfigError
+from rl_protocol.support.option_tree import Option, list_options
+from rl_protocol.support.options import build, items
+from rl_trainer.config.backends import TRAINING_BACKENDS, get_training_backend
+
+_NAMES = (ALGORITHM, "algorithm.name", PRESET)
+"""Keys that select a layer instead of setting a value."""
+
+
+@functools.cache
+def options(engine: str = "") -> tuple[Option, ...]:
+    """All leaf keys of the schema in order; with an engine, without the groups of other engines."""
+    hidden = tuple(f"{group}." for group in _hidden_groups(engine))
+    return tuple(option for option in list_options(AppConfig) if not option.key.startswith(hidden))
+
+
+def _hidden_groups(engine: str) -> tuple[str, ...]:
+    """Groups of settings that belong to other engines than `engine`; none without an engine."""
+    return tuple(other.group for other in TRAINING_BACKENDS.values() if engine and other.group and other.name != engine)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """The value of one key, and its origin."""
+
+    value: object
+    origin: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration, with the origin of every value."""
+
+    config: AppConfig
+    settings: dict[str, Setting]
+    changed: dict[str, object]
+    """Keys that file and overrides change -> their values."""
+    layers: tuple[str, ...]
+    """Origins of values, weakest first."""
+
+
+def load_config(
+    overrides: Sequence[str] = (), config_file: Path | None = None, given: Sequence[Source] = ()
+) -> AppConfig:
+    """Resolve and check the configuration of a run; the arguments are those of `resolve`.
+
+    Raises:
+        ConfigError: see `resolve`; or a value has no effect, or the engine does not support it.
+    """
+    resolved = resolve(overrides, config_file, given)
+    refuse_unused(resolved.config, resolved.changed)
+    check_engine(resolved.config)
+    check_placement(resolved.config)
+    return resolved.config
+
+
+def resolve(overrides: Sequence[str] = (), config_file: Path | None = None, given: Sequence[Source] = ()) -> Resolved:
+    """Merge defaults, algorithm, preset, file, overrides and values.
+
+    Args:
+        overrides: `key=value` strings with dotted keys; `algorithm=` and `preset=` select layers.
+        config_file: YAML with the nesting of the output of `--cfg`.
+        given: (origin, dotted key -> value) of each further layer, weakest first.
+
+    Raises:
+        ConfigError: unknown key, wrong type, value out of range, impossible combination, two
+            spellings with different values, or unreadable file.
+    """
+    words = {key: value for text in overrides for key, value in flatten(dict([parse_override(text)])).items()}
+    file_values = flatten(read_yaml(config_file)) if config_file is not None else {}
+    spelled = _checked([(f"--config {config_file}", file_values), ("command line", words), *given])
+    below = _layers_below(spelled)
+    settings = {option.key: Setting(option.default, "default") for option in options()}
+    node = _editable(OmegaConf.structured(AppConfig))
+    _lay(node, settings, below)
+    base = {key: _get(node, key) for key in settings}
+    _lay(node, settings, [(origin, {k: v for k, v in values.items() if k not in _NAMES}) for origin, values in spelled])
+    settings = {key: Setting(_get(node, key), setting.origin) for key, setting in settings.items()}
+    config = build(AppConfig, cast(dict[str, Any], OmegaConf.to_container(node, resolve=True)))
+    changed = {key: setting.value for key, setting in settings.items() if setting.value != base[key]}
+    layers = [origin for origin, values in [*below, *spelled] if values.keys() - set(_NAMES)]
+    return Resolved(config, settings, changed, ("defaults", *layers))
+
+
+def _checked(sources: Sequence[Source]) -> list[Source]:
+    """The sources with our spellings, of keys that exist."""
+    known = [option.key for option in options()]
+    spelled = [(origin, _unset_steps(values)) for origin, values in one_spelling(sources)]
+    for _, values in spelled:
+        for key in values:
+            if key not in _NAMES:
+                _check_known(key, known)
+    return list(spelled)
+
+
+def _layers_below(given: Sequence[Source]) -> list[Source]:
+    """The layers below file and overrides: engine, algorithm, presets, and their names."""
+    read = {name: _preset(name) for name in named_presets(given)}
+    choice = choose(
+        given, {name: str(values["algorithm.name"]) for name, values in read.items() if "algorithm.name" in values}
+    )
+    read |= {name: _preset(name) for name in choice.presets if name not in read}
+    named = [
+        (f"algorithm={choice.algorithm.name}", _layer("algorithms", choice.algorithm.name)),
+        *((f"preset={name}", {k: v for k, v in read[name].items() if k not in _NAMES}) for name in choice.presets),
+    ]
+    chosen = {key: value for _, values in [*named, *given] for key, value in values.items()}
+    engine = get_training_backend(str(chosen.get("model_engine", AppConfig().model_engine)))
+    placement = str(chosen.get("placement", AppConfig().placement))
+    return [
+        (f"default of model_engine={engine.name}", engine.defaults),
+        (f"default of placement={placement}", placement_defaults(placement)),
+        *named,
+        (choice.algorithm.origin, {"algorithm.name": choice.algorithm.name}),
+        (choice.preset_origin, {PRESET: choice.presets}),
+    ]
+
+
+def _preset(name: str) -> Mapping[str, Any]:
+    """The values of a built-in preset or of a YAML file."""
+    if not is_file(name):
+        return {} if name == NO_PRESET else _layer("presets", name)
+    values = flatten(read_yaml(Path(name).expanduser(), PRESET))
+    if PRESET in values:
+        raise ConfigError(
+            f"{PRESET}={name}: a preset can't name presets; give preset=[{values[PRESET]},{name}] instead."
+        )
+    return _checked([(f"{PRESET}={name}", values)])[0][1]
+
+
+def _layer(kind: str, name: str) -> dict[str, Any]:
+    return flatten(parse_yaml(layer_text(kind, name)))
+
+
+def _lay(node: DictConfig, settings: dict[str, Setting], layers: Sequence[Source]) -> None:
+    """Set the values of the layers, weakest first, and record their origins."""
+    for origin, values in layers:
+        for key, value in values.items():
+            _set(node, key, value)
+            settings[key] = Setting(value, origin)
+
+
+def to_yaml(config: AppConfig) -> str:
+    """The resolved configuration as YAML for `--config`, without the groups of other engines."""
+    values = dataclasses.asdict(config)
+    for group in _hidden_groups(config.model_engine):
+        del values[group]
+    return yaml.safe_dump(values, sort_keys=False)
+
+
+def flat_settings(text: str) -> dict[str, Any]:
+    """Dotted key -> value of YAML that any version of `to_yaml` wrote."""
+    return flatten(parse_yaml(text))
+
+
+def from_yaml(text: str) -> AppConfig:
+    """Read the output of `to_yaml`."""
+    return build(AppConfig, parse_yaml(text))
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """The dotted key and the value of `key=value`; the value is YAML.
+
+    Raises:
+        ConfigError: it has another form.
+    """
+    key, sign, value = text.partition("=")
+    if not sign or not key:
+        raise ConfigError(
+            f"Not an override: {text!r}; write key=value, for instance actor.optim.lr=1e-5, or see --help."
+        )
+    if not value:
+        return key, ""  # YAML would read it as null
+    try:
+        return key, parse_yaml(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"The value of {key} can't be read as YAML: {value!r}. Quote it if it has special characters."
+        ) from error
+
+
+def _unset_steps(values: dict[str, Any]) -> dict[str, Any]:
+    """A layer with epochs and without steps removes the step limit of weaker layers."""
+    epochs, steps = values.get("trainer.total_epochs", 0), "trainer.total_training_steps"
+    return {**values, steps: -1} if isinstance(epochs, int) and epochs > 0 and steps not in values else values
+
+
+def _editable(node: DictConfig) -> DictConfig:
+    """Make a node writable: OmegaConf makes those of frozen dataclasses read-only."""
+    OmegaConf.set_readonly(node, False)
+    for key in node:
+        child = node[key]
+        if isinstance(child, DictConfig):
+            _editable(child)
+    return node
+
+
+def _check_known(key: str, known: Sequence[str]) -> None:
+    if key in known:
+        return
+    inside = [name for name in known if name.startswith(key + ".")]
+    if inside:
+        raise ConfigError(f"{key} is a group of settings, not one setting; set one of its keys, such as {inside[0]}.")
+    raise unknown_key(key, known)
+
+
+def _set(node: DictConfig, key: str, value: Any) -> None:
+    option = next(option for option in options() if option.key == key)
+    refers = isinstance(value, str) and "${" in value
+    try:
+        OmegaConf.update(node, key, items(value) if option.is_list and not refers else value)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{key} must be of type {option.type}; got {value!r} ({type(value).__name__}).") from error
+
+
+def _get(node: DictConfig, key: str) -> Any:
+    """The value of a setting, with interpolations such as `data.seed=${trainer.seed}` resolved."""
+    try:
+        value = OmegaConf.select(node, key)
+        return tuple(value) if isinstance(value, ListConfig) else value
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{key} refers to a value that can't be read: {reason}. Write ${{another.key}}, whose value must fit {key}."
+        ) from error
+
+
+def unknown_key(key: str, known: Sequence[str]) -> ConfigError:
+    """An error with the counterpart of a verl key, or else the most similar key."""
+    of_verl = describe(key)
+    hint = f" {of_verl}" if of_verl else nearest_key(key, known)
+    return ConfigError(f"Unknown key {key!r}.{hint} See --help for all keys.")
+
+
+def nearest_key(key: str, known: Sequence[str]) -> str:
+    """A hint at the most similar key; empty if none is similar."""
+    close = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
+    close.sort(key=lambda name: (-difflib.SequenceMatcher(a=name, b=key).ratio(), _letters_apart(name, key)))
+    if not close:  # the right last part in the wrong group
+        last = key.rpartition(".")[2]
+        tails = {name.rpartition(".")[2]: name for name in reversed(known)}
+        close = [tails[tail] for tail in difflib.get_close_matches(last, list(tails), n=1, cutoff=0.7)]
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _letters_apart(a: str, b: str) -> int:
+    """Number of letters that only one of the two has; 0 for anagrams."""
+    one, other = Counter(a), Counter(b)
+    return ((one - other) + (other - one)).total()

@@ -1,0 +1,133 @@
+"""The option `placement`: which roles share a process, and so a device and their weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from rl_protocol import ConfigError
+from rl_trainer import needs_critic, needs_reference
+
+if TYPE_CHECKING:
+    from rl_app_ppo.config.schema import AppConfig
+
+Role = Literal["actor", "ref", "critic", "rollout", "reward"]
+ROLES: tuple[Role, ...] = get_args(Role)
+NAMED = {"separate": "", "fused": "actor+ref+rollout+critic"}
+"""Value of `placement` -> the groups that it stands for."""
+IN_PROCESS = "naive"
+"""Weight engine of an actor and a rollout in one process."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGroup:
+    """Roles that share each of `ranks` processes; a rollout alone has replicas instead of ranks."""
+
+    roles: tuple[Role, ...]
+    ranks: int
+
+    def process_name(self, rank: int) -> str:
+        """Name of a process, and of its log."""
+        return self._numbered("_".join(self.roles), rank)
+
+    def role_name(self, role: Role, rank: int) -> str:
+        """Name of a role's worker in a process."""
+        return self._numbered(role, rank)
+
+    def _numbered(self, name: str, rank: int) -> str:
+        return name if rank == 0 and self.roles != ("rollout",) else f"{name}-{rank}"
+
+
+def parse_placement(text: str) -> tuple[tuple[Role, ...], ...]:
+    """The groups of several roles that `placement` names.
+
+    >>> parse_placement("actor+ref,critic+reward")
+    (('actor', 'ref'), ('critic', 'reward'))
+
+    Raises:
+        ConfigError: an unknown role, or one that is in two groups.
+    """
+    groups = [group.split("+") for group in NAMED.get(text, text).replace(" ", "").split(",") if group]
+    named = [role for group in groups for role in group]
+    for role in named:
+        if role not in ROLES:
+            raise ConfigError(
+                f"placement must be {', '.join(NAMED)}, or groups of roles such as actor+ref+rollout,critic; "
+                f"got {text!r}, and {role!r} is none of {', '.join(ROLES)}."
+            )
+        if named.count(role) > 1:
+            raise ConfigError(f"placement must name each role once; got {text!r}, which names {role} twice.")
+    return tuple(tuple(role for role in ROLES if role in group) for group in groups)
+
+
+def rollout_in_actor(placement: str) -> bool:
+    """Whether the rollout is in the process of the actor."""
+    return any({"actor", "rollout"} <= set(group) for group in parse_placement(placement))
+
+
+def shares_weights(config: AppConfig) -> bool:
+    """Whether the rollout generates from the actor's own weights, without a copy."""
+    copied = config.lora.rank or config.rollout.dtype != "float32" or not config.checkpoint_engine.enabled
+    return rollout_in_actor(config.placement) and not copied
+
+
+def worker_groups(config: AppConfig) -> tuple[WorkerGroup, ...]:
+    """The worker groups of a run; that of the actor is the first."""
+    used: list[Role] = [role for role in ROLES if _used(role, config)]
+    given: list[tuple[Role, ...]] = [
+        tuple(role for role in group if role in used) for group in parse_placement(config.placement)
+    ]
+    shared = {role for group in given for role in group}
+    alone: list[tuple[Role, ...]] = [(role,) for role in used if role not in shared]
+    groups = [*filter(None, given), *alone]
+    groups.sort(key=lambda group: ROLES.index(group[0]))
+    return tuple(WorkerGroup(group, _ranks(group, config)) for group in groups)
+
+
+def placement_defaults(placement: str) -> dict[str, object]:
+    """Values of other keys that a placement needs."""
+    return {"rollout.num_workers": 1, "checkpoint_engine.backend": IN_PROCESS} if rollout_in_actor(placement) else {}
+
+
+def check_placement(config: AppConfig) -> None:
+    """Check that the engines work with the placement.
+
+    Raises:
+        ConfigError: one does not; names the key to change.
+    """
+    for group in worker_groups(config):
+        if len(group.roles) > 1:
+            _check_group(group, config)
+
+
+def _check_group(group: WorkerGroup, config: AppConfig) -> None:
+    shared = f"placement={config.placement} puts {' and '.join(group.roles)} into one process"
+    wanted: dict[str, tuple[object, object]] = {}
+    if config.model_engine == "megatron":
+        wanted["model_engine"] = ("megatron", "torch or fsdp")
+    if "rollout" in group.roles:
+        wanted["rollout.name"] = (config.rollout.name, "hf")
+        wanted["rollout.num_workers"] = (config.rollout.num_workers, 1)
+    if {"rollout", "reward"} & set(group.roles) and config.ranks > 1:
+        wanted["model_engine"] = (config.model_engine, f"torch, or fsdp with one rank; it has {config.ranks} ranks")
+    if {"actor", "rollout"} <= set(group.roles) and config.checkpoint_engine.enabled:
+        wanted["checkpoint_engine.backend"] = (config.checkpoint_engine.backend, IN_PROCESS)
+    for key, (got, need) in wanted.items():
+        if got != need:
+            raise ConfigError(f"{shared}, for which {key} must be {need}; got {got}. Change it, or the placement.")
+
+
+def _used(role: Role, config: AppConfig) -> bool:
+    match role:
+        case "ref":  # with LoRA the reference is the actor without its adapter
+            return needs_reference(config.algorithm, config.actor) and not config.lora.rank
+        case "critic":
+            return needs_critic(config.algorithm)
+        case _:
+            return True
+
+
+def _ranks(roles: tuple[Role, ...], config: AppConfig) -> int:
+    if roles == ("rollout",):
+        return config.rollout.num_workers
+    return config.ranks if set(roles) & {"actor", "ref", "critic"} else 1

@@ -1,0 +1,65 @@
+"""Read YAML configurations, and flatten nested groups to dotted keys."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from rl_protocol import ConfigError
+
+
+class PlainNumbers(yaml.SafeLoader):
+    """YAML loader that reads 1e-5 as a number, and verl's pairs of bounds 0.5_2 and 1_2 as text."""
+
+
+NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+PlainNumbers.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in rules if tag not in NUMBER_TAGS]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+PlainNumbers.add_implicit_resolver(NUMBER_TAGS[0], re.compile(r"[-+]?\d+$"), list("-+0123456789"))
+PlainNumbers.add_implicit_resolver(
+    NUMBER_TAGS[1],
+    re.compile(r"[-+]?((\d+\.\d*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"),
+    list("-+.0123456789"),
+)
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse a YAML document.
+
+    Raises:
+        yaml.YAMLError: it is not valid.
+    """
+    return yaml.load(text, Loader=PlainNumbers)
+
+
+def read_yaml(path: Path, flag: str = "--config") -> dict[str, Any]:
+    """Read the mapping in a YAML file; `flag` is the option that named it.
+
+    Raises:
+        ConfigError: the file can't be read, or is no mapping.
+    """
+    try:
+        values: object = parse_yaml(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())  # the parser's message has several lines
+        raise ConfigError(f"{flag} {path}: can't be read as YAML: {reason}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{flag} {path}: expected a mapping of groups to settings; got {type(values).__name__}.")
+    return cast(dict[str, Any], values)
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested groups -> dotted keys."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= (
+            flatten(cast(dict[str, Any], value), f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{name}": value}
+        )
+    return flat

@@ -1,0 +1,376 @@
+"""The typed schema of the configuration: the settings of each component and of the app."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from rl_app_ppo.config.placement import NAMED, parse_placement
+from rl_app_ppo.config.presets import NO_PRESET
+from rl_app_ppo.demo.demos import DEMOS
+from rl_ckpt_engine import CheckpointEngineConfig
+from rl_protocol.support.options import Options, condition, group, option, require
+from rl_trainer import needs_critic
+from rl_trainer.config import (
+    ActorConfig,
+    AlgorithmConfig,
+    CriticConfig,
+    LoopConfig,
+    OverlongConfig,
+    ReplayConfig,
+    RolloutConfig,
+)
+from rl_trainer.config.backends import TRAINING_BACKENDS, FsdpConfig, MegatronConfig, get_training_backend
+from rl_trainer.config.lora import LoraConfig
+from rl_trainer.graph.config_checks import check_combination
+from rl_trainer.rewards import parse_terms
+from rl_trainer.rewards.loading import HARMLESS
+from rl_trainer.rewards.scorer_toml import is_scorer_toml
+from rl_transferqueue import TransferQueueConfig
+
+ON_BAD_ROW = ("error", "skip")
+DEMO_USED = "!model.path or !train_files"
+"""The demo task is trained on, or the demo model is warmed up on it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Options):
+    """Prompts and batches: files, or the demo task."""
+
+    train_batch_size: int = option(64, "prompts per step", ge=1)
+    train_files: tuple[str, ...] = option(
+        (),
+        "training files, optionally with shares as in 0.7*a.jsonl,0.3*b.parquet, or folders of save_to_disk; empty: the demo",
+    )
+    val_files: tuple[str, ...] = option(
+        (), "validation files, without shares; empty: data.val_split of the rows of train_files"
+    )
+    val_split: float = option(
+        0.1,
+        "share of the rows of train_files held out for validation if val_files is empty and trainer.test_freq is above 0",
+        ge=0,
+        lt=1,
+        needs=("train_files", "!val_files", "trainer.test_freq>0"),
+    )
+    curriculum: str = option(
+        "",
+        "order of prompts: sequential, or one installed under rl_trainer.curricula; empty: shuffled each epoch, with the shares of train_files",
+    )
+    prompt_key: str = option(
+        "prompt", "field of a row with the prompt: a list of messages, or a text", needs="train_files"
+    )
+    max_prompt_length: int = option(512, "most tokens of a prompt from a file", ge=1, needs="train_files")
+    filter_overlong_prompts: bool = option(
+        True, "drop longer prompts; otherwise they are bad rows", needs="train_files"
+    )
+    on_bad_row: str = option(
+        "error", "invalid rows: error, or skip (the number is reported)", choices=ON_BAD_ROW, needs="train_files"
+    )
+    demo: str = option("addition", "demo: task", choices=DEMOS, needs=DEMO_USED)
+    train_size: int = option(4000, "demo: problems in the training split", ge=1, needs=DEMO_USED)
+    val_size: int = option(
+        512, "demo: problems in the validation split; the splits never overlap", ge=1, needs=DEMO_USED, resume="free"
+    )
+    seed: int = option(0, "demo: seed of the problems, the splits and the warm-up of its model", ge=0, needs=DEMO_USED)
+
+    def check(self, path: str) -> None:
+        require(
+            bool(self.files("train")) or not self.files("val"),
+            f"{path}val_files",
+            f"empty if {path}train_files is empty: the demo has its own validation split",
+            self.val_files,
+        )
+        given = {weight is None for _, weight in _weighted(self.train_files)}
+        require(len(given) < 2, f"{path}train_files", "files that all have a share, or none of them", self.train_files)
+        require(
+            all(weight is None for _, weight in _weighted(self.val_files)),
+            f"{path}val_files",
+            "files without shares",
+            self.val_files,
+        )
+        require(
+            len(set(self.files("train"))) == len(self.files("train")),
+            f"{path}train_files",
+            "different files",
+            self.train_files,
+        )
+        require(
+            not (self.curriculum and self.shares()),
+            f"{path}train_files",
+            f"files without shares with {path}curriculum={self.curriculum!r}, which decides how often a row appears",
+            self.train_files,
+        )
+        require(bool(self.prompt_key), f"{path}prompt_key", "the name of a field", self.prompt_key)
+
+    def files(self, split: Literal["train", "val"]) -> tuple[str, ...]:
+        """Paths of `train_files` or `val_files`."""
+        return tuple(name for name, _ in _weighted(self.train_files if split == "train" else self.val_files))
+
+    def shares(self) -> tuple[float, ...] | None:
+        """Share of each training file in an epoch; None: every epoch has each row once."""
+        found = [weight for _, weight in _weighted(self.train_files)]
+        return None if None in found else tuple(weight or 0.0 for weight in found)
+
+
+def _weighted(names: Iterable[str]) -> list[tuple[str, float | None]]:
+    """Each name with the number before its star."""
+    found: list[tuple[str, float | None]] = []
+    for name in names:
+        number, _, rest = name.partition("*")
+        try:
+            found.append((rest.strip(), float(number)) if rest else (name, None))
+        except ValueError:
+            found.append((name, None))  # the star is part of the name
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Options):
+    """The initial policy."""
+
+    path: str = option(
+        "",
+        "Hugging Face checkpoint folder, or name of a model in the local Hugging Face cache; empty: the demo model, "
+        "made by a short supervised warm-up and cached",
+    )
+    cache_dir: str = option(
+        "~/.cache/rl-app-ppo",
+        "folder of demo models and prepared data files, by content hash",
+        needs="!path or data.train_files",
+        resume="free",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(Options):
+    """How responses are scored."""
+
+    function: str = option(
+        "exact_match",
+        "exact_match, math, gsm8k, countdown, by_data_source, one installed under rl_trainer.rewards, path.py:function, path.toml "
+        "(a service or a reward model), or a sum: "
+        "0.8*math,0.2*my.py:brief",
+    )
+    timeout_s: float = option(
+        10.0, "longest duration of one call, seconds; then its process is killed and replaced", gt=0, needs="timed"
+    )
+    num_workers: int = option(
+        2, "processes of each reward function (exact_match and gsm8k need none)", ge=1, needs="isolated"
+    )
+    memory_mb: int = option(
+        4096, "address space limit of each of these processes, MiB; Python itself needs 256", ge=256, needs="isolated"
+    )
+    overlong: OverlongConfig = group(OverlongConfig, "penalty for overlong responses")
+
+    def check(self, path: str) -> None:
+        parse_terms(self.function, f"{path}function")
+
+    @condition("a reward.function, other than exact_match and gsm8k, that is code")
+    def isolated(self) -> bool:
+        """Whether any function runs in separate processes."""
+        return any(not is_scorer_toml(name) for name in self._limited())
+
+    @condition("a reward.function other than exact_match and gsm8k")
+    def timed(self) -> bool:
+        """Whether calls of any function have a time limit."""
+        return bool(self._limited())
+
+    def _limited(self) -> list[str]:
+        return [term.name for term in parse_terms(self.function) if term.name not in HARMLESS]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig(RolloutConfig):
+    """How responses are generated, and by which engine."""
+
+    name: str = option("hf", "rollout engine: hf (transformers), or vllm (an extra)", choices=("hf", "vllm"))
+    kv_cache_mb: int = option(256, "KV cache of each vLLM replica, MiB", ge=1, needs="name=vllm")
+    tensor_model_parallel_size: int = option(
+        1, "tensor-parallel processes of each vLLM replica", ge=1, needs="name=vllm", resume="free"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig(LoopConfig):
+    """The training loop, and the files of the run."""
+
+    total_epochs: int = option(
+        0,
+        "limit of epochs, each with one step per whole batch of the training data; 0: no limit but steps",
+        ge=0,
+        resume="free",
+    )
+    output_dir: str = option("outputs", "parent of the run folders", resume="silent")
+    run_name: str = option("", "name of the run folder; empty: date, time, algorithm and seed", resume="silent")
+    resume_mode: str = option(
+        "disable",
+        "disable: a new run; auto: resume from the newest whole checkpoint of the run folder; or a checkpoint to start a new run from",
+        resume="silent",
+    )
+    max_ckpt_to_keep: int = option(
+        3, "number of newest checkpoints to keep, besides the best one; 0: all", ge=0, resume="free"
+    )
+    logger: tuple[str, ...] = option(
+        ("console", "tensorboard"),
+        "loggers besides metrics.jsonl: console, tensorboard, wandb, mlflow, trackio, or installed under rl_app_ppo.sinks",
+        resume="free",
+    )
+    hooks: tuple[str, ...] = option((), "hooks into the training loop, installed under rl_trainer.hooks", resume="free")
+    profile_steps: tuple[int, ...] = option(
+        (),
+        "steps to profile with torch in every process with a model, into profile/ of the run folder; the first is 1",
+        ge=1,
+        resume="free",
+    )
+    min_free_disk_mb: int = option(
+        100, "refuse to start with less free space than this in output_dir", ge=0, resume="free"
+    )
+    threads_per_worker: int = option(
+        1,
+        "compute threads of each worker process; 0: all cores, shared by the workers that compute at the same time",
+        ge=0,
+        resume="free",
+    )
+
+    def check(self, path: str) -> None:
+        require(
+            self.total_training_steps >= 0 or self.total_epochs >= 1,
+            f"{path}total_training_steps",
+            f"at least 0 without {path}total_epochs",
+            self.total_training_steps,
+        )
+        require(bool(self.output_dir), f"{path}output_dir", "a folder", self.output_dir)
+        require("/" not in self.run_name, f"{path}run_name", "a name without slashes", self.run_name)
+        require(bool(self.resume_mode), f"{path}resume_mode", "disable, auto or a folder", self.resume_mode)
+        require(
+            self.resume_mode != "auto" or bool(self.run_name),
+            f"{path}run_name",
+            f"given with {path}resume_mode=auto, to name the run to resume",
+            self.run_name,
+        )
+
+
+LOCAL = "local"
+"""Value of ray.address that starts Ray for this run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayConfig(Options):
+    """The Ray cluster that hosts the workers."""
+
+    address: str = option(
+        LOCAL, "local: start Ray on this machine and stop it at the end; auto or host:port: join a cluster"
+    )
+    start_timeout_s: float = option(120.0, "timeout for the start of Ray and of the workers, seconds", gt=0)
+    cpus_per_worker: float = option(0.0, "CPUs Ray reserves for each worker process; 0: they share all CPUs", ge=0)
+
+    def check(self, path: str) -> None:
+        require(bool(self.address), f"{path}address", "local, auto or host:port", self.address)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppConfig(Options):
+    """All settings of `uv run apps/ppo`."""
+
+    preset: tuple[str, ...] = option(
+        (),
+        f"demo, demo-ppo or demo-calculator: values for the model and task of that demo; {NO_PRESET}; or YAML files of your own. Later ones "
+        f"override earlier ones. Empty: the demo of the algorithm if data.train_files is empty, else {NO_PRESET}",
+        resume="silent",
+    )
+    model_engine: str = option("torch", "engine that trains the models: " + ", ".join(TRAINING_BACKENDS), resume="free")
+    placement: str = option(
+        "separate",
+        f"roles that share a process: {' or '.join(NAMED)} ({NAMED['fused']}), or groups such as actor+ref,critic+reward; "
+        "roles that it does not name have a process each",
+        resume="free",
+    )
+    algorithm: AlgorithmConfig = group(AlgorithmConfig, "advantages")
+    data: DataConfig = group(DataConfig, "task and batches")
+    model: ModelConfig = group(ModelConfig, "initial policy")
+    lora: LoraConfig = group(LoraConfig, "adapters instead of all weights", needs="rank>0")
+    fsdp: FsdpConfig = group(FsdpConfig, "FSDP2", needs="model_engine=fsdp", resume="free")
+    megatron: MegatronConfig = group(MegatronConfig, "Megatron-Core", needs="model_engine=megatron", resume="free")
+    reward: RewardConfig = group(RewardConfig, "scoring")
+    actor: ActorConfig = group(ActorConfig, "policy training")
+    critic: CriticConfig = group(CriticConfig, "value training", needs="trains_critic")
+    rollout: GenerationConfig = group(GenerationConfig, "generation")
+    replay: ReplayConfig = group(ReplayConfig, "prompts whose rollouts fail", resume="free")
+    transfer_queue: TransferQueueConfig = group(TransferQueueConfig, "data plane", resume="free")
+    checkpoint_engine: CheckpointEngineConfig = group(
+        CheckpointEngineConfig, "weight synchronization", needs="enabled", resume="free"
+    )
+    trainer: TrainerConfig = group(TrainerConfig, "loop and outputs")
+    ray: RayConfig = group(RayConfig, "processes", resume="free")
+
+    @condition("an estimator with a critic, algorithm.adv_estimator=gae")
+    def trains_critic(self) -> bool:
+        """Whether a critic is trained."""
+        return needs_critic(self.algorithm)
+
+    @property
+    def ranks(self) -> int:
+        """Processes that share each trained model."""
+        return {"fsdp": self.fsdp.world_size, "megatron": self.megatron.ranks}.get(self.model_engine, 1)
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether rows of the training files are held out for validation."""
+        data = self.data
+        return bool(data.train_files and not data.val_files and data.val_split and self.trainer.test_freq)
+
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether only adapters are sent to the rollout, which has loaded the base weights."""
+        return self.lora.rank > 0 and not self.lora.merge
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Data-parallel index of each actor rank; the ranks of a model replica share rows."""
+        return tuple(
+            self.megatron.replica(rank) if self.model_engine == "megatron" else rank for rank in range(self.ranks)
+        )
+
+    def check(self, path: str) -> None:
+        get_training_backend(self.model_engine)
+        parse_placement(self.placement)
+        check_combination(self.algorithm, self.actor, self.rollout.n)
+        self._check_batches(path)
+        longest = self.rollout.response_length
+        require(
+            self.reward.overlong.buffer_len <= longest,
+            f"{path}reward.overlong.buffer_len",
+            f"at most rollout.response_length ({longest})",
+            self.reward.overlong.buffer_len,
+        )
+        require(
+            self.rollout.n >= 2 or not self.algorithm.filter_groups.enable,
+            f"{path}rollout.n",
+            "at least 2 with algorithm.filter_groups.enable=true, which compares the responses to a prompt",
+            self.rollout.n,
+        )
+
+    def _check_batches(self, path: str) -> None:
+        batch, n, shares = self.data.train_batch_size, self.rollout.n, len(set(self.replicas))
+        minis = {"actor.ppo_mini_batch_size": self.actor.ppo_mini_batch_size}
+        if self.trains_critic:
+            minis["critic.ppo_mini_batch_size"] = self.critic.ppo_mini_batch_size
+        for key, mini in minis.items():
+            require(batch % mini == 0, f"{path}data.train_batch_size", f"divisible by {key} ({mini})", batch)
+            require(
+                mini * n >= shares,
+                path + key,
+                f"at least {get_training_backend(self.model_engine).group}.world_size / rollout.n ({shares} / {n}), "
+                "so that each rank has a response in "
+                "every optimizer step",
+                mini,
+            )
+        require(
+            batch <= self.data.train_size or bool(self.data.train_files),
+            f"{path}data.train_batch_size",
+            f"at most data.train_size ({self.data.train_size})",
+            batch,
+        )
+        workers = self.rollout.num_workers
+        require(workers <= batch, f"{path}rollout.num_workers", f"at most data.train_batch_size ({batch})", workers)

@@ -1,0 +1,1 @@
+"""The driver process: run.py starts the workers, connects them, and trains."""

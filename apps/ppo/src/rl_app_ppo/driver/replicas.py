@@ -1,0 +1,147 @@
+"""Rollout workers that are replaced when their process or engine dies, or when they miss a sync."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from rl_ckpt_engine import CheckpointEngineManager, ReceiverEndpoint, remote
+from rl_protocol import WeightSyncError, WorkerDiedError
+from rl_protocol.ports import WeightSyncReport
+from rl_rollout_vllm import EngineDiedError
+from rl_trainer import WorkerHandle
+
+_log = logging.getLogger(__name__)
+RESTARTS = 3
+"""Most restarts of a replica in a row; a successful call resets the count."""
+
+
+class Restartable(WorkerHandle, Protocol):
+    """A worker whose process can be replaced."""
+
+    async def restart(self) -> None:
+        """Kill the process if it still runs, and start and build another in its place.
+
+        Raises:
+            WorkerError: as WorkerHandle.call.
+        """
+        ...
+
+
+class Replica:
+    """WorkerHandle of a rollout worker that is replaced when it is lost.
+
+    Before a call a lost replica gets a new process, and the manager sends it the current weights. A
+    call during which the process dies is repeated: its responses are generated again.
+
+    Args:
+        worker: the process.
+        manager: the weight manager; None: all processes keep the initial weights.
+        can_start: whether a new process can start; False once a server of Ray is lost.
+    """
+
+    def __init__(
+        self,
+        worker: Restartable,
+        manager: CheckpointEngineManager | None,
+        can_start: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._worker = worker
+        self._manager = manager
+        self._can_start = can_start
+        self._died = False
+        self._restarts = 0
+
+    @property
+    def name(self) -> str:
+        return self._worker.name
+
+    @property
+    def process(self) -> object:
+        return self._worker.process
+
+    @property
+    def bytes_moved(self) -> int:
+        return self._worker.bytes_moved
+
+    @property
+    def lost(self) -> bool:
+        """Whether the process died, or the manager has quarantined the replica."""
+        return self._died or (self._manager is not None and self.name in self._manager.quarantined)
+
+    async def call(self, method: str, payload: bytes, *, timeout_s: float) -> bytes:
+        """Call the worker; if it is lost, replace it and repeat the call.
+
+        `timeout_s` is for each attempt, without the start of a new process.
+
+        Raises:
+            WorkerError: the worker failed or was late, or died after RESTARTS restarts in a row, or
+                died when no new process can start.
+            EngineDiedError: its engine died after RESTARTS restarts in a row.
+            WeightSyncError: the last new process could not get the current weights.
+        """
+        while True:
+            try:
+                await self.replace_lost()
+                answer = await self._worker.call(method, payload, timeout_s=timeout_s)
+            except (WorkerDiedError, EngineDiedError, WeightSyncError) as error:
+                if self._restarts == RESTARTS or not self._can_start():
+                    raise
+                self._lose(error)
+            else:
+                self._restarts = 0
+                return answer
+
+    async def replace_lost(self) -> None:
+        """If the replica is lost, start a new process and send it the committed version.
+
+        Raises:
+            WorkerError: the process did not start.
+            WeightSyncError: it could not get the weights.
+        """
+        if not self.lost:
+            return
+        self._restarts += 1
+        _log.warning("Rollout worker %s gets a new process, %d of %d in a row.", self.name, self._restarts, RESTARTS)
+        await self._worker.restart()
+        if self._manager is not None:
+            await self._manager.add_receiver(remote(ReceiverEndpoint, self._worker))
+        self._died = False
+
+    def _lose(self, error: WorkerDiedError | EngineDiedError | WeightSyncError) -> None:
+        self._died = True
+        if self._manager is not None:
+            self._manager.quarantine(self.name, error.message.rstrip("."))
+        else:
+            _log.warning("%s", error)
+
+
+class ReplicaSync:
+    """WeightSync that repeats a sync which failed because all replicas died.
+
+    Args:
+        manager: the weight manager.
+        replicas: all rollout replicas.
+    """
+
+    def __init__(self, manager: CheckpointEngineManager, replicas: Sequence[Replica]) -> None:
+        self._manager = manager
+        self._replicas = replicas
+
+    async def update_weights(self, version: int) -> WeightSyncReport:
+        """Send a version to all replicas, and again to their successors if all of them died.
+
+        Raises:
+            WeightSyncError: no replica has the version although none was lost, or it failed twice.
+            WorkerError: a new process did not start.
+        """
+        try:
+            return await self._manager.update_weights(version)
+        except WeightSyncError:
+            lost = [replica for replica in self._replicas if replica.lost]
+            if not lost:
+                raise
+        for replica in lost:
+            await replica.replace_lost()
+        return await self._manager.update_weights(version)

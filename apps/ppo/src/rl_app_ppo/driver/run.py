@@ -1,0 +1,259 @@
+"""One run: start everything, train, write the checkpoint, and stop everything in reverse order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rl_app_ppo.cluster.lost_processes import fate, named_losses, ray_servers
+from rl_app_ppo.cluster.ray_session import ray_session, write_timeline
+from rl_app_ppo.config.loading import flat_settings, to_yaml
+from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.driver.replicas import Replica, ReplicaSync
+from rl_app_ppo.driver.weight_sync import OnStep, make_sync, measured
+from rl_app_ppo.driver.workers import WorkerPool
+from rl_app_ppo.inputs.data import about_validation, open_data, train_order
+from rl_app_ppo.inputs.model_path import given_model
+from rl_app_ppo.outputs.console import LossNotes, Screen
+from rl_app_ppo.outputs.metric_sinks import CONSOLE, logger_names, open_sinks
+from rl_app_ppo.outputs.metrics_file import JSONLSink, kept_metrics
+from rl_app_ppo.outputs.profiling import Profiling
+from rl_app_ppo.outputs.recorder import Recorder
+from rl_app_ppo.outputs.resume import Start
+from rl_app_ppo.outputs.run_folder import UNPUBLISHED, RunFiles, publish_folder
+from rl_app_ppo.outputs.startup_times import Startup
+from rl_app_ppo.outputs.trackers import RunFacts
+from rl_app_ppo.outputs.training_warnings import RewardFailures, TrainingWarnings
+from rl_ckpt_engine import PluginPolicy
+from rl_protocol.ports import DataPlane, MetricSink
+from rl_protocol.support.temporary_folders import temporary_folder
+from rl_trainer import PPOTrainer, StepGraph, TrainerParts, Workers
+from rl_trainer.data.validation_split import PreparedPrompts
+from rl_trainer.driver.checkpoint_writer import CheckpointWriter
+from rl_trainer.driver.hooks import Hook, named_hooks
+from rl_trainer.rollout.agents import ToolAgent
+from rl_trainer.rollout.session_turns import SESSIONS
+from rl_trainer.workers.columns import PARTITIONS
+from rl_transferqueue import LocalPlane, connect, start_local_plane
+from rl_transferqueue.consume import prompt_groups
+from rl_transferqueue.consume.replay_buffer import ReplayBuffer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """The checked inputs of a run."""
+
+    config: AppConfig
+    graph: StepGraph
+    """The stages of a step, from `preflight`."""
+    files: RunFiles
+    """Where the run writes."""
+    start: Start
+    """The beginning, or a checkpoint."""
+    plugins: PluginPolicy
+    """Which plug-ins of the weight synchronization the operator allows."""
+
+    @property
+    def last_step(self) -> int | None:
+        """Step of the checkpoint that the run resumes from; None: it starts from the beginning."""
+        return self.start.checkpoint.manifest.step if self.start.checkpoint else None
+
+
+async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
+    """Train as planned.
+
+    Args:
+        plan: what to do.
+        screen: shows progress.
+        startup: times the phases until the first step.
+
+    Raises:
+        RLError: the run failed; its processes have ended and its files are closed by then.
+    """
+    config, files = plan.config, plan.files
+    async with AsyncExitStack() as stack:
+        stack.enter_context(screen)
+        sinks: list[MetricSink] = []
+        loggers = logger_names(config.trainer.logger)
+        warnings = TrainingWarnings(screen.note, tools=_has_tools(config), reward_log=files.logs / "reward.log")
+        recorder = Recorder(
+            screen, sinks, config.trainer.total_training_steps, warnings, startup, lines=CONSOLE in loggers
+        )
+        with startup.phase("data_plane", "starting the data plane"):
+            local_plane = await stack.enter_async_context(_local_plane(config, files.logs, screen))
+        pool = WorkerPool(config, files)
+        with startup.phase("ray", "starting Ray"):
+            await stack.enter_async_context(ray_session(config.ray, config.trainer))
+            servers = ray_servers()
+            stack.enter_context(named_losses(_plane_servers(local_plane) | servers))
+            await pool.require_cpus()
+        stack.enter_context(closing(pool))
+        pool.start()
+        store = stack.enter_context(temporary_folder("rl-app-ppo-"))
+        model_path = await _load_models(plan, pool, local_plane, store, screen, startup)
+        plane, buffers = await _connect_plane(config, local_plane, stack)
+        last_step = plan.last_step
+        for line in kept_metrics(files.metrics, -1 if last_step is None else last_step):
+            recorder.remember(int(line["step"]), line)
+        facts = RunFacts(folder=files.folder, config=flat_settings(to_yaml(config)), after=last_step)
+        with startup.phase("data", "opening data and loggers"):
+            for sink in (JSONLSink(files.metrics), *open_sinks(loggers, facts)):
+                sinks.append(stack.enter_context(closing(sink)))
+            data = open_data(config, model_path)
+        if about := about_validation(config, data):
+            screen.note(about)
+        hooks = {
+            **named_hooks(config.trainer.hooks),
+            "the console": LossNotes(screen),
+            "reward failures": RewardFailures(warnings),
+        }
+        if config.trainer.profile_steps:
+            profiling = _profiling(plan, pool)
+            stack.push_async_callback(profiling.close)
+            hooks["trainer.profile_steps"] = profiling
+        rollout = _connect_rollout(plan, pool, servers, recorder.on_step, screen)
+        trainer = PPOTrainer(_trainer_parts(plan, rollout, plane, buffers, data, hooks))
+        try:
+            if plan.start.checkpoint is not None:
+                with startup.phase("resume", "loading the checkpoint"):
+                    await trainer.resume(plan.start.checkpoint)
+            startup.done()
+            startup.begin("first validation" if config.trainer.val_before_train and last_step is None else "first step")
+            await trainer.fit()
+        finally:
+            startup.end()
+            recorder.write_curve(files.curve)
+        temporary = files.folder / UNPUBLISHED
+        await trainer.save(temporary)
+        publish_folder(temporary, files.checkpoint)
+    return recorder
+
+
+async def _load_models(
+    plan: RunPlan, pool: WorkerPool, plane: LocalPlane, store: Path, screen: Screen, startup: Startup
+) -> Path:
+    """Wait for the processes and load their models; returns the folder of the initial policy."""
+    model_path = given_model(plan.config)
+    if model_path is None:
+        with startup.phase("base_model", "making or finding the demo's base model"):
+            model_path = await pool.demo_model(screen, startup)
+    with startup.phase("workers", f"starting {len(pool)} worker processes"):
+        await pool.ready()
+    with startup.phase("models", "workers load their models"):
+        await pool.build(model_path, plane.descriptor, store, plan.plugins)
+    return model_path
+
+
+async def _connect_plane(
+    config: AppConfig, local_plane: LocalPlane, stack: AsyncExitStack
+) -> tuple[DataPlane, Mapping[str, ReplayBuffer]]:
+    """The driver's client of the data plane, and the replay buffer of each partition.
+
+    Every step takes all groups that it starts, so no group waits or gets too old.
+    """
+    plane = await connect(local_plane.descriptor)
+    stack.push_async_callback(plane.close)
+    settings = prompt_groups.ReplayConfig(
+        groups_per_version=config.data.train_batch_size, when_stale="drop", **asdict(config.replay)
+    )
+    buffers = {name: ReplayBuffer(plane, name, settings) for name in PARTITIONS}
+    for buffer in buffers.values():
+        await stack.enter_async_context(buffer)
+    return plane, buffers
+
+
+@dataclass(frozen=True)
+class _Rollout:
+    """The workers with replaceable rollout replicas, and the weight sync to these."""
+
+    workers: Workers
+    sync: ReplicaSync | None
+    """None: the weight synchronization is off."""
+    on_step: OnStep
+
+
+def _connect_rollout(
+    plan: RunPlan, pool: WorkerPool, servers: Mapping[int, str], on_step: OnStep, screen: Screen
+) -> _Rollout:
+    """Connect the rollout workers; `servers` are those of Ray, by process id."""
+    config, workers, manager = plan.config, pool.workers, None
+    if config.checkpoint_engine.enabled:
+        manager = make_sync(config.checkpoint_engine, plan.plugins, workers.actor, workers.rollout, screen.weights)
+        on_step = measured(manager, on_step)
+
+    def ray_runs() -> bool:
+        return not any(map(fate, servers))
+
+    replicas = {worker: Replica(worker, manager, ray_runs) for worker in pool.replaceable}
+    sync = ReplicaSync(manager, list(replicas.values())) if manager else None
+    return _Rollout(replace(workers, rollout=[replicas.get(worker, worker) for worker in pool.rollout]), sync, on_step)
+
+
+def _trainer_parts(
+    plan: RunPlan,
+    rollout: _Rollout,
+    plane: DataPlane,
+    buffers: Mapping[str, ReplayBuffer],
+    data: Mapping[str, PreparedPrompts],
+    hooks: Mapping[str, Hook],
+) -> TrainerParts:
+    config = plan.config
+    checkpoints = CheckpointWriter(
+        plan.files.checkpoints,
+        config=to_yaml(config),
+        keep=config.trainer.max_ckpt_to_keep,
+        workers=rollout.workers,
+        timeout_s=config.trainer.stage_timeout_s,
+    )
+    return TrainerParts(
+        graph=plan.graph,
+        plane=plane,
+        buffers=buffers,
+        replay=config.replay,
+        workers=rollout.workers,
+        weight_sync=rollout.sync,
+        train_order=train_order(config, data["train"]),
+        validation_size=len(data["val"]) if "val" in data else 0,
+        rollout=config.rollout,
+        actor=config.actor,
+        critic=config.critic,
+        filter_groups=config.algorithm.filter_groups,
+        loop=config.trainer,
+        on_step=rollout.on_step,
+        checkpoints=checkpoints,
+        hooks=hooks,
+    )
+
+
+def _profiling(plan: RunPlan, pool: WorkerPool) -> Profiling:
+    models = [process for process in pool.processes if process.roles != ("reward",)]
+    return Profiling(plan.files.profile, frozenset(plan.config.trainer.profile_steps), models, write_timeline)
+
+
+@asynccontextmanager
+async def _local_plane(config: AppConfig, logs: Path, screen: Screen) -> AsyncGenerator[LocalPlane]:
+    plane = await asyncio.to_thread(start_local_plane, config.transfer_queue, log_dir=logs)
+    if control := plane.descriptor.controller.control:
+        screen.note(f"data plane: listens at {control}")
+    try:
+        yield plane
+    finally:
+        await asyncio.to_thread(plane.close)
+
+
+def _plane_servers(plane: LocalPlane) -> dict[int, str]:
+    """Process id -> description of the data plane's server processes."""
+    controller, *units = plane.pids
+    names = {controller: "The controller of the data plane"}
+    names |= {pid: f"Storage unit {i} of the data plane" for i, pid in enumerate(units)}
+    return {pid: name for pid, name in names.items() if pid != os.getpid()}  # an in-process plane has none
+
+
+def _has_tools(config: AppConfig) -> bool:
+    """Whether the session is a ToolAgent; other sessions can't be asked for their tools."""
+    run = SESSIONS.get(config.rollout.session).run
+    return isinstance(getattr(run, "__self__", None), ToolAgent)

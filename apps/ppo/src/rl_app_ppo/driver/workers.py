@@ -1,0 +1,160 @@
+"""The worker processes of a run: their roles, their start, and the models they load."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+
+import msgspec
+
+from rl_app_ppo.cluster.placement import require_cpus
+from rl_app_ppo.cluster.ray_actor import RayProcess, RayWorker
+from rl_app_ppo.config.loading import to_yaml
+from rl_app_ppo.config.placement import Role, WorkerGroup, worker_groups
+from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.demo.cache import read_facts
+from rl_app_ppo.outputs.console import Screen
+from rl_app_ppo.outputs.run_folder import RunFiles
+from rl_app_ppo.outputs.startup_times import Startup
+from rl_app_ppo.worker.messages import BuildCall
+from rl_ckpt_engine import PluginPolicy
+from rl_trainer import Workers, needs_reference
+from rl_transferqueue import PlaneDescriptor
+
+
+class WorkerPool:
+    """The worker processes of one run.
+
+    Lifecycle: `require_cpus`, then `start`, `ready` and `build`; `close` kills the processes.
+
+    Attributes:
+        processes: all processes that were started; that of the first actor is the first, since it
+            makes the demo model while the others start.
+    """
+
+    def __init__(self, config: AppConfig, files: RunFiles) -> None:
+        self._config = config
+        self._files = files
+        self._groups = worker_groups(config)
+        self._handles: dict[Role, list[RayWorker]] = {}
+        self.processes: list[RayProcess] = []
+
+    def __len__(self) -> int:
+        return sum(group.ranks for group in self._groups)
+
+    @property
+    def workers(self) -> Workers:
+        """The processes by role, as the trainer takes them."""
+        actor, ref = self._of("actor"), self._of("ref")
+        colocated = needs_reference(self._config.algorithm, self._config.actor) and not ref
+        return Workers(
+            rollout=self._of("rollout"),
+            reward=self._of("reward")[0],
+            actor=actor,
+            dp_ranks=self._config.replicas,
+            ref=actor if colocated else ref,
+            critic=self._of("critic"),
+        )
+
+    @property
+    def rollout(self) -> list[RayWorker]:
+        """All rollout workers."""
+        return self._of("rollout")
+
+    @property
+    def replaceable(self) -> list[RayWorker]:
+        """The rollout workers whose process can be replaced: no other role is in it."""
+        return [worker for worker in self.rollout if worker.process.roles == ("rollout",)]
+
+    async def require_cpus(self) -> None:
+        """Wait until Ray has the CPUs for all processes.
+
+        Raises:
+            WorkerError: see `placement.require_cpus`.
+        """
+        needed = sum(cpus_used(group, self._config) * group.ranks for group in self._groups)
+        await require_cpus(needed, self._config.ray.cpus_per_worker)
+
+    def start(self) -> None:
+        """Start the processes without waiting for them."""
+        threads, cpus = self._config.trainer.threads_per_worker, self._config.ray.cpus_per_worker
+        for group in self._groups:
+            for rank in range(group.ranks):
+                name = group.process_name(rank)
+                log, reserved = self._files.logs / f"{name}.log", cpus * cpus_used(group, self._config)
+                process = RayProcess(group.roles, name, log, threads, reserved)
+                self.processes.append(process)
+                for role in group.roles:
+                    worker = RayWorker(process, role, group.role_name(role, rank))
+                    self._handles.setdefault(role, []).append(worker)
+
+    async def ready(self) -> None:
+        """Wait until all processes run.
+
+        Raises:
+            WorkerError: one died, or did not start within `ray.start_timeout_s`.
+        """
+        timeout_s = self._config.ray.start_timeout_s
+        await asyncio.gather(*(process.ready(timeout_s) for process in self.processes))
+
+    async def demo_model(self, screen: Screen, startup: Startup) -> Path:
+        """Have the first actor make or find the demo's base model; returns its folder."""
+        start, path, warmed_up = time.perf_counter(), "", False
+        async for progress in self._of("actor")[0].process.warm_up(to_yaml(self._config)):
+            if progress.path:
+                path = progress.path
+                continue
+            warmed_up = True
+            startup.describe(f"warm-up of the demo's base model, step {progress.step} of at most {progress.total}")
+            screen.bar("warm-up", progress.step, progress.total)
+        screen.clear_bar()
+        how = (
+            f"supervised warm-up took {time.perf_counter() - start:.0f} s with the start of the workers"
+            if warmed_up
+            else "from the cache, no warm-up"
+        )
+        accuracy = read_facts(Path(path))["accuracy"]
+        screen.note(f"base model: {how}; accuracy {accuracy:.3f} ({path})")
+        return Path(path)
+
+    async def build(self, model_path: Path, plane: PlaneDescriptor, store: Path, plugins: PluginPolicy) -> None:
+        """Have all processes load their models and connect to the data plane.
+
+        Args:
+            model_path: folder of the policy.
+            plane: where the data plane is.
+            store: folder of the files through which the ranks of a role find each other, needed
+            until the run ends.
+            plugins: which plug-ins of the weight synchronization may load.
+        """
+        resolved, described = to_yaml(self._config), msgspec.json.encode(plane)
+        processes, calls = iter(self.processes), list[Awaitable[None]]()
+        for group in self._groups:
+            for rank in range(group.ranks):
+                call = BuildCall(
+                    config=resolved,
+                    model_path=str(model_path),
+                    plane=described,
+                    rank=0 if group.roles == ("rollout",) else rank,  # replicas share no model
+                    store=str(store / group.process_name(0)),
+                    samples=str(self._files.samples),
+                    plugins=plugins,
+                )
+                payload = msgspec.msgpack.encode(call)
+                calls.append(next(processes).build(payload, timeout_s=self._config.ray.start_timeout_s))
+        await asyncio.gather(*calls)
+
+    def close(self) -> None:
+        """Kill the processes."""
+        for process in self.processes:
+            process.kill()
+
+    def _of(self, role: Role) -> list[RayWorker]:
+        return self._handles.get(role, [])
+
+
+def cpus_used(group: WorkerGroup, config: AppConfig) -> int:
+    """Computing processes of a worker process: itself, or the ranks of its vLLM engine."""
+    return config.rollout.tensor_model_parallel_size if group.roles == ("rollout",) else 1

@@ -1,0 +1,1 @@
+"""The inputs of a run: the model folder, its tokenizer, and the data."""

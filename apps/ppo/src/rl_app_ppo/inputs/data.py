@@ -1,0 +1,121 @@
+"""Open the training and validation prompts: from files, or the demo task. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.demo.addition import Problem
+from rl_app_ppo.demo.demos import DEMOS
+from rl_app_ppo.demo.tokenizer import demo_tokenizer
+from rl_app_ppo.inputs.tokenizer import load_tokenizer
+from rl_trainer import Mixture, PromptOrder, PromptRow
+from rl_trainer.data.curriculum import NamedCurriculum
+from rl_trainer.data.validation_split import PreparedPrompts, Subset, hold_out
+
+
+class DemoDataset:
+    """PromptDataset of a demo task."""
+
+    def __init__(self, problems: Sequence[Problem], tokenizer: Tokenizer, data_source: str) -> None:
+        self._rows = [
+            PromptRow(prompt_ids=tuple(tokenizer.encode(p.prompt).ids), data_source=data_source, ground_truth=p.answer)
+            for p in problems
+        ]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> PromptRow:
+        return self._rows[row]
+
+    @property
+    def rows_of_files(self) -> tuple[int, ...]:
+        """Empty: the rows are from no file."""
+        return ()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(row.prompt_ids) for row in self._rows)
+
+    @property
+    def largest_token(self) -> int:
+        """Largest token id of all prompts."""
+        return max(max(row.prompt_ids) for row in self._rows)
+
+
+def open_data(config: AppConfig, model_path: Path | None) -> Mapping[str, PreparedPrompts]:
+    """Open the splits `train` and, if the run validates, `val`.
+
+    Args:
+        config: the configuration of the run.
+        model_path: folder of the model; None: the demo model, which need not exist yet.
+
+    Raises:
+        ConfigError: tokenizer or files can't be used.
+    """
+    data = config.data
+    if data.train_files:
+        return _from_files(config, model_path)
+    demo = DEMOS[data.demo]
+    tokenizer = load_tokenizer(model_path) if model_path else demo_tokenizer(demo.vocabulary)
+    split = demo.make_split(data.seed, train_size=data.train_size, validation_size=data.val_size)
+    return {
+        "train": DemoDataset(split.train, tokenizer, demo.data_source),
+        "val": DemoDataset(split.validation, tokenizer, demo.data_source),
+    }
+
+
+def _from_files(config: AppConfig, model_path: Path | None) -> Mapping[str, PreparedPrompts]:
+    from rl_trainer.data.chat_template import PromptEncoder
+    from rl_trainer.data.prompt_files import open_files
+    from rl_trainer.data.prompt_preparation import DataFiles  # imports pyarrow, which the demo does not need
+
+    data = config.data
+    encoder = (
+        PromptEncoder.load(model_path) if model_path else PromptEncoder(demo_tokenizer(DEMOS[data.demo].vocabulary))
+    )
+
+    def opened(names: Sequence[str]) -> PreparedPrompts:
+        files = DataFiles(
+            paths=tuple(Path(name).expanduser() for name in names),
+            prompt_key=data.prompt_key,
+            max_prompt_length=data.max_prompt_length,
+            filter_overlong_prompts=data.filter_overlong_prompts,
+            on_bad_row="skip" if data.on_bad_row == "skip" else "error",
+        )
+        return open_files(files, encoder, Path(config.model.cache_dir).expanduser())
+
+    whole = opened(data.files("train"))
+    if data.val_files:
+        return {"train": whole, "val": opened(data.files("val"))}
+    if not config.holds_out:
+        return {"train": whole}
+    train, val = hold_out(len(whole), data.val_split)
+    return {"train": Subset(whole, train), "val": Subset(whole, val)}
+
+
+def about_validation(config: AppConfig, data: Mapping[str, PreparedPrompts]) -> str:
+    """A note on the validation data of a run without `data.val_files`; empty: nothing to note."""
+    if config.holds_out:
+        held, rows = len(data["val"]), sum(map(len, data.values()))
+        return f"validation: {held} of the {rows} rows of data.train_files are held out (data.val_split={config.data.val_split:g})"
+    return "" if "val" in data else "no validation: data.val_files is empty, and no rows are held out"
+
+
+def train_order(config: AppConfig, rows: PreparedPrompts) -> PromptOrder:
+    """The order of training prompts: a curriculum, or shuffled with the shares of the files.
+
+    Raises:
+        ConfigError: the curriculum or the shares can't be used with these rows.
+    """
+    data, curriculum = config.data, None
+    if data.curriculum:
+        curriculum = NamedCurriculum(data.curriculum, rows)
+    elif shares := data.shares():
+        curriculum = Mixture(rows.rows_of_files, shares)
+    return PromptOrder(len(rows), data.train_batch_size, config.trainer.seed, curriculum)

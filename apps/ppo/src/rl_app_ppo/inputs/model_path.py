@@ -1,0 +1,130 @@
+"""Resolve `model.path` to a checkpoint folder, also by name in the local Hugging Face cache.
+
+Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any, cast
+
+from rl_app_ppo.config.schema import AppConfig
+from rl_protocol import ConfigError
+
+ADVICE = "Give a folder written by save_pretrained, or leave model.path empty for the demo model."
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+"""`Qwen/Qwen2.5-0.5B-Instruct` or `gpt2`."""
+_NEEDED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+_INDEX = "model.safetensors.index.json"
+
+
+def given_model(config: AppConfig) -> Path | None:
+    """Folder of the model to train; None: the demo model.
+
+    Raises:
+        ConfigError: see `find_model`.
+    """
+    return find_model(config.model.path) if config.model.path else None
+
+
+def find_model(name: str) -> Path:
+    """Find the checkpoint folder of `model.path=name`: a folder, or a model in the local cache.
+
+    Raises:
+        ConfigError: there is neither, it is an adapter, or files are missing; names the remedy.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _whole(path, name)
+    if path.exists():
+        raise ConfigError(f"model.path={name!r} is a file. {ADVICE}")
+    if not _HUB_NAME.fullmatch(name):
+        raise ConfigError(f"model.path={name!r} does not exist. {ADVICE}")
+    cached = _cached(name)
+    if cached is None:
+        raise ConfigError(
+            f"model.path={name!r} is no folder here, and no whole model of that name is in the local Hugging Face cache "
+            f"({_cache()}). A run downloads nothing: run `uv run hf download {name}` first, or set HF_HOME to the cache that has it."
+        )
+    return _whole(cached, name)
+
+
+def _cache() -> str:
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_CACHE
+
+
+def _cached(name: str) -> Path | None:
+    """The newest snapshot of a model in the local Hugging Face cache, without network access."""
+    from huggingface_hub import snapshot_download  # takes a second to import
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=_NEEDED))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return folder if (folder / "config.json").exists() and _weights(folder) else None
+
+
+def _whole(path: Path, name: str) -> Path:
+    adapter = path / "adapter_config.json"
+    if adapter.exists() and not (path / "config.json").exists():
+        raise ConfigError(_about_adapter(adapter, name))
+    if adapter.exists():
+        raise ConfigError(
+            f"model.path={name!r} holds a model and an adapter (adapter_config.json), of which transformers loads both and other engines "
+            "the model only. Move the files of the adapter to a separate folder."
+        )
+    weights = _weights(path)
+    missing = [shard for shard in _shards(path, name) if not (path / shard).exists()]
+    if missing:
+        raise ConfigError(
+            f"model.path={name!r} lacks {len(missing)} of the files that {_INDEX} names, such as {missing[0]}. "
+            "Copy or download the folder again."
+        )
+    if (path / "config.json").exists() and not weights:
+        raise ConfigError(f"model.path={name!r} holds no *.safetensors file. {ADVICE}")
+    return path
+
+
+def _weights(path: Path) -> list[Path]:
+    return sorted(path.glob("*.safetensors"))
+
+
+def _shards(path: Path, name: str) -> list[str]:
+    """The weight files that the index names; empty without an index."""
+    if not (path / _INDEX).exists():
+        return []
+    index = read_json(path / _INDEX, name)
+    return sorted({str(shard) for shard in cast("dict[str, object]", index.get("weight_map", {})).values()})
+
+
+def _about_adapter(file: Path, name: str) -> str:
+    base = read_json(file, name).get("base_model_name_or_path")
+    merged = f"{name.rstrip('/')}-merged"
+    command = shlex.join(["uv", "run", "python", "-m", "rl_app_ppo.merge_adapter", name, merged])
+    return (
+        f"model.path={name!r} holds an adapter (PEFT) of the base model {base!r}, and no model. Merge the two with "
+        f"`{command}`, then set model.path={merged}."
+    )
+
+
+def read_json(file: Path, name: str) -> dict[str, Any]:
+    """Read a JSON object from a checkpoint folder.
+
+    Raises:
+        ConfigError: it can't be read.
+    """
+    try:
+        described: object = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(described, dict):
+            return cast("dict[str, Any]", described)
+        raise ValueError(f"it is a {type(described).__name__}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path={name!r} is no readable Hugging Face checkpoint folder: {file.name}: {error}. {ADVICE}"
+        ) from error

@@ -1,0 +1,54 @@
+"""Load the tokenizer and image settings of a model folder. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from rl_protocol import ConfigError
+from rl_trainer import Tokenizer as SessionTokenizer
+from rl_trainer.data.images import Vision
+
+
+def load_tokenizer(model_path: Path) -> Tokenizer:
+    """Load the tokenizer of a Hugging Face checkpoint folder with the tokenizers library.
+
+    Raises:
+        ConfigError: there is no readable tokenizer.json.
+    """
+    path = model_path / "tokenizer.json"
+    try:
+        return Tokenizer.from_buffer(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path={str(model_path)!r}: tokenizer.json can't be read: {error}. "
+            "Give a folder written by save_pretrained, or leave model.path empty for the demo model."
+        ) from error
+
+
+def vision_of(model_path: Path) -> Vision | None:
+    """The image settings of the model in a checkpoint folder; None: it reads text only.
+
+    Raises:
+        ConfigError: it is a vision model without the settings of its image processor.
+    """
+    found = Vision.load(model_path)
+    return found if isinstance(found, Vision) else None
+
+
+def decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+    """A function from token ids to text without special tokens."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    return decode
+
+
+def session_tokenizer(tokenizer: Tokenizer) -> SessionTokenizer:
+    """The tokenizer of sessions."""
+    return SessionTokenizer(
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids, decode=decoder(tokenizer)
+    )

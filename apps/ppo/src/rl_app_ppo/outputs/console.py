@@ -1,0 +1,148 @@
+"""The terminal: header, progress bar, one line per step, learning curve. Nothing else prints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import plotext
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from rl_ckpt_engine.sync.progress import PHASES, SyncProgress
+from rl_protocol.ports import GroupFailure
+from rl_trainer import Hook
+
+ACCURACY = "acc/mean@"
+
+
+def validation_accuracy(metrics: Mapping[str, float]) -> float | None:
+    """Mean of the val-core accuracies; None if the metrics have none."""
+    found = [value for name, value in metrics.items() if name.startswith("val-core/") and ACCURACY in name]
+    return sum(found) / len(found) if found else None
+
+
+def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
+    """One line about one step, with the same columns for every step.
+
+    `kl` is the divergence from the reference, nats per token; absent without a reference.
+    """
+    kl = metrics.get("actor/ref_kl", metrics.get("actor/reward_kl_penalty"))
+    parts = [
+        f"step {step:>{len(str(total))}}/{total}",
+        f"reward {metrics.get('critic/score/mean', 0.0):6.3f}",
+        f"accuracy {metrics.get('critic/acc/mean', 0.0):5.3f}",
+        f"length {metrics.get('response_length/mean', 0.0):5.2f}",
+        *([f"kl {kl:7.4f}"] if kl is not None else []),
+        f"entropy {metrics.get('actor/entropy', 0.0):5.3f}",
+        f"{metrics.get('timing_s/step', 0.0):5.2f} s",
+    ]
+    accuracy = validation_accuracy(metrics)
+    lag = metrics.get("training/policy_lag", 0.0)
+    return "  ".join(
+        [
+            *parts,
+            *([f"lag {lag:.0f}"] if lag else []),
+            *([f"validation {accuracy:.3f}"] if accuracy is not None else []),
+        ]
+    )
+
+
+class Screen:
+    """The terminal of one run; a context manager that removes the progress bar at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Screen:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def header(self, lines: Mapping[str, str], folder: Path) -> None:
+        """Print the banner: title -> text of each line, and the run folder."""
+        table = Table.grid(padding=(0, 2))
+        for name, value in (*lines.items(), ("output", str(folder))):
+            table.add_row(Text(name, style="bold"), Text(value, style="bold red" if "OFF" in value else ""))
+        self._console.print(Panel(table, title="rl-app-ppo", title_align="left", expand=False))
+
+    def note(self, text: str) -> None:
+        """Print one line above the bar."""
+        self._progress.console.print(Text(text), soft_wrap=True)
+
+    def bar(self, what: str, done: int, total: int) -> None:
+        """Show or update the progress bar."""
+        if self._task is None or self._progress.tasks[0].description != what:
+            if self._task is not None:
+                self._progress.remove_task(self._task)
+            self._task = self._progress.add_task(what, total=total)
+        self._progress.update(self._task, completed=done, total=total)
+
+    def weights(self, sync: SyncProgress) -> None:
+        """Show the progress of a slow weight synchronization; the next step replaces the bar."""
+        if sync.phase in PHASES:
+            self.bar(f"weights {sync.version}: {sync.phase}", PHASES.index(sync.phase), len(PHASES))
+
+    def clear_bar(self) -> None:
+        """Remove the bar."""
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+            self._task = None
+
+    def curve(self, curves: Mapping[str, Sequence[tuple[int, float]]]) -> None:
+        """Draw learning curves in the terminal."""
+        plotext.clear_figure()
+        plotext.theme("clear")
+        plotext.plot_size(min(self._console.width, 80), 16)
+        for name, points in curves.items():
+            if points:
+                plotext.plot([s for s, _ in points], [v for _, v in points], label=name)
+        plotext.ylim(0, 1)
+        plotext.xlabel("step")
+        self._console.print(Text.from_ansi(plotext.build()))
+
+    def paths(self, entries: Mapping[str, Path]) -> None:
+        """List the files of the run."""
+        for name, path in entries.items():
+            self._console.print(Text(f"  {name:<12} {path}"), soft_wrap=True)
+
+
+class LossNotes(Hook):
+    """Hook that reports lost storage units and failed rollouts on the screen."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+
+    def on_data_lost(self, step: int, attempt: int, attempts: int) -> None:
+        self._screen.note(
+            f"a storage unit of the data plane died with rows of step {step}: they are generated again, attempt {attempt} of {attempts}"
+        )
+
+    def on_rollout_failure(self, step: int, failures: Sequence[GroupFailure], replaced: int) -> None:
+        outcomes = Counter(failure.outcome for failure in failures)
+        parts = {
+            "rolled out again": outcomes["retried"],
+            "trained with fewer responses": outcomes["partial"],
+            "replaced by another prompt": replaced,
+        }
+        done = ", ".join(f"{count} {what}" for what, count in parts.items() if count)
+        last = failures[-1]
+        self._screen.note(
+            f"step {step}: {sum(failure.sessions for failure in failures)} rollouts failed, prompts: {done}. "
+            f"The last, {last.uid}: {last.reason}"
+        )

@@ -1,0 +1,59 @@
+"""`metrics.jsonl`: one line per step, cut back when a run resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from rl_app_ppo.outputs.run_folder import writing
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The whole lines of a metrics file; empty if there is no file."""
+    records: list[dict[str, float]] = []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for line in lines:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break  # the run was killed while it wrote this line
+    return records
+
+
+def kept_metrics(path: Path, last_step: int) -> list[dict[str, float]]:
+    """Cut a metrics file back to its whole lines up to `last_step`, and return them.
+
+    The later steps will be repeated.
+    """
+    with writing(path):
+        kept = [record for record in read_metrics(path) if record["step"] <= last_step]
+        temporary = path.with_name(f".{path.name}")
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        os.replace(temporary, path)  # noqa: PTH105 - see publish_folder
+    return kept
+
+
+class JSONLSink:
+    """MetricSink that appends one JSON object per step and flushes it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with writing(path):
+            self._file: TextIO | None = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line."""
+        if self._file is not None:
+            with writing(self._path):
+                self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+                self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; safe to call twice."""
+        file, self._file = self._file, None
+        if file is not None:
+            with writing(self._path):
+                file.close()

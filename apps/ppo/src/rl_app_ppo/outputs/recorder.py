@@ -1,0 +1,107 @@
+"""Record the metrics of each step, and draw the learning curves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rl_app_ppo.outputs.console import Screen, step_line, validation_accuracy
+from rl_app_ppo.outputs.run_folder import writing
+from rl_app_ppo.outputs.startup_times import Startup
+from rl_app_ppo.outputs.training_warnings import TrainingWarnings
+from rl_protocol.ports import MetricSink
+
+
+class Recorder:
+    """Sends the metrics of each step to the sinks and the screen, and keeps the curves."""
+
+    def __init__(
+        self,
+        screen: Screen,
+        sinks: list[MetricSink],
+        total: int,
+        warnings: TrainingWarnings,
+        startup: Startup,
+        *,
+        lines: bool = True,
+    ) -> None:
+        self._screen = screen
+        self._lines = lines
+        self._sinks = sinks
+        self._total = total
+        self._warnings = warnings
+        self._startup: Startup | None = startup
+        """None: its metrics have been recorded."""
+        self.reward: list[tuple[int, float]] = []
+        self.validation: list[tuple[int, float]] = []
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step; step 0 is the validation before training.
+
+        The first step also has the times of the start.
+        """
+        if self._startup is not None:
+            self._startup.end()
+            metrics = {**metrics, **self._startup.metrics()}
+            self._startup = None
+        accuracy = self.remember(step, metrics)
+        for sink in self._sinks:
+            sink.log(step, metrics)
+        if step and self._lines:
+            self._screen.note(step_line(step, self._total, metrics))
+        elif accuracy is not None and self._lines:
+            self._screen.note(f"before training: validation accuracy {accuracy:.3f}")
+        self._warnings.look(step, metrics)
+        self._screen.bar("training", step, self._total)
+
+    def remember(self, step: int, metrics: Mapping[str, float]) -> float | None:
+        """Add one step to the curves; returns its validation accuracy, or None."""
+        accuracy = validation_accuracy(metrics)
+        if accuracy is not None:
+            self.validation.append((step, accuracy))
+        if "critic/acc/mean" in metrics:
+            self.reward.append((step, metrics["critic/acc/mean"]))
+        return accuracy
+
+    def outcome(self) -> str:
+        """One line with the first and the last accuracy, of validation if there was any."""
+        what, curve = ("validation", self.validation) if self.validation else ("training", self.reward)
+        failures = self._warnings.reward_failures
+        lost = f"; reward.function failed on {failures} responses" if failures else ""
+        if not curve:
+            return f"no step was done{lost}"
+        (_, first), (step, last) = curve[0], curve[-1]
+        line = f"{what} accuracy {first:.3f} -> {last:.3f}"
+        if last > first or not step:
+            return line + lost
+        verdict = "nothing was learned" if last == first else "it fell"
+        advice = (
+            "see the warnings above" if self._warnings.seen else "look at reward.function, actor.optim.lr and samples/"
+        )
+        return f"{line}: {verdict}; {advice}{lost}"
+
+    @property
+    def curves(self) -> dict[str, list[tuple[int, float]]]:
+        return {"validation accuracy": self.validation, "training accuracy": self.reward}
+
+    def write_curve(self, path: Path) -> None:
+        """Draw the curves that have points."""
+        if self.validation or self.reward:
+            draw_curve(path, self.curves, "accuracy")
+
+
+def draw_curve(path: Path, curves: Mapping[str, Sequence[tuple[int, float]]], title: str) -> None:
+    """Draw learning curves as a PNG; each curve is a sequence of (step, value)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes half a second to import
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, points in curves.items():
+        axes.plot([step for step, _ in points], [value for _, value in points], marker=".", label=name)
+    axes.set(xlabel="step", title=title, ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with writing(path):
+        figure.savefig(path, dpi=120)

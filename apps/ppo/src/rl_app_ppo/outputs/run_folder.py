@@ -1,0 +1,207 @@
+"""The folder of a run, `outputs/<run>/`: its paths, creation, lock and clean-up."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rl_app_ppo.config.loading import to_yaml
+from rl_app_ppo.config.schema import AppConfig
+from rl_protocol import OutputError
+from rl_protocol.support.disk_writes import write_errors
+from rl_trainer.checkpoints.folder import sweep
+
+writing = partial(
+    write_errors,
+    what="What the run puts out",
+    remedy="Free some space, make the folder writable, or set trainer.output_dir to another place.",
+)
+"""writing(path): translates OSErrors within into OutputErrors that name the path."""
+logger = logging.getLogger(__name__)
+CHECKPOINTS = "checkpoints"
+"""Name of the folder of checkpoints."""
+MODEL = "checkpoint"
+"""Name of the folder of the final model, as transformers or peft writes it."""
+
+UNPUBLISHED = ".checkpoint"
+"""Name of the folder that the final model is written to before it is renamed."""
+_PROBE = ".probe"
+ATTEMPTS = "attempts"
+"""Name of the folder for the files of attempts that ended before a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The folder of a run."""
+
+    path: Path
+    is_new: bool
+    """Created for this run."""
+
+
+def create_run_folder(output_dir: Path, run_name: str, min_free_mb: int, *, resume: bool = False) -> RunFolder:
+    """Create the folder of a run, after a check that it can be written and has room.
+
+    Args:
+        output_dir: parent of all run folders.
+        run_name: name of this one.
+        min_free_mb: least free space, MiB.
+        resume: the folder may exist.
+
+    Raises:
+        OutputError: it exists already, can't be written, or the disk has less than `min_free_mb`
+        MiB left.
+    """
+    folder = output_dir.expanduser() / run_name
+    with writing(folder):
+        is_new = not folder.exists()
+        if not is_new and not resume:
+            raise OutputError(
+                f"{folder} exists already; nothing is overwritten. Set trainer.run_name to another name, or resume "
+                "the run with trainer.resume_mode=auto."
+            )
+        there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+        free = shutil.disk_usage(there).free // 2**20
+        if free < min_free_mb:
+            raise OutputError(
+                f"{output_dir} has {free} MiB of free space, less than trainer.min_free_disk_mb={min_free_mb}. "
+                "Free some space or set trainer.output_dir to another place."
+            )
+        folder.mkdir(parents=True, exist_ok=resume)
+        probe = folder / _PROBE
+        probe.write_bytes(b"\0" * 4096)
+        probe.unlink()
+    return RunFolder(folder, is_new)
+
+
+@contextmanager
+def occupied(folder: Path) -> Generator[None]:
+    """Lock a run folder, and remove the partial files of a killed run.
+
+    A file system without locks gets a warning instead.
+
+    Raises:
+        OutputError: another run holds the lock.
+    """
+    with writing(folder):
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OutputError(
+                f"Another run writes to {folder}. Wait for its end, or set trainer.run_name to another name."
+            ) from None
+        except OSError as error:
+            logger.warning("%s can't be locked (%s): make sure that no other run writes there.", folder, error)
+        with writing(folder):
+            shutil.rmtree(folder / UNPUBLISHED, ignore_errors=True)
+            (folder / _PROBE).unlink(missing_ok=True)
+            sweep(folder / CHECKPOINTS)
+        yield
+    finally:
+        os.close(lock)
+
+
+def set_aside(folder: Path) -> list[str]:
+    """Move the files of an attempt without a checkpoint into `attempts/<number>/`.
+
+    Returns:
+        A note for the user; empty if there was nothing to move.
+    """
+    with writing(folder):
+        left = [path for path in folder.iterdir() if path.name != ATTEMPTS]
+        if not left:
+            return []
+        attempts = folder / ATTEMPTS
+        attempts.mkdir(exist_ok=True)
+        aside = attempts / str(1 + max((int(p.name) for p in attempts.iterdir() if p.name.isdecimal()), default=0))
+        aside.mkdir()
+        for path in left:
+            os.replace(path, aside / path.name)  # noqa: PTH105 - see publish_folder
+    return [f"the run ended before its first checkpoint, so it starts again; its files are in {aside}"]
+
+
+def publish_folder(temporary: Path, final: Path) -> None:
+    """Rename a finished folder to its final name, so that no reader sees half of it.
+
+    An existing folder of that name is replaced, and deleted last.
+    """
+    old = final.with_name(f".old-{final.name}")
+    with writing(final):
+        shutil.rmtree(old, ignore_errors=True)
+        if final.exists():
+            os.replace(final, old)  # noqa: PTH105 - as below
+        os.replace(temporary, final)  # noqa: PTH105 - Path.replace would hide that this is the atomic step
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """Paths of one run, all below its folder."""
+
+    folder: Path
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.folder / "tensorboard"
+
+    @property
+    def curve(self) -> Path:
+        return self.folder / "curve.png"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / MODEL
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / CHECKPOINTS
+
+    @property
+    def samples(self) -> Path:
+        return self.folder / "samples"
+
+    @property
+    def profile(self) -> Path:
+        return self.folder / "profile"
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+    def written(self) -> dict[str, Path]:
+        """The existing files and folders for the user, by name."""
+        found = {
+            "config": self.config,
+            "metrics": self.metrics,
+            "tensorboard": self.tensorboard,
+            "curve": self.curve,
+            "samples": self.samples,
+            "checkpoint": self.checkpoint,
+            "resume from": self.checkpoints,
+            "logs": self.logs,
+        }
+        return {name: path for name, path in found.items() if path.exists()}
+
+
+def write_config(config: AppConfig, files: RunFiles) -> None:
+    """Write the resolved configuration, the first file of a run."""
+    with writing(files.config):
+        files.config.write_text(to_yaml(config), encoding="utf-8")
+        files.logs.mkdir(exist_ok=True)

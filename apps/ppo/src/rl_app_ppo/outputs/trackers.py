@@ -1,0 +1,175 @@
+"""Metric sinks of TensorBoard, Weights & Biases, MLflow and trackio."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_app_ppo.outputs.run_folder import writing
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What a sink gets to know about the run."""
+
+    folder: Path
+    config: Mapping[str, object]
+    """Dotted key -> value."""
+    after: int | None = None
+    """The step of the checkpoint that the run resumes from."""
+
+
+class TensorBoardSink:
+    """MetricSink: an event file for `tensorboard --logdir`.
+
+    It writes each record itself: tensorboard's EventFileWriter writes from a thread and only prints
+    errors. If a run resumes `after` a step, readers discard later steps of earlier files.
+    """
+
+    def __init__(self, folder: Path, after: int | None = None) -> None:
+        from tensorboard.compat.proto import (
+            event_pb2,
+            summary_pb2,
+        )  # takes a second to import
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event: Any = event_pb2  # generated at run time, unknown to type checkers
+        self._summary: Any = summary_pb2
+        self._folder = folder
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"events.out.tfevents.{int(time.time())}.{platform.node() or 'host'}.{os.getpid()}"
+            self._file = path.open("wb", buffering=0)
+            self._records = RecordWriter(self._file)
+        self._write(file_version="brain.Event:2")
+        if after is not None:
+            self._write(step=after + 1, session_log=self._event.SessionLog(status=self._event.SessionLog.START))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one event with all metrics."""
+        values = [self._summary.Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._write(step=step, summary=self._summary.Summary(value=values))
+
+    def close(self) -> None:
+        """Close the file; safe to call twice."""
+        with writing(self._folder):
+            self._file.close()
+
+    def _write(self, **content: object) -> None:
+        if not self._file.closed:
+            with writing(self._folder):
+                self._records.write(self._event.Event(wall_time=time.time(), **content).SerializeToString())
+
+
+class WandbSink:
+    """MetricSink: Weights & Biases.
+
+    Offline, into the run folder, unless WANDB_MODE is set; `wandb sync` uploads it later.
+    """
+
+    def __init__(self, facts: RunFacts) -> None:
+        import wandb  # an optional dependency
+
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "rl-app-ppo"),
+            name=facts.folder.name,
+            id=facts.folder.name,
+            resume="allow",
+            dir=str(facts.folder),
+            config=dict(facts.config),
+            mode=os.environ.get("WANDB_MODE", "offline"),  # pyright: ignore[reportArgumentType]: checked by wandb
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """End the run in wandb; safe to call twice."""
+        self._run.finish()
+
+
+class MlflowSink:
+    """MetricSink: MLflow.
+
+    Writes files in the run folder, unless MLFLOW_TRACKING_URI names a server. Reuses a run with the
+    same name. MLflow allows fewer characters in names: `mean@4` becomes `mean_at_4`, and every
+    other character that it refuses becomes `_`.
+    """
+
+    def __init__(self, facts: RunFacts) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        where = os.environ.get("MLFLOW_TRACKING_URI", "")
+        if not where:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # its small package has no database
+            where = (facts.folder / "mlflow").as_uri()
+        from mlflow import entities  # an optional dependency
+        from mlflow.tracking import MlflowClient
+
+        self._entities: Any = entities
+        self._client: Any = MlflowClient(tracking_uri=where)
+        self._ended = False
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "rl-app-ppo")
+        known = self._client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known is not None else self._client.create_experiment(name)
+        found = self._client.search_runs([experiment], f"attributes.run_name = '{facts.folder.name}'")
+        run = found[0] if found else self._client.create_run(experiment, run_name=facts.folder.name)
+        self._id: str = run.info.run_id
+        if found:
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            texts = {_mlflow_name(key): str(value)[:500] for key, value in facts.config.items()}
+            self._client.log_batch(self._id, params=[entities.Param(key, text) for key, text in texts.items()])
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step."""
+        now = time.time_ns() // 1_000_000
+        values = [self._entities.Metric(_mlflow_name(name), value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=values)
+
+    def close(self) -> None:
+        """End the run in MLflow; safe to call twice."""
+        if not self._ended:
+            self._ended = True
+            self._client.set_terminated(self._id)
+
+
+class TrackioSink:
+    """MetricSink: trackio.
+
+    Writes a database in the run folder (or TRACKIO_DIR) for `trackio show`, never over the network.
+    Reuses a run with the same name.
+    """
+
+    def __init__(self, facts: RunFacts) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str(facts.folder / "trackio"))  # read when it is imported
+        from trackio.run import Run  # pyright: ignore[reportMissingImports]: an extra that is in no default group
+
+        self._run: Any = Run(  # trackio.init prints, and looks for servers in the environment
+            url=None,
+            client=None,
+            project="rl-app-ppo",
+            name=facts.folder.name,
+            run_id=facts.folder.name,
+            config=dict(facts.config),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Flush trackio's buffer; safe to call twice."""
+        self._run.finish()
+
+
+def _mlflow_name(name: str) -> str:
+    plain = re.sub(r"[^\w\-. /:]", "_", name.replace("@", "_at_"))
+    return "/".join(part for part in plain.split("/") if part.strip("."))

@@ -1,1 +1,0 @@
-"""Processes: the only modules that import Ray."""

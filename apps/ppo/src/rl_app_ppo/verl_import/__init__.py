@@ -1,0 +1,1 @@
+"""`--from-verl`: read a verl configuration and convert it."""

@@ -1,0 +1,43 @@
+"""Advantages and what belongs to them."""
+
+from __future__ import annotations
+
+from rl_app_ppo.verl_keys import conversions
+from rl_app_ppo.verl_keys.entries import Entry, converted, no_effect, only, unsupported
+
+_SAME = """gamma lam norm_adv_by_std_in_grpo use_kl_in_reward kl_penalty kl_ctrl.type kl_ctrl.kl_coef kl_ctrl.target_kl kl_ctrl.horizon
+    gdpo_reward_keys gdpo_reward_weights filter_groups.enable rollout_correction.rollout_is rollout_correction.rollout_is_threshold
+    rollout_correction.rollout_is_batch_normalize rollout_correction.rollout_rs rollout_correction.rollout_rs_threshold
+    rollout_correction.bypass_mode"""
+
+ENTRIES: tuple[Entry, ...] = (
+    converted(
+        "algorithm.adv_estimator",
+        "algorithm.adv_estimator",
+        conversions.one_of("algorithm.adv_estimator", conversions.ESTIMATORS),
+    ),
+    *(
+        converted(f"algorithm.{name}", f"algorithm.{name}", conversions.text(f"algorithm.{name}"))
+        for name in _SAME.split()
+    ),
+    converted(
+        "algorithm.filter_groups.metric",
+        "algorithm.filter_groups.metric",
+        conversions.one_of("algorithm.filter_groups.metric", conversions.METRICS),
+    ),
+    converted(
+        "algorithm.filter_groups.max_num_gen_batches",
+        "algorithm.filter_groups.max_num_gen_batches",
+        conversions.if_positive("algorithm.filter_groups.max_num_gen_batches"),
+    ),
+    no_effect("as many prompts are generated again as are missing", "algorithm.filter_groups.max_inflight_gen_batches"),
+    only(
+        "algorithm.rollout_correction.loss_type",
+        "ppo_clip",
+        why="with bypass_mode the loss is that of actor.policy_loss.loss_mode",
+    ),
+    unsupported("prompts are not weighted by their advantages", "algorithm.use_pf_ppo"),
+    unsupported("prompts are not weighted by their advantages", "algorithm.pf_ppo.*", needs="algorithm.use_pf_ppo"),
+    unsupported("there is no distillation from a teacher", "distillation.enabled"),
+    unsupported("there is no distillation from a teacher", "distillation.*", needs="distillation.enabled"),
+)

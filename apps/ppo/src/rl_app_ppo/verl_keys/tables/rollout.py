@@ -1,0 +1,99 @@
+"""Generation, weight synchronization and the data plane."""
+
+from __future__ import annotations
+
+from rl_app_ppo.verl_keys import conversions
+from rl_app_ppo.verl_keys.conversions import ROLLOUT
+from rl_app_ppo.verl_keys.entries import Entry, converted, no_effect, only, same, unsupported
+
+_ENGINE = "the rollout engine's own settings are not passed on"
+_LAYOUT = "rollout.num_workers replicas of rollout.tensor_model_parallel_size processes generate"
+_SESSION = "set rollout.session to a session that an installed package offers"
+_QUEUE = "the data plane is always used, on this host"
+
+ENTRIES: tuple[Entry, ...] = (
+    converted(f"{ROLLOUT}.name", "rollout.name", conversions.rollout_name),
+    *(
+        same(f"{ROLLOUT}.{name}", f"rollout.{name}")
+        for name in ("n", "temperature", "top_p", "ignore_eos", "tensor_model_parallel_size", "response_length")
+    ),
+    converted(f"{ROLLOUT}.top_k", "rollout.top_k", conversions.at_least_0("rollout.top_k")),
+    converted(f"{ROLLOUT}.dtype", "rollout.dtype", conversions.one_of("rollout.dtype", conversions.DTYPES)),
+    only(f"{ROLLOUT}.do_sample", True, why="greedy samples teach nothing; rollout.temperature is above 0"),
+    same(f"{ROLLOUT}.val_kwargs.n", "rollout.val_kwargs.n"),
+    converted(f"{ROLLOUT}.val_kwargs.temperature", "rollout.val_kwargs.temperature", conversions.val_temperature),
+    converted(f"{ROLLOUT}.val_kwargs.do_sample", "rollout.val_kwargs.temperature", lambda _v, _verl: {}),
+    no_effect(
+        "validation samples from all tokens, and concerns no training", "top_k top_p", prefix=f"{ROLLOUT}.val_kwargs."
+    ),
+    no_effect("prompts are as long as data.max_prompt_length lets them be", f"{ROLLOUT}.prompt_length"),
+    no_effect(
+        "set rollout.kv_cache_mb, the memory of each replica for keys and values", f"{ROLLOUT}.gpu_memory_utilization"
+    ),
+    no_effect("set rollout.max_batch_size", f"{ROLLOUT}.max_num_seqs"),
+    no_effect("set rollout.num_workers, the number of replicas", f"{ROLLOUT}.agent.num_workers"),
+    no_effect(
+        _LAYOUT,
+        "nnodes n_gpus_per_node data_parallel_size expert_parallel_size pipeline_model_parallel_size disaggregation.* router_config_path",
+        prefix=f"{ROLLOUT}.",
+    ),
+    no_effect(
+        "actor.ppo_micro_batch_size and actor.ppo_max_token_len cut the forward passes of old log-probs as well",
+        "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu",
+        prefix=f"{ROLLOUT}.",
+    ),
+    no_effect(
+        _ENGINE,
+        """mode enforce_eager cudagraph_capture_sizes free_cache_engine max_num_batched_tokens max_model_len enable_chunked_prefill
+        enable_prefix_caching scheduling_policy load_format layered_summon disable_log_stats multi_stage_wake_up engine_kwargs.*
+        skip_tokenizer_init limit_images logprobs_mode""",
+        prefix=f"{ROLLOUT}.",
+    ),
+    no_effect("names of layers follow from the model", f"{ROLLOUT}.layer_name_map.*"),
+    no_effect("everything random is drawn from trainer.seed", f"{ROLLOUT}.seed {ROLLOUT}.full_determinism"),
+    no_effect("log-probs of the rollout are always kept", f"{ROLLOUT}.calculate_log_probs"),
+    no_effect("samples/ of the run folder holds what was generated", f"{ROLLOUT}.trace.*"),
+    no_effect(
+        "metrics go where trainer.logger says", f"{ROLLOUT}.prometheus.* {ROLLOUT}.moe_load_balance_metrics_interval"
+    ),
+    no_effect("trainer.profile_steps profiles every process that has a model", f"{ROLLOUT}.profiler.*"),
+    unsupported("the rollout is not quantized", f"{ROLLOUT}.quantization {ROLLOUT}.quantization_config_file"),
+    unsupported("the rollout is not quantized", f"{ROLLOUT}.qat.*", needs=f"{ROLLOUT}.qat.enable"),
+    unsupported("there is no multi-token prediction", f"{ROLLOUT}.mtp.*", needs=f"{ROLLOUT}.mtp.enable"),
+    unsupported("the routing of experts is not replayed", f"{ROLLOUT}.enable_rollout_routing_replay"),
+    only(f"{ROLLOUT}.over_sample_rate", 0, why="as many responses are generated as are trained on"),
+    unsupported(_SESSION, f"{ROLLOUT}.multi_turn.*", needs=f"{ROLLOUT}.multi_turn.enable"),
+    only(f"{ROLLOUT}.agent.default_agent_loop", "single_turn_agent", why=_SESSION),
+    unsupported(_SESSION, "agent_loop_config_path custom_async_server.*", prefix=f"{ROLLOUT}.agent."),
+    # -- weight synchronization
+    converted(f"{ROLLOUT}.checkpoint_engine.backend", "checkpoint_engine.backend", conversions.sync_backend),
+    converted(
+        f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes",
+        "checkpoint_engine.bucket_mb",
+        conversions.unless(2048, "checkpoint_engine.bucket_mb"),
+    ),
+    converted(
+        f"{ROLLOUT}.checkpoint_engine.custom_backend_module",
+        "checkpoint_engine.custom_backend_module",
+        conversions.plugin("checkpoint_engine.custom_backend_module"),
+    ),
+    converted(
+        f"{ROLLOUT}.checkpoint_manager_class",
+        "checkpoint_engine.checkpoint_manager_class",
+        conversions.plugin("checkpoint_engine.checkpoint_manager_class"),
+    ),
+    no_effect("an engine has the settings of checkpoint_engine alone", f"{ROLLOUT}.checkpoint_engine.engine_kwargs.*"),
+    # -- data plane
+    no_effect(_QUEUE, "transfer_queue.enable"),
+    converted("transfer_queue.backend.storage_backend", "transfer_queue.backend", conversions.storage),
+    converted(
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units",
+        "transfer_queue.num_storage_units",
+        conversions.unless(8, "transfer_queue.num_storage_units"),
+    ),
+    no_effect(
+        "set transfer_queue.capacity_mb: memory, not rows", "transfer_queue.backend.SimpleStorage.total_storage_size"
+    ),
+    no_effect("set transfer_queue.backend_address", "transfer_queue.backend.MooncakeStore.*"),
+    no_effect("metrics go where trainer.logger says", "transfer_queue.metrics.*"),
+)

@@ -1,1 +1,0 @@
-"""Where concrete classes meet: which class plays which role."""

@@ -1,0 +1,1 @@
+"""Code that runs inside a worker process, and the messages that it gets."""

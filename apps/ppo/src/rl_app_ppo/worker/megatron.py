@@ -1,0 +1,177 @@
+"""Policy and critic on Megatron-Core with the losses of rl-trainer. Imports torch and Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+import rl_trainer
+from rl_app_ppo.config.schema import AppConfig
+from rl_megatron_peft import Layout, LoraConfig
+from rl_megatron_peft.backend.critic import MegatronCriticBackend
+from rl_megatron_peft.backend.learner import MetricSums, MiniBatchCounts
+from rl_megatron_peft.backend.parallel import Ranks, all_reduce_data_parallel, open_ranks
+from rl_megatron_peft.backend.policy import MegatronPolicyBackend
+from rl_megatron_peft.backend.train.settings import AdamConfig, TrainSettings
+from rl_protocol import BatchData
+from rl_protocol.torch import TORCH_DTYPES
+from rl_trainer import OptimConfig
+from rl_trainer.algorithms.batching import schedule_rows
+from rl_trainer.algorithms.losses.aggregate import BatchCounts
+from rl_trainer.algorithms.losses.policy_objective import PolicyObjective
+from rl_trainer.algorithms.losses.value_loss import ValueObjective, value_fit
+from rl_trainer.algorithms.lr_schedule import lr_factor
+from rl_trainer.algorithms.metrics import WeightedMeans
+from rl_trainer.backends.parallel_strategy import resolve_device
+from rl_trainer.backends.token_batch import lengths_of, token_columns, value_columns
+from rl_trainer.backends.world import join_world
+from rl_trainer.config.optim import Schedule
+
+
+class TrainerLoss:
+    """PolicyLoss of the Megatron backend over the trainer's objective."""
+
+    def __init__(self, objective: PolicyObjective) -> None:
+        self._objective = objective
+
+    def __call__(
+        self, log_prob: torch.Tensor, entropy: torch.Tensor, micro: BatchData, counts: MiniBatchCounts
+    ) -> tuple[torch.Tensor, MetricSums]:
+        means = WeightedMeans()
+        columns = token_columns(micro, _row(micro, log_prob.device))
+        return self._objective(log_prob, entropy, columns, _sizes(counts), means), means.parts()
+
+
+class TrainerValueLoss:
+    """ValueLoss of the Megatron backend over the trainer's objective."""
+
+    def __init__(self, objective: ValueObjective) -> None:
+        self._objective = objective
+
+    def __call__(
+        self, values: torch.Tensor, micro: BatchData, counts: MiniBatchCounts
+    ) -> tuple[torch.Tensor, MetricSums]:
+        means = WeightedMeans()
+        columns = value_columns(micro, _row(micro, values.device))
+        return self._objective(values, columns, _sizes(counts), means), means.parts()
+
+
+class TrainerCritic(MegatronCriticBackend):
+    """MegatronCriticBackend with the value-fit metric of the whole batch."""
+
+    def update_local(self, batch: BatchData, mini_batches: Sequence[Sequence[int]]) -> dict[str, float]:
+        return super().update_local(batch, mini_batches) | value_fit(batch, self._total)
+
+    def _total(self, values: Sequence[float]) -> list[float]:
+        numbers = torch.tensor(values, dtype=torch.float64, device=self.ranks.device)
+        return all_reduce_data_parallel(numbers).tolist()
+
+
+def _adapters(lora: rl_trainer.LoraConfig) -> LoraConfig:
+    return LoraConfig(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        target_modules=lora.targets(),
+        exclude=lora.exclude,
+        dropout=lora.dropout,
+        use_dora=lora.use_dora,
+        use_rslora=lora.use_rslora,
+    )
+
+
+def megatron_policy(config: AppConfig, path: Path, *, rank: int, store: Path) -> MegatronPolicyBackend:
+    """Create this rank's part of the policy; the ranks find each other through the file `store`.
+
+    Raises:
+        ConfigError: Megatron-Core does not support the model or layout; names the setting.
+    """
+    actor = config.actor
+    return MegatronPolicyBackend(
+        path,
+        lora=_adapters(config.lora) if config.lora.rank else None,
+        loss=TrainerLoss(PolicyObjective(actor, config.algorithm.rollout_correction)),
+        ranks=_join(config, rank, store),
+        settings=TrainSettings(
+            fused=False,  # one A per module, as in the other engines
+            adam=_adam(actor.optim),
+            lr_schedule=_factor(actor.optim),
+            mini_batches=_mini_batches(actor.schedule(config.rollout.n, config.trainer.seed)),
+            micro_batch_rows=actor.ppo_micro_batch_size,
+            seed=config.trainer.seed,
+            dtype=TORCH_DTYPES[config.megatron.param_dtype],
+            distributed_optimizer=config.megatron.distributed_optimizer,
+        ),
+    )
+
+
+def megatron_critic(config: AppConfig, path: Path, *, rank: int, store: Path) -> TrainerCritic:
+    """Create this rank's part of the critic, which trains all weights; see `megatron_policy`."""
+    critic = config.critic
+    return TrainerCritic(
+        path,
+        lora=None,
+        loss=TrainerValueLoss(ValueObjective(critic)),
+        ranks=_join(config, rank, store),
+        settings=TrainSettings(
+            adam=_adam(critic.optim),
+            lr_schedule=_factor(critic.optim),
+            mini_batches=_mini_batches(critic.schedule(config.rollout.n, config.trainer.seed)),
+            micro_batch_rows=critic.ppo_micro_batch_size,
+            dtype=TORCH_DTYPES[config.megatron.param_dtype],
+            distributed_optimizer=config.megatron.distributed_optimizer,
+        ),
+    )
+
+
+def _join(config: AppConfig, rank: int, store: Path) -> Ranks:
+    join_world(rank, config.ranks, store=store, device=resolve_device("auto"), timeout_s=config.trainer.stage_timeout_s)
+    megatron = config.megatron
+    return open_ranks(
+        Layout(
+            tensor=megatron.tensor_model_parallel_size,
+            pipeline=megatron.pipeline_model_parallel_size,
+            sequence_parallel=megatron.sequence_parallel,
+        )
+    )
+
+
+def _adam(optim: OptimConfig) -> AdamConfig:
+    return AdamConfig(
+        lr=optim.lr,
+        beta1=optim.beta1,
+        beta2=optim.beta2,
+        weight_decay=optim.weight_decay,
+        grad_clip=optim.grad_clip,
+    )
+
+
+def _factor(optim: OptimConfig) -> Callable[[int], float]:
+    def factor(step: int) -> float:
+        return lr_factor(
+            optim.lr_scheduler_type,
+            step,
+            warmup=optim.lr_warmup_steps,
+            decay=optim.lr_decay_steps,
+            least=optim.min_lr_ratio,
+        )
+
+    return factor
+
+
+def _mini_batches(schedule: Schedule) -> Callable[[BatchData, int], Sequence[Sequence[int]]]:
+    def mini_batches(batch: BatchData, update: int) -> Sequence[Sequence[int]]:
+        return list(schedule_rows(lengths_of(batch), schedule, update))
+
+    return mini_batches
+
+
+def _row(micro: BatchData, device: torch.device) -> torch.Tensor:
+    """Trajectory of each response token, int64 [T]."""
+    lengths = torch.from_numpy(micro.ragged("responses").lengths).to(device)
+    return torch.arange(len(micro), device=device).repeat_interleave(lengths)
+
+
+def _sizes(counts: MiniBatchCounts) -> BatchCounts:
+    return BatchCounts(tokens=counts.tokens, sequences=counts.sequences)

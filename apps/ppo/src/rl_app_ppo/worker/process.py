@@ -1,0 +1,138 @@
+"""The content of a worker process, without Ray: build the workers of its roles, answer calls."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from rl_app_ppo.config.placement import Role
+from rl_app_ppo.worker.messages import BuildCall, WarmupProgress
+from rl_app_ppo.worker.weight_endpoints import require_admission
+from rl_ckpt_engine.endpoints.operations import METHODS
+from rl_protocol import WorkerError
+from rl_trainer.workers.messages import ComputeCall
+
+if TYPE_CHECKING:
+    from rl_app_ppo.worker.build import Built
+    from rl_app_ppo.worker.torch_trace import Trace
+
+
+class WorkerHost:
+    """The workers of one process: their models, and their endpoints of the weight sync.
+
+    Lifecycle: created with the process; the call `build` loads everything; then the handlers of the
+    workers and `weights.*` can be called.
+
+    Args:
+        roles: what the process does; a worker for each.
+        name: its name, in the log.
+        log_path: its log.
+        threads: compute threads; 0: all cores, shared with the processes that compute beside it.
+    """
+
+    def __init__(self, roles: Sequence[Role], name: str, log_path: Path, threads: int) -> None:
+        self._roles = tuple(roles)
+        self._workers: dict[Role, Built] = {}
+        self._trace: Trace | None = None
+        self._share_cores: Callable[[int], None] | None = None
+        handler = logging.FileHandler(log_path)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logging.getLogger().addHandler(handler)
+        logging.getLogger().setLevel(logging.INFO)
+        logging.captureWarnings(capture=True)
+        logging.getLogger(__name__).info("worker %s starts as %s, process %d", name, ", ".join(roles), os.getpid())
+        if self._roles != ("reward",):
+            with without_gc():
+                from rl_app_ppo.worker import torch_setup  # torch: the reward process needs none
+
+            torch_setup.configure(threads)
+            self._share_cores = None if threads else torch_setup.share_cores
+
+    async def call(self, role: Role, method: str, payload: bytes) -> bytes:
+        """Answer one call to the worker of a role; `build` and `profile.*` are for all of them.
+
+        Raises:
+            RLError: raised by the handler.
+            WorkerError: there is no such method, or the worker is not built yet.
+        """
+        if method == "build":
+            return await self._build(msgspec.msgpack.decode(payload, type=BuildCall))
+        if method.startswith("profile."):
+            return self._profile(method, Path(payload.decode()))
+        if role not in self._workers:
+            raise WorkerError(f"{method!r} of {role} was called before build.")
+        worker, weights = self._workers[role]
+        if method.startswith(METHODS):
+            if weights is None:
+                raise WorkerError(f"{method!r} was called on a worker that takes no part in the weight sync.")
+            return await weights.handle(method.removeprefix(METHODS), payload)
+        require_admission(weights, method)
+        if self._share_cores is not None and (processes := _processes(payload)):
+            self._share_cores(processes)
+        return await worker.handle(method, payload)
+
+    async def warm_up(self, config: str) -> AsyncIterator[WarmupProgress]:
+        """Make the demo model or find it in the cache; the last item has its path."""
+        from rl_app_ppo.worker import torch_setup
+
+        queue: asyncio.Queue[WarmupProgress] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def report(step: int, total: int, loss: float) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, WarmupProgress(step=step, total=total, loss=loss))
+
+        work = asyncio.create_task(asyncio.to_thread(torch_setup.demo_model, config, report))
+        while not work.done() or not queue.empty():
+            getter = asyncio.create_task(queue.get())
+            await asyncio.wait({getter, work}, return_when=asyncio.FIRST_COMPLETED)
+            if getter.done():
+                yield getter.result()
+            else:
+                getter.cancel()
+        yield WarmupProgress(path=str(work.result()))
+
+    def _profile(self, method: str, path: Path) -> bytes:
+        """Start a trace, or write it to `path`."""
+        from rl_app_ppo.worker.torch_trace import Trace
+
+        if method == "profile.begin":
+            self._trace = Trace()
+        elif self._trace is not None:
+            trace, self._trace = self._trace, None
+            trace.write(path)
+        return b""
+
+    async def _build(self, call: BuildCall) -> bytes:
+        with without_gc():
+            from rl_app_ppo.worker import build
+
+            self._workers = await build.build_workers(self._roles, call)
+        return b""
+
+
+def _processes(payload: bytes) -> int:
+    """The processes that compute beside a call; 0: it does not say."""
+    return msgspec.msgpack.decode(payload, type=ComputeCall).side_by_side
+
+
+@contextmanager
+def without_gc() -> Generator[None]:
+    """Disable garbage collection, and exempt the objects created within from later collections.
+
+    Importing torch and transformers creates hardly any garbage, and collections take a sixth of
+    the time.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

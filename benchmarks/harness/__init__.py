@@ -1,0 +1,1 @@
+"""Paired timing, verdicts, result files and their schema."""

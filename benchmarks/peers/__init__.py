@@ -1,0 +1,1 @@
+"""The systems we compare with."""

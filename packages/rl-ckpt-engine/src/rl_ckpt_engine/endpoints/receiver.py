@@ -1,0 +1,252 @@
+"""ReceiverEndpoint: connects an engine to a replica's sink of weights."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+import msgspec
+
+from rl_ckpt_engine.endpoints.base import EngineEndpoint
+from rl_ckpt_engine.endpoints.operations import operation
+from rl_ckpt_engine.endpoints.weight_sinks import (
+    AdapterReceiver,
+    AdoptingReceiver,
+    Memory,
+    PausableReceiver,
+    SleepingReceiver,
+)
+from rl_ckpt_engine.engines.contract import CheckpointEngine
+from rl_ckpt_engine.payload.manifest import Manifest
+from rl_protocol.batch.weight_tensor import WeightTensor
+from rl_protocol.errors import WeightSyncError
+from rl_protocol.ports import WeightReceiver
+
+_TORN = "may hold weights of two versions because a load failed midway"
+
+
+class ReceiveAck(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Acknowledgment: the receiver holds a complete, verified version that is not active yet."""
+
+    version: int
+    digest: bytes
+    """Digest of the received manifest."""
+    seconds: float
+    """Seconds the receiver spent."""
+    verify_seconds: float = 0.0
+    """Part of `seconds` spent on digests."""
+
+
+class ReceiverEndpoint(EngineEndpoint):
+    """Connects an engine to the sink of one rollout replica.
+
+    The replica checks `admitting` before it accepts a request. It is false while a version is
+    loaded, after a failed load, and while the endpoint is paused. A load that fails midway leaves
+    weights of mixed versions; then `resume` raises until a later activation succeeds. Pausing and
+    sleeping are forwarded to a sink that is a PausableReceiver or SleepingReceiver. With a
+    engine that shares its memory, an AdoptingReceiver uses the tensors in place.
+
+    Args:
+        engine: used by this endpoint only and closed with it.
+        sink: must copy the tensors it loads (except AdoptingReceiver): the sender overwrites their
+            memory later.
+        name: unique name of the replica.
+
+    Raises:
+        ConfigError: the engine lacks what it declares.
+    """
+
+    def __init__(self, engine: CheckpointEngine, sink: WeightReceiver, *, name: str = "receiver") -> None:
+        super().__init__(engine)
+        self._sink = sink
+        self._name = name
+        self._sender = b""
+        self._staged: tuple[Manifest, list[WeightTensor]] | None = None
+        self._paused = False
+        self._behind = False
+        self._unfit = ""  # why the weights can't be used; empty: they can
+        self._watch: Callable[[], None] | None = None  # checks weights that the sink uses in place
+
+    @property
+    def name(self) -> str:
+        """Name of the replica."""
+        return self._name
+
+    @property
+    def admitting(self) -> bool:
+        """Whether the replica may accept requests."""
+        return not (self._paused or self._behind or self._unfit)
+
+    @operation
+    async def pause(self, timeout_s: float) -> None:
+        """Stop admitting requests, and abort running ones if the sink can."""
+        self._paused = True
+        if isinstance(self._sink, PausableReceiver):
+            async with asyncio.timeout(timeout_s):
+                await self._sink.pause()
+
+    @operation
+    async def receive(self, manifest: bytes, timeout_s: float) -> ReceiveAck:
+        """Receive and verify the weights of the manifest without activating them.
+
+        Raises:
+            WeightSyncError: the manifest is damaged, from another engine, or older than the active
+                weights; see also CheckpointEngine.receive_weights. The active weights stay.
+        """
+        start = time.monotonic()
+        self._staged = None
+        wanted = Manifest.decode(manifest)
+        if wanted.engine != self._engine.name:
+            raise WeightSyncError(
+                f"Replica {self._name!r} receives with engine {self._engine.name!r}, the sender sent with {wanted.engine!r}; "
+                "set the same checkpoint_engine.backend for both."
+            )
+        if wanted.version < self._sink.weight_version:
+            raise WeightSyncError(
+                f"Replica {self._name!r} has version {self._sink.weight_version}; the older version {wanted.version} is refused."
+            )
+        if self._engine.capabilities.elastic:
+            self._join(wanted.sender)
+        weights = await self._engine.receive_weights(wanted, timeout_s=timeout_s)
+        self._staged = (wanted, weights)
+        return ReceiveAck(
+            version=wanted.version,
+            digest=wanted.digest,
+            seconds=time.monotonic() - start,
+            verify_seconds=self._engine.verify_seconds,
+        )
+
+    @operation
+    async def activate(self, version: int, timeout_s: float) -> int:
+        """Load the received weights into the sink; returns the version. Runs in the calling thread,
+        uninterrupted.
+
+        After a failure no request is admitted until `resume` or a successful activation.
+
+        Raises:
+            WeightSyncError: `version` was not received, the sender has dropped it, or the sink
+                refuses it. The active weights stay, unless the sender dropped the version during
+                loading; then `resume` raises, too.
+        """
+        del timeout_s
+        self._behind = True
+        staged, self._staged = self._staged, None
+        if staged is None or staged[0].version != version:
+            held = "nothing" if staged is None else f"version {staged[0].version}"
+            raise WeightSyncError(f"Replica {self._name!r} can't activate version {version}: it has received {held}.")
+        manifest, weights = staged
+        self._engine.confirm(manifest)
+        self._load(manifest, weights)
+        try:
+            self._engine.confirm(manifest)
+        except WeightSyncError as error:
+            self._unfit = _TORN
+            raise WeightSyncError(f"Replica {self._name!r} was loading version {version}. {error}") from error
+        if self._sink.weight_version != version:
+            self._unfit = _TORN
+            raise WeightSyncError(
+                f"Replica {self._name!r} loaded version {version}, yet reports version {self._sink.weight_version}."
+            )
+        self._behind = False
+        return version
+
+    @operation
+    async def resume(self, timeout_s: float) -> None:
+        """Admit requests again.
+
+        Raises:
+            WeightSyncError: the last load failed midway, or the weights were dropped.
+        """
+        if self._unfit:
+            raise WeightSyncError(f"Replica {self._name!r} {self._unfit}; it admits nothing until a sync succeeds.")
+        if self._watch is not None:
+            self._watch()
+        if self._paused and isinstance(self._sink, PausableReceiver):
+            async with asyncio.timeout(timeout_s):
+                await self._sink.resume()
+        self._paused = self._behind = False
+
+    @operation
+    async def sleep(self, level: int, timeout_s: float) -> None:
+        """Free memory until `wake`.
+
+        Level 1 offloads the weights; level 2 drops them, so they must be sent again.
+
+        Raises:
+            WeightSyncError: the sink can't sleep, or the level is unknown.
+            RLError: raised by the sink.
+        """
+        if level not in (1, 2):
+            raise WeightSyncError(f"Replica {self._name!r}: there is no level {level} of sleep; levels are 1 and 2.")
+        async with asyncio.timeout(timeout_s):
+            await self._sleeper.sleep(level)
+        if level == 2:
+            self._unfit = "has dropped its weights"
+
+    @operation
+    async def wake(self, part: Memory | None, timeout_s: float) -> None:
+        """Restore one part of the memory, or all of it. Raises like `sleep`."""
+        async with asyncio.timeout(timeout_s):
+            await self._sleeper.wake(part)
+
+    @property
+    def _sleeper(self) -> SleepingReceiver:
+        if not isinstance(self._sink, SleepingReceiver):
+            raise WeightSyncError(
+                f"Replica {self._name!r} can't sleep or wake: {type(self._sink).__name__} has no methods sleep and wake."
+            )
+        return self._sink
+
+    @operation
+    async def republish(self, timeout_s: float) -> bytes:
+        """Serve the version received last to late joiners; see CheckpointEngine.republish.
+
+        Raises:
+            WeightSyncError: that version is not active or is gone, or the engine has no cache.
+        """
+        manifest = await self._engine.republish(timeout_s=timeout_s)
+        if manifest.version != self._sink.weight_version:
+            raise WeightSyncError(
+                f"Replica {self._name!r} has received version {manifest.version}, which is not active."
+            )
+        return manifest.encode()
+
+    def close(self) -> None:
+        """Drop received weights and close the engine; safe to call twice."""
+        self._staged = None
+        self._engine.close()
+
+    def _join(self, sender: bytes) -> None:
+        if sender != self._sender:
+            topology = self._engine.build_topology(sender, [self._engine.prepare()])
+            self._engine.init_process_group(topology.receivers[0])
+            self._sender = sender
+
+    def _load(self, manifest: Manifest, weights: list[WeightTensor]) -> None:
+        before, self._unfit = self._unfit, _TORN
+        version = manifest.version
+        try:
+            if manifest.kind == "full":
+                if self._engine.capabilities.shares and isinstance(self._sink, AdoptingReceiver):
+                    watch = self._engine.watch(manifest)
+                    self._sink.adopt_weights(weights, version, watch)
+                    self._watch = watch
+                else:
+                    self._sink.load_weights(weights, version)
+            elif isinstance(self._sink, AdapterReceiver):
+                self._sink.load_adapter(weights, version)
+            else:
+                raise WeightSyncError(
+                    f"Replica {self._name!r} can't load version {version}, an adapter: {type(self._sink).__name__} has no load_adapter. Merge "
+                    "the adapter into the weights before sending."
+                )
+            self._unfit = ""
+        except WeightSyncError:  # the port guarantees that the old weights stay
+            self._unfit = before
+            raise
+
+
+ReceiverHandle: TypeAlias = ReceiverEndpoint
+"""What the manager calls: an endpoint, or a `remote` handle of one."""

@@ -1,0 +1,1 @@
+"""Base classes of engines: published versions, receive buffer, shared memory."""

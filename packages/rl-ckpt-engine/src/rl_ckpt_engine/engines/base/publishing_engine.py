@@ -1,0 +1,249 @@
+"""PublishingEngine: base class of engines whose sender publishes a version to fetch.
+
+A subclass checks metadata (`_check_members`), stores the bytes of a version (`VersionStore`) and
+gets them at the receiver: in buckets (`_pull`), or without a copy (`_fetch`).
+"""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import Generic, Protocol, Self, TypeVar
+
+from rl_ckpt_engine.config import CheckpointEngineConfig
+from rl_ckpt_engine.engines.base.receive_buffer import Bucket, ReceiveBuffer
+from rl_ckpt_engine.engines.base.sent_versions import Published, SentVersions
+from rl_ckpt_engine.engines.contract import CheckpointEngine, Topology
+from rl_ckpt_engine.payload.block_stream import Deadline, Target, emit
+from rl_ckpt_engine.payload.manifest import Manifest, WeightKind
+from rl_protocol.batch.weight_tensor import WeightTensor
+from rl_protocol.errors import WeightSyncError
+
+
+class VersionStore(Target, Protocol):
+    """Holds the bytes of one version at the sender; reused for later versions."""
+
+    def begin(self, version: int) -> None:
+        """Drop the previous contents; the bytes of `version` follow."""
+        ...
+
+    @property
+    def placement(self) -> bytes:
+        """How receivers find the bytes, in the engine's encoding; read after the last byte is
+        written."""
+        ...
+
+    def complete(self, manifest: Manifest) -> None:
+        """Mark the version complete: receivers may read."""
+        ...
+
+    def withdraw(self) -> None:
+        """Make the version unreadable for receivers; idempotent."""
+        ...
+
+    def close(self) -> None:
+        """Free the memory; safe to call twice."""
+        ...
+
+
+P = TypeVar("P", bound=VersionStore)
+
+
+class PublishingEngine(CheckpointEngine, Generic[P]):
+    """Implements everything but `_check_members`, `_new_store` and `_pull` or `_fetch`.
+
+    A sender has at most two stores: one for the version committed last, and one for the next.
+    """
+
+    def __init__(self, config: CheckpointEngineConfig | None = None) -> None:
+        self._config = CheckpointEngineConfig() if config is None else config
+        self._buffer = ReceiveBuffer(self._config.bucket_bytes)
+        self._versions: SentVersions[P] = SentVersions()
+        self._free: list[P] = []
+        self._running: Deadline | None = None
+        self._sender: bytes | None = None
+        self._received: tuple[Manifest, list[WeightTensor]] | None = None
+        self._republisher: PublishingEngine[P] | None = None
+
+    @classmethod
+    def create(cls, config: CheckpointEngineConfig) -> Self:
+        return cls(config)
+
+    # ---- to implement
+
+    @classmethod
+    @abstractmethod
+    def _check_members(cls, sender: bytes, receivers: Sequence[bytes]) -> None:
+        """Raise WeightSyncError if metadata can't be decoded or the members can't work together."""
+
+    @abstractmethod
+    def _new_store(self) -> P:
+        """Create the store for one version."""
+
+    def _pull(self, manifest: Manifest, buckets: Sequence[Bucket], deadline: Deadline) -> AsyncGenerator[None]:
+        """Fill the memory of each bucket in order and yield after each; needed unless `_fetch` is
+        overridden."""
+        raise NotImplementedError
+
+    async def _fetch(self, manifest: Manifest, deadline: Deadline) -> list[WeightTensor]:
+        """Get the tensors of the manifest and compare each with its digest."""
+        weights = await self._buffer.fill(manifest, lambda buckets: self._pull(manifest, buckets, deadline), deadline)
+        self.verify_seconds = self._buffer.verify_seconds
+        return weights
+
+    def _forget_sender(self) -> None:
+        """Drop what belongs to the sender joined before; another follows."""
+
+    def _identity(self) -> bytes:
+        """The sender's metadata for manifests."""
+        return self.prepare()
+
+    def _new_republisher(self) -> PublishingEngine[P]:
+        """Create an engine like this one that serves the received version."""
+        return type(self)(self._config)
+
+    # ---- group
+
+    @classmethod
+    def build_topology(cls, sender_metadata: bytes, receiver_metadatas: Sequence[bytes]) -> Topology:
+        """Receivers get the sender's metadata; the sender needs none of theirs."""
+        cls._check_members(sender_metadata, receiver_metadatas)
+        return Topology(sender=sender_metadata, receivers=(sender_metadata,) * len(receiver_metadatas))
+
+    def init_process_group(self, member: bytes) -> None:
+        self._check_members(member, [])
+        if member != self._sender:
+            self._forget_sender()
+        self._sender = member
+
+    # ---- sender
+
+    async def send_weights(
+        self, weights: Iterable[WeightTensor], version: int, *, timeout_s: float, kind: WeightKind = "full"
+    ) -> Manifest:
+        self._versions.begin(version)
+        store: P | None = None
+        try:
+            self._running = Deadline(timeout_s, f"Sending version {version}", f"engine {self.name}")
+            store = self._free.pop() if self._free else self._new_store()
+            manifest = await self._fill(store, weights, version, kind, self._running)
+            self._versions.publish(Published(version, manifest.sync_id, store))
+            store = None
+            return manifest
+        except OSError as error:
+            raise WeightSyncError(
+                f"Sending version {version} (engine {self.name}) failed: {error}. Is there memory or disk left?"
+            ) from error
+        finally:
+            if store is not None:
+                store.withdraw()
+                self._free.append(store)
+            self._versions.cancel()
+            self._running = None
+
+    def finalize(self, version: int) -> None:
+        self._recycle(self._versions.finalize(version))
+
+    def abort(self) -> None:
+        if self._running is not None:
+            self._running.cancel("abort() was called")
+        self._recycle(self._versions.abort())
+
+    async def _fill(
+        self, store: P, weights: Iterable[WeightTensor], version: int, kind: WeightKind, deadline: Deadline
+    ) -> Manifest:
+        store.begin(version)
+        entries = await emit(weights, store, deadline)
+        manifest = Manifest.new(
+            entries,
+            version=version,
+            engine=self.name,
+            kind=kind,
+            sender=self._identity(),
+            placement=store.placement,
+        )
+        store.complete(manifest)
+        return manifest
+
+    def _recycle(self, published: Published[P] | None) -> None:
+        if published is not None:
+            published.held.withdraw()
+            self._free.append(published.held)
+
+    # ---- receiver
+
+    @property
+    def pulled_nbytes(self) -> int:
+        """Bytes that the last `receive_weights` requested; excludes tensors that were already
+        there."""
+        return self._buffer.pulled_nbytes
+
+    async def receive_weights(self, manifest: Manifest, *, timeout_s: float) -> list[WeightTensor]:
+        deadline = Deadline(
+            timeout_s, f"Receiving version {manifest.version}", f"process {os.getpid()}, engine {self.name}"
+        )
+        self._check_joined(manifest)
+        deadline.check()
+        self._received = None
+        weights = await self._fetch(manifest, deadline)
+        self._require_there(manifest)
+        self._received = (manifest, weights)
+        return weights
+
+    def confirm(self, manifest: Manifest) -> None:
+        if self._received is None or self._received[0].sync_id != manifest.sync_id:
+            raise WeightSyncError(f"Version {manifest.version} was not received here; nothing can be confirmed.")
+        self._require_there(manifest)
+
+    def _require_there(self, manifest: Manifest) -> None:
+        """Raise WeightSyncError if the sender dropped the received version. Copies stay valid: no
+        check here."""
+
+    def get_weights(self) -> tuple[Manifest, list[WeightTensor]]:
+        if self._received is None:
+            raise WeightSyncError(f"This engine {self.name!r} has received no version that it could serve.")
+        self.confirm(self._received[0])
+        return self._received
+
+    async def republish(self, *, timeout_s: float) -> Manifest:
+        """Serve a copy of the version received last, kept until the next call or `close`."""
+        received, weights = self.get_weights()
+        self._close_republisher()
+        self._republisher = self._new_republisher()
+        manifest = await self._republisher.send_weights(
+            weights, received.version, timeout_s=timeout_s, kind=received.kind
+        )
+        self.confirm(received)
+        if not manifest.same_weights(received):
+            self._close_republisher()
+            raise WeightSyncError(
+                f"The weights of version {received.version} changed while they were copied for others."
+            )
+        self._republisher.finalize(received.version)
+        return manifest
+
+    def _check_joined(self, manifest: Manifest) -> None:
+        if self._sender is None or manifest.sender != self._sender:
+            raise WeightSyncError(
+                "The manifest comes from a sender this receiver has not joined; call init_process_group."
+            )
+
+    # ---- end
+
+    def close(self) -> None:
+        self._close_republisher()
+        self._received = None
+        self.abort()
+        if self._versions.committed is not None:
+            self._free.append(self._versions.committed.held)
+            self._versions.committed = None
+        for store in self._free:
+            store.close()
+        self._free.clear()
+        self._buffer.clear()
+
+    def _close_republisher(self) -> None:
+        if self._republisher is not None:
+            self._republisher.close()
+            self._republisher = None

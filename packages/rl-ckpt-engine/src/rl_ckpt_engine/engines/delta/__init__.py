@@ -1,0 +1,1 @@
+"""Engines that send only changed elements, over another engine."""

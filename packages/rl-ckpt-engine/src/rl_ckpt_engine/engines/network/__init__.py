@@ -1,0 +1,1 @@
+"""Engines over a network: TCP, NIXL, Mooncake, torch.distributed."""

@@ -1,0 +1,98 @@
+"""Engine `tcp`: receivers pull the weights from a copy in the sender's memory over TCP.
+
+    sender -> receiver   b"RLW1", nonce [32]
+    receiver -> sender   nonce [32], proof [32]
+    sender -> receiver   1 byte (1: accepted, 0: refused), proof [32]
+    then, any number of times
+    receiver -> sender   sync_id [16], u64 offset, u64 size, little-endian
+    sender -> receiver   1 byte (1: the bytes follow, 0: that sync is no longer available), `size`
+    bytes
+
+* Proofs are HMAC-SHA256 over both nonces and the sender's random token. They prove the key, can't
+  be replayed, and detect another process on the port of a dead sender. Without a key the empty key
+  is used, which is allowed only on loopback.
+* The sender MUST close a connection that has not finished the handshake within `HANDSHAKE_S`.
+* After the handshake, bytes are neither encrypted nor authenticated; the manifest, which is sent
+  separately, has their digests.
+* A receiver requests the next bucket before it has the current one, so the sender is not idle while
+  it hashes.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import AsyncGenerator, Sequence
+from typing import ClassVar
+
+from rl_ckpt_engine.config import CheckpointEngineConfig
+from rl_ckpt_engine.engines.base.memfd import Slot
+from rl_ckpt_engine.engines.base.publishing_engine import PublishingEngine
+from rl_ckpt_engine.engines.base.receive_buffer import Bucket
+from rl_ckpt_engine.engines.contract import Capabilities
+from rl_ckpt_engine.engines.network.tcp_secret import HOW_TO_SET, load_key
+from rl_ckpt_engine.engines.network.tcp_transport import TcpTransport, read_member
+from rl_ckpt_engine.payload.block_stream import Deadline
+from rl_ckpt_engine.payload.manifest import Manifest
+from rl_protocol.errors import ConfigError
+from rl_protocol.support.shared_secret import Secret
+
+
+class TcpEngine(PublishingEngine[Slot]):
+    """Receivers pull buckets over TCP.
+
+    A sender's memory is that of its two largest versions, a receiver's that of its largest.
+
+    Raises:
+        ConfigError: `listen` is not an address, or is not loopback and there is no key.
+    """
+
+    API_VERSION: ClassVar[int] = 1
+    name: ClassVar[str] = "tcp"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        same_host_only=False, zero_copy=False, elastic=True, devices=("cpu",), caches=True
+    )
+
+    def __init__(self, config: CheckpointEngineConfig | None = None) -> None:
+        super().__init__(config)
+        key = load_key()
+        host = _listen_address(self._config.listen, key)
+        self._transport = TcpTransport(self.name, host, key, self._versions.find)
+
+    def prepare(self) -> bytes:
+        """Start to listen and return the metadata. A receiver does not listen if `listen` is
+        another host's address."""
+        return self._transport.member()
+
+    def _identity(self) -> bytes:
+        return self._transport.sending_member()
+
+    @classmethod
+    def _check_members(cls, sender: bytes, receivers: Sequence[bytes]) -> None:
+        for member in (sender, *receivers):
+            read_member(member, cls.name)
+
+    def _forget_sender(self) -> None:
+        self._transport.hang_up()
+
+    def _new_store(self) -> Slot:
+        return Slot()
+
+    def _pull(self, manifest: Manifest, buckets: Sequence[Bucket], deadline: Deadline) -> AsyncGenerator[None]:
+        return self._transport.pull(manifest, buckets, deadline)
+
+    def close(self) -> None:
+        self._transport.close()
+        with self._transport.lock:
+            super().close()
+
+
+def _listen_address(listen: str, key: Secret) -> str:
+    try:
+        address = ipaddress.ip_address(listen)
+    except ValueError:
+        raise ConfigError(f"checkpoint_engine.listen must be an IP address of this host; got {listen!r}.") from None
+    if address.is_unspecified:
+        raise ConfigError(f"checkpoint_engine.listen must name one address that receivers can reach; got {listen!r}.")
+    if not address.is_loopback and not key:
+        raise ConfigError(f"checkpoint_engine.listen={listen} accepts other hosts, which needs a key: {HOW_TO_SET}.")
+    return listen

@@ -1,0 +1,181 @@
+"""The sender's side of the TCP protocol: threads that answer receivers (see tcp)."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from rl_ckpt_engine.engines.base.memfd import PAYLOAD_START
+from rl_ckpt_engine.payload.manifest import DIGEST_BYTES
+from rl_protocol.support.shared_secret import PROOF_BYTES, Secret
+
+_log = logging.getLogger(__name__)
+
+MAGIC = b"RLW1"
+NONCE_BYTES = 32
+HANDSHAKE_S = 5.0
+DEAD_AFTER_S = 5
+REQUEST = struct.Struct(f"<{DIGEST_BYTES}sQQ")
+
+
+class BucketSender(Protocol):
+    """Sends buckets of published memory over one connection; used by the thread of that
+    connection."""
+
+    def deliver(self, peer: socket.socket, fd: int, offset: int, size: int) -> None:
+        """Send `size` bytes of the file, from `offset` on.
+
+        Raises:
+            OSError: the connection broke or must be closed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release resources after the connection has ended."""
+        ...
+
+
+class FileBucketSender:
+    """Sends the bytes with sendfile."""
+
+    def deliver(self, peer: socket.socket, fd: int, offset: int, size: int) -> None:
+        end = offset + size
+        while offset < end:
+            sent = os.sendfile(peer.fileno(), fd, offset, end - offset)
+            if not sent:
+                raise ConnectionResetError("the end of the memory was reached")
+            offset += sent
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Server:
+    """Threads that send published memory to receivers; they read only files, never the trainer's
+    tensors.
+
+    Args:
+        host: address to listen on.
+        key: key of the handshake.
+        token: the sender's token.
+        open_sync: sync_id -> file descriptor of its memory, which the caller closes, or None.
+        new_bucket_sender: creates the bucket sender of a connection.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        key: Secret,
+        token: bytes,
+        open_sync: Callable[[bytes], int | None],
+        new_bucket_sender: Callable[[], BucketSender],
+    ) -> None:
+        self._key = key
+        self._token = token
+        self._open_sync = open_sync
+        self._new_bucket_sender = new_bucket_sender
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
+        self._peers: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, name="rl-ckpt-tcp", daemon=True).start()
+
+    def close(self) -> None:
+        """End all connections; safe to call twice."""
+        with self._lock:
+            self._closed = True
+            with contextlib.suppress(OSError):  # wakes the thread in accept
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            for peer in self._peers:
+                with contextlib.suppress(OSError):  # wakes its thread, which closes it
+                    peer.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            with self._lock:
+                if self._closed:
+                    peer.close()
+                    return
+                self._peers.add(peer)
+            threading.Thread(target=self._serve, args=(peer,), name="rl-ckpt-tcp-peer", daemon=True).start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        try:
+            with peer, contextlib.closing(self._new_bucket_sender()) as bucket_sender:
+                set_options(peer)
+                peer.settimeout(HANDSHAKE_S)
+                if self._shake_hands(peer):
+                    peer.settimeout(None)
+                    while self._answer(peer, bucket_sender):
+                        pass
+        except OSError as error:  # the receiver disconnected, which is no error here
+            _log.debug("A receiver's connection ended: %s.", error)
+        finally:
+            with self._lock:
+                self._peers.discard(peer)
+
+    def _shake_hands(self, peer: socket.socket) -> bool:
+        mine = os.urandom(NONCE_BYTES)
+        peer.sendall(MAGIC + mine)
+        answer = _read_exactly(peer, NONCE_BYTES + PROOF_BYTES)
+        nonces = mine + answer[:NONCE_BYTES]
+        if not hmac.compare_digest(answer[NONCE_BYTES:], self._key.proof(b"receiver", nonces, self._token)):
+            _log.warning("A receiver was refused: it has another key, or expected another sender.")
+            peer.sendall(bytes(1 + PROOF_BYTES))
+            return False
+        peer.sendall(b"\x01" + self._key.proof(b"sender:::", nonces, self._token))
+        return True
+
+    def _answer(self, peer: socket.socket, bucket_sender: BucketSender) -> bool:
+        request = _read_exactly(peer, REQUEST.size)
+        if not request:
+            return False
+        sync_id, offset, size = REQUEST.unpack(request)
+        fd = self._open_sync(sync_id)
+        if fd is None:
+            peer.sendall(b"\x00")
+            return False
+        try:
+            if PAYLOAD_START + offset + size > os.fstat(fd).st_size:
+                peer.sendall(b"\x00")
+                return False
+            peer.sendall(b"\x01")
+            bucket_sender.deliver(peer, fd, PAYLOAD_START + offset, size)
+        finally:
+            os.close(fd)
+        return True
+
+
+def _read_exactly(peer: socket.socket, count: int) -> bytes:
+    """Read `count` bytes; empty at the end of the stream."""
+    data = b""
+    while len(data) < count:
+        more = peer.recv(count - len(data))
+        if not more:
+            return b""
+        data += more
+    return data
+
+
+def set_options(peer: socket.socket) -> None:
+    """Send small messages immediately, and detect a peer whose host is gone."""
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, DEAD_AFTER_S - 1)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)

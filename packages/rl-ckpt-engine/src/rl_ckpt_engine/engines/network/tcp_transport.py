@@ -1,0 +1,292 @@
+"""TcpTransport: one member's connections of the TCP protocol (see tcp)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+
+import msgspec
+
+from rl_ckpt_engine.engines.base.memfd import Slot
+from rl_ckpt_engine.engines.base.receive_buffer import Bucket
+from rl_ckpt_engine.engines.base.sent_versions import Published
+from rl_ckpt_engine.engines.network.tcp_secret import HOW_TO_SET
+from rl_ckpt_engine.engines.network.tcp_server import (
+    MAGIC,
+    NONCE_BYTES,
+    REQUEST,
+    BucketSender,
+    FileBucketSender,
+    Server,
+    set_options,
+)
+from rl_ckpt_engine.payload.block_stream import Deadline
+from rl_ckpt_engine.payload.manifest import DIGEST_BYTES, Manifest, decode_struct
+from rl_protocol.errors import WeightSyncError
+from rl_protocol.support.host_identity import this_host
+from rl_protocol.support.shared_secret import PROOF_BYTES, Secret
+
+_RECV_BYTES = 1 << 20
+
+
+class TcpMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Metadata of one member."""
+
+    host: str
+    port: int
+    token: bytes
+    """Random id of the engine object."""
+    node: str
+    """Host of the member; see rl_protocol.support.host_identity."""
+
+
+_decoder = msgspec.msgpack.Decoder(TcpMember)
+
+
+def _no_more() -> None:
+    """Do nothing."""
+
+
+class TcpTransport:
+    """Sends published slots to receivers, or pulls buckets from a sender.
+
+    Args:
+        engine: name of the engine, for messages.
+        host: address to listen on.
+        key: key of the handshake.
+        find: sync_id -> the version of that sync, or None; called in threads of the server.
+        new_bucket_sender: creates the object that sends buckets over a new connection.
+        receive_bucket: starts to receive a bucket.
+        before_hang_up: called before the connection to the sender is closed.
+
+    Attributes:
+        lock: hold it while slots are closed, so that no thread opens one.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        host: str,
+        key: Secret,
+        find: Callable[[bytes], Published[Slot] | None],
+        *,
+        new_bucket_sender: Callable[[], BucketSender] = FileBucketSender,
+        receive_bucket: Callable[[socket.socket, memoryview], BucketReceive] | None = None,
+        before_hang_up: Callable[[], None] = _no_more,
+    ) -> None:
+        self._engine = engine
+        self._host = host
+        self._key = key
+        self._find = find
+        self._new_bucket_sender = new_bucket_sender
+        self._receive_bucket = BucketReceive if receive_bucket is None else receive_bucket
+        self._before_hang_up = before_hang_up
+        self._token = secrets.token_bytes(DIGEST_BYTES)
+        self._server: Server | None = None
+        self._connection: socket.socket | None = None
+        self.lock = threading.Lock()
+
+    def member(self) -> bytes:
+        """Start to listen and return the metadata. A receiver does not listen if `host` is another
+        host's address.
+
+        Raises:
+            WeightSyncError: it can't listen there.
+        """
+        if self._server is None:
+            try:
+                self._server = Server(self._host, self._key, self._token, self._open, self._new_bucket_sender)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise WeightSyncError(f"Engine {self._engine!r} can't listen at {self._host}: {error}.") from error
+        port = 0 if self._server is None else self._server.port
+        return msgspec.msgpack.encode(TcpMember(host=self._host, port=port, token=self._token, node=this_host()))
+
+    def sending_member(self) -> bytes:
+        """The metadata of a sender.
+
+        Raises:
+            WeightSyncError: `host` is not an address of this host.
+        """
+        member = self.member()
+        if self._server is None:
+            raise WeightSyncError(
+                f"Engine {self._engine!r} can't send from here: {self._host} is not an address of this host. "
+                "Set checkpoint_engine.listen to an address of the sender."
+            )
+        return member
+
+    async def pull(self, manifest: Manifest, buckets: Sequence[Bucket], deadline: Deadline) -> AsyncGenerator[None]:
+        """Fill the memory of each bucket in order and yield after each."""
+        finished = False
+        try:
+            with self._named(manifest.version, deadline):
+                async with deadline.timeout():
+                    peer = await self._dial(read_member(manifest.sender, self._engine))
+            for number, bucket in enumerate(buckets):
+                ahead = buckets[number + (number > 0) : number + 2]
+                with self._named(manifest.version, deadline):
+                    async with deadline.timeout():
+                        await self._bucket(peer, manifest, bucket, ahead)
+                yield
+            finished = True
+        finally:
+            if not finished:  # answers to requests sent ahead may still arrive
+                self.hang_up()
+
+    def hang_up(self) -> None:
+        """Close the connection to the sender; the next pull connects again."""
+        self._before_hang_up()
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def close(self) -> None:
+        """End all connections; safe to call twice."""
+        self.hang_up()
+        if self._server is not None:
+            self._server.close()
+
+    def _open(self, sync_id: bytes) -> int | None:
+        """A file descriptor of that sync's memory, which the calling server thread closes."""
+        with self.lock:
+            published = self._find(sync_id)
+            return None if published is None else os.dup(published.held.fd)
+
+    async def _bucket(self, peer: socket.socket, manifest: Manifest, bucket: Bucket, ahead: Sequence[Bucket]) -> None:
+        """Request the buckets `ahead`, then receive `bucket`."""
+        for wanted in ahead:
+            request = REQUEST.pack(manifest.sync_id, wanted.start, wanted.memory.nbytes)
+            await asyncio.get_running_loop().sock_sendall(peer, request)
+        if await _receive_bytes(peer, 1) != b"\x01":
+            raise WeightSyncError(
+                f"Version {manifest.version} is no longer available: the sender withdrew it or has a later version. "
+                "A new sync is needed."
+            )
+        receiving = self._receive_bucket(peer, bucket.memory)
+        try:
+            await receiving.done()
+        finally:
+            await receiving.end()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _named(version: int, deadline: Deadline) -> Generator[None]:
+        try:
+            yield
+        except TimeoutError:
+            deadline.check()
+            raise
+        except OSError as error:
+            raise WeightSyncError(
+                f"The connection to the sender of version {version} broke: {error}. The sender died or closed; a new sync is needed."
+            ) from error
+
+    async def _dial(self, sender: TcpMember) -> socket.socket:
+        """The connection of the last sync, or a new one if the sender closed it."""
+        if self._connection is not None and _usable(self._connection):
+            return self._connection
+        self.hang_up()
+        family = socket.AF_INET6 if ":" in sender.host else socket.AF_INET
+        self._connection = peer = socket.socket(family, socket.SOCK_STREAM)
+        peer.setblocking(False)
+        set_options(peer)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(peer, (sender.host, sender.port))
+        greeting = await _receive_bytes(peer, len(MAGIC) + NONCE_BYTES)
+        if not greeting.startswith(MAGIC):
+            raise WeightSyncError(
+                f"{sender.host}:{sender.port} is not a sender of weights: it greets with {greeting[:4]!r}."
+            )
+        nonces = greeting[len(MAGIC) :] + (mine := os.urandom(NONCE_BYTES))
+        await loop.sock_sendall(peer, mine + self._key.proof(b"receiver", nonces, sender.token))
+        verdict = await _receive_bytes(peer, 1 + PROOF_BYTES)
+        if not hmac.compare_digest(verdict, b"\x01" + self._key.proof(b"sender:::", nonces, sender.token)):
+            raise WeightSyncError(
+                f"The sender at {sender.host}:{sender.port} has a different key or was replaced by another process: {HOW_TO_SET}."
+            )
+        return peer
+
+
+class BucketReceive:
+    """Receives one bucket in a thread, which ends before the memory is used for anything else.
+
+    Create and await it in an event loop.
+    """
+
+    def __init__(self, peer: socket.socket, target: memoryview) -> None:
+        self._peer = peer
+        self._work = asyncio.get_running_loop().run_in_executor(None, self.fill, target)
+
+    def fill(self, target: memoryview) -> None:
+        """Receive bytes until the target is full; runs in the thread."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._peer, selectors.EVENT_READ)
+            while target:
+                try:
+                    got = self._peer.recv_into(target[:_RECV_BYTES])
+                except BlockingIOError:
+                    selector.select()
+                    continue
+                if not got:
+                    raise ConnectionResetError("closed by the sender")
+                target = target[got:]
+
+    async def done(self) -> None:
+        """Wait until the bucket is complete.
+
+        Raises:
+            OSError: the connection broke.
+        """
+        await asyncio.shield(self._work)
+
+    async def end(self) -> None:
+        """Stop the thread; if the bucket is incomplete, this breaks the connection."""
+        if not self._work.done():
+            with contextlib.suppress(OSError):  # already broken
+                self._peer.shutdown(socket.SHUT_RDWR)
+            await asyncio.wait({self._work})
+            self._work.exception()
+
+
+async def _receive(peer: socket.socket, target: memoryview) -> None:
+    loop = asyncio.get_running_loop()
+    while target:
+        got = await loop.sock_recv_into(peer, target[:_RECV_BYTES])
+        if not got:
+            raise ConnectionResetError("closed by the sender")
+        target = target[got:]
+
+
+async def _receive_bytes(peer: socket.socket, count: int) -> bytes:
+    data = bytearray(count)
+    await _receive(peer, memoryview(data))
+    return bytes(data)
+
+
+def _usable(peer: socket.socket) -> bool:
+    """Whether the connection is open and has no unread bytes."""
+    try:
+        peer.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def read_member(metadata: bytes, engine: str) -> TcpMember:
+    """Decode the metadata of a member.
+
+    Raises:
+        WeightSyncError: they are not from an engine that uses TCP.
+    """
+    return decode_struct(_decoder, metadata, f"metadata of an engine {engine!r}")

@@ -1,0 +1,1 @@
+"""Engines within one host: references within a process, shared memory, GPU memory."""

@@ -1,0 +1,1 @@
+"""Engines over shared storage: Ray's object store, a directory."""

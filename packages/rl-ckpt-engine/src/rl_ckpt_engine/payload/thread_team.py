@@ -1,0 +1,59 @@
+"""ThreadTeam: a few threads that share byte-level work with the waiting caller."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import Self, TypeVar
+
+MAX_THREADS = 4
+"""More threads do not copy faster: a few cores saturate the memory bandwidth."""
+T = TypeVar("T")
+
+
+class ThreadTeam:
+    """Threads for one phase of a sync, including the caller's.
+
+    There is one thread for every two processors, because the other end of the sync often runs on
+    the same host. The threads end with the context, so none outlives a cancelled call or is lost in
+    a fork.
+
+    >>> with ThreadTeam() as crew:
+    ...     crew.map(lambda number: number * number, 4)
+    [0, 1, 4, 9]
+    """
+
+    def __init__(self) -> None:
+        self._helpers = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // 2)) - 1
+        self._pool = ThreadPoolExecutor(max(1, self._helpers), "rl-ckpt-team")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._pool.shutdown()
+
+    def map(self, work: Callable[[int], T], count: int) -> list[T]:
+        """The results of work(0) ... work(count - 1), executed in any order.
+
+        The first error is raised after all threads have stopped.
+        """
+        results: dict[int, T] = {}
+        numbers = iter(range(count))  # its next() is atomic
+
+        def run() -> None:
+            for number in numbers:
+                results[number] = work(number)
+
+        helping = [self._pool.submit(run) for _ in range(min(self._helpers, count - 1))]
+        try:
+            run()
+        finally:
+            for _ in numbers:  # after an error, start no further work
+                pass
+            wait(helping)
+        for helper in helping:
+            helper.result()
+        return [results[number] for number in range(count)]

@@ -1,0 +1,1 @@
+"""Driver side: the manager runs synchronizations by calling handles of sender and receivers."""

@@ -1,0 +1,125 @@
+"""Let receivers receive a version: each on its own, or all together in a process group."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from typing import Protocol
+
+from rl_ckpt_engine.endpoints.receiver import ReceiveAck, ReceiverHandle
+from rl_ckpt_engine.endpoints.sender import SenderHandle
+from rl_ckpt_engine.engines.contract import CheckpointEngine
+from rl_ckpt_engine.sync.peer_calls import Outcome, call_all, call_one
+from rl_protocol.errors import WeightSyncError
+
+_SENDER = "the sender"
+
+
+class ReceiveStrategy(Protocol):
+    """How receivers receive a version that was sent."""
+
+    async def move(
+        self, manifest: bytes, receivers: Mapping[str, ReceiverHandle], timeout_s: float
+    ) -> Outcome[ReceiveAck]:
+        """Let all receivers receive; returns acknowledgments, and reasons of those that failed."""
+        ...
+
+
+class IndependentReceive:
+    """Each receiver receives independently of the others."""
+
+    async def move(
+        self, manifest: bytes, receivers: Mapping[str, ReceiverHandle], timeout_s: float
+    ) -> Outcome[ReceiveAck]:
+        return await call_all("receive", receivers, timeout_s, lambda handle: handle.receive(manifest, timeout_s))
+
+
+class GroupReceive:
+    """Sender and receivers receive together in a process group, which is kept until its members
+    change.
+
+    If one member fails, the group fails for all. Then every receiver is asked for new metadata.
+    Receivers that don't answer are dropped and the others retry in a new group. If all answer, they
+    retry once.
+
+    Args:
+        engine: class of the engine.
+        sender: handle of the sender.
+    """
+
+    def __init__(self, engine: type[CheckpointEngine], sender: SenderHandle) -> None:
+        self._engine = engine
+        self._sender = sender
+        self._members: tuple[str, ...] = ()
+
+    async def move(
+        self, manifest: bytes, receivers: Mapping[str, ReceiverHandle], timeout_s: float
+    ) -> Outcome[ReceiveAck]:
+        """Receive in the group; takes at most 3 * (number of receivers + 1) deadlines."""
+        left, failed = dict(receivers), dict[str, str]()
+        received: Outcome[ReceiveAck] = Outcome({}, {})
+        served, retried = "", False
+        while left:
+            gone = await self._form(left, timeout_s)
+            failed |= gone
+            left = {name: handle for name, handle in left.items() if name not in gone}
+            served, received = await asyncio.gather(
+                self._serve(manifest, timeout_s),
+                call_all("receive", left, timeout_s, lambda handle: handle.receive(manifest, timeout_s)),
+            )
+            if not served and not received.failed:
+                return Outcome(received.done, failed)
+            self._members = ()
+            if not gone and retried:
+                break
+            retried = True
+        return Outcome(
+            received.done, failed | {name: _with(reason, served) for name, reason in received.failed.items()}
+        )
+
+    async def _form(self, receivers: Mapping[str, ReceiverHandle], timeout_s: float) -> dict[str, str]:
+        """Form a group unless there is one of these members.
+
+        Returns the receivers that failed to prepare, with reasons. A failed join shows when the
+        group is used.
+        """
+        if self._members == tuple(receivers):
+            return {}
+        prepared = await call_all("prepare", receivers, timeout_s, lambda handle: handle.prepare())
+        if not prepared.done:
+            return prepared.failed
+        sender = await call_one("prepare", _SENDER, timeout_s, self._sender.prepare())
+        topology = self._engine.build_topology(sender, list(prepared.done.values()))
+        members = dict(zip(prepared.done, topology.receivers, strict=True))
+        await asyncio.gather(
+            _reason(call_one("join", _SENDER, timeout_s, self._sender.join(topology.sender, timeout_s))),
+            call_all(
+                "join",
+                {name: receivers[name] for name in members},
+                timeout_s,
+                lambda handle: handle.join(members[handle.name], timeout_s),
+            ),
+        )
+        self._members = tuple(members)
+        return prepared.failed
+
+    async def _serve(self, manifest: bytes, timeout_s: float) -> str:
+        return await _reason(call_one("serve", _SENDER, timeout_s, self._sender.serve(manifest, timeout_s)))
+
+
+def receive_strategy(engine: type[CheckpointEngine] | None, sender: SenderHandle) -> ReceiveStrategy:
+    """The strategy for an engine; without an engine, receivers receive independently."""
+    return IndependentReceive() if engine is None or engine.capabilities.elastic else GroupReceive(engine, sender)
+
+
+def _with(reason: str, served: str) -> str:
+    return f"{reason} ({served})" if served else reason
+
+
+async def _reason(call: Awaitable[object]) -> str:
+    """Why the call failed; empty if it succeeded."""
+    try:
+        await call
+    except WeightSyncError as error:
+        return error.message
+    return ""

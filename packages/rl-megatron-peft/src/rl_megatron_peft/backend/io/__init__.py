@@ -1,0 +1,1 @@
+"""File formats: snapshots, Hugging Face models, and verl's old adapter checkpoints."""

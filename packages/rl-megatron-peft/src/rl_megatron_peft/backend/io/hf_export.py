@@ -1,0 +1,47 @@
+"""Write a whole model as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from rl_protocol import OutputError, WeightTensor
+from rl_protocol.torch import from_weight
+
+_CONFIG = "config.json"
+_COPIED = ("generation_config.json",)
+_WEIGHTS = "model.safetensors"
+
+
+def write_model(
+    folder: Path, *, base: Path, weights: Sequence[WeightTensor], changes: Mapping[str, object] | None = None
+) -> list[Path]:
+    """Write weights and configuration into an empty folder and return the files.
+
+    Args:
+        folder: the folder.
+        base: folder of the base model, whose configuration is copied.
+        weights: all weights.
+        changes: fields of the configuration to replace or add.
+
+    Raises:
+        OutputError: a file can't be written.
+    """
+    try:
+        save_file({weight.name: from_weight(weight) for weight in weights}, folder / _WEIGHTS, {"format": "pt"})
+        config = {**json.loads((base / _CONFIG).read_text()), **(changes or {})}
+        (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        copied = [shutil.copyfile(base / name, folder / name) for name in _COPIED if (base / name).exists()]
+    except (OSError, SafetensorError) as error:
+        raise OutputError(f"The model can't be written to {folder}: {error}.", path=str(folder)) from error
+    return [folder / _WEIGHTS, folder / _CONFIG, *copied]
+
+
+def copy_tokenizer(base: Path, folder: Path) -> list[Path]:
+    """Copy the tokenizer files of the base model and return the copies."""
+    return [Path(shutil.copyfile(file, folder / file.name)) for file in sorted(base.glob("*token*"))]

@@ -1,0 +1,1 @@
+"""LoRA adapters beside the layers of a Megatron-Core model."""

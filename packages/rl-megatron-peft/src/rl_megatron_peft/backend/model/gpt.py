@@ -1,0 +1,141 @@
+"""Megatron-Core's GPTModel: building this rank's part, and the rows of its fused modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from rl_megatron_peft.backend.cpu_shims import runnable
+from rl_megatron_peft.backend.parallel import Ranks
+from rl_megatron_peft.base_model.layout import global_name
+from rl_megatron_peft.base_model.model_shape import ModelShape
+from rl_megatron_peft.base_model.naming import qkv_rows
+
+ADAPTER = "adapter"
+"""Attribute of an adapter in its layer. Megatron-Bridge uses and skips parameters of this name."""
+
+VALUE = "value"
+"""Attribute of the linear layer in a value head."""
+
+
+class RankNorm(torch.nn.RMSNorm):
+    """RMSNorm that supports sequence parallelism, which the norm of the local spec refuses.
+
+    A norm needs one token at a time, so each rank normalizes its own tokens. The gradient of the
+    weight is then partial on each rank; see `rl_megatron_peft.backend.train.param_groups`.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+
+
+def _layers(shape: ModelShape, ranks: Ranks) -> TransformerBlockSubmodules:
+    """Return this stage's layers: those of the local spec with RankNorm."""
+    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    layer: Any = spec.submodules
+    norm: Any = RankNorm  # declared ModuleSpec, documented as a class as well
+    layer.input_layernorm = layer.pre_mlp_layernorm = RankNorm
+    if shape.qk_norm:
+        layer.self_attention.submodules.q_layernorm = layer.self_attention.submodules.k_layernorm = RankNorm
+    return TransformerBlockSubmodules([spec] * (shape.layers // ranks.layout.pipeline), layer_norm=norm)
+
+
+def build_model(shape: ModelShape, ranks: Ranks, dtype: torch.dtype = torch.float32) -> GPTModel:
+    """Build this rank's part of the model on its device, with uninitialized and frozen weights.
+
+    Because they are frozen, a tied output layer on another stage than the embedding is a copy that
+    needs no synchronization.
+
+    Raises:
+        ConfigError: the layout can't divide the model.
+    """
+    layout = ranks.layout
+    layout.check(shape)
+    config = TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.groups,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # noqa: S106 - unused: no experts; with the default Megatron refuses variable lengths
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+    )
+    with runnable():
+        model = GPTModel(
+            config,
+            _layers(shape, ranks),  # pyright: ignore[reportArgumentType]: declared ModuleSpec, documented as either
+            vocab_size=layout.padded_vocab(shape),
+            max_sequence_length=shape.positions,
+            pre_process=ranks.first,
+            post_process=ranks.last,
+            parallel_output=True,
+            share_embeddings_and_output_weights=shape.tied and layout.pipeline == 1,
+            position_embedding_type="rope",
+            rotary_base=shape.rope_base,  # pyright: ignore[reportArgumentType]: declared int, raised to powers
+        )
+    return model.requires_grad_(False).to(ranks.device, dtype).eval()
+
+
+def first_layer(shape: ModelShape, ranks: Ranks) -> int:
+    """Return the number of this stage's first layer in the whole model."""
+    return ranks.pipeline * (shape.layers // ranks.layout.pipeline)
+
+
+def base_parameters(model: GPTModel, shape: ModelShape, ranks: Ranks) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield this rank's base parameters, without adapters and value head, by their global names."""
+    for name, parameter in model.named_parameters():
+        if f".{ADAPTER}." not in name and f".{VALUE}." not in name:
+            yield global_name(name, first_layer(shape, ranks)), parameter
+
+
+def fuse(parts: list[torch.Tensor], fused: str, shape: ModelShape, tensor: int) -> torch.Tensor:
+    """Join the rows of q, k and v, or of gate and up, as one of `tensor` ranks holds them."""
+    joined = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return joined[torch.tensor(fused_order(shape, tensor), device=joined.device)] if fused == "linear_qkv" else joined
+
+
+def unfuse(weight: torch.Tensor, fused: str, shape: ModelShape, tensor: int) -> list[torch.Tensor]:
+    """Split the rows of a fused module into its logical modules; the inverse of `fuse`."""
+    if fused == "linear_qkv":
+        rows = qkv_rows(shape.heads // tensor, shape.groups // tensor, shape.head_dim)
+        return [weight[torch.tensor(part, device=weight.device)] for part in rows]
+    return list(weight.chunk(2)) if fused == "linear_fc1" else [weight]
+
+
+def fused_order(shape: ModelShape, tensor: int) -> list[int]:
+    """Return for each row of linear_qkv on one of `tensor` ranks its index in q, k and v joined."""
+    q, k, v = qkv_rows(shape.heads // tensor, shape.groups // tensor, shape.head_dim)
+    order = [0] * (len(q) + len(k) + len(v))
+    for joined, row in enumerate([*q, *k, *v]):
+        order[row] = joined
+    return order

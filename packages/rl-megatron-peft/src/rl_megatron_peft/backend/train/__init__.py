@@ -1,0 +1,1 @@
+"""One optimizer step over all ranks: forward and backward passes, gradients, AdamW."""

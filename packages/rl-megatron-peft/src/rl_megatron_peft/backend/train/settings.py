@@ -1,0 +1,82 @@
+"""Settings of training on Megatron-Core."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rl_protocol import BatchData, ConfigError
+
+MiniBatchSchedule = Callable[[BatchData, int], Sequence[Sequence[int]]]
+"""(batch, number of the update) -> rows of each optimizer step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamConfig:
+    """Settings of AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101).
+
+    Attributes:
+        lr: learning rate, above 0.
+        beta1: decay of the first moment, in [0, 1).
+        beta2: decay of the second moment, in [0, 1).
+        weight_decay: at least 0.
+        grad_clip: largest norm of the gradient over all trained parameters, above 0.
+
+    Raises:
+        ConfigError: a value is out of range; names the setting.
+    """
+
+    lr: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        in_range = {
+            "lr": 0 < self.lr < math.inf,
+            "beta1": 0 <= self.beta1 < 1,
+            "beta2": 0 <= self.beta2 < 1,
+            "weight_decay": 0 <= self.weight_decay < math.inf,
+            "grad_clip": self.grad_clip > 0,
+        }
+        for name, fine in in_range.items():
+            if not fine:
+                raise ConfigError(f"AdamConfig.{name} is out of range; got {getattr(self, name)}.", field=name)
+
+
+def constant(step: int) -> float:
+    """Keep the learning rate constant."""
+    del step
+    return 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSettings:
+    """How a policy or critic is trained.
+
+    Attributes:
+        adam: settings of the optimizer.
+        lr_schedule: number of an optimizer step, from 1 -> factor of the learning rate.
+        mini_batches: rows of each optimizer step; None: one step over all rows.
+        micro_batch_rows: rows per pass in updates; 0: the whole mini-batch.
+        forward_rows: rows per pass without gradients.
+        seed: seed of new adapters and of dropout.
+        dtype: dtype of the model and of computation. Adapters, a value head, and the optimizer's
+            copy of trained weights are float32.
+        fused: see `rl_megatron_peft.backend.lora.attach.attach`.
+        distributed_optimizer: data-parallel replicas share the optimizer state; see Optimizer.
+    """
+
+    adam: AdamConfig = field(default_factory=AdamConfig)
+    lr_schedule: Callable[[int], float] = constant
+    mini_batches: MiniBatchSchedule | None = None
+    micro_batch_rows: int = 8
+    forward_rows: int = 64
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    fused: bool = True
+    distributed_optimizer: bool = False

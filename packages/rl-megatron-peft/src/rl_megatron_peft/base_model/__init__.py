@@ -1,0 +1,1 @@
+"""Sizes, names, fingerprint and layout over ranks of the base model. Needs no torch."""

@@ -1,0 +1,158 @@
+"""Sizes of a dense decoder model, read from `config.json`, and the tensors of its checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_megatron_peft.base_model.naming import HFModule
+from rl_protocol.errors import ConfigError
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""Supported values of `model_type`."""
+
+_REQUIRED_VALUES: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
+    "use_sliding_window": (None, False),
+    "pretraining_tp": (None, 1),
+}
+"""Field of config.json -> the values this package supports; any other value is refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes of a Llama, Qwen2 or Qwen3 model.
+
+    Attributes:
+        family: its `model_type`.
+        layers: number of decoder layers.
+        hidden: size of the hidden states.
+        ffn: size of the feed-forward layer.
+        heads: number of query heads.
+        groups: number of key and value heads.
+        head_dim: size of one head.
+        vocab: number of token ids.
+        positions: largest context.
+        rope_base: base of the rotary embedding (`rope_theta`).
+        eps: epsilon of the norms.
+        tied: whether the output layer shares the weight of the embedding.
+
+    Raises:
+        ConfigError: a value is missing or unsupported; names the field.
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    head_dim: int
+    vocab: int
+    positions: int
+    rope_base: float
+    eps: float
+    tied: bool
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether q, k and v have biases: only in Qwen2."""
+        return self.family == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys are normalized per head: only in Qwen3."""
+        return self.family == "qwen3"
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelShape:
+        """Read the shape of the model in a Hugging Face checkpoint folder."""
+        file = folder / "config.json"
+        try:
+            fields = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{file} can't be read as a model configuration: {error}.", field="config.json"
+            ) from error
+        return cls.of(fields, str(file))
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], file: str = "config.json") -> ModelShape:
+        """Build the shape from the fields of a `config.json`; `file` is named in errors."""
+
+        def refuse(field: str, wanted: str) -> ConfigError:
+            return ConfigError(f"{file}: {field} must be {wanted}; got {fields.get(field)!r}.", field=field)
+
+        def number(field: str) -> int:
+            value = fields.get(field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise refuse(field, "an integer >= 1")
+            return value
+
+        if fields.get("model_type") not in FAMILIES:
+            raise refuse("model_type", f"one of {', '.join(FAMILIES)}")
+        for field, known in _REQUIRED_VALUES.items():
+            if fields.get(field, known[0]) not in known:
+                raise refuse(field, repr(known[-1]))
+        rope: Mapping[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+        if rope.get("rope_type", rope.get("type", "default")) != "default":
+            raise refuse("rope_parameters" if "rope_parameters" in fields else "rope_scaling", "of type 'default'")
+        heads, hidden = number("num_attention_heads"), number("hidden_size")
+        groups = number("num_key_value_heads") if fields.get("num_key_value_heads") is not None else heads
+        if heads % groups:
+            raise refuse("num_key_value_heads", f"a divisor of the {heads} attention heads")
+        return cls(
+            family=fields["model_type"],
+            layers=number("num_hidden_layers"),
+            hidden=hidden,
+            ffn=number("intermediate_size"),
+            heads=heads,
+            groups=groups,
+            head_dim=number("head_dim") if fields.get("head_dim") is not None else hidden // heads,
+            vocab=number("vocab_size"),
+            positions=number("max_position_embeddings"),
+            rope_base=float(rope.get("rope_theta", fields.get("rope_theta", 10000.0))),
+            eps=float(fields.get("rms_norm_eps", 1e-6)),
+            tied=bool(fields.get("tie_word_embeddings", False)),
+        )
+
+    def linear(self, logical: str) -> tuple[int, int]:
+        """Return (out, in) of a linear module, given its logical name."""
+        queries, keys = self.heads * self.head_dim, self.groups * self.head_dim
+        return {
+            "q_proj": (queries, self.hidden),
+            "k_proj": (keys, self.hidden),
+            "v_proj": (keys, self.hidden),
+            "o_proj": (self.hidden, queries),
+            "gate_proj": (self.ffn, self.hidden),
+            "up_proj": (self.ffn, self.hidden),
+            "down_proj": (self.hidden, self.ffn),
+        }[logical]
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of every tensor of the checkpoint, in layer order."""
+        found: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab, self.hidden)}
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}"
+            found[f"{prefix}.input_layernorm.weight"] = (self.hidden,)
+            for logical in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                found[f"{HFModule(layer, logical).name}.weight"] = self.linear(logical)
+                if self.qkv_bias and logical != "o_proj":
+                    found[f"{HFModule(layer, logical).name}.bias"] = self.linear(logical)[:1]
+            if self.qk_norm:
+                found |= {f"{prefix}.self_attn.{name}.weight": (self.head_dim,) for name in ("q_norm", "k_norm")}
+            found[f"{prefix}.post_attention_layernorm.weight"] = (self.hidden,)
+            for logical in ("gate_proj", "up_proj", "down_proj"):
+                found[f"{HFModule(layer, logical).name}.weight"] = self.linear(logical)
+        found[FINAL_NORM] = (self.hidden,)
+        if not self.tied:
+            found[HEAD] = (self.vocab, self.hidden)
+        return found

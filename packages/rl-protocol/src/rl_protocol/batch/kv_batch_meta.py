@@ -1,0 +1,280 @@
+"""KVBatchMeta: keys, tags and column names of rows, passed around instead of tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self, TypeAlias, overload
+
+import numpy as np
+
+from rl_protocol.batch.row_ops import Indices, RowOps, check_indices
+from rl_protocol.errors import BatchError, UnknownNameError
+
+Scalar: TypeAlias = bool | int | float | str | None
+Tag: TypeAlias = dict[str, Scalar]
+"""Small facts about one row: status, policy version, lengths."""
+_SCALARS = (bool, int, float, str, type(None))
+
+
+def check_tag(key: str, name: str, value: object) -> Scalar:
+    """Return the value if a tag may have it. NaN is illegal, because no read could select the row.
+
+    Raises:
+        BatchError: the value is not legal; names row and tag.
+    """
+    if not isinstance(value, _SCALARS) or isinstance(value, np.generic):
+        raise BatchError(f"Tag {name!r} of row {key!r} must be a bool, int, float, str or None; got {value!r}.")
+    if isinstance(value, float) and math.isnan(value):
+        raise BatchError(f"Tag {name!r} of row {key!r} is NaN, which equals no value; use None, or leave the tag out.")
+    return value
+
+
+def check_where(where: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Check the tags of a filter or an expectation.
+
+    Raises:
+        BatchError: a value is NaN, which no tag equals.
+    """
+    for name, value in where.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise BatchError(f"Rows can't be selected by tag {name!r}: it is NaN, which no tag equals; leave it out.")
+    return dict(where)
+
+
+class TagRows(Sequence[Tag]):
+    """The tags of `size` rows, built on first access, because a dict per row is expensive.
+
+    >>> tags = TagRows(2, lambda: ({"n": 1}, {"n": 2}))
+    >>> len(tags), tags[1], tags == ({"n": 1}, {"n": 2})
+    (2, {'n': 2}, True)
+    """
+
+    __slots__ = ("_make", "_size")
+    __hash__ = None  # pyright: ignore[reportAssignmentType] - dicts have none either
+
+    def __init__(self, size: int, make: Callable[[], tuple[Tag, ...]]) -> None:
+        self._size = size
+        self._make: Callable[[], tuple[Tag, ...]] | tuple[Tag, ...] = make
+
+    def _rows(self) -> tuple[Tag, ...]:
+        if not isinstance(self._make, tuple):
+            self._make = self._make()
+        return self._make
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Tag: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Tag, ...]: ...
+    def __getitem__(self, index: int | slice) -> Tag | tuple[Tag, ...]:
+        return self._rows()[index]
+
+    def __iter__(self) -> Iterator[Tag]:
+        return iter(self._rows())
+
+    def __eq__(self, other: object) -> bool:
+        return self._rows() == tuple(other) if isinstance(other, tuple | TagRows) else NotImplemented
+
+    def __repr__(self) -> str:
+        return repr(self._rows())
+
+    def __reduce__(self) -> tuple[type[tuple[Tag, ...]], tuple[tuple[Tag, ...]]]:
+        return tuple, (self._rows(),)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVBatchMeta(RowOps):
+    """The keys of N rows of one partition, with their tags and known columns.
+
+    >>> meta = KVBatchMeta(partition="train", keys=("a", "b"), tags=({"n": 1}, {"n": 2}), fields=("score",))
+    >>> [part.keys for part in meta.chunk(2)], KVBatchMeta.concat(meta.chunk(2)) == meta
+    ([('a',), ('b',)], True)
+
+    Raises:
+        BatchError: a key repeats, or there is not one tag per key.
+    """
+
+    partition: str
+    """The partition that holds the rows."""
+    keys: tuple[str, ...]
+    """[N] unique names."""
+    tags: Sequence[Tag] = ()
+    """[N], or empty if the rows have no tags. A tuple, or a `TagRows` that compares equal to it."""
+    fields: tuple[str, ...] = ()
+    """Columns that all rows have; empty: unknown."""
+    extra_info: dict[str, Scalar] = field(default_factory=dict[str, Scalar])
+    """Facts about the whole batch (temperature, policy version), never metrics."""
+    generations: tuple[int, ...] = ()
+    """[N], or empty: any. The generation of each row, 0: any. Clearing a row and putting it again
+    changes it."""
+
+    def __post_init__(self) -> None:
+        if len(set(self.keys)) != len(self.keys):
+            seen: set[str] = set()
+            twice = next(key for key in self.keys if key in seen or seen.add(key))
+            raise BatchError(f"Keys of a KVBatchMeta must be unique; {twice!r} occurs more than once.")
+        if self.tags and len(self.tags) != len(self.keys):
+            raise BatchError(
+                f"A KVBatchMeta needs one tag per key or none at all; got {len(self.keys)} keys, {len(self.tags)} tags."
+            )
+        if self.generations and len(self.generations) != len(self.keys):
+            raise BatchError(
+                f"A KVBatchMeta needs one generation per key or none at all; got {len(self.keys)} keys, "
+                f"{len(self.generations)} generations."
+            )
+
+    @classmethod
+    def unchecked(
+        cls,
+        partition: str,
+        keys: tuple[str, ...],
+        tags: Sequence[Tag],
+        fields: tuple[str, ...],
+        generations: tuple[int, ...],
+    ) -> Self:
+        """Build without the checks, which are slow for many rows; for planes listing own rows."""
+        made = object.__new__(cls)
+        put = object.__setattr__
+        put(made, "partition", partition)
+        put(made, "keys", keys)
+        put(made, "tags", tags)
+        put(made, "fields", fields)
+        put(made, "extra_info", {})
+        put(made, "generations", generations)
+        return made
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __bool__(self) -> bool:
+        return len(self.keys) > 0
+
+    def tag_values(self, name: str) -> list[Scalar]:
+        """The value of one tag for every row, [N].
+
+        Raises:
+            UnknownNameError: a row lacks that tag.
+        """
+        for key, tag in zip(self.keys, self.tags or ({},) * len(self), strict=True):
+            if name not in tag:
+                raise UnknownNameError(f"Row {key!r} has no tag {name!r}; it has {sorted(tag)}.")
+        return [tag[name] for tag in self.tags]
+
+    def select_rows(self, rows: Indices) -> Self:
+        """The rows in the given order, with their tags."""
+        index = check_indices(rows, len(self)).tolist()
+        tags = tuple(self.tags[i] for i in index) if self.tags else ()
+        generations = tuple(self.generations[i] for i in index) if self.generations else ()
+        return replace(self, keys=tuple(self.keys[i] for i in index), tags=tags, generations=generations)
+
+    def select_keys(self, keys: Sequence[str]) -> Self:
+        """The named rows in the given order.
+
+        Raises:
+            UnknownNameError: a key is not in this batch.
+        """
+        place = {key: i for i, key in enumerate(self.keys)}
+        missing = [key for key in keys if key not in place]
+        if missing:
+            raise UnknownNameError(
+                f"{len(missing)} keys are not in this batch of partition {self.partition!r}, the first is {missing[0]!r}."
+            )
+        return self.select_rows([place[key] for key in keys])
+
+    def select_fields(self, names: Sequence[str]) -> Self:
+        """The same rows, restricted to these columns.
+
+        Raises:
+            UnknownNameError: a column is not among `fields`.
+        """
+        missing = [name for name in names if name not in self.fields]
+        if missing:
+            raise UnknownNameError(
+                f"No column {missing[0]!r} in this batch; it has {', '.join(self.fields) or 'none that are known'}."
+            )
+        return replace(self, fields=tuple(names))
+
+    def without_tags(self) -> Self:
+        """The same rows without tags, for workers that need only the keys."""
+        return replace(self, tags=())
+
+    def union(self, other: Self) -> Self:
+        """The same rows with the columns, tags and extra_info of both.
+
+        Raises:
+            BatchError: the rows or their generations differ, or both have a tag or fact with
+                different values.
+        """
+        if (other.partition, other.keys) != (self.partition, self.keys):
+            raise BatchError(
+                "union needs the same partition and the same keys in the same order; select_keys one like the other first."
+            )
+        mine, theirs = self.tags or ({},) * len(self), other.tags or ({},) * len(self)
+        tags = tuple(_merge(a, b, f"row {key!r}") for key, a, b in zip(self.keys, mine, theirs, strict=True))
+        return replace(
+            self,
+            tags=tags if any(tags) else (),
+            fields=tuple(dict.fromkeys((*self.fields, *other.fields))),
+            extra_info=_merge(self.extra_info, other.extra_info, "extra_info"),
+            generations=_merge_generations(self, other),
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """Rows of all parts in order.
+
+        Parts must agree in partition, columns and extra_info, and in whether they have tags.
+
+        Raises:
+            BatchError: there are no parts, or they do not agree.
+        """
+        if not parts:
+            raise BatchError("concat needs at least one part; got none.")
+        first = parts[0]
+        for number, part in enumerate(parts):
+            if (part.partition, set(part.fields), part.extra_info) != (
+                first.partition,
+                set(first.fields),
+                first.extra_info,
+            ):
+                raise BatchError(
+                    f"Part {number} differs from part 0 in partition, fields or extra_info: "
+                    f"({part.partition!r}, {sorted(part.fields)}, {part.extra_info}) against "
+                    f"({first.partition!r}, {sorted(first.fields)}, {first.extra_info})."
+                )
+        tagged = {bool(part.tags) for part in parts if part}
+        if len(tagged) > 1:
+            raise BatchError(
+                "Some parts have tags and some have none; concat would lose them: use without_tags on all or on none."
+            )
+        known = any(part.generations for part in parts)
+        return replace(
+            first,
+            keys=tuple(key for part in parts for key in part.keys),
+            tags=tuple(tag for part in parts for tag in part.tags),
+            generations=tuple(number for part in parts for number in _generations(part)) if known else (),
+        )
+
+
+def _generations(meta: KVBatchMeta) -> tuple[int, ...]:
+    return meta.generations or (0,) * len(meta)
+
+
+def _merge_generations(a: KVBatchMeta, b: KVBatchMeta) -> tuple[int, ...]:
+    for key, x, y in zip(a.keys, _generations(a), _generations(b), strict=True):
+        if x and y and x != y:
+            raise BatchError(f"union: row {key!r} was cleared and put again between the two batches ({x}, {y}).")
+    if not a.generations or not b.generations:
+        return a.generations or b.generations
+    return tuple(x or y for x, y in zip(a.generations, b.generations, strict=True))
+
+
+def _merge(a: Mapping[str, Scalar], b: Mapping[str, Scalar], where: str) -> Tag:
+    for name in a.keys() & b.keys():
+        if a[name] != b[name]:
+            raise BatchError(f"union: {name!r} of {where} is {a[name]!r} in one batch and {b[name]!r} in the other.")
+    return {**a, **b}

@@ -1,0 +1,57 @@
+"""RowKey: names one trajectory of one rollout of one prompt."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rl_protocol.errors import BatchError
+
+SEPARATOR = "/"
+MAX_DIGITS = 18
+"""Most digits of a number in the text form; keeps both numbers within int64."""
+
+
+class RowKey(msgspec.Struct, frozen=True, order=True):
+    """Key of one trajectory row.
+
+    `uid` names the prompt, `session` one of its n rollouts, `index` a trajectory of that rollout.
+    The canonical text form is `uid/session/index`; `parse` accepts exactly what `text` writes. Keys
+    are ordered by uid (as text), then session and index (as numbers).
+
+    >>> RowKey("p7", 3, 0).text
+    'p7/3/0'
+    >>> RowKey.parse("p7/3/0") == RowKey("p7", 3, 0)
+    True
+
+    Raises:
+        BatchError: the uid is empty or contains the separator, a number is negative, or a text is
+            not canonical.
+    """
+
+    uid: str
+    session: int
+    index: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.uid or SEPARATOR in self.uid:
+            raise BatchError(f"A prompt uid must be non-empty and must not contain {SEPARATOR!r}; got {self.uid!r}.")
+        if not (0 <= self.session < 10**MAX_DIGITS and 0 <= self.index < 10**MAX_DIGITS):
+            raise BatchError(
+                f"session and index of row {self.uid!r} must be >= 0 and below 10**{MAX_DIGITS}; "
+                f"got session={self.session}, index={self.index}."
+            )
+
+    @property
+    def text(self) -> str:
+        """The canonical text form, used as the key in the data plane."""
+        return f"{self.uid}{SEPARATOR}{self.session}{SEPARATOR}{self.index}"
+
+    @classmethod
+    def parse(cls, text: str) -> RowKey:
+        """Parse the canonical text form."""
+        uid, *numbers = text.split(SEPARATOR)
+        if len(numbers) == 2 and all(n.isascii() and n.isdigit() and len(n) <= MAX_DIGITS for n in numbers):
+            key = cls(uid, int(numbers[0]), int(numbers[1]))
+            if key.text == text:
+                return key
+        raise BatchError(f"Not a row key: {text!r}; expected 'uid{SEPARATOR}session{SEPARATOR}index' such as 'p7/3/0'.")

@@ -1,0 +1,182 @@
+"""Schemas: the declared type of each column and the laws between columns, checked at every put."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl_protocol.batch.batch_data import BatchData
+from rl_protocol.batch.columns import AnyArray, Column, ColumnType, Kind, RaggedColumn, column_type
+from rl_protocol.batch.dtypes import storage_dtype
+from rl_protocol.errors import SchemaError, UnknownNameError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnSpec:
+    """Declaration of one column.
+
+    Attributes:
+        name: the column's name.
+        kind: dense, ragged or object.
+        dtype: element type (see rl_protocol.batch.dtypes); ignored for object columns.
+        dims: shape of one row, without its ragged dimension.
+        ragged_dim: the dimension of a row that is ragged.
+        writer: the stage that writes the column.
+        meaning: one line, with the unit.
+        absence: what it means if a row lacks the column; empty: the column is required.
+    """
+
+    name: str
+    kind: Kind
+    dtype: str = "object"
+    dims: tuple[int, ...] = ()
+    ragged_dim: int = 0
+    writer: str = ""
+    meaning: str = ""
+    absence: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind != "object":
+            storage_dtype(self.dtype)
+
+    @property
+    def type(self) -> ColumnType:
+        return ColumnType(self.kind, self.dtype if self.kind != "object" else "object", self.dims, self.ragged_dim)
+
+    def check(self, column: Column) -> None:
+        """Raise SchemaError unless the column has this kind, element type and shape."""
+        got = column_type(column)
+        if got != self.type:
+            raise SchemaError(f"Column {self.name!r}: expected {self.type}, got {got}.")
+
+
+@dataclass(frozen=True, slots=True)
+class SameLength:
+    """Law: in every row, the named ragged columns have the same length."""
+
+    columns: tuple[str, ...]
+
+    def check(self, batch: BatchData, keys: Sequence[str] = ()) -> None:
+        """Raise SchemaError for the first row that breaks the law; absent columns are ignored."""
+        present = [name for name in self.columns if name in batch]
+        for name in present[1:]:
+            want, got = batch.ragged(present[0]).lengths, batch.ragged(name).lengths
+            _check_equal(name, got, f"len({present[0]})", want, keys)
+
+
+@dataclass(frozen=True, slots=True)
+class LengthIsSum:
+    """Law: in every row, `len(values_column) == sum(mask_column)`."""
+
+    values_column: str
+    mask_column: str
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.values_column, self.mask_column)
+
+    def check(self, batch: BatchData, keys: Sequence[str] = ()) -> None:
+        """Raise SchemaError for the first row that breaks the law; absent columns pass."""
+        if self.values_column in batch and self.mask_column in batch:
+            mask = batch.ragged(self.mask_column)
+            got, want = batch.ragged(self.values_column).lengths, _row_sums(mask, mask.values.astype(np.int64))
+            _check_equal(self.values_column, got, f"sum({self.mask_column})", want, keys)
+
+
+@dataclass(frozen=True, slots=True)
+class LengthIsProduct:
+    """Law of packed arrays: in every row, the shapes account for exactly the elements."""
+
+    values_column: str
+    shapes_column: str
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.values_column, self.shapes_column)
+
+    def check(self, batch: BatchData, keys: Sequence[str] = ()) -> None:
+        """Raise SchemaError for the first row that breaks the law; absent columns pass."""
+        if self.values_column in batch and self.shapes_column in batch:
+            shapes = batch.ragged(self.shapes_column)
+            want = _row_sums(shapes, shapes.values.prod(axis=tuple(range(1, shapes.values.ndim)), dtype=np.int64))
+            got = batch.ragged(self.values_column).lengths
+            _check_equal(self.values_column, got, f"sum(prod({self.shapes_column}))", want, keys)
+
+
+def _row_sums(column: RaggedColumn, values: AnyArray) -> AnyArray:
+    running = np.concatenate([[0], np.cumsum(values)])
+    return running[column.offsets[1:]] - running[column.offsets[:-1]]
+
+
+def _check_equal(column: str, got: AnyArray, law: str, want: AnyArray, keys: Sequence[str]) -> None:
+    rows = np.flatnonzero(got != want)
+    if rows.size:
+        row = int(rows[0])
+        name = f"Row {row} ({keys[row]!r})" if keys else f"Row {row}"
+        raise SchemaError(
+            f"{name}, column {column!r}: expected length {law} = {int(want[row])}, got {int(got[row])}; "
+            f"{rows.size} of {len(got)} rows are like this."
+        )
+
+
+AlignmentLaw = SameLength | LengthIsSum | LengthIsProduct
+
+
+class BatchSchema:
+    """The columns a partition may hold and the laws between them.
+
+    >>> from rl_protocol import BatchData, ragged
+    >>> schema = BatchSchema(
+    ...     [ColumnSpec(name="mask", kind="ragged", dtype="bool"), ColumnSpec(name="logp", kind="ragged", dtype="float32")],
+    ...     laws=[LengthIsSum("logp", "mask")],
+    ... )
+    >>> schema.check(BatchData({"mask": ragged([[1, 0, 1]], "bool"), "logp": ragged([[-0.5]], "float32")}), ["p7/0/0"])
+    Traceback (most recent call last):
+    rl_protocol.errors.SchemaError: Row 0 ('p7/0/0'), column 'logp': expected length sum(mask) = 2, got 1; 1 of 1 rows are like this.
+
+    Raises:
+        SchemaError: a name is declared twice, or a law names a column that is not ragged.
+        UnknownNameError: a law names an undeclared column.
+    """
+
+    def __init__(self, columns: Iterable[ColumnSpec], laws: Sequence[AlignmentLaw] = ()) -> None:
+        self.columns: dict[str, ColumnSpec] = {}
+        for spec in columns:
+            if spec.name in self.columns:
+                raise SchemaError(f"Column {spec.name!r} is declared twice in one schema.")
+            self.columns[spec.name] = spec
+        self.laws = tuple(laws)
+        for law in self.laws:
+            for name in law.columns:
+                if self[name].kind != "ragged":
+                    raise SchemaError(f"{law} is a law of ragged columns; {name!r} is {self[name].kind}.")
+
+    def __getitem__(self, name: str) -> ColumnSpec:
+        try:
+            return self.columns[name]
+        except KeyError:
+            raise UnknownNameError(f"Column {name!r} is not in the schema; it has {', '.join(self.columns)}.") from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.columns
+
+    def check(self, batch: BatchData, keys: Sequence[str] = ()) -> None:
+        """Check every column of the batch, and every law whose columns are present.
+
+        A stage that writes a column long after the one it must align with checks both:
+        `schema.check(written.union(read))`.
+
+        Args:
+            batch: the batch.
+            keys: [N] row keys for error messages.
+
+        Raises:
+            SchemaError: names row, column, expected and got.
+            UnknownNameError: a column is not declared.
+        """
+        for name in batch.field_names:
+            self[name].check(batch[name])
+        for law in self.laws:
+            law.check(batch, keys)

@@ -1,0 +1,78 @@
+"""The RolloutEngine port: requests, sampling parameters and generations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rl_protocol.ports.weights import WeightReceiver
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling parameters of a rollout."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means all tokens."""
+    ignore_eos: bool = False
+    """Generate exactly max_new_tokens."""
+    seed: int = 0
+    """Seed of the run; the random stream of a request is derived from (seed, uid, session)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageInput:
+    """One image of a prompt, as patches made by the model's image processor."""
+
+    pixel_values: npt.NDArray[np.float32]
+    """[patches, values per patch]."""
+    grid_thw: tuple[int, int, int]
+    """Number of patches in time (1), height and width; their product is the number of patches."""
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Request for one response."""
+
+    uid: str
+    session: int
+    prompt_ids: tuple[int, ...]
+    """[P] token ids, P >= 1, with the model's image token in place of each image patch."""
+    images: tuple[ImageInput, ...] = ()
+    """In the order of the prompt."""
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """One generated response."""
+
+    response_ids: tuple[int, ...]
+    """[R] token ids, including the end-of-sequence token if it was generated."""
+    log_probs: tuple[float, ...]
+    """[R] natural log-probability of each token under softmax(logits / temperature), before top-p
+    and top-k.
+
+    Greedy decoding uses temperature 1 here."""
+    finish_reason: Literal["stop", "length", "abort"]
+    weight_version: int
+
+
+@runtime_checkable
+class RolloutEngine(WeightReceiver, Protocol):
+    """Generates token ids from token ids."""
+
+    async def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Generation]:
+        """Return one generation per request, in order. The result does not depend on how requests
+        are batched.
+
+        Raises:
+            RolloutError: names a request that can't be served (empty or too long prompt,
+                unsupported images).
+        """
+        ...

@@ -1,0 +1,1 @@
+"""Utilities shared by several packages: plug-ins, secrets, files, host identity."""

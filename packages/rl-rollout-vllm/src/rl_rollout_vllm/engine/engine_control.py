@@ -1,0 +1,137 @@
+"""Pause, sleep and update an engine, one at a time, and admit requests when it is ready."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+from typing import Literal
+
+from rl_protocol.errors import ConfigError, RLError, RolloutError
+from rl_rollout_vllm.engine.admission import AdmissionControl
+from rl_rollout_vllm.engine.engine_client import EngineClient, MemoryPart
+from rl_rollout_vllm.engine.requests import ActiveWeights, RequestRunner
+from rl_rollout_vllm.engine.weight_loader import WeightLoader
+from rl_rollout_vllm.errors import EngineDiedError, TornWeightsError
+
+
+class EngineControl:
+    """Changes the state of an engine. Used on the engine's event loop.
+
+    Args:
+        client: vLLM.
+        admission: closed while the engine can't generate.
+        requests: what runs.
+        loader: releases its memory during sleep.
+        active: gets the version.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        admission: AdmissionControl,
+        requests: RequestRunner,
+        loader: WeightLoader,
+        active: ActiveWeights,
+    ) -> None:
+        self._client = client
+        self._admission = admission
+        self._requests = requests
+        self._loader = loader
+        self._active = active
+        self._asleep: list[MemoryPart] = []
+        self._changing = asyncio.Lock()
+
+    async def abort(self) -> None:
+        """Abort all running requests."""
+        self._requests.stop_responses()
+        await self._requests.abort_running()
+
+    async def pause(self, mode: Literal["abort", "keep"]) -> None:
+        """Close admission, and abort or keep what runs."""
+        async with self._changing:
+            self._admission.close("pause", "the engine is paused, call resume")
+            if mode == "abort":
+                self._requests.stop_responses()
+            await self._client.pause(mode)
+            if mode == "abort":
+                await self._requests.drain()
+
+    async def resume(self) -> None:
+        """Undo `pause`."""
+        async with self._changing:
+            await self._reopen("pause")
+
+    async def sleep(self, level: int) -> None:
+        """Abort what runs and give memory back."""
+        levels = self._client.sleep_levels
+        if level not in levels:
+            raise ConfigError(
+                f"This vLLM engine can't sleep at level {level}; levels that give memory back here: {list(levels)}. On GPUs "
+                "set VLLMConfig.sleep_mode; on CPU level 2 is not possible because vLLM's weights are prepacked."
+            )
+        async with self._changing:
+            if self._asleep:
+                raise RolloutError("The vLLM engine sleeps already; call wake.")
+            self._admission.close("sleep", "the engine sleeps, call wake")
+            self._requests.stop_responses()
+            await self._requests.quiesce()
+            self._asleep = ["weights", "kv_cache"]
+            if level == 2:
+                self._admission.close("weights", "sleep(2) has given the weights up, load them")
+            await self._loader.release_memory()
+            await self._client.sleep(level)
+
+    async def wake(self, part: MemoryPart | None) -> None:
+        """Undo `sleep` for one part of the memory, or for all of it."""
+        async with self._changing:
+            if part == "kv_cache" and "weights" in self._asleep:
+                raise RolloutError("Wake the weights of the vLLM engine before its keys and values.")
+            for one in tuple(self._asleep):
+                if part in (None, one):
+                    await self._client.wake(one)
+                    self._asleep.remove(one)
+            if not self._asleep:
+                await self._reopen("sleep")
+
+    async def update(self, load: Callable[[], Awaitable[None]], version: int) -> None:
+        """Run `load`, which changes the weights once nothing runs, then admit requests again."""
+        async with self._changing:
+            if "weights" in self._asleep:
+                raise RolloutError(
+                    "The weights of the vLLM engine sleep: call wake('weights') before loading new ones."
+                )
+            self._admission.close("update", f"version {version} of the weights is being loaded")
+            with self._fail_unless_done(version):
+                await load()
+                await self._client.reset_caches()
+            self._active.version = version
+            self._admission.recover()
+            self._admission.reopen("weights")
+            await self._reopen("update")
+
+    async def _reopen(self, name: str) -> None:
+        """Remove a reason to be closed; if it is the last one, vLLM schedules requests first."""
+        if self._admission.would_admit_without(name):
+            await self._client.resume()
+        self._admission.reopen(name)
+
+    @contextmanager
+    def _fail_unless_done(self, version: int) -> Generator[None]:
+        """Fail admission if the block does not finish: the weights then belong to no version."""
+        torn: RolloutError = TornWeightsError(
+            f"Loading version {version} broke off midway: the weights of the engine belong to no version, and it generates "
+            "nothing until an update succeeds. Send the weights again, or start a new engine."
+        )
+        done = False
+        try:
+            yield
+            done = True
+        except EngineDiedError as error:
+            torn = error
+            raise
+        except (RLError, OSError) as error:
+            raise TornWeightsError(f"{torn} The cause: {error}") from error
+        finally:
+            if not done:
+                self._admission.fail(torn)

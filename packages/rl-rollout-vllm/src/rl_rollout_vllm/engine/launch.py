@@ -1,0 +1,82 @@
+"""Starts vLLM: environment, arguments, process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from rl_protocol.errors import ConfigError, RolloutError
+from rl_rollout_vllm.availability import VLLMCapabilities, require_vllm
+from rl_rollout_vllm.config import VLLMConfig, environment
+from rl_rollout_vllm.engine.engine_client import EngineClient
+from rl_rollout_vllm.weights.checkpoint import Checkpoint
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes of vLLM's attention on CPU; with others it starts, and dies of the first request."""
+
+WORKER_EXTENSION = "rl_rollout_vllm.vllm_worker.extension.WorkerExtension"
+
+_BATCHED_TOKENS = 4096
+"""Tokens per step if prompts can't be computed in parts; raised to the length of one prompt."""
+
+
+async def start_vllm(config: VLLMConfig, model: Checkpoint) -> EngineClient:
+    """Start an engine. Call it on the loop from which the engine is used; it blocks this loop.
+
+    Raises:
+        VLLMUnavailableError: vLLM is missing or of another version.
+        ConfigError: vLLM refuses the model or a setting.
+        RolloutError: the engine did not start.
+    """
+    capabilities = require_vllm()
+    if capabilities.device == "cpu" and model.head_size not in CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"{model.path} has attention heads of size {model.head_size}; vLLM on CPU supports "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}."
+        )
+    for name, value in environment(config, capabilities.device).items():
+        os.environ.setdefault(name, value)
+    client = _start(config, model, capabilities)
+    await client.call("rollout_end_with_parent", os.getpid())
+    await client.call("rollout_unlink_shared_memory")
+    return client
+
+
+def engine_arguments(config: VLLMConfig, model: Checkpoint, capabilities: VLLMCapabilities) -> dict[str, Any]:
+    """Return the keyword arguments of vLLM's AsyncEngineArgs."""
+    adapter = config.adapter
+    lora = {} if adapter is None else {"enable_lora": True, "max_lora_rank": adapter.rank, "max_loras": 1}
+    context = config.max_model_len or model.context
+    whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(context, _BATCHED_TOKENS)}
+    return {
+        "model": str(model.path),
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "dtype": config.dtype,
+        "max_model_len": context,
+        "max_num_seqs": config.max_num_seqs,
+        "kv_cache_memory_bytes": config.kv_cache_bytes,
+        "logprobs_mode": config.logprobs_mode,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": config.prefix_caching,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enable_sleep_mode": config.sleep_mode and capabilities.sleep_frees_memory,
+        "disable_log_stats": True,
+        **({} if capabilities.chunked_prefill_with_seeds else whole_prompts),
+        **lora,
+    }
+
+
+def _start(config: VLLMConfig, model: Checkpoint, capabilities: VLLMCapabilities) -> EngineClient:
+    # imports vLLM, which reads the environment
+    from rl_rollout_vllm.engine.vllm_client import VLLMClient
+
+    arguments = engine_arguments(config, model, capabilities)
+    levels = () if capabilities.sleep_frees_memory and not config.sleep_mode else capabilities.sleep_levels
+    try:
+        return VLLMClient.start(arguments, config.call_timeout_s, levels, vllm_sleeps=capabilities.sleep_frees_memory)
+    except (ValueError, NotImplementedError, OSError) as error:
+        raise ConfigError(f"vLLM can't serve {model.path} with these settings: {error}") from error
+    except RuntimeError as error:  # the engine's process prints the reason
+        raise RolloutError(f"The vLLM engine for {model.path} did not start: {error}") from error

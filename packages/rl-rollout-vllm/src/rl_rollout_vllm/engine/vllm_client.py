@@ -1,0 +1,143 @@
+"""EngineClient over vLLM's AsyncLLM. Imports vLLM: import this module only to start an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from typing import Any, Literal, cast
+
+from psutil import NoSuchProcess  # a dependency of vLLM
+from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
+from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
+
+from rl_protocol.errors import RLError, RolloutError
+from rl_rollout_vllm.engine.engine_client import LoadedAdapter, MemoryPart, TokenChunk
+from rl_rollout_vllm.engine.zmq_shutdown import terminate_context
+from rl_rollout_vllm.errors import EngineDiedError
+from rl_rollout_vllm.sampling import SamplingArguments
+
+
+class VLLMClient:
+    """EngineClient over an AsyncLLM.
+
+    Args:
+        engine: the AsyncLLM.
+        timeout_s: longest wait for an answer.
+        sleep_levels: levels that `sleep` supports.
+        vllm_sleeps: vLLM's own sleep gives memory back; otherwise a worker method does.
+    """
+
+    def __init__(self, engine: Any, timeout_s: float, sleep_levels: Sequence[int], *, vllm_sleeps: bool) -> None:
+        self._engine: Any = engine
+        self._timeout_s = timeout_s
+        self._sleep_levels = sleep_levels
+        self._vllm_sleeps = vllm_sleeps
+
+    @classmethod
+    def start(
+        cls, arguments: Mapping[str, Any], timeout_s: float, sleep_levels: Sequence[int], *, vllm_sleeps: bool
+    ) -> VLLMClient:
+        """Start the engine's process with these arguments of AsyncEngineArgs."""
+        # no local name for the engine: vLLM references this frame and would keep it alive
+        return cls(
+            AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)), timeout_s, sleep_levels, vllm_sleeps=vllm_sleeps
+        )
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        arguments: SamplingArguments,
+        adapter: LoadedAdapter | None,
+        *,
+        stream: bool,
+    ) -> AsyncGenerator[TokenChunk]:
+        kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+        # the path is not read: the worker holds the adapter already
+        lora = None if adapter is None else LoRARequest(adapter.name, adapter.number, "in-memory")
+        try:
+            async for output in self._engine.generate(
+                {"prompt_token_ids": list(prompt_ids)},
+                SamplingParams(**arguments, output_kind=kind),
+                request_id,
+                lora_request=lora,
+            ):
+                yield _chunk(output.outputs[0])
+        except EngineDeadError as error:
+            raise _died() from error
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        await self._engine.abort(list(request_ids))
+
+    async def pause(self, mode: Literal["abort", "keep"]) -> None:
+        await self._within(self._engine.pause_generation(mode=mode, clear_cache=mode == "abort"))
+
+    async def resume(self) -> None:
+        await self._within(self._engine.resume_generation())
+
+    async def reset_caches(self) -> None:
+        if not await self._within(self._engine.reset_prefix_cache()):
+            raise RolloutError("vLLM did not empty its prefix cache: requests still use it.")
+        await self._within(self._engine.reset_encoder_cache())
+
+    @property
+    def sleep_levels(self) -> Sequence[int]:
+        return self._sleep_levels
+
+    async def sleep(self, level: int) -> None:
+        if self._vllm_sleeps:
+            await self._within(self._engine.sleep(level, mode="abort"))
+        else:  # the weights are in host memory anyway
+            await self.call("rollout_release_kv_cache")
+
+    async def wake(self, part: MemoryPart) -> None:
+        if self._vllm_sleeps:
+            await self._within(self._engine.wake_up([part]))
+
+    async def call(self, method: str, *arguments: object) -> list[object]:
+        try:
+            answers = await self._within(self._engine.collective_rpc(method, self._timeout_s, arguments))
+        except RLError:
+            raise
+        except Exception as error:  # vLLM raises a bare Exception if a worker's method fails
+            raise RolloutError(f"{method} failed in the vLLM engine's process: {error}") from error
+        return cast("list[object]", answers)
+
+    async def close(self) -> None:
+        engine, self._engine = self._engine, None  # its finalizer fails at interpreter exit
+        resources = engine.engine_core.resources
+        try:
+            await asyncio.to_thread(engine.shutdown)
+        except NoSuchProcess:  # vLLM raises it if a worker exits while being killed
+            await asyncio.to_thread(resources)  # the rest of shutdown
+        await terminate_context(resources.ctx)
+
+    async def _within(self, work: Any) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await work
+        except EngineDeadError as error:
+            raise _died() from error
+        except TimeoutError as error:
+            raise RolloutError(
+                f"The vLLM engine did not answer within {self._timeout_s:g} s (call_timeout_s)."
+            ) from error
+
+
+def _died() -> EngineDiedError:
+    return EngineDiedError(
+        "The process of the vLLM engine is gone; see this process's stderr for its traceback. Start a new engine."
+    )
+
+
+def _chunk(output: Any) -> TokenChunk:
+    tokens = tuple(output.token_ids)
+    log_probs = tuple(float(at[token].logprob) for at, token in zip(output.logprobs or (), tokens, strict=True))
+    reason = output.finish_reason
+    if reason not in (None, "stop", "length", "abort"):
+        raise RolloutError(f"vLLM ended a request with the unknown reason {reason!r}.")
+    return TokenChunk(tokens, log_probs, reason)

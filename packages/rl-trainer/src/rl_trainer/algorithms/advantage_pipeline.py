@@ -1,0 +1,222 @@
+"""The `adv` stage: from scores to advantages, and the metrics of the batch. Numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from rl_protocol import BatchData, KVBatchMeta, RaggedColumn, RowKey
+from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
+from rl_trainer.algorithms.arrays import BoolArray, FloatArray, IntArray, row_sums
+from rl_trainer.algorithms.covariance_tokens import clip_cov_tokens, kl_cov_tokens
+from rl_trainer.algorithms.kl import kl_penalty
+from rl_trainer.algorithms.losses import POLICY_LOSSES
+from rl_trainer.algorithms.metrics import length_stats, stats
+from rl_trainer.algorithms.rollout_correction import MaskedRows, importance_weights, offpolicy_metrics, reject
+from rl_trainer.config import AlgorithmConfig, PolicyLossConfig, RolloutCorrectionConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageSettings:
+    """Settings of the `adv` stage at one step.
+
+    Attributes:
+        algorithm: estimator, discount, KL and correction settings.
+        policy_loss: decides which tokens are selected, if any.
+        response_length: largest number of tokens of a response, for response_length/clip_ratio.
+        kl_coef: weight of the KL penalty in the reward at this step.
+        rng: source of random token selections.
+    """
+
+    algorithm: AlgorithmConfig
+    policy_loss: PolicyLossConfig
+    response_length: int
+    kl_coef: float
+    rng: np.random.Generator
+
+
+class Estimates(NamedTuple):
+    """Results of the `adv` stage."""
+
+    columns: BatchData
+    """What the losses read."""
+    metrics: dict[str, float]
+    reward_kl: float | None
+    """Mean divergence from the reference per token, nats; None: the reward includes none."""
+
+
+def estimate_advantages(batch: KVBatchMeta, data: BatchData, settings: AdvantageSettings) -> Estimates:
+    """Compute the columns that the losses read, such as advantages, and the metrics of the batch.
+
+    Rejection comes first, so rejected tokens do not affect any advantage.
+
+    Args:
+        batch: names of the N trajectories.
+        data: the columns that the `adv` stage reads, under the stage's names for them.
+        settings: settings of this step.
+    """
+    config, offsets = settings.algorithm, data.ragged("responses").offsets
+    mask, weights, metrics = _corrected(data, config.rollout_correction)
+    scores = data.dense("scores").values.astype(np.float64)
+    penalty, reward_kl, kl_metrics = _kl_penalty(data, mask, settings)
+    inputs = AdvantageInputs(
+        keys=[RowKey.parse(key) for key in batch.keys],
+        offsets=offsets,
+        mask=mask,
+        scores=scores,
+        token_rewards=penalty,
+        values=_optional(data, "values"),
+        old_log_probs=_optional(data, "old_log_probs"),
+        sum_pi_squared=_optional(data, "sum_pi_squared"),
+        rollout_is_weights=weights,
+        reward_baselines=data.dense("reward_baselines").values.astype(np.float64)
+        if "reward_baselines" in data
+        else None,
+        reward_components=_flat(data, "reward_components").reshape(len(data), -1)
+        if "reward_components" in data
+        else None,
+        component_weights=np.array(config.component_weights),
+        gamma=config.gamma,
+        lam=config.lam,
+        norm_by_std=config.norm_adv_by_std_in_grpo,
+    )
+    advantages, returns = ADVANTAGE_ESTIMATORS.get(config.adv_estimator).estimate(inputs)
+    columns = {
+        "advantages": RaggedColumn(advantages.astype(np.float32), offsets, "float32"),
+        "returns": RaggedColumn(returns.astype(np.float32), offsets, "float32"),
+        "loss_mask": RaggedColumn(mask, offsets, "bool"),
+    }
+    if weights is not None:
+        columns["rollout_is_weights"] = RaggedColumn(weights.astype(np.float32), offsets, "float32")
+    if POLICY_LOSSES.get(settings.policy_loss.loss_mode).chooses:
+        columns["chosen_tokens"] = RaggedColumn(_chosen_tokens(inputs, advantages, settings), offsets, "bool")
+    final = inputs.episodes.final_row
+    rewards = scores if penalty is None else scores + row_sums(penalty, offsets)
+    metrics |= kl_metrics | batch_metrics(data, mask, rewards, advantages, returns, settings.response_length, final)
+    metrics |= _equal_groups([inputs.keys[row].uid for row in final], scores[final])
+    return Estimates(BatchData(columns), metrics, reward_kl)
+
+
+def _corrected(
+    data: BatchData, config: RolloutCorrectionConfig
+) -> tuple[BoolArray, FloatArray | None, dict[str, float]]:
+    """Mask after rejection, importance weights, and rollout_corr/* metrics.
+
+    In bypass mode the loss computes them.
+    """
+    mask = data.ragged("response_mask").values.astype(np.bool_)
+    if config.bypass_mode:
+        return mask, None, {}
+    train, rollout = _flat(data, "old_log_probs"), _flat(data, "rollout_log_probs")
+    rows = MaskedRows.of(mask, data.ragged("responses").offsets)
+    metrics = offpolicy_metrics(train, rollout, rows)
+    kept, rejected = reject(train - rollout, rows, config.rejections())
+    weights = None
+    if config.rollout_is:
+        weights, weight_metrics = importance_weights(
+            train - rollout, rows, config.rollout_is, config.is_bounds(), normalize=config.rollout_is_batch_normalize
+        )
+        metrics |= weight_metrics
+    return kept, weights, {f"rollout_corr/{name}": value for name, value in (metrics | rejected).items()}
+
+
+def _kl_penalty(
+    data: BatchData, mask: BoolArray, settings: AdvantageSettings
+) -> tuple[FloatArray | None, float | None, dict[str, float]]:
+    """Minus the KL penalty [T] and the mean divergence per token, if the reward includes them; and
+    the metrics.
+    """
+    config = settings.algorithm
+    if "ref_log_prob" not in data:
+        return None, None, {}
+    kl = kl_penalty(_flat(data, "old_log_probs"), _flat(data, "ref_log_prob"), config.kl_penalty)
+    name = "actor/reward_kl_penalty" if config.use_kl_in_reward else "actor/ref_kl"
+    mean = float(kl[mask].mean()) if mask.any() else None
+    metrics = {} if mean is None else {name: mean}
+    if not config.use_kl_in_reward:
+        return None, None, metrics
+    metrics["actor/reward_kl_penalty_coeff"] = settings.kl_coef
+    return np.where(mask, -settings.kl_coef * kl, 0.0), mean, metrics
+
+
+def _chosen_tokens(inputs: AdvantageInputs, advantages: FloatArray, settings: AdvantageSettings) -> BoolArray:
+    """The tokens that the policy loss treats differently, bool [T]."""
+    config = settings.policy_loss
+    log_probs = inputs.require("old_log_probs", "The old_log_prob stage writes them.")
+    a, log_p = inputs.gather(advantages), inputs.gather(log_probs)
+    if POLICY_LOSSES.get(config.loss_mode).chooses == "kl_cov":
+        selected = kl_cov_tokens(a, log_p, ratio=config.kl_cov_ratio)
+    else:
+        selected = clip_cov_tokens(
+            a,
+            log_p,
+            ratio=config.clip_cov_ratio,
+            low=config.clip_cov_lb,
+            high=config.clip_cov_ub,
+            rng=settings.rng,
+        )
+    chosen = np.zeros(inputs.mask.size, np.bool_)
+    chosen[inputs.episodes.tokens[selected]] = True
+    return chosen
+
+
+def batch_metrics(
+    data: BatchData,
+    mask: BoolArray,
+    rewards: FloatArray,
+    advantages: FloatArray,
+    returns: FloatArray,
+    response_length: int,
+    final: IntArray,
+) -> dict[str, float]:
+    """verl's batch metrics, over unmasked tokens only.
+
+    Scores belong to sessions: `final` [S] are the rows that were scored. `rewards` [N] are scores
+    minus KL penalties.
+    """
+    responses = data.ragged("responses")
+    prompt_lengths = data.ragged("prompts").lengths
+    metrics = {
+        **stats("critic/score", data.dense("scores").values[final]),
+        **stats("critic/acc", data.dense("acc").values[final]),
+        **stats("critic/rewards", rewards[final]),
+        **stats("critic/advantages", advantages, mask),
+        **stats("critic/returns", returns, mask),
+        **stats("prompt_length", prompt_lengths),
+        **length_stats("response_length", responses.lengths, response_length),
+        "perf/total_num_tokens": float(prompt_lengths.sum() + responses.lengths.sum()),
+    }
+    if "values" in data:
+        metrics |= stats("critic/values", _flat(data, "values"), mask)
+    if mask.any() and "entropy" in data:
+        metrics["actor/entropy"] = float(_flat(data, "entropy")[mask].mean())
+    if mask.any() and "rollout_log_probs" in data:
+        rollout, old = _flat(data, "rollout_log_probs")[mask], _flat(data, "old_log_probs")[mask]
+        difference = np.abs(np.exp(rollout) - np.exp(old))
+        metrics["training/rollout_probs_diff_mean"] = float(difference.mean())
+        metrics["training/rollout_probs_diff_max"] = float(difference.max())
+        metrics["training/rollout_log_probs_diff_max"] = float(np.abs(rollout - old).max())
+    return metrics
+
+
+def _equal_groups(uids: Sequence[str], scores: FloatArray) -> dict[str, float]:
+    """Fraction of prompts whose sessions all have the same score.
+
+    Prompts with one session do not count; {} if there are no others.
+    """
+    groups: dict[str, list[float]] = {}
+    for uid, score in zip(uids, scores.tolist(), strict=True):
+        groups.setdefault(uid, []).append(score)
+    several = [group for group in groups.values() if len(group) > 1]
+    return {"critic/score/equal_groups": sum(len(set(g)) == 1 for g in several) / len(several)} if several else {}
+
+
+def _flat(data: BatchData, name: str) -> FloatArray:
+    return data.ragged(name).values.astype(np.float64)
+
+
+def _optional(data: BatchData, name: str) -> FloatArray | None:
+    return _flat(data, name) if name in data else None

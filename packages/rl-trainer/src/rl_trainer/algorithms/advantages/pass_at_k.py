@@ -1,0 +1,25 @@
+"""Pass@k training (`grpo_passk`): only the best session of a prompt is rewarded."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rl_trainer.algorithms.advantages.estimator import AdvantageInputs, Estimate
+from rl_trainer.algorithms.advantages.group_stats import STD_EPSILON, group_stats
+from rl_trainer.algorithms.arrays import sum_by
+
+
+def grpo_passk(inputs: AdvantageInputs) -> Estimate:
+    """Pass@k (Tang et al. 2025, arXiv:2503.19595).
+
+    The best session of a group gets its lead over the second best, divided by the group's std +
+    1e-6 if `norm_by_std`; all others get 0. If two sessions share the best score, the lead is 0.
+    """
+    e, x = inputs.episodes, inputs.session_scores()
+    groups = group_stats(e, x)
+    best = e.nonempty & (x == groups.highest)
+    others, second = e.nonempty & ~best, np.full(e.num_groups, -np.inf)
+    np.maximum.at(second, e.group[others], x[others])
+    alone = best & (sum_by(e.group, best, e.num_groups)[e.group] == 1) & groups.varies
+    lead = np.where(alone, x - np.where(alone, second[e.group], 0.0), 0.0)
+    return inputs.session_advantages(lead / (groups.std + STD_EPSILON) if inputs.norm_by_std else lead)

@@ -1,0 +1,140 @@
+"""The loss of the policy: policy loss, importance weights, KL divergence and entropy bonus."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rl_protocol import BatchError
+from rl_trainer.algorithms.arrays import sum_by
+from rl_trainer.algorithms.losses import POLICY_LOSSES
+from rl_trainer.algorithms.losses.aggregate import BatchCounts, aggregate
+from rl_trainer.algorithms.losses.kl_loss import kl_loss
+from rl_trainer.algorithms.losses.loss_function import LossFunction, LossInputs
+from rl_trainer.algorithms.metrics import WeightedMeans
+from rl_trainer.algorithms.rollout_correction import MaskedRows, importance_weights, reject
+from rl_trainer.config import ActorConfig, RolloutCorrectionConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenColumns:
+    """Columns of a micro-batch of `rows` complete trajectories, flat: T response tokens.
+
+    Attributes:
+        old_log_prob: [T] before the update; in bypass mode those of the rollout engine.
+        advantages: [T].
+        mask: bool [T].
+        row: int64 [T].
+        rows: number of trajectories.
+        ref_log_prob: [T], required with use_kl_loss.
+        weights: [T] importance weights of the rollout correction; None: all 1.
+        chosen: bool [T], required by losses that select tokens (Clip-Cov, KL-Cov).
+    """
+
+    old_log_prob: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    row: torch.Tensor
+    rows: int
+    ref_log_prob: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    chosen: torch.Tensor | None = None
+
+    def require_ref_log_prob(self) -> torch.Tensor:
+        """`ref_log_prob`.
+
+        Raises:
+            BatchError: it is None.
+        """
+        if self.ref_log_prob is None:
+            raise BatchError(
+                "actor.use_kl_loss=true needs the column ref_log_prob, which the ref stage writes; got none."
+            )
+        return self.ref_log_prob
+
+
+class PolicyObjective:
+    """aggregate(weights * policy loss - entropy_coeff * entropy + kl_loss_coef * divergence).
+
+    Computed as a micro-batch's share of its mini-batch. Any backend can call it.
+
+    Raises:
+        ConfigError: unknown policy loss.
+    """
+
+    def __init__(self, config: ActorConfig, correction: RolloutCorrectionConfig) -> None:
+        self._config = config
+        self._correction = correction
+        self._function: LossFunction = POLICY_LOSSES.get(config.policy_loss.loss_mode).load()
+
+    def __call__(
+        self,
+        log_prob: torch.Tensor,
+        entropy: torch.Tensor,
+        tokens: TokenColumns,
+        counts: BatchCounts,
+        means: WeightedMeans,
+    ) -> torch.Tensor:
+        """The micro-batch's share of the loss; adds metrics to `means`.
+
+        Args:
+            log_prob: [T] of each token, with gradient.
+            entropy: [T] of each distribution, nats, with gradient.
+            tokens: the other columns.
+            counts: sizes of the whole mini-batch, before any rejection made here (bypass mode), so
+                that the result does not depend on how the mini-batch is split.
+            means: token means over the mini-batches, weighted by their unmasked tokens.
+        """
+        config, mask, weights = self._config, tokens.mask, tokens.weights
+        if self._correction.bypass_mode:
+            mask, weights = self._correct(log_prob, tokens, means)
+        inputs = LossInputs(
+            log_prob=log_prob,
+            old_log_prob=tokens.old_log_prob,
+            advantages=tokens.advantages,
+            mask=mask,
+            row=tokens.row,
+            rows=tokens.rows,
+            config=config,
+            chosen=tokens.chosen,
+        )
+        out = self._function(inputs)
+        per_token = out.loss if weights is None else out.loss * weights
+        report = {"pg_loss": per_token, **out.metrics, "ppo_kl": -inputs.log_ratio(), "entropy_loss": entropy}
+        if config.entropy_coeff:
+            per_token = per_token - config.entropy_coeff * entropy
+        if config.use_kl_loss:
+            report["kl_loss"] = kl_loss(log_prob, tokens.require_ref_log_prob(), config.kl_loss_type)
+            per_token = per_token + config.kl_loss_coef * report["kl_loss"]
+        _report(means, report, mask)
+        return aggregate(
+            per_token, mask, tokens.row, tokens.rows, counts, config.loss_agg_mode, config.loss_scale_factor
+        )
+
+    def _correct(
+        self, log_prob: torch.Tensor, tokens: TokenColumns, means: WeightedMeans
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Mask and weights from the policy being trained against the rollout's (bypass mode).
+
+        Without gradient, and within each trajectory.
+        """
+        log_ratio = (log_prob - tokens.old_log_prob).detach().double().cpu().numpy()
+        mask, row = tokens.mask.cpu().numpy(), tokens.row.cpu().numpy()
+        rows = MaskedRows(mask=mask, row=row, count=sum_by(row, mask, tokens.rows))
+        kept, _ = reject(log_ratio, rows, self._correction.rejections())
+        keep, weights = torch.from_numpy(kept).to(tokens.mask.device), None
+        report = {"kl": -torch.from_numpy(log_ratio)}
+        if self._correction.rollout_rs:
+            report["rollout_rs_masked_fraction"] = ~torch.from_numpy(kept)
+        if self._correction.rollout_is:
+            values, _ = importance_weights(log_ratio, rows, self._correction.rollout_is, self._correction.is_bounds())
+            weights = torch.from_numpy(values).to(log_prob)
+            report["rollout_is_mean"] = torch.from_numpy(values)
+        _report(means, {f"rollout_corr/{name}": value for name, value in report.items()}, tokens.mask.cpu())
+        return keep, weights
+
+
+def _report(means: WeightedMeans, values: Mapping[str, torch.Tensor], mask: torch.Tensor) -> None:
+    means.add({name: float(value.detach()[mask].sum()) for name, value in values.items()}, float(mask.sum()))

@@ -1,0 +1,79 @@
+"""Cuts rows into forward passes, equally many on all ranks, since each pass is a collective."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rl_protocol import BatchData, RaggedColumn
+from rl_trainer.algorithms.arrays import IntArray
+from rl_trainer.algorithms.batching import micro_batches
+from rl_trainer.backends.token_batch import lengths_of
+from rl_trainer.backends.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardPasses:
+    """How rows are cut into forward passes: by tokens if `max_tokens` is set, else by rows.
+
+    Attributes:
+        world: the ranks that run the passes together.
+        max_rows: rows per pass; 0: all.
+        max_tokens: tokens per pass; 0: no limit.
+    """
+
+    world: World
+    max_rows: int = 0
+    max_tokens: int = 0
+
+    def cut(self, lengths: IntArray, rows: Sequence[int]) -> list[list[int]]:
+        """Cut `rows`, which index `lengths` [N], into parts.
+
+        Empty parts follow at the end if another rank makes more passes.
+
+        Raises:
+            BatchError: a row is longer than max_tokens.
+        """
+        if self.max_tokens:
+            parts = [[rows[i] for i in part] for part in micro_batches(lengths[list(rows)], self.max_tokens)]
+        else:
+            size = self.max_rows or max(len(rows), 1)
+            parts = [list(rows[start : start + size]) for start in range(0, len(rows), size)]
+        return parts + [[]] * (self.world.largest(len(parts)) - len(parts))
+
+
+def silent(batch: BatchData) -> BatchData:
+    """The first row with an all-false mask: what a rank computes while it has nothing to add."""
+    row = batch.select_rows([0])
+    mask = row.ragged("response_mask")
+    return BatchData({**row.columns, "response_mask": dataclasses.replace(mask, values=np.zeros_like(mask.values))})
+
+
+def per_token(
+    batch: BatchData,
+    passes: ForwardPasses,
+    names: Sequence[str],
+    compute: Callable[[BatchData], Sequence[torch.Tensor]],
+) -> BatchData:
+    """Compute ragged float32 columns, aligned with the responses, without gradients.
+
+    `compute` gets parts of the batch, and returns one [T] tensor for each of `names`.
+    """
+    parts, order = list[BatchData](), list[int]()
+    with torch.no_grad():
+        for rows in passes.cut(lengths_of(batch), range(len(batch))):
+            part = batch.select_rows(rows or [0])
+            values = zip(names, compute(part), strict=True)
+            offsets = part.ragged("responses").offsets
+            columns = {name: RaggedColumn(value.float().cpu().numpy(), offsets, "float32") for name, value in values}
+            if rows:
+                parts.append(BatchData(columns))
+                order += rows
+    if not parts:
+        nothing = np.zeros(0, np.float32)
+        return BatchData({name: RaggedColumn(nothing, batch.ragged("responses").offsets, "float32") for name in names})
+    return BatchData.concat(parts).select_rows(np.argsort(order))

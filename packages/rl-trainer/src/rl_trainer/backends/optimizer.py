@@ -1,0 +1,120 @@
+"""The optimization loop of policy and critic: mini-batches, forward passes, clipping, schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from rl_protocol import BatchData
+from rl_trainer.algorithms.losses.aggregate import BatchCounts
+from rl_trainer.algorithms.lr_schedule import lr_factor
+from rl_trainer.algorithms.metrics import WeightedMeans
+from rl_trainer.backends.forward_passes import ForwardPasses, silent
+from rl_trainer.backends.token_batch import lengths_of
+from rl_trainer.config import OptimConfig
+
+MicroLoss = Callable[[BatchData, BatchCounts, WeightedMeans], torch.Tensor]
+"""(micro-batch, sizes of the mini-batch over all ranks, sums for metrics) -> its part of the loss.
+"""
+
+
+def count(batch: BatchData) -> BatchCounts:
+    """Count unmasked tokens, and trajectories with at least one."""
+    mask = batch.ragged("response_mask")
+    running = np.concatenate([[0], np.cumsum(mask.values, dtype=np.int64)])
+    per_row = running[mask.offsets[1:]] - running[mask.offsets[:-1]]
+    return BatchCounts(tokens=int(per_row.sum()), sequences=int((per_row > 0).sum()))
+
+
+class MiniBatchOptimizer:
+    """AdamW with a schedule, gradient clipping and the mini-batch loop, over the trainable weights.
+
+    A mini-batch with a non-finite gradient is skipped and counted in `skipped_steps`.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: OptimConfig, passes: ForwardPasses) -> None:
+        self._config = config
+        self._passes = passes
+        self._named = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self._weights = list(self._named.values())
+        self._adam = torch.optim.AdamW(
+            self._weights, lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
+        )
+        self.steps = 0
+        """Optimizer steps made; the learning-rate schedule depends on it."""
+
+    def moments(self) -> Mapping[str, torch.Tensor]:
+        """AdamW's state, by `<weight>/<name>`, without weights that it has never updated."""
+        state = self._adam.state
+        return {
+            f"{name}/{what}": tensor
+            for name, weight in self._named.items()
+            if weight in state
+            for what, tensor in state[weight].items()
+        }
+
+    def expect(self, moments: Iterable[str]) -> None:
+        """Allocate state of these names, so that `moments` returns tensors to fill.
+
+        Names of unknown weights are ignored.
+        """
+        for moment in moments:
+            name, _, what = moment.rpartition("/")
+            weight = self._named.get(name)
+            if weight is not None:
+                self._adam.state[weight][what] = torch.tensor(0.0) if what == "step" else torch.zeros_like(weight)
+
+    def run(self, batch: BatchData, mini_batches: Sequence[Sequence[int]], loss: MicroLoss) -> dict[str, float]:
+        """Make one optimizer step per mini-batch; all ranks call it with equally many.
+
+        Args:
+            batch: the rows of this rank.
+            mini_batches: this rank's rows in each mini-batch; none is legal.
+            loss: see MicroLoss.
+
+        Returns:
+            Means over all ranks of what `loss` added, `grad_norm`, `lr` and `skipped_steps`.
+        """
+        means, norms, skipped = WeightedMeans(), list[float](), 0
+        for rows in mini_batches:
+            norm = self._accumulate(batch, rows, loss, means)
+            norms.append(norm)
+            if np.isfinite(norm):
+                self._step()
+            else:
+                skipped += 1
+        return {
+            **means.total(self._passes.world.total).result(),
+            "grad_norm": float(np.mean(norms)) if norms else 0.0,
+            "lr": float(self._adam.param_groups[0]["lr"]),
+            "skipped_steps": float(skipped),
+        }
+
+    def _accumulate(self, batch: BatchData, rows: Sequence[int], loss: MicroLoss, means: WeightedMeans) -> float:
+        """Compute the clipped gradients of one mini-batch; returns their norm before clipping."""
+        world, own = self._passes.world, count(batch.select_rows(list(rows)))
+        tokens, sequences = world.total([float(own.tokens), float(own.sequences)])
+        counts = BatchCounts(tokens=int(tokens), sequences=int(sequences))
+        self._adam.zero_grad(set_to_none=True)
+        for part in self._passes.cut(lengths_of(batch), rows):
+            micro = batch.select_rows(part) if part else silent(batch)
+            (loss(micro, counts, means) * world.size).backward()  # FSDP averages over the ranks; the losses add up
+        norm = torch.nn.utils.clip_grad_norm_(self._weights, self._config.grad_clip)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def _step(self) -> None:
+        self.steps += 1
+        config = self._config
+        factor = lr_factor(
+            config.lr_scheduler_type,
+            self.steps,
+            warmup=config.lr_warmup_steps,
+            decay=config.lr_decay_steps,
+            least=config.min_lr_ratio,
+        )
+        for weights in self._adam.param_groups:
+            weights["lr"] = config.lr * factor
+        self._adam.step()

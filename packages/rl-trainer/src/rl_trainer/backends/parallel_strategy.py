@@ -1,0 +1,100 @@
+"""Where the weights of a trained model are: in this process, or sharded over ranks by FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from rl_protocol import ConfigError
+from rl_trainer.backends.world import World
+from rl_trainer.config.backends import FsdpConfig
+
+
+class ParallelStrategy(Protocol):
+    """How a model is spread over ranks."""
+
+    world: World
+    device: torch.device
+
+    def prepare(self, model: torch.nn.Module, layers: tuple[str, ...]) -> None:
+        """Prepare a model that was loaded on the CPU; `layers` are class names of its repeated
+        blocks.
+        """
+        ...
+
+
+class PlainStrategy:
+    """The whole model in this process, on the CPU."""
+
+    def __init__(self) -> None:
+        self.world = World()
+        self.device = torch.device("cpu")
+
+    def prepare(self, model: torch.nn.Module, layers: tuple[str, ...]) -> None:
+        """Do nothing."""
+
+
+class FsdpStrategy:
+    """FSDP2 (`fully_shard`): one parameter group per layer and one for the rest, in float32."""
+
+    def __init__(self, config: FsdpConfig, world: World) -> None:
+        self.world = world
+        self.device = torch.device(resolve_device(config.device))
+        self._config = config
+
+    def prepare(self, model: torch.nn.Module, layers: tuple[str, ...]) -> None:
+        """Shard the model.
+
+        Raises:
+            ConfigError: offload to the CPU while training on the CPU.
+        """
+        config = self._config
+        if config.cpu_offload and self.device.type == "cpu":
+            raise ConfigError("fsdp.cpu_offload must be false where there is no GPU; got true, and fsdp.device=auto.")
+        blocks = [module for module in model.modules() if type(module).__name__ in layers]
+        if config.activation_checkpointing:
+            for block in blocks:
+                block.forward = partial(_recomputed, block.forward)
+        compute = torch.bfloat16 if config.param_dtype == "bfloat16" else None
+        shard = partial(
+            fully_shard,
+            mesh=init_device_mesh(self.device.type, (self.world.size,)),
+            reshard_after_forward=config.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+            offload_policy=CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
+        )
+        for block in blocks:
+            shard(block)
+        shard(model)
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return (
+        checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        if torch.is_grad_enabled()
+        else forward(*args, **kwargs)
+    )
+
+
+def resolve_device(name: str) -> str:
+    """Resolve `auto`: cuda if available, else cpu."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The full parameter on the CPU. A collective: all ranks ask for the same ones in the same
+    order.
+    """
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Address of this rank's part of a parameter, equal for tied weights."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()

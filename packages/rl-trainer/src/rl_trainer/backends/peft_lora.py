@@ -1,0 +1,132 @@
+"""LoRA with peft: attaching adapters, and merging them into full weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import peft
+import torch
+
+from rl_protocol import ConfigError
+from rl_trainer.config.lora import LoraConfig
+
+ADAPTER = "default"
+PREFIX = "base_model.model."
+
+
+def attach(model: Any, config: LoraConfig, seed: int) -> Any:
+    """Attach adapters, which alone are trainable; a fresh adapter changes no output.
+
+    Their initial weights depend on `seed` alone.
+
+    Raises:
+        ConfigError: the model lacks a target.
+    """
+    present = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    missing = [name for name in config.targets() if name not in present]
+    if missing:
+        raise ConfigError(
+            f"lora.target_modules names {', '.join(missing)}, which this model does not have; it has {', '.join(sorted(present))}."
+        )
+    settings = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]: declared int, computed as a number
+        lora_dropout=config.dropout,
+        target_modules=list(config.targets()),
+        exclude_modules=list(config.exclude) or None,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        adapted = peft.get_peft_model(model, settings)
+    return adapted.eval()
+
+
+@contextmanager
+def dropping(model: torch.nn.Module) -> Generator[None]:
+    """Context that enables the adapters' dropout, and no other effect of training mode."""
+    dropouts = [
+        module
+        for name, module in model.named_modules()
+        if ".lora_dropout." in name and isinstance(module, torch.nn.Dropout)
+    ]
+    for module in dropouts:
+        module.train()
+    try:
+        yield
+    finally:
+        for module in dropouts:
+            module.eval()
+
+
+def adapter_weights(
+    state: Mapping[str, torch.Tensor], full_tensor: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The adapter's tensors under PEFT's names; for the arguments see `merged_weights`."""
+    for name, tensor in state.items():
+        if ".lora_" in name:
+            yield name.replace(f".{ADAPTER}.", "."), full_tensor(tensor)
+
+
+class MergedAdapter:
+    """The base weights of the modules with adapters, and their values with an adapter merged in.
+
+    Args:
+        model: without adapters, in the element type to merge in; its weights are copied.
+        config: settings that the adapters are trained with.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: LoraConfig) -> None:
+        self._config = config
+        self._base = {
+            name: module.weight.detach().clone()
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and config.covers(name)
+        }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor of an adapter, by name."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, weight in self._base.items():
+            out, inner = weight.shape
+            found[f"{PREFIX}{name}.lora_A.weight"] = (self._config.rank, inner)
+            found[f"{PREFIX}{name}.lora_B.weight"] = (out, self._config.rank)
+            if self._config.use_dora:
+                found[f"{PREFIX}{name}.lora_magnitude_vector.weight"] = (out,)
+        return found
+
+    def weights(self, adapter: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights that differ from the base; `adapter` holds the tensors named by `shapes`."""
+        state = {f"{PREFIX}{name}.base_layer.weight": weight for name, weight in self._base.items()}
+        state |= {f"{name.removesuffix('.weight')}.{ADAPTER}.weight": tensor for name, tensor in adapter.items()}
+        return merged_weights(state, self._config, lambda tensor: tensor)
+
+
+def merged_weights(
+    state: Mapping[str, torch.Tensor], config: LoraConfig, full_tensor: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights of the equivalent model without adapters, under its checkpoint's names.
+
+    Nothing is changed in place.
+
+    Args:
+        state: state_dict of the model with adapters.
+        config: settings of the adapters.
+        full_tensor: gathers a sharded tensor.
+    """
+    for name, tensor in state.items():
+        if ".lora_" in name:
+            continue
+        plain, weight = name.removeprefix(PREFIX).replace(".base_layer.", "."), full_tensor(tensor)
+        module, is_weight = name.removesuffix(".base_layer.weight"), name.endswith(".base_layer.weight")
+        if is_weight:
+            a, b = (full_tensor(state[f"{module}.lora_{side}.{ADAPTER}.weight"]) for side in "AB")
+            weight = weight + config.scaling * (b @ a)
+            magnitude = state.get(f"{module}.lora_magnitude_vector.{ADAPTER}.weight")
+            if magnitude is not None:
+                weight = weight * (full_tensor(magnitude) / weight.norm(dim=1))[:, None]
+        yield plain, weight

@@ -1,0 +1,187 @@
+"""Batches prompts and responses for transformers models, and reads response tokens back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_protocol import BatchData
+from rl_protocol.batch.columns import AnyArray
+from rl_protocol.batch.packed_arrays import SHAPES_SUFFIX
+from rl_protocol.padding import pad_sequences, response_places
+from rl_protocol.rl_columns import GRIDS, PATCHES
+from rl_trainer.algorithms.arrays import IntArray
+from rl_trainer.algorithms.losses.policy_objective import TokenColumns
+from rl_trainer.algorithms.losses.value_loss import ValueColumns
+from rl_trainer.data.image_columns import check_responses
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch:
+    """N trajectories as model input, and where the output predicts the T response tokens.
+
+    `position[k]` is the place whose output predicts response token k: one before the token (the
+    shift by one).
+    """
+
+    inputs: dict[str, Any]
+    """Model arguments: right-padded [N, L], or packed [1, sum of lengths]."""
+    line: torch.Tensor
+    """int64 [T], input row of each token: its trajectory; 0 if packed."""
+    position: torch.Tensor
+    """int64 [T], place in that row."""
+    row: torch.Tensor
+    """int64 [T], trajectory of each response token."""
+    rows: int
+    """N."""
+    targets: torch.Tensor
+    """int64 [T], the response tokens."""
+    first: int
+    """The first place that is read; outputs before it are not needed."""
+
+    def read(self, output: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """[T, ...] of the model's output for every place from `first` on, [rows, places, ...]."""
+        places = output.shape[1]
+        return output.flatten(0, 1).index_select(0, self.line * places + self.position - first)
+
+
+def token_batch(
+    batch: BatchData,
+    pad_id: int,
+    *,
+    packed: bool = False,
+    device: torch.device = CPU,
+    image_token: int | None = None,
+) -> TokenBatch:
+    """Join `prompts` and `responses` of every row, with the images of the prompts.
+
+    Args:
+        batch: `prompts`, `responses`; for a model with images also IMAGE_COLUMNS.
+        pad_id: padding token.
+        packed: join sequences end to end; not possible with images.
+        device: of the model.
+        image_token: placeholder of an image; None: the model reads text only.
+
+    Raises:
+        BatchError: a prompt is empty, so nothing would predict the first response token; or a
+            response contains an image token.
+    """
+    prompts, responses = batch.ragged("prompts"), batch.ragged("responses")
+    p, r = prompts.lengths, responses.lengths
+    targets = torch.tensor(responses.values, dtype=torch.int64)
+    joined = pad_sequences(
+        (torch.tensor(prompts.values, dtype=torch.int64), torch.from_numpy(p)),
+        (targets, torch.from_numpy(r)),
+        fill=pad_id,
+    )
+    row, place, line = joined.row, joined.place, joined.row
+    inputs: dict[str, Any]
+    if packed:
+        starts = np.concatenate([[0], np.cumsum(p + r)])
+        place, line = response_places(torch.from_numpy(p + r), torch.from_numpy(r)), torch.zeros_like(row)
+        inputs = {
+            "input_ids": joined.ids[joined.real][None].to(device),
+            "position_ids": torch.from_numpy((np.arange(starts[-1]) - np.repeat(starts[:-1], p + r))[None]).to(device),
+            "cu_seq_lens_q": torch.from_numpy(starts).to(device),
+            "max_length_q": int((p + r).max(initial=1)),
+        }
+    else:
+        inputs = {
+            "input_ids": joined.ids.to(device),
+            "attention_mask": joined.real.long().to(device),
+            **({} if image_token is None else _images(batch, joined.ids.numpy(), image_token, device)),
+        }
+    return TokenBatch(
+        inputs=inputs,
+        line=line.to(device),
+        position=place.to(device),
+        row=row.to(device),
+        rows=len(batch),
+        targets=targets.to(device),
+        first=int(place.numpy().min(initial=int(p.max(initial=0)))),
+    )
+
+
+def _images(batch: BatchData, ids: IntArray, token: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Model arguments for the images of all rows; empty if there are none."""
+    check_responses(batch, token)
+    grids = batch.ragged(GRIDS).values
+    if not len(grids):
+        return {}
+    (depth,) = {int(one) for one in batch.ragged(PATCHES + SHAPES_SUFFIX).values[:, 1]}
+    patches: AnyArray = batch.ragged(PATCHES).values.reshape(-1, depth)
+    return image_inputs(patches, grids, ids, token, device)
+
+
+def image_inputs(
+    patches: AnyArray, grids: AnyArray, ids: IntArray, token: int, device: torch.device = CPU
+) -> dict[str, torch.Tensor]:
+    """Image arguments of a model of the Qwen2-VL family.
+
+    Args:
+        patches: float32 [all patches, numbers per patch] of all images, in row order.
+        grids: int64 [images, 3].
+        ids: [N, L]; ids equal to `token` stand for the images.
+        token: placeholder of an image.
+        device: of the model.
+    """
+    return {
+        "pixel_values": torch.tensor(patches, device=device),
+        "image_grid_thw": torch.tensor(grids, device=device),
+        "mm_token_type_ids": torch.from_numpy((ids == token).astype(np.int32)).to(device),
+    }
+
+
+def flat(batch: BatchData, name: str, device: torch.device = CPU) -> torch.Tensor:
+    """A ragged float column as a flat float32 tensor [T]."""
+    values: AnyArray = batch.ragged(name).values
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def flag(batch: BatchData, name: str, device: torch.device = CPU) -> torch.Tensor:
+    """A ragged bool column as a flat bool tensor [T]."""
+    return torch.tensor(batch.ragged(name).values, dtype=torch.bool, device=device)
+
+
+def mask_of(batch: BatchData, device: torch.device = CPU) -> torch.Tensor:
+    """`response_mask` as a flat bool tensor [T]."""
+    return flag(batch, "response_mask", device)
+
+
+def lengths_of(batch: BatchData) -> IntArray:
+    """[N] tokens of each row, prompt and response."""
+    return batch.ragged("prompts").lengths + batch.ragged("responses").lengths
+
+
+def token_columns(micro: BatchData, row: torch.Tensor) -> TokenColumns:
+    """The columns of the policy loss; `row` int64 [T] is the trajectory of each response token."""
+
+    def optional(name: str) -> torch.Tensor | None:
+        return flat(micro, name, row.device) if name in micro else None
+
+    return TokenColumns(
+        old_log_prob=flat(micro, "old_log_probs", row.device),
+        advantages=flat(micro, "advantages", row.device),
+        mask=mask_of(micro, row.device),
+        row=row,
+        rows=len(micro),
+        ref_log_prob=optional("ref_log_prob"),
+        weights=optional("rollout_is_weights"),
+        chosen=flag(micro, "chosen_tokens", row.device) if "chosen_tokens" in micro else None,
+    )
+
+
+def value_columns(micro: BatchData, row: torch.Tensor) -> ValueColumns:
+    """The columns of the value loss; `row` as in `token_columns`."""
+    return ValueColumns(
+        values=flat(micro, "values", row.device),
+        returns=flat(micro, "returns", row.device),
+        mask=mask_of(micro, row.device),
+        row=row,
+        rows=len(micro),
+    )

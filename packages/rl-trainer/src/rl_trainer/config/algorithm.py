@@ -1,0 +1,102 @@
+"""Options of how advantages come from rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rl_protocol.support.options import Options, group, option, require
+from rl_trainer.config.kl import KL_PENALTIES, kl_name
+from rl_trainer.config.rollout_correction import RolloutCorrectionConfig
+
+KL_CONTROLLERS = ("fixed", "adaptive")
+
+
+FILTER_METRICS = ("acc", "score")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLControlConfig(Options):
+    """The weight of the KL divergence in the reward."""
+
+    type: str = option(
+        "fixed",
+        "fixed; or adaptive: grows while the divergence is above target_kl, shrinks while it is below",
+        choices=KL_CONTROLLERS,
+    )
+    kl_coef: float = option(0.001, "weight of the divergence in the reward (adaptive: the first one)", ge=0)
+    target_kl: float = option(0.1, "adaptive: wanted divergence, nats per token", gt=0, needs="type=adaptive")
+    horizon: int = option(
+        10000, "adaptive: responses over which the weight changes by at most 20 %", ge=1, needs="type=adaptive"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterGroupsConfig(Options):
+    """Dynamic sampling (DAPO, arXiv:2503.14476).
+
+    Trains on prompts whose responses differ, and generates more until there are enough.
+    """
+
+    enable: bool = option(
+        False, "leave out prompts whose responses all score alike, and roll out others in their place"
+    )
+    metric: str = option("acc", "what is compared", choices=FILTER_METRICS)
+    max_num_gen_batches: int = option(4, "most rounds of generation per step; then it trains on what there is", ge=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlongConfig(Options):
+    """Soft overlong penalty (DAPO, eq. 13), added to the score."""
+
+    buffer_len: int = option(
+        0, "tokens before rollout.response_length over which the penalty grows; 0: no penalty", ge=0
+    )
+    penalty_factor: float = option(
+        1.0, "maximum penalty, that of a response of full length", ge=0, needs="buffer_len>0"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig(Options):
+    """How advantages come from rewards."""
+
+    name: str = option("grpo", "algorithm whose defaults apply: algorithm=grpo or algorithm=ppo", resume="silent")
+    adv_estimator: str = option(
+        "grpo",
+        "advantage estimator: gae, grpo, dr_grpo, grpo_passk, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo, gpg, gdpo, "
+        "optimal_token_baseline, or an installed one",
+    )
+    gamma: float = option(1.0, "discount per token", ge=0, le=1)
+    lam: float = option(1.0, "lambda of GAE", ge=0, le=1, needs="trains_critic")
+    norm_adv_by_std_in_grpo: bool = option(
+        True, "grpo, grpo_passk, gdpo: divide by the standard deviation of the group"
+    )
+    gdpo_reward_keys: tuple[str, ...] = option((), "gdpo: names of what the reward function returns, such as score,acc")
+    gdpo_reward_weights: tuple[float, ...] = option((), "gdpo: weights of these; empty: all 1")
+    use_kl_in_reward: bool = option(False, "subtract the divergence from the reference policy from each token's reward")
+    kl_penalty: str = option(
+        "k1", "its estimator: " + ", ".join(KL_PENALTIES), needs="use_kl_in_reward or actor.use_kl_loss"
+    )
+    kl_ctrl: KLControlConfig = group(KLControlConfig, "weight of that divergence", needs="use_kl_in_reward")
+    rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig, "train/rollout mismatch")
+    filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "dynamic sampling", needs="enable")
+
+    def check(self, path: str) -> None:
+        kl_name(self.kl_penalty, KL_PENALTIES, f"{path}kl_penalty")
+        require(
+            self.use_kl_in_reward or self.kl_ctrl.type == "fixed",
+            f"{path}kl_ctrl.type",
+            "fixed without use_kl_in_reward=true",
+            self.kl_ctrl.type,
+        )
+        require(
+            len(self.component_weights) == len(self.gdpo_reward_keys),
+            f"{path}gdpo_reward_weights",
+            f"one for each of the {len(self.gdpo_reward_keys)} keys",
+            self.component_weights,
+        )
+
+    @property
+    def component_weights(self) -> tuple[float, ...]:
+        """`gdpo_reward_weights`; 1 for each key when empty."""
+        return self.gdpo_reward_weights or (1.0,) * len(self.gdpo_reward_keys)

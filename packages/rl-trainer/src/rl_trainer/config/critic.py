@@ -1,0 +1,28 @@
+"""Options of the value function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rl_protocol.support.options import group, option
+from rl_trainer.config.actor import LOSS_AGG_MODES
+from rl_trainer.config.optim import OptimConfig, UpdateConfig
+
+CRITIC_AGG_MODES = tuple(mode for mode in LOSS_AGG_MODES if mode != "seq-mean-token-sum-norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticOptimConfig(OptimConfig):
+    """AdamW of the critic, which learns faster than the policy."""
+
+    lr: float = option(1e-5, "learning rate of AdamW", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig(UpdateConfig):
+    """The value function (only with algorithm.adv_estimator=gae)."""
+
+    optim: CriticOptimConfig = group(CriticOptimConfig, "optimizer of the critic", resume="free")
+    cliprange_value: float = option(0.5, "largest move of a value per step", gt=0)
+    loss_agg_mode: str = option("token-mean", "how token losses become one number", choices=CRITIC_AGG_MODES)
+    warmup_steps: int = option(0, "first steps in which the critic alone is trained", ge=0)

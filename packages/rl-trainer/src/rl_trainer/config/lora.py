@@ -1,0 +1,61 @@
+"""Settings of LoRA, read by every training backend."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rl_protocol import ConfigError
+from rl_protocol.support.options import Options, nearest, option, require
+
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Logical names of the linear modules of a decoder layer."""
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(Options):
+    """Low-rank adapters (arXiv:2106.09685): W x + scale B A x, with only A and B trained."""
+
+    rank: int = option(0, "rank of the adapters; 0: no LoRA, all weights are trained", ge=0)
+    alpha: float = option(32.0, "numerator of their scale, alpha / rank", gt=0, lt=math.inf)
+    dropout: float = option(0.0, "probability with which an input of an adapter is zeroed in updates", ge=0, lt=1)
+    target_modules: tuple[str, ...] = option(
+        (ALL_LINEAR,), f"modules that get one: {', '.join(LINEAR)}; all-linear: all of these"
+    )
+    exclude: tuple[str, ...] = option(
+        (), "modules that get none: full names or their last parts, such as layers.0.mlp.up_proj"
+    )
+    use_rslora: bool = option(False, "scale by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)")
+    merge: bool = option(
+        False, "send the rollout whole weights with the adapter merged in, instead of the adapter alone", resume="free"
+    )
+    use_dora: bool = option(False, "use DoRA (arXiv:2402.09353): train weight magnitudes too")
+
+    def check(self, path: str) -> None:
+        require(bool(self.targets()), f"{path}target_modules", f"{ALL_LINEAR} or names of modules", self.target_modules)
+        for name in self.targets():
+            if name not in LINEAR:
+                raise ConfigError(
+                    f"{path}target_modules must be {ALL_LINEAR} or some of {', '.join(LINEAR)}; got {name!r}.{nearest(name, LINEAR)}"
+                )
+        for name in self.exclude:
+            last = name.rpartition(".")[2]
+            if last not in LINEAR:
+                raise ConfigError(
+                    f"{path}exclude must name modules that end in one of {', '.join(LINEAR)}; got {name!r}.{nearest(last, LINEAR)}"
+                )
+
+    def targets(self) -> tuple[str, ...]:
+        """Logical names of `target_modules`, without repeats."""
+        return LINEAR if self.target_modules == (ALL_LINEAR,) else tuple(dict.fromkeys(self.target_modules))
+
+    def covers(self, module: str) -> bool:
+        """Whether the linear module of that full name gets an adapter."""
+        excluded = any(module == name or module.endswith(f".{name}") for name in self.exclude)
+        return module.rpartition(".")[2] in self.targets() and not excluded
+
+    @property
+    def scaling(self) -> float:
+        """Factor of B A x."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)

@@ -1,0 +1,78 @@
+"""Options of the optimizer and of mini-batches, shared by actor and critic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rl_protocol.support.options import Options, group, option, require
+
+LR_SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig(Options):
+    """AdamW and its schedule."""
+
+    lr: float = option(1e-6, "learning rate of AdamW", gt=0)
+    weight_decay: float = option(0.01, "decoupled weight decay of AdamW", ge=0)
+    beta1: float = option(0.9, "decay of the first moment", ge=0, lt=1)
+    beta2: float = option(0.999, "decay of the second moment", ge=0, lt=1)
+    lr_warmup_steps: int = option(0, "optimizer steps over which lr rises linearly from 0", ge=0)
+    lr_scheduler_type: str = option("constant", "learning-rate schedule after warmup", choices=LR_SCHEDULES)
+    lr_decay_steps: int = option(0, "linear, cosine: optimizer step at which lr reaches its minimum", ge=0)
+    min_lr_ratio: float = option(0.0, "linear, cosine: the minimum, as a share of lr", ge=0, le=1)
+    grad_clip: float = option(1.0, "largest global gradient norm", gt=0)
+
+    def check(self, path: str) -> None:
+        decays = self.lr_scheduler_type != "constant"
+        require(
+            self.lr_decay_steps > self.lr_warmup_steps if decays else self.lr_decay_steps == 0,
+            f"{path}lr_decay_steps",
+            f"greater than lr_warmup_steps ({self.lr_warmup_steps}) with linear or cosine, and 0 with constant",
+            self.lr_decay_steps,
+        )
+        require(decays or self.min_lr_ratio == 0, f"{path}min_lr_ratio", "0 with constant", self.min_lr_ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateConfig(Options):
+    """How a model is updated in a step."""
+
+    optim: OptimConfig = group(OptimConfig, "optimizer", resume="free")
+    ppo_epochs: int = option(1, "passes over the batch per step", ge=1)
+    ppo_mini_batch_size: int = option(64, "prompts per optimizer step (each brings rollout.n responses)", ge=1)
+    ppo_micro_batch_size: int = option(0, "responses per forward pass; 0: the whole mini-batch", ge=0, resume="free")
+    ppo_max_token_len: int = option(
+        0,
+        "most tokens per forward pass, prompts included, instead of that; 0: not used",
+        ge=0,
+        needs="model_engine!=megatron",
+        resume="free",
+    )
+    use_remove_padding: bool = option(
+        False,
+        "join the sequences of a forward pass end to end instead of padding them",
+        needs="model_engine!=megatron",
+        resume="free",
+    )
+
+    def check(self, path: str) -> None:
+        require(
+            not (self.ppo_max_token_len and self.ppo_micro_batch_size),
+            f"{path}ppo_max_token_len",
+            f"0 with ppo_micro_batch_size ({self.ppo_micro_batch_size}): forward passes are cut by rows or by tokens",
+            self.ppo_max_token_len,
+        )
+
+    def schedule(self, rollout_n: int, seed: int) -> Schedule:
+        """How a step's batch is cut into mini-batches, with `rollout_n` responses per prompt."""
+        return Schedule(epochs=self.ppo_epochs, mini_batch_rows=self.ppo_mini_batch_size * rollout_n, seed=seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How a step's batch is cut into optimizer steps."""
+
+    epochs: int
+    mini_batch_rows: int
+    seed: int

@@ -1,0 +1,161 @@
+"""Encodes conversations as token ids, with a Hugging Face tokenizer and chat template.
+
+Needs `tokenizers` and `jinja2`, not transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from rl_protocol import ConfigError, SchemaError
+from rl_trainer.data.images import PLACEHOLDER, Vision
+from rl_trainer.data.prompt_rows import Message
+from rl_trainer.data.template_subprocess import Renderer, RunawayTemplateError, check_syntax
+
+
+class PromptEncoder:
+    """Encodes conversations as token ids.
+
+    A chat template writes the roles and the start of the assistant's answer. Without one, a
+    conversation must be a single message, whose text is the prompt.
+
+    Args:
+        tokenizer: of the model.
+        template: its chat template; empty: none.
+        special_tokens: name -> text of the special tokens that the template may use.
+        vision: how the model sees images, or the reason why it can't.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str = "",
+        special_tokens: Mapping[str, str] | None = None,
+        vision: Vision | str = "the model reads only text",
+    ) -> None:
+        self.vision = vision
+        self._tokenizer = tokenizer
+        self._special = dict(special_tokens or {})
+        self._template = _renderer(template, self._special) if template else None
+        self.fingerprint = hashlib.sha256(
+            json.dumps(
+                [tokenizer.to_str(), template, sorted(self._special.items()), repr(vision) * isinstance(vision, Vision)]
+            ).encode()
+        ).hexdigest()
+        """Hash of everything that token ids depend on."""
+
+    @classmethod
+    def load(cls, folder: Path) -> PromptEncoder:
+        """The tokenizer and chat template of a Hugging Face checkpoint folder.
+
+        Raises:
+            ConfigError: a file is missing or can't be read.
+        """
+        try:
+            tokenizer = Tokenizer.from_buffer((folder / "tokenizer.json").read_bytes())
+            config = _json(folder / "tokenizer_config.json")
+            template = folder / "chat_template.jinja"
+            text = template.read_text(encoding="utf-8") if template.exists() else _default(config.get("chat_template"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"The tokenizer in {folder} can't be read: {error}.") from error
+        special = {
+            name: _content(config[name])
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+            if config.get(name)
+        }
+        return cls(tokenizer, text, special, Vision.load(folder))
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """The text of a prompt without images.
+
+        Raises:
+            SchemaError: the template rejects it, or there are several messages and no template.
+            ConfigError: the template exceeds its time or memory limit.
+        """
+        (text,) = self.texts([(messages, False)])
+        if isinstance(text, SchemaError):
+            raise text
+        return text
+
+    def texts(self, prompts: Sequence[tuple[Sequence[Message], bool]]) -> list[str | SchemaError]:
+        """The text of each prompt, or the error for a prompt that can't be rendered.
+
+        Args:
+            prompts: pairs of messages and whether the prompt has images. With images, PLACEHOLDER
+                in a message stands for one and is replaced by what the template writes for an
+                image.
+
+        Raises:
+            ConfigError: the template exceeds its time or memory limit.
+        """
+        if self._template is None:
+            return [_plain(messages, images=images) for messages, images in prompts]
+        conversations = [
+            [{"role": m.role, "content": _parts(m.content) if images else m.content} for m in messages]
+            for messages, images in prompts
+        ]
+        try:
+            rendered = self._template.render(conversations)
+        except RunawayTemplateError as error:
+            raise ConfigError(
+                f"The chat template of the tokenizer can't be used: {error}. Fix chat_template in the folder of model.path."
+            ) from error
+        return [
+            one if isinstance(one, str) else SchemaError(f"the chat template rejects the prompt: {one.reason}")
+            for one in rendered
+        ]
+
+    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of prompts. Without a template, the tokenizer adds special tokens."""
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=self._template is None)
+        return [one.ids for one in encoded]
+
+
+def _renderer(template: str, special: Mapping[str, str]) -> Renderer:
+    try:
+        check_syntax(template)
+    except ValueError as error:
+        raise ConfigError(f"The chat template of the tokenizer can't be read: {error}.") from error
+    return Renderer(template, {"tools": None, "documents": None, "add_generation_prompt": True, **special})
+
+
+def _plain(messages: Sequence[Message], *, images: bool) -> str | SchemaError:
+    """The text of a prompt without a chat template."""
+    if len(messages) > 1:
+        return SchemaError(
+            f"the prompt has {len(messages)} messages, but the tokenizer has no chat template that says how roles are written"
+        )
+    if images:
+        return SchemaError(
+            "the prompt has images, but the tokenizer has no chat template that says how they are written"
+        )
+    return messages[0].content
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    """The content as text and image parts, as chat templates of vision models expect it."""
+    pieces = re.split(f"({PLACEHOLDER})", content)
+    return [{"type": "image"} if p == PLACEHOLDER else {"type": "text", "text": p} for p in pieces if p]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _default(template: object) -> str:
+    """The template called default if the tokenizer has several, else its only one."""
+    if isinstance(template, list):
+        named: dict[str, str] = {one["name"]: one["template"] for one in template}  # pyright: ignore[reportUnknownVariableType]
+        return named.get("default", "")
+    return template if isinstance(template, str) else ""
+
+
+def _content(token: Any) -> str:
+    return token if isinstance(token, str) else str(token["content"])

@@ -1,0 +1,38 @@
+"""Which prompts each step trains on."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rl_protocol import ConfigError
+from rl_trainer.data.curriculum import Curriculum, Shuffle
+
+
+class PromptOrder:
+    """Decides which rows each step trains on.
+
+    The curriculum orders every epoch, with a generator seeded by (seed, epoch). A step may span two
+    epochs. Any step can be queried at any time, so a resumed run trains on the same rows.
+
+    Raises:
+        ConfigError: the data set is empty.
+    """
+
+    def __init__(self, size: int, batch_size: int, seed: int, curriculum: Curriculum | None = None) -> None:
+        if size < 1:
+            raise ConfigError("The training data set is empty; set data.train_size to at least 1, or data.train_files.")
+        self._size = size
+        self.batch_size = batch_size
+        self._seed = seed
+        self._curriculum = curriculum or Shuffle(size)
+
+    def rows(self, step: int) -> list[int]:
+        """[batch_size] row numbers of step `step` (from 0), if every step takes one batch."""
+        return self.take(step * self.batch_size, self.batch_size)
+
+    def take(self, start: int, count: int) -> list[int]:
+        """[count] row numbers from position `start` of the endless sequence of prompts."""
+        wanted = range(start, start + count)
+        epochs = {place // self._size for place in wanted}
+        orders = {e: self._curriculum.epoch(e, np.random.default_rng((self._seed, e))) for e in epochs}
+        return [int(orders[place // self._size][place % self._size]) for place in wanted]

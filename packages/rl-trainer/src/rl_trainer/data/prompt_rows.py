@@ -1,0 +1,111 @@
+"""Rows of a data set: one row of a file in verl's format, and the prompt that it becomes.
+
+    {"prompt": [{"role": "user", "content": "What is 2+3?"}], "data_source": "sums",
+     "reward_model": {"ground_truth": "5"}, "extra_info": {"index": 0}}
+
+The prompt may also be a text, which is then the only message, from the user. A row may have
+`images`; its prompt then contains `<image>` once for each (`rl_trainer.data.images`). Other columns
+are ignored, except `videos`, which must be empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import msgspec
+
+from rl_protocol import SchemaError
+from rl_trainer.data.bad_rows import MissingFieldsError
+
+_LISTED = 20
+"""Largest number of fields of a row that a message lists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRow:
+    """One prompt of a data set, as token ids."""
+
+    prompt_ids: tuple[int, ...]
+    """[P] token ids, P >= 1."""
+    data_source: str
+    ground_truth: str
+    extra_info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further facts for the reward function: anything that JSON can express."""
+    images: tuple[str, ...] = ()
+    """Paths of its images, in order; `prompt_ids` has one image token for every piece of them."""
+
+
+class PromptDataset(Protocol):
+    """Prompts by row number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> PromptRow: ...
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message of the conversation that is the prompt."""
+
+    role: str
+    content: str
+
+
+class RewardModel(msgspec.Struct, frozen=True):
+    """The field `reward_model`: what a response is compared with."""
+
+    ground_truth: Any
+
+
+class VerlRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A valid row of a data file."""
+
+    prompt: tuple[Message, ...]
+    data_source: str
+    reward_model: RewardModel
+    extra_info: dict[str, Any] | None = None
+    images: Any = None
+    videos: Any = None
+
+    @property
+    def ground_truth(self) -> str:
+        """As text; JSON unless it is a string."""
+        truth: object = self.reward_model.ground_truth
+        return truth if isinstance(truth, str) else msgspec.json.encode(truth).decode()
+
+
+def parse_row(raw: object, prompt_key: str = "prompt") -> VerlRow:
+    """Validate one row; `prompt_key` is the column that holds the prompt.
+
+    Raises:
+        SchemaError: the row is not valid. The message does not say which row it is.
+    """
+    if not isinstance(raw, Mapping):
+        raise SchemaError(f"a row must be an object with named fields; got {type(raw).__name__}")
+    fields = cast(Mapping[str, Any], raw)
+    missing = tuple(name for name in (prompt_key, "data_source", "reward_model") if name not in fields)
+    if missing:
+        raise _missing(missing, tuple(map(str, fields)), prompt_key)
+    prompt = fields[prompt_key]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    try:
+        row = msgspec.convert({**fields, "prompt": prompt}, VerlRow)
+    except msgspec.ValidationError as error:
+        raise SchemaError(str(error)) from error
+    if not any(message.content.strip() for message in row.prompt):
+        raise SchemaError("the prompt is empty")
+    if not row.data_source:
+        raise SchemaError("data_source is empty")
+    if row.reward_model.ground_truth is None:
+        raise SchemaError("reward_model.ground_truth is null")
+    if row.videos:
+        raise SchemaError("it has videos, which are not supported yet; leave such rows out")
+    return row
+
+
+def _missing(missing: tuple[str, ...], found: tuple[str, ...], prompt_key: str) -> MissingFieldsError:
+    named = ", ".join(f"{name} (data.prompt_key)" if name == prompt_key else name for name in missing)
+    listed = f"{', '.join(found[:_LISTED])}{', ...' if len(found) > _LISTED else ''}" or "none"
+    return MissingFieldsError(f"missing fields: {named}; fields found: {listed}", missing=missing, found=found)

@@ -1,0 +1,1 @@
+"""What runs in the driver process: the training loop, and the calls it sends to workers."""

@@ -1,0 +1,190 @@
+"""The driver's calls to workers: which rank gets which rows. Names and numbers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import msgspec
+import numpy as np
+
+from rl_protocol import BatchError, KVBatchMeta, balanced_parts
+from rl_trainer.algorithms.arrays import IntArray
+from rl_trainer.algorithms.batching import split_over_ranks
+from rl_trainer.asyncio_tasks import gather_or_cancel
+from rl_trainer.config.optim import Schedule
+from rl_trainer.workers.messages import ReadAheadCall, StageCall, StageResult
+
+T = TypeVar("T")
+Answer = TypeVar("Answer", bound=msgspec.Struct)
+
+
+class WorkerHandle(Protocol):
+    """A worker in another process. `bytes_moved` counts all bytes of its requests and answers."""
+
+    @property
+    def name(self) -> str:
+        """Name of the worker, for messages."""
+        ...
+
+    @property
+    def process(self) -> object:
+        """The worker's process. Workers of the same process have the same, and compute in turn."""
+        ...
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes so far."""
+        ...
+
+    async def call(self, method: str, payload: bytes, *, timeout_s: float) -> bytes:
+        """Run a handler of the worker.
+
+        Raises:
+            WorkerError: the worker failed or did not answer in time; WorkerDiedError if its process
+                is gone.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """The workers of a run.
+
+    Several actors, references or critics are the ranks of one model, in rank order.
+    """
+
+    rollout: Sequence[WorkerHandle]
+    reward: WorkerHandle
+    actor: Sequence[WorkerHandle]
+    dp_ranks: Sequence[int] = ()
+    """Data-parallel rank of each actor, and of each reference and critic, from 0.
+
+    Ranks that share one replica of the model have the same one, and compute the same rows. Empty:
+    all differ.
+    """
+    ref: Sequence[WorkerHandle] = ()
+    """Empty: no reference. The actors themselves: they can compute initial log-probs."""
+    critic: Sequence[WorkerHandle] = ()
+
+    def dp_ranks_of(self, ranks: Sequence[WorkerHandle]) -> Sequence[int]:
+        """`dp_ranks`, or a separate one for each of these ranks."""
+        return self.dp_ranks or range(len(ranks))
+
+    def all(self) -> list[WorkerHandle]:
+        """Every worker once."""
+        return list({id(w): w for w in (*self.rollout, self.reward, *self.actor, *self.ref, *self.critic)}.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRows:
+    """The trajectories of a step: their names, without tags, and their lengths."""
+
+    names: KVBatchMeta
+    lengths: IntArray
+    """[N] tokens, prompt and response."""
+
+    @classmethod
+    def of(cls, tagged: KVBatchMeta) -> StepRows:
+        """From the tags that rollout workers give."""
+        lengths = [
+            int(p or 0) + int(r or 0)
+            for p, r in zip(tagged.tag_values("prompt_len"), tagged.tag_values("response_len"), strict=True)
+        ]
+        return cls(names=tagged.without_tags(), lengths=np.array(lengths, dtype=np.int64))
+
+
+async def call(
+    worker: WorkerHandle, method: str, message: msgspec.Struct, answer: type[Answer], timeout_s: float
+) -> Answer:
+    """Call one worker.
+
+    Raises:
+        WorkerError: see WorkerHandle.call.
+    """
+    payload = await worker.call(method, msgspec.msgpack.encode(message), timeout_s=timeout_s)
+    return msgspec.msgpack.decode(payload, type=answer)
+
+
+def forward_calls(
+    name: str, step: int, rows: StepRows, ranks: int, dp_ranks: Sequence[int] | None = None
+) -> list[StageCall]:
+    """Calls of a stage that computes every row once.
+
+    Each data-parallel rank gets about as many tokens.
+
+    Args:
+        name: the stage.
+        step: number of the step.
+        rows: the rows.
+        ranks: number of ranks of the model.
+        dp_ranks: data-parallel rank of each rank; those with the same one get the same rows, which
+            the first of them reads and writes. None: all differ.
+
+    Raises:
+        BatchError: fewer rows than data-parallel ranks.
+    """
+    dp_ranks = dp_ranks or range(ranks)
+    count = max(dp_ranks) + 1
+    if len(rows.names) < count:
+        raise BatchError(
+            f"Stage {name!r} has {len(rows.names)} rows for {count} ranks; raise data.train_batch_size or lower the world size."
+        )
+    parts = balanced_parts(rows.lengths, count)
+    return [StageCall(step=step, batch=rows.names.select_rows(parts[dp_rank])) for dp_rank in dp_ranks]
+
+
+def update_calls(
+    step: int, rows: StepRows, schedule: Schedule, count: int, ranks: int, dp_ranks: Sequence[int] | None = None
+) -> list[StageCall]:
+    """Calls of an update.
+
+    A single process gets all rows; several get parts of the same mini-batches.
+
+    Args:
+        step: number of the step.
+        rows: the rows.
+        schedule: how rows form mini-batches.
+        count: updates made before this one.
+        ranks: number of ranks of the model.
+        dp_ranks: see `forward_calls`.
+
+    Raises:
+        BatchError: a rank would get no row.
+    """
+    if ranks == 1:
+        return [StageCall(step=step, batch=rows.names)]
+    dp_ranks = dp_ranks or range(ranks)
+    dealt = split_over_ranks(rows.lengths, schedule, count, max(dp_ranks) + 1)
+    return [
+        StageCall(step=step, batch=rows.names.select_rows(dealt[i].rows), mini_batches=dealt[i].mini_batches)
+        for i in dp_ranks
+    ]
+
+
+async def read_ahead(ranks: Sequence[WorkerHandle], name: str, calls: Sequence[StageCall], timeout_s: float) -> None:
+    """Have every rank read its rows of a stage, so that no rank waits in the stage for another.
+
+    Raises:
+        DataLostError: rows of a rank were lost; no rank has begun.
+        RLError: a rank failed.
+    """
+    reads = [ReadAheadCall(stage=name, batch=message.batch) for message in calls]
+    await gather_or_cancel(
+        *(call(rank, "read_ahead", read, StageResult, timeout_s) for rank, read in zip(ranks, reads, strict=True))
+    )
+
+
+async def run_stage(
+    ranks: Sequence[WorkerHandle], name: str, calls: Sequence[StageCall], timeout_s: float
+) -> dict[str, float]:
+    """Run a stage; returns the metrics of the first rank.
+
+    Raises:
+        RLError: a rank failed; the first failure ends the stage.
+    """
+    answers = await gather_or_cancel(
+        *(call(rank, name, message, StageResult, timeout_s) for rank, message in zip(ranks, calls, strict=True))
+    )
+    return answers[0].metrics

@@ -1,0 +1,74 @@
+"""Checks which settings can be combined, before any process starts."""
+
+from __future__ import annotations
+
+from rl_protocol import ConfigError
+from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from rl_trainer.algorithms.losses import POLICY_LOSSES
+from rl_trainer.config import ActorConfig, AlgorithmConfig
+
+WRITABLE = ("values", "old_log_probs", "sum_pi_squared", "reward_components", "reward_baselines")
+"""Columns beyond scores and masks that an estimator can read."""
+
+
+def check_combination(algorithm: AlgorithmConfig, actor: ActorConfig, rollout_n: int) -> None:
+    """Refuse unknown names and settings that contradict each other.
+
+    Raises:
+        ConfigError: names the settings, and what to set.
+    """
+    _check_estimator(algorithm, rollout_n)
+    _check_loss(algorithm, actor)
+
+
+def _check_estimator(algorithm: AlgorithmConfig, rollout_n: int) -> None:
+    name, correction = algorithm.adv_estimator, algorithm.rollout_correction
+    estimator = ADVANTAGE_ESTIMATORS.get(name)
+    if estimator.compares and rollout_n < 2:
+        raise ConfigError(
+            f"rollout.n must be at least 2 with algorithm.adv_estimator={name}, which compares the responses of a prompt; got {rollout_n}."
+        )
+    unknown = [column for column in estimator.reads if column not in WRITABLE]
+    if unknown:
+        raise ConfigError(
+            f"algorithm.adv_estimator={name!r} reads {', '.join(unknown)}, which no stage writes; there are {', '.join(WRITABLE)}."
+        )
+    if ("reward_components" in estimator.reads) != bool(algorithm.gdpo_reward_keys):
+        raise ConfigError(
+            f"algorithm.gdpo_reward_keys goes with an estimator that looks at parts of the reward, such as gdpo, and only with it; "
+            f"got {algorithm.gdpo_reward_keys!r} and algorithm.adv_estimator={name}."
+        )
+    if "reward_components" in estimator.reads and algorithm.use_kl_in_reward:
+        raise ConfigError(
+            f"algorithm.adv_estimator={name} looks at the parts of the reward alone, not at algorithm.use_kl_in_reward=true; "
+            "set it to false and actor.use_kl_loss to true."
+        )
+    if "sum_pi_squared" in estimator.reads and correction.bypass_mode:
+        raise ConfigError(
+            f"algorithm.adv_estimator={name} needs the old_log_prob stage, which algorithm.rollout_correction.bypass_mode=true leaves out; "
+            "set it to false."
+        )
+
+
+def _check_loss(algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
+    name, correction = actor.policy_loss.loss_mode, algorithm.rollout_correction
+    loss = POLICY_LOSSES.get(name)
+    if loss.per_sequence and actor.loss_agg_mode != "seq-mean-token-mean":
+        raise ConfigError(
+            f"actor.policy_loss.loss_mode={name} is one loss per response; set actor.loss_agg_mode=seq-mean-token-mean (got {actor.loss_agg_mode})."
+        )
+    if loss.per_sequence and correction.rollout_is == "token":
+        raise ConfigError(
+            f"actor.policy_loss.loss_mode={name} is one loss per response, which can't be weighted per token; "
+            "set algorithm.rollout_correction.rollout_is to sequence or geometric."
+        )
+    if correction.bypass_mode and correction.rollout_is and loss.off_policy:
+        raise ConfigError(
+            f"With algorithm.rollout_correction.bypass_mode=true the ratio of loss_mode={name} is to the rollout engine's policy already, so "
+            "importance weights would count it twice; leave rollout_is empty, or set actor.policy_loss.loss_mode=gpg."
+        )
+    if correction.bypass_mode and correction.rollout_is_batch_normalize:
+        raise ConfigError(
+            "algorithm.rollout_correction.rollout_is_batch_normalize needs the weights of the whole batch at once, which bypass_mode=true "
+            "never has; set one of them to false."
+        )

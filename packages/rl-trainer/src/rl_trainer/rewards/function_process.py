@@ -1,0 +1,69 @@
+"""Program of a process that runs one reward function; its arguments are NAME TIMEOUT_S MEMORY_MB.
+
+Stdin is a socket for calls and answers: msgpack messages, each preceded by its length (4 bytes,
+little-endian). The first message says whether the function could be loaded. Output of the function
+goes to stderr. The process ends when the parent does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import msgspec
+
+from rl_protocol import ConfigError
+from rl_trainer.rewards.functions import Form, form_of, run
+from rl_trainer.rewards.loading import load_reward
+from rl_trainer.rewards.scorer import Outcome, Sample
+
+LENGTH = struct.Struct("<I")
+_PR_SET_PDEATHSIG = 1
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """First message: the form of the function, or why it could not be loaded."""
+
+    form: Form = "single"
+    error: str = ""
+
+
+def main() -> None:
+    """Serve until the socket closes."""
+    name, timeout_s, memory_mb = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (memory_mb * 2**20, memory_mb * 2**20))
+    connection = os.dup(0)  # a descriptor that programs started by the function do not inherit
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    with os.fdopen(connection, "rb") as calls, os.fdopen(os.dup(connection), "wb") as answers:
+        try:
+            function = load_reward(name)
+            hello = Hello(form=form_of(function))
+        except ConfigError as error:
+            _write(answers, Hello(error=str(error)))
+            return
+        _write(answers, hello)
+        _serve(function, timeout_s, calls, answers)
+
+
+def _serve(function: Callable[..., Any], timeout_s: float, calls: BinaryIO, answers: BinaryIO) -> None:
+    pid = os.getpid()
+    while head := calls.read(LENGTH.size):
+        samples = msgspec.msgpack.decode(calls.read(LENGTH.unpack(head)[0]), type=list[Sample])
+        outcomes = run(function, samples, timeout_s)
+        if os.getpid() != pid:  # a fork made by the function must neither answer nor clean up
+            os.kill(os.getpid(), signal.SIGKILL)
+        _write(answers, outcomes)
+
+
+def _write(answers: BinaryIO, message: Hello | list[Outcome]) -> None:
+    payload = msgspec.msgpack.encode(message)
+    answers.write(LENGTH.pack(len(payload)) + payload)
+    answers.flush()

@@ -1,0 +1,108 @@
+"""The scorer interface: samples in, scores or failures out.
+
+A failed call is never reported as a score of 0.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol, cast
+
+import msgspec
+import numpy as np
+
+_LONGEST = 2000
+"""Texts are cut to this number of characters."""
+FailureKind = Literal["exception", "timeout", "died", "no_number"]
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One response to be scored."""
+
+    data_source: str
+    solution_str: str
+    ground_truth: str
+    extra_info: dict[str, Any] = {}
+    tokens: list[int] = []
+    """Token ids of prompt and response; empty unless the scorer reads them."""
+
+
+class Scored(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):
+    """The result of a reward function."""
+
+    numbers: dict[str, float]
+    """`score`, `acc`, and any other numbers that the function returned."""
+    texts: dict[str, str] = {}
+    """Texts that the function returned, such as `pred`, the answer found in the response."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure", omit_defaults=True):
+    """Why there is no score."""
+
+    kind: FailureKind
+    message: str
+    where: str = ""
+    """File and line where the reward function raised an exception, as `path.py:3`."""
+
+    @property
+    def description(self) -> str:
+        """The message with file and line."""
+        return f"{self.message} ({self.where})" if self.where else self.message
+
+
+Outcome = Scored | Failure
+
+
+class Scorer(Protocol):
+    """Scores responses: one outcome per sample, in order.
+
+    Errors of the reward function are outcomes; they are never raised.
+    """
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it needs `Sample.tokens`."""
+        ...
+
+    async def score(self, samples: Sequence[Sample]) -> list[Outcome]: ...
+
+    async def close(self) -> None:
+        """Release what it holds; safe to call twice."""
+        ...
+
+
+def outcome_of(returned: object) -> Outcome:
+    """Check the result of a reward function for one sample.
+
+    Valid are a finite number, and a mapping of names to finite numbers and texts that contains
+    `score`. `acc` defaults to the score.
+    """
+    named = cast(Mapping[str, Any], returned) if isinstance(returned, Mapping) else {"score": returned}
+    numbers: dict[str, float] = {}
+    texts: dict[str, str] = {}
+    for name, value in named.items():
+        if isinstance(value, str) and name not in ("score", "acc"):
+            texts[name] = value[:_LONGEST]
+        elif isinstance(value, bool | int | float | np.number | np.bool_) and math.isfinite(value):
+            numbers[name] = float(value)
+        else:
+            what = "" if name == "score" else f" as {name!r}"
+            return Failure(kind="no_number", message=f"returned {value!r}{what}; it must return a finite number")
+    if "score" not in numbers:
+        return Failure(kind="no_number", message=f"returned no 'score' but {sorted(named)}")
+    return Scored(numbers={"acc": numbers["score"], **numbers}, texts=texts)
+
+
+def failure_of(error: BaseException) -> Failure:
+    """The failure for an exception of a reward function; call it in the except block."""
+    message = f"raised {type(error).__name__}: {error}"[:_LONGEST]
+    return Failure(kind="exception", message=message, where=_where(error))
+
+
+def _where(error: BaseException) -> str:
+    """The innermost traceback line in the function's file; empty if the call itself failed."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is the caller's
+    lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
+    return f"{frames[0].filename}:{lines[-1]}" if frames else ""

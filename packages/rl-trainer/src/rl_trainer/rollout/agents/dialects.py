@@ -1,0 +1,139 @@
+"""How a policy writes tool calls, and how it reads answers. Nothing it writes is executed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from rl_protocol.errors import UNREADABLE
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call as the policy wrote it; neither the tool nor the arguments have been checked."""
+
+    tool: str
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """Text that was meant as a call and can't be parsed."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a call."""
+
+    text: str
+    failed: bool = False
+    """Whether the text is an error message."""
+
+
+class Dialect(Protocol):
+    """The format of calls and of their answers."""
+
+    def calls(self, text: str) -> Sequence[Call | Malformed]:
+        """The calls in one turn of the policy, in order. None: the turn is its final answer. Never
+        raises.
+        """
+        ...
+
+    def observation(self, answers: Sequence[Answer]) -> str:
+        """The answers, at least one, with all text between the end of that turn and the next."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Markup:
+    """The markup around answers in a chat model's format, after the end of the policy's turn."""
+
+    opening: str
+    closing: str
+
+
+CHATML = Markup(opening="\n<|im_start|>user\n", closing="<|im_end|>\n<|im_start|>assistant\n")
+"""Qwen and its relatives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hermes:
+    """`<tool_call>{"name": .., "arguments": {..}}</tool_call>`, as often as wanted, among other
+    text.
+
+    >>> Hermes().calls('So: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    [Call(tool='add', arguments={'a': 1})]
+    """
+
+    markup: Markup = CHATML
+
+    def calls(self, text: str) -> list[Call | Malformed]:
+        found: list[Call | Malformed] = []
+        for part in text.split("<tool_call>")[1:]:
+            body, end, _ = part.partition("</tool_call>")
+            found.append(_call(body) if end else Malformed("<tool_call> is not followed by </tool_call>"))
+        return found
+
+    def observation(self, answers: Sequence[Answer]) -> str:
+        told = [f"<tool_response>\n{answer.text}\n</tool_response>" for answer in answers]
+        return self.markup.opening + "\n".join(told) + self.markup.closing
+
+
+@dataclass(frozen=True, slots=True)
+class PlainJSON:
+    """`{"name": .., "arguments": {..}}`, or a list of such, and nothing else; JSON that names no
+    tool is a final answer.
+
+    >>> PlainJSON().calls('{"name": "add"}'), PlainJSON().calls('{"sum": 3}')
+    ([Call(tool='add', arguments={})], [])
+    """
+
+    markup: Markup = CHATML
+
+    def calls(self, text: str) -> list[Call | Malformed]:
+        bare = text.strip()
+        if not bare.startswith(("{", "[")) or '"name"' not in bare:
+            return []
+        try:
+            value: Any = msgspec.json.decode(_bytes(bare))
+        except (*UNREADABLE, ValueError) as error:
+            return [Malformed(f"this is not JSON: {error}")]
+        parts: list[Any] = value if isinstance(value, list) else [value]
+        if not all(isinstance(part, dict) and "name" in part for part in parts):
+            return []
+        return [_converted(part) for part in parts]
+
+    def observation(self, answers: Sequence[Answer]) -> str:
+        return self.markup.opening + "\n".join(answer.text for answer in answers) + self.markup.closing
+
+
+class _Written(msgspec.Struct, frozen=True):
+    """A call in JSON; further keys are ignored."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+def _call(body: str) -> Call | Malformed:
+    try:
+        return _converted(msgspec.json.decode(_bytes(body)))
+    except (*UNREADABLE, ValueError) as error:
+        return Malformed(f"the call is not JSON: {error}")
+
+
+def _converted(value: object) -> Call | Malformed:
+    try:
+        written = msgspec.convert(value, _Written)
+    except msgspec.ValidationError as error:
+        return Malformed(f'a call is {{"name": "<tool>", "arguments": {{..}}}}: {error}')
+    return Call(written.name, written.arguments)
+
+
+def _bytes(text: str) -> bytes:
+    """Encode as UTF-8, replacing the halves of a surrogate pair that a tokenizer cut."""
+    return text.encode("utf-8", "replace")

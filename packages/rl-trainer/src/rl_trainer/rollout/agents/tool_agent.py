@@ -1,0 +1,118 @@
+"""The agent loop (ReAct, arXiv:2210.03629): generate, answer the calls, repeat until there is no
+call.
+
+Token ids go in and come out; see `Transcript`. An answer is encoded once, when it is appended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rl_protocol import ConfigError
+from rl_trainer.data import PromptRow
+from rl_trainer.rollout.agents.dialects import Answer, Dialect
+from rl_trainer.rollout.agents.tools import Tool, answer
+from rl_trainer.rollout.agents.transcript import Transcript
+from rl_trainer.rollout.session_turns import Generate, Trajectory
+from rl_trainer.rollout.stats import RolloutStats
+
+Finish = Literal["stop", "turns", "turn_length", "observation_length", "response_length", "abort"]
+"""Why a session ended: with an answer; a call after the last turn; a turn that was too long; too
+many observation tokens; a trajectory that was too long; a turn that was aborted too often. A
+call in a turn that was cut off is not made.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of one session. rollout.response_length bounds all of it, observations included.
+
+    Sessions whose next turns have equal limits are generated in one batch: most of them with
+    `turn_tokens`, few without.
+    """
+
+    turns: int = 8
+    """Most turns of the policy."""
+    turn_tokens: int = 0
+    """Most tokens of one turn; 0: what is left of the response."""
+    observation_tokens: int = 0
+    """Most tokens of all observations; 0: what is left of the response."""
+    answer_chars: int = 4096
+    """Most characters of one answer; the rest is cut off."""
+    call_timeout_s: float = 10.0
+    """Most seconds of one call."""
+
+    def __post_init__(self) -> None:
+        least = {"turns": 1, "turn_tokens": 0, "observation_tokens": 0, "answer_chars": 1}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ConfigError(f"Limits.{name} must be at least {bound}; got {getattr(self, name)}.")
+        if self.call_timeout_s <= 0:
+            raise ConfigError(f"Limits.call_timeout_s must be greater than 0; got {self.call_timeout_s}.")
+
+
+class ToolAgent:
+    """A session in which the policy can call tools: `SessionKind(ToolAgent([..], Hermes()).run)`.
+
+    Args:
+        tools: the tools; names must differ.
+        dialect: how calls and answers are written.
+        limits: limits of one session.
+
+    Raises:
+        ConfigError: two tools have the same name.
+    """
+
+    def __init__(self, tools: Sequence[Tool], dialect: Dialect, limits: Limits | None = None) -> None:
+        self._tools = {tool.name: tool for tool in tools}
+        if len(self._tools) < len(tools):
+            raise ConfigError(f"Tools must have different names; got {[tool.name for tool in tools]}.")
+        self._dialect = dialect
+        self._limits = limits or Limits()
+
+    async def run(self, row: PromptRow, generate: Generate) -> Sequence[Trajectory]:
+        """Run one session, which has one trajectory; see SessionKind."""
+        limits, tokenizer = self._limits, generate.tokenizer
+        transcript = Transcript(row.prompt_ids, generate)
+        turns = told = 0
+        answers: list[Answer] = []
+        finish: Finish | None = None
+        while finish is None:
+            turn = await transcript.turn(limits.turn_tokens)
+            turns += 1
+            if turn.finish_reason != "stop":
+                finish = _cut_off(turn.finish_reason, transcript.left)
+                break
+            calls = self._dialect.calls(tokenizer.decode(turn.response_ids))
+            if not calls or turns == limits.turns:
+                finish = "turns" if calls else "stop"
+                break
+            now = await asyncio.gather(*(answer(call, self._tools, limits.call_timeout_s) for call in calls))
+            answers += now
+            ids = tokenizer.encode(self._dialect.observation([self._shortened(one) for one in now]))
+            told += len(ids)
+            finish = self._no_room(told, transcript.left - len(ids))
+            if finish is None:
+                transcript.observe(ids)
+        errors = sum(one.failed for one in answers)
+        stats = RolloutStats(turns=turns, tool_calls=len(answers), tool_errors=errors, finish=finish)
+        return [transcript.trajectory(stats)]
+
+    def _shortened(self, one: Answer) -> Answer:
+        most = self._limits.answer_chars
+        return one if len(one.text) <= most else Answer(one.text[:most] + "...", failed=one.failed)
+
+    def _no_room(self, told: int, left: int) -> Finish | None:
+        """Why an observation does not fit; None: it does."""
+        if self._limits.observation_tokens and told > self._limits.observation_tokens:
+            return "observation_length"
+        return "response_length" if left < 1 else None
+
+
+def _cut_off(reason: Literal["length", "abort"], left: int) -> Finish:
+    if reason == "abort":
+        return "abort"
+    return "turn_length" if left else "response_length"

@@ -1,0 +1,75 @@
+"""A trajectory under construction. Generated token ids are never decoded and encoded again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rl_protocol.ports import Generation
+from rl_trainer.rollout.partial_generation import generate_turn
+from rl_trainer.rollout.session_turns import Generate, Trajectory
+from rl_trainer.rollout.stats import RolloutStats
+
+
+class Transcript:
+    """The tokens that the policy saw and wrote after a prompt.
+
+    Lifecycle: call `turn` (the policy writes) and `observe` (it reads) in any order, then
+    `trajectory`. A session that resets its context creates another transcript.
+
+    Args:
+        prompt_ids: [P] token ids of the prompt.
+        generate: how the policy is called.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int], generate: Generate) -> None:
+        self._prompt = tuple(prompt_ids)
+        self._generate = generate
+        self._ids: list[int] = []
+        self._mask: list[bool] = []
+        self._log_probs: list[float] = []
+        self._versions: list[int] = []
+
+    @property
+    def left(self) -> int:
+        """Tokens left for the trajectory."""
+        return self._generate.response_length - len(self._ids)
+
+    async def turn(self, max_tokens: int = 0) -> Generation:
+        """Generate one turn of at most `max_tokens` tokens (0: what is left, which must be at least
+        1).
+
+        A turn that an update of the weights aborts is continued with the new weights. The result is
+        the whole turn, with the oldest of its weight versions.
+        """
+        budget = min(max_tokens or self.left, self.left)
+        assert budget > 0, "a turn needs room for a token"
+        context = (*self._prompt, *self._ids)
+        parts, finish = await generate_turn(lambda made, left: self._generate((*context, *made), left), budget)
+        turn = Generation(
+            response_ids=tuple(token for part in parts for token in part.response_ids),
+            log_probs=tuple(value for part in parts for value in part.log_probs),
+            finish_reason=finish,
+            weight_version=min(part.weight_version for part in parts),
+        )
+        self._add(turn.response_ids, turn.log_probs, sampled=True)
+        self._versions.append(turn.weight_version)
+        return turn
+
+    def observe(self, ids: Sequence[int]) -> None:
+        """Append tokens that the policy reads, and is not trained on."""
+        self._add(ids, [0.0] * len(ids), sampled=False)
+
+    def _add(self, ids: Sequence[int], log_probs: Sequence[float], *, sampled: bool) -> None:
+        self._ids += ids
+        self._log_probs += log_probs
+        self._mask += [sampled] * len(ids)
+
+    def trajectory(self, stats: RolloutStats | None = None) -> Trajectory:
+        """The trajectory, after at least one turn."""
+        return Trajectory(
+            response_ids=tuple(self._ids),
+            response_mask=tuple(self._mask),
+            log_probs=tuple(self._log_probs),
+            weight_version=min(self._versions),
+            stats=stats,
+        )

@@ -1,0 +1,296 @@
+"""Rollout engine over transformers' own generation: KV cache, left padding, seeds by counter."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+
+from rl_protocol import RolloutError, WeightSyncError, WeightTensor
+from rl_protocol.ports import Generation, GenerationRequest, SamplingParams
+from rl_protocol.torch import TORCH_DTYPES, lent_weight, torch_dtype_name
+from rl_trainer.backends.loading import Facts, load_model
+from rl_trainer.backends.token_batch import image_inputs
+from rl_trainer.config.lora import LoraConfig
+
+if TYPE_CHECKING:
+    from rl_trainer.backends.peft_lora import MergedAdapter
+
+
+def uniforms(seed: int, request: GenerationRequest, count: int) -> np.ndarray[Any, Any]:
+    """[count] random numbers in [0, 1) for one response, drawn by Philox from (seed, uid, session).
+
+    They depend neither on the batch, nor on the worker, nor on the order of arrival.
+    """
+    digest = hashlib.sha256(f"{seed}/{request.uid}/{request.session}".encode()).digest()
+    key = np.frombuffer(digest[:16], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).random(count)
+
+
+class InverseCDFSampler(LogitsProcessor):
+    """Turns greedy search into exact sampling by inverse transform.
+
+    Only the token whose share of the unit interval contains the row's number keeps its logit.
+
+    Args:
+        numbers: [B, max_new_tokens] in [0, 1).
+        prompt_width: tokens before the first generated one.
+    """
+
+    def __init__(self, numbers: torch.Tensor, prompt_width: int) -> None:
+        self._numbers = numbers
+        self._prompt_width = prompt_width
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        step = input_ids.shape[1] - self._prompt_width
+        cumulative = torch.softmax(scores.double(), dim=-1).cumsum(-1)
+        target = self._numbers[:, step : step + 1] * cumulative[:, -1:]
+        token = torch.searchsorted(cumulative, target, right=True).clamp(max=scores.shape[-1] - 1)
+        only = torch.full_like(scores, float("-inf"))
+        return cast(torch.FloatTensor, only.scatter_(1, token, 0.0))
+
+
+class TemperatureScaler(LogitsProcessor):
+    """Divides the logits by the temperature."""
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        del input_ids
+        return cast(torch.FloatTensor, scores / self._temperature)
+
+
+class BannedTokens(LogitsProcessor):
+    """Bans placeholder tokens of images from responses. Log-probs are unaffected."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = list(tokens)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        del input_ids
+        left = scores.clone()
+        left[:, self._tokens] = float("-inf")
+        return cast(torch.FloatTensor, left)
+
+
+class HFRolloutEngine:
+    """RolloutEngine over a transformers causal language model in this process.
+
+    Args:
+        path: Hugging Face checkpoint folder; its weights are version 0.
+        max_batch_size: responses generated side by side.
+        dtype: element type of the weights and of the computation.
+        lora: settings of the adapters that the engine takes; it then keeps the float32 weights of
+            their modules beside the model. None: it takes whole weights only.
+    """
+
+    def __init__(
+        self, path: str | Path, *, max_batch_size: int = 512, dtype: str = "float32", lora: LoraConfig | None = None
+    ) -> None:
+        self._merged: MergedAdapter | None = None
+        if lora is None:
+            self._model = load_model(path, dtype=TORCH_DTYPES[dtype])
+        else:
+            from rl_trainer.backends.peft_lora import MergedAdapter  # needs the extra `lora`
+
+            whole = load_model(path)
+            self._merged = MergedAdapter(whole, lora)
+            self._model = whole.to(TORCH_DTYPES[dtype])
+        self._max_batch_size = max_batch_size
+        self._version = 0
+        self._watch: Callable[[], None] | None = None  # set while the weights are borrowed memory
+        config = self._model.generation_config
+        self._eos_id = int(config.eos_token_id if config.eos_token_id is not None else self._model.config.eos_token_id)
+        self._facts = Facts.of(self._model)
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the active weights."""
+        return self._version
+
+    def load_weights(self, weights: Iterable[WeightTensor], version: int) -> None:
+        given = self._whole(weights, version)
+        if self._watch is not None:  # borrowed weights are read-only
+            self._model.load_state_dict({name: weight.clone() for name, weight in given.items()}, assign=True)
+            self._watch = None
+        else:
+            self._model.load_state_dict(given)
+        self._version = version
+
+    def adopt_weights(self, weights: Iterable[WeightTensor], version: int, watch: Callable[[], None]) -> None:
+        """Generate with the given memory, read-only, instead of a copy.
+
+        An engine that takes adapters copies the weights, since it merges adapters into its own.
+
+        Args:
+            weights: as for `load_weights`.
+            version: their version.
+            watch: raises WeightSyncError once the memory may have been overwritten. Nothing that
+                was generated with it is returned after that.
+
+        Raises:
+            WeightSyncError: as for `load_weights`.
+        """
+        if self._merged is not None:
+            self.load_weights(weights, version)
+            return
+        self._model.load_state_dict(self._whole(weights, version), assign=True)
+        self._version, self._watch = version, watch
+
+    def _whole(self, weights: Iterable[WeightTensor], version: int) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = self._model.state_dict()
+        wanted = {name: (torch_dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in state.items()}
+        return _checked_weights(weights, wanted, version)
+
+    def load_adapter(self, weights: Iterable[WeightTensor], version: int) -> None:
+        """Replace the current adapter: merge this one into the weights of version 0.
+
+        Args:
+            weights: float32, named as in a PEFT folder (`base_model.model.….lora_A.weight`).
+            version: the version of base and adapter together.
+
+        Raises:
+            WeightSyncError: the engine takes no adapters, or this one does not fit; nothing was
+                changed.
+        """
+        if self._merged is None:
+            raise WeightSyncError(f"Version {version} is an adapter, and this rollout engine was made without `lora`.")
+        wanted = {name: ("float32", shape) for name, shape in self._merged.shapes().items()}
+        adapter = _checked_weights(weights, wanted, version)
+        state: dict[str, torch.Tensor] = self._model.state_dict()
+        with torch.no_grad():
+            for name, weight in self._merged.weights(adapter):
+                state[name].copy_(weight)
+        self._version = version
+
+    async def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Generation]:
+        """Generate in the calling thread until all requests are done; see RolloutEngine.generate.
+
+        Raises:
+            RolloutError: a request is invalid, or adopted weights were overwritten meanwhile.
+        """
+        for request in requests:
+            self._check(request, params)
+        out: list[Generation] = []
+        for start in range(0, len(requests), self._max_batch_size):
+            out.extend(self._generate_batch(requests[start : start + self._max_batch_size], params))
+        self._check_adopted()
+        return out
+
+    def _check_adopted(self) -> None:
+        if self._watch is None:
+            return
+        try:
+            self._watch()
+        except WeightSyncError as error:
+            raise RolloutError(
+                f"What was generated with version {self._version} is dropped, since its weights were released meanwhile: {error}"
+            ) from error
+
+    def _check(self, request: GenerationRequest, params: SamplingParams) -> None:
+        total = len(request.prompt_ids) + params.max_new_tokens
+        if not request.prompt_ids:
+            raise RolloutError(f"Prompt {request.uid!r} is empty; every prompt needs at least one token.")
+        if total > self._facts.context:
+            raise RolloutError(
+                f"Prompt {request.uid!r} has {len(request.prompt_ids)} tokens; with rollout.response_length={params.max_new_tokens} "
+                f"that is {total}, more than the model's context of {self._facts.context}."
+            )
+        told = request.prompt_ids.count(self._facts.image_token) if self._facts.image_token is not None else 0
+        seen = sum(math.prod(image.grid_thw) for image in request.images) / (self._facts.pieces or 1)
+        if told != seen:
+            raise RolloutError(
+                f"Prompt {request.uid!r} has {told} image tokens, and its {len(request.images)} images are {seen:g} of them; a context must "
+                "begin with the prompt of its row, and only a model that sees images can be shown one."
+            )
+
+    def _generate_batch(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Generation]:
+        width = max(len(r.prompt_ids) for r in requests)
+        ids = torch.full((len(requests), width), self._facts.pad_id, dtype=torch.int64)
+        attention = torch.zeros_like(ids)
+        for i, request in enumerate(requests):
+            ids[i, width - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
+            attention[i, width - len(request.prompt_ids) :] = 1
+        with torch.no_grad():
+            output = self._model.generate(
+                input_ids=ids,
+                attention_mask=attention,
+                do_sample=False,
+                max_new_tokens=params.max_new_tokens,
+                eos_token_id=None if params.ignore_eos else self._eos_id,
+                pad_token_id=self._facts.pad_id,
+                logits_processor=self._processors(requests, params, width),
+                return_dict_in_generate=True,
+                output_logits=True,
+                **self._images(requests, ids),
+            )
+            tokens: torch.Tensor = output.sequences[:, width:]
+            logits = torch.stack(output.logits, dim=1).float()
+            log_probs = torch.log_softmax(logits / (params.temperature or 1.0), dim=-1)
+            chosen = log_probs.gather(-1, tokens[..., None]).squeeze(-1)
+        return [self._generation(t, p, params) for t, p in zip(tokens.tolist(), chosen.tolist(), strict=True)]
+
+    def _images(self, requests: Sequence[GenerationRequest], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        images = [image for request in requests for image in request.images]
+        if not images or self._facts.image_token is None:
+            return {}
+        patches = np.concatenate([image.pixel_values for image in images])
+        grids = np.array([image.grid_thw for image in images], np.int64)
+        return image_inputs(patches, grids, ids.numpy(), self._facts.image_token)
+
+    def _processors(
+        self, requests: Sequence[GenerationRequest], params: SamplingParams, width: int
+    ) -> LogitsProcessorList:
+        processors = LogitsProcessorList([BannedTokens(self._facts.banned)] if self._facts.banned else [])
+        if params.temperature == 0:
+            return processors
+        processors.append(TemperatureScaler(params.temperature))
+        if params.top_k:
+            processors.append(TopKLogitsWarper(params.top_k))
+        if params.top_p < 1:
+            processors.append(TopPLogitsWarper(params.top_p))
+        numbers = np.stack([uniforms(params.seed, request, params.max_new_tokens) for request in requests])
+        processors.append(InverseCDFSampler(torch.from_numpy(numbers), width))
+        return processors
+
+    def _generation(self, tokens: list[int], log_probs: list[float], params: SamplingParams) -> Generation:
+        stop = not params.ignore_eos and self._eos_id in tokens
+        length = tokens.index(self._eos_id) + 1 if stop else len(tokens)
+        return Generation(
+            response_ids=tuple(tokens[:length]),
+            log_probs=tuple(log_probs[:length]),
+            finish_reason="stop" if stop else "length",
+            weight_version=self._version,
+        )
+
+
+def _checked_weights(
+    weights: Iterable[WeightTensor], wanted: Mapping[str, tuple[str, tuple[int, ...]]], version: int
+) -> dict[str, torch.Tensor]:
+    """Check that the weights are exactly those wanted, {name: (element type, shape)}.
+
+    Returns:
+        The weights by name, without a copy.
+
+    Raises:
+        WeightSyncError: a weight is missing, unknown, or has another type or shape.
+    """
+    given = {weight.name: weight for weight in weights}
+    missing, unknown = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
+    if missing or unknown:
+        raise WeightSyncError(
+            f"Weights of version {version} do not fit the rollout model: missing {missing[:4]}, unknown {unknown[:4]}."
+        )
+    for name, weight in given.items():
+        if (weight.dtype, weight.shape) != wanted[name]:
+            raise WeightSyncError(
+                f"Weight {name!r} of version {version} is {weight.dtype} {weight.shape}; the rollout model has {wanted[name]}."
+            )
+    return {name: lent_weight(weight) for name, weight in given.items()}

@@ -1,0 +1,269 @@
+"""Sessions turn a prompt into trajectories.
+
+`single_turn` is built in; packages can install other kinds (tools, several agents, context resets).
+
+All sessions of a call run concurrently. Their requests are sent to the engine once every running
+session waits for it, so what is generated depends neither on timing nor on order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from rl_protocol import ConfigError, RLError, RolloutError
+from rl_protocol.ports import Generation, GenerationRequest, ImageInput, RolloutEngine, SamplingParams
+from rl_trainer.config.registry import Registry
+from rl_trainer.data import PromptRow
+from rl_trainer.rollout.stats import RolloutStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """One row to train on: the policy saw the prompt, then these tokens.
+
+    A session that resets its context has one trajectory per context. What a later context starts
+    with, beyond the prompt, are tokens that the policy did not generate.
+    """
+
+    response_ids: tuple[int, ...]
+    """[R] tokens after the prompt."""
+    response_mask: tuple[bool, ...]
+    """[R] true where the policy generated the token."""
+    log_probs: tuple[float, ...]
+    """[R] log-probs of the rollout engine, nats; 0 where the policy did not generate the token."""
+    weight_version: int
+    """The oldest version of the weights that generated it."""
+    stats: RolloutStats | None = None
+    """Statistics for metrics; None: no statistics."""
+    truncated: bool = False
+    """The trajectory ended because rollout.response_length was reached."""
+
+    @classmethod
+    def of(cls, generation: Generation) -> Trajectory:
+        """The trajectory of a session of one turn."""
+        return cls(
+            response_ids=generation.response_ids,
+            response_mask=(True,) * len(generation.response_ids),
+            log_probs=generation.log_probs,
+            weight_version=generation.weight_version,
+            truncated=generation.finish_reason == "length",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """Text to token ids and back, for sessions that read or write text."""
+
+    encode: Callable[[str], Sequence[int]]
+    """Adds no special tokens, and keeps those that the text names."""
+    decode: Callable[[Sequence[int]], str]
+    """Leaves out special tokens."""
+
+
+class Generate(Protocol):
+    """How a session calls the policy."""
+
+    @property
+    def response_length(self) -> int:
+        """Most tokens of a trajectory after the prompt, including those the policy did not
+        generate.
+        """
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The policy's tokenizer.
+
+        Raises:
+            ConfigError: the worker has none.
+        """
+        ...
+
+    def __call__(self, context: Sequence[int], max_tokens: int | None = None) -> Awaitable[Generation]:
+        """Generate at most `max_tokens` tokens after these, by default rollout.response_length."""
+        ...
+
+
+@dataclass(frozen=True)
+class SessionKind:
+    """A kind of session. `run` returns at least one trajectory, and the last one is scored."""
+
+    run: Callable[[PromptRow, Generate], Awaitable[Sequence[Trajectory]]]
+
+
+async def _single_turn(row: PromptRow, generate: Generate) -> Sequence[Trajectory]:
+    return [Trajectory.of(await generate(row.prompt_ids))]
+
+
+SESSIONS = Registry(
+    "rollout.session", "rl_trainer.sessions", SessionKind, {"single_turn": SessionKind(_single_turn)}, {}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRef:
+    """One session to run."""
+
+    uid: str
+    session: int
+    row: PromptRow
+    images: tuple[ImageInput, ...] = ()
+    """The images of the row, at the beginning of each context."""
+
+
+async def run_sessions(
+    kind: SessionKind,
+    refs: Sequence[SessionRef],
+    engine: RolloutEngine,
+    sampling: SamplingParams,
+    tokenizer: Tokenizer | None = None,
+) -> list[list[Trajectory] | RLError]:
+    """Run all sessions.
+
+    Returns:
+        For each session its trajectories, or why it failed: it raised an exception, has no
+        trajectory, or one whose columns do not align.
+
+    Raises:
+        ConfigError: a session needs the tokenizer, and there is none.
+        RLError: the engine failed.
+    """
+    batcher = _RequestBatcher(engine, sampling, tokenizer, len(refs))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(batcher.run(kind, ref)) for ref in refs]
+    except* RLError as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in running]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    max_tokens: int
+    request: GenerationRequest
+    answer: asyncio.Future[Generation]
+
+
+class _RequestBatcher:
+    """Collects the requests of all sessions, and sends them once every session waits."""
+
+    def __init__(
+        self, engine: RolloutEngine, sampling: SamplingParams, tokenizer: Tokenizer | None, running: int
+    ) -> None:
+        self.sampling = sampling
+        self.tokenizer = tokenizer
+        self._engine = engine
+        self._running = running
+        self._waiting: list[_Wait] = []
+        self._broken: RLError | None = None
+        """How the engine failed."""
+
+    async def run(self, kind: SessionKind, ref: SessionRef) -> list[Trajectory] | RLError:
+        try:
+            ended = await self._run(kind, ref)
+        except ConfigError:
+            raise
+        except RLError as error:
+            ended = error
+        finally:
+            self._running -= 1
+        if self._broken is not None:  # this session caught the error, which ended the others
+            raise self._broken
+        await self._serve_when_all_wait()
+        return ended
+
+    async def _run(self, kind: SessionKind, ref: SessionRef) -> list[Trajectory]:
+        try:
+            trajectories = list(await kind.run(ref.row, _SessionHandle(self, ref)))
+        except RLError:
+            raise
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise RolloutError(
+                f"Session {ref.session} of prompt {ref.uid!r} raised {type(error).__name__}: {error} "
+                f"({place.filename}:{place.lineno})."
+            ) from error
+        _check(ref, trajectories, self.sampling)
+        return trajectories
+
+    async def generate(self, request: GenerationRequest, max_tokens: int) -> Generation:
+        answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Wait(max_tokens, request, answer))
+        await self._serve_when_all_wait()
+        return await answer
+
+    async def _serve_when_all_wait(self) -> None:
+        if not self._waiting or len(self._waiting) < self._running:
+            return
+        waiting, self._waiting = sorted(self._waiting, key=lambda wait: (wait.request.uid, wait.request.session)), []
+        for budget in sorted({wait.max_tokens for wait in waiting}):
+            served = [wait for wait in waiting if wait.max_tokens == budget]
+            sampling = msgspec.structs.replace(self.sampling, max_new_tokens=budget)
+            try:
+                generations = await self._engine.generate([wait.request for wait in served], sampling)
+            except RLError as error:
+                self._broken = error
+                raise
+            for wait, generation in zip(served, generations, strict=True):
+                wait.answer.set_result(generation)
+
+
+def request_of_turn(
+    uid: str, session: int, turn: int, context: Sequence[int], images: tuple[ImageInput, ...] = ()
+) -> GenerationRequest:
+    """The request of turn `turn` (from 0) of a session.
+
+    Later turns get random streams of their own, since streams are drawn from (seed, uid, session).
+    """
+    name = f"{uid}/turn{turn}" if turn else uid
+    return GenerationRequest(uid=name, session=session, prompt_ids=tuple(context), images=images)
+
+
+class _SessionHandle:
+    """`Generate` of one session."""
+
+    def __init__(self, batcher: _RequestBatcher, ref: SessionRef) -> None:
+        self._batcher = batcher
+        self._ref = ref
+        self._turns = 0
+
+    @property
+    def response_length(self) -> int:
+        return self._batcher.sampling.max_new_tokens
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._batcher.tokenizer is None:
+            raise ConfigError("This session reads and writes text: RolloutWorker must be given a tokenizer.")
+        return self._batcher.tokenizer
+
+    async def __call__(self, context: Sequence[int], max_tokens: int | None = None) -> Generation:
+        ref, turn = self._ref, self._turns
+        self._turns += 1
+        request = request_of_turn(ref.uid, ref.session, turn, context, ref.images)
+        return await self._batcher.generate(request, max_tokens or self.response_length)
+
+
+def _check(ref: SessionRef, trajectories: Sequence[Trajectory], sampling: SamplingParams) -> None:
+    where = f"Session {ref.session} of prompt {ref.uid!r}"
+    if not trajectories:
+        raise RolloutError(
+            f"{where} has no trajectory; a session must return at least one, the last of which is scored."
+        )
+    for index, one in enumerate(trajectories):
+        lengths = {len(one.response_ids), len(one.response_mask), len(one.log_probs)}
+        if len(lengths) > 1:
+            raise RolloutError(
+                f"{where}, trajectory {index}: response_ids, response_mask and log_probs must align; got {lengths}."
+            )
+        if len(one.response_ids) > sampling.max_new_tokens:
+            raise RolloutError(
+                f"{where}, trajectory {index} has {len(one.response_ids)} tokens after the prompt, more than "
+                f"rollout.response_length={sampling.max_new_tokens}; raise that, or end the trajectory sooner."
+            )

@@ -1,0 +1,140 @@
+"""The workers of the policy under training and of its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar, Protocol, runtime_checkable
+
+import msgspec
+
+from rl_protocol import BatchData, WorkerError
+from rl_protocol.bridge import declaration, tqbridge
+from rl_protocol.ports import DataPlane, PolicyBackend
+from rl_trainer.checkpoints.resumable import Exportable, Write
+from rl_trainer.workers.columns import MASK_AS, TRAINER_SCHEMA, StepColumns
+from rl_trainer.workers.messages import SaveCall, StageCall, StageResult
+from rl_trainer.workers.model import ModelWorker, ranked, resumable
+from rl_trainer.workers.stateful import StatefulWorker
+
+_reference = tqbridge(reads=lambda step: step.tokens, writes=("ref_log_prob",), schema=TRAINER_SCHEMA)
+"""The columns of the stage `ref`, in whichever worker."""
+EXPORT = "hf"
+"""Folder of a checkpoint that holds the policy for users."""
+
+
+@runtime_checkable
+class DistributedPolicy(PolicyBackend, Protocol):
+    """A policy that several processes train together: each is one rank and gets its own rows."""
+
+    def update_local(
+        self, batch: BatchData, mini_batches: Sequence[Sequence[int]], *, temperature: float
+    ) -> dict[str, float]:
+        """Run this rank's part of an update; all ranks call it with equally many mini-batches.
+
+        Args:
+            batch: the rows of this rank.
+            mini_batches: row numbers for each optimizer step; an empty step is legal.
+            temperature: as in `update`.
+
+        Returns:
+            Metrics over all ranks, the same on each.
+        """
+        ...
+
+
+@runtime_checkable
+class WithReference(Protocol):
+    """A policy that can compute its initial log-probs, such as a model with adapters."""
+
+    def compute_reference_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
+        """Like PolicyBackend.compute_log_probs, for the initial policy."""
+        ...
+
+
+class ActorWorker(ModelWorker, StatefulWorker):
+    """The policy under training; with adapters, also the reference."""
+
+    handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
+        "old_log_prob": StageCall,
+        "ref": StageCall,
+        "update_actor": StageCall,
+        "save": SaveCall,
+        **ModelWorker.model_handlers,
+        **StatefulWorker.state_handlers,
+    }
+
+    def __init__(self, plane: DataPlane, columns: StepColumns, backend: PolicyBackend, temperature: float) -> None:
+        super().__init__(plane, columns, backend)
+        self._backend = backend
+        self._temperature = temperature
+
+    @tqbridge(
+        reads=lambda step: step.tokens,
+        writes=lambda step: ("old_log_probs", "entropy", *step.sum_pi_squared),
+        schema=TRAINER_SCHEMA,
+    )
+    async def old_log_prob(self, data: BatchData, _: StageCall) -> BatchData:
+        """Write `old_log_probs` and `entropy` of the policy before its update.
+
+        `sum_pi_squared` is written where the advantage estimator reads it.
+        """
+        out = self._backend.compute_log_probs(data, temperature=self._temperature)
+        made = BatchData({"old_log_probs": out["log_probs"], **out.columns})
+        return made.select_fields(declaration(self.old_log_prob, self.columns).writes)
+
+    @tqbridge(
+        reads=lambda step: (
+            *step.tokens,
+            *step.mask,
+            *step.old,
+            "advantages",
+            *step.reference_loss,
+            *step.weights,
+            *step.chosen,
+        ),
+        reads_as=lambda step: {**step.old_as, **MASK_AS},
+    )
+    async def update_actor(self, data: BatchData, call: StageCall) -> StageResult:
+        """Update the policy on the batch."""
+        if call.mini_batches is None:
+            return StageResult(metrics=self._backend.update(data, temperature=self._temperature))
+        backend = ranked(DistributedPolicy, self._backend)
+        return StageResult(metrics=backend.update_local(data, call.mini_batches, temperature=self._temperature))
+
+    @_reference
+    async def ref(self, data: BatchData, _: StageCall) -> BatchData:
+        """Write `ref_log_prob`: log-probs of this policy without its adapters."""
+        if not isinstance(self._backend, WithReference):
+            raise WorkerError(f"{type(self._backend).__name__} contains no reference policy; start a reference worker.")
+        out = self._backend.compute_reference_log_probs(data, temperature=self._temperature)
+        return BatchData({"ref_log_prob": out["log_probs"]})
+
+    async def save(self, call: SaveCall) -> StageResult:
+        """Write the Hugging Face checkpoint."""
+        self._backend.save_pretrained(Path(call.path))
+        return StageResult()
+
+    def copy_state(self, part: str) -> Mapping[str, Write]:
+        writes = {part: resumable(self._backend).snapshot()}
+        return writes | ({EXPORT: self._backend.export()} if isinstance(self._backend, Exportable) else {})
+
+    def take_state(self, folder: Path) -> None:
+        resumable(self._backend).restore(folder)
+
+
+class ReferenceWorker(ModelWorker):
+    """The frozen policy from which the divergence is measured."""
+
+    handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"ref": StageCall, **ModelWorker.model_handlers}
+
+    def __init__(self, plane: DataPlane, columns: StepColumns, backend: PolicyBackend, temperature: float) -> None:
+        super().__init__(plane, columns, backend)
+        self._backend = backend
+        self._temperature = temperature
+
+    @_reference
+    async def ref(self, data: BatchData, _: StageCall) -> BatchData:
+        """Write `ref_log_prob`."""
+        out = self._backend.compute_log_probs(data, temperature=self._temperature)
+        return BatchData({"ref_log_prob": out["log_probs"]})

@@ -1,0 +1,150 @@
+"""Columns of trajectory rows: their schema, and those that depend on the settings of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rl_protocol.batch.schema import BatchSchema, ColumnSpec, SameLength
+from rl_protocol.rl_columns import IMAGE_COLUMNS, TRAIN_PARTITION, TRAJECTORY_SCHEMA, VALIDATION_PARTITION
+from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from rl_trainer.algorithms.losses import POLICY_LOSSES
+from rl_trainer.config import ActorConfig, AlgorithmConfig
+
+BASELINE_PARTITION = "baseline"
+"""Partition of greedy responses, which exists while a step needs their scores."""
+
+PARTITIONS = (TRAIN_PARTITION, VALIDATION_PARTITION, BASELINE_PARTITION)
+"""Partitions that prompts are rolled out into."""
+
+_BETWEEN_STAGES = (
+    ColumnSpec(
+        name="sum_pi_squared",
+        kind="ragged",
+        dtype="float32",
+        writer="old_log_prob",
+        meaning="sum over the vocabulary of squared probabilities before the update",
+    ),
+    ColumnSpec(
+        name="reward_components",
+        kind="ragged",
+        dtype="float32",
+        writer="reward",
+        meaning="parts of the reward, in the order of algorithm.gdpo_reward_keys",
+    ),
+    ColumnSpec(
+        name="reward_baselines",
+        kind="dense",
+        dtype="float32",
+        writer="baseline",
+        meaning="score of the greedy response to the same prompt",
+    ),
+    ColumnSpec(
+        name="loss_mask",
+        kind="ragged",
+        dtype="bool",
+        writer="adv",
+        meaning="response_mask without what the rollout correction rejects",
+    ),
+    ColumnSpec(
+        name="rollout_is_weights",
+        kind="ragged",
+        dtype="float32",
+        writer="adv",
+        meaning="importance weight of the rollout correction, 0 where masked",
+    ),
+    ColumnSpec(
+        name="chosen_tokens", kind="ragged", dtype="bool", writer="adv", meaning="tokens chosen by clip-cov or kl-cov"
+    ),
+)
+
+TRAINER_SCHEMA = BatchSchema(
+    (*TRAJECTORY_SCHEMA.columns.values(), *_BETWEEN_STAGES),
+    laws=(
+        *TRAJECTORY_SCHEMA.laws,
+        SameLength(("responses", "sum_pi_squared", "loss_mask", "rollout_is_weights", "chosen_tokens")),
+        SameLength(("advantages", "returns", "loss_mask", "rollout_is_weights", "chosen_tokens")),
+    ),
+)
+
+TASK_COLUMNS = ("data_source", "ground_truth", "extra_info")
+"""Columns of a prompt that reward functions read."""
+MASK_AS = {"loss_mask": "response_mask"}
+"""Name of the mask in the losses, which do not depend on rejection."""
+FILTER_COLUMNS = {"acc": "acc", "score": "scores"}
+"""Column of each algorithm.filter_groups.metric."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepColumns:
+    """The columns that depend on the settings of a run; empty: the run has none.
+
+    The declarations of worker methods (`tqbridge`) are functions of this.
+
+    Attributes:
+        images: of prompts, for a policy that sees images.
+        reward_components: parts of the reward.
+        filter: decides which prompts are informative.
+        old: log-probs that the ratio of the policy loss is to: from before the update, or in bypass
+            mode those of the rollout engine.
+        old_as: renames them to `old_log_probs`.
+        sum_pi_squared: that statistic of the policy before its update.
+        scored_policy: further columns of the two policies that `adv` compares.
+        estimated_from: what the advantage estimator reads beyond scores and masks.
+        reference: log-probs of the reference policy.
+        reference_loss: the same, if the policy loss reads them.
+        rejected: the mask of the rollout correction.
+        weights: importance weights of the rollout correction.
+        chosen: tokens that the policy loss treats differently.
+    """
+
+    images: tuple[str, ...] = ()
+    reward_components: tuple[str, ...] = ()
+    filter: tuple[str, ...] = ()
+    old: tuple[str, ...] = ("old_log_probs",)
+    old_as: Mapping[str, str] = field(default_factory=dict[str, str])
+    sum_pi_squared: tuple[str, ...] = ()
+    scored_policy: tuple[str, ...] = ("entropy", "rollout_log_probs")
+    estimated_from: tuple[str, ...] = ()
+    reference: tuple[str, ...] = ()
+    reference_loss: tuple[str, ...] = ()
+    rejected: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    chosen: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """What a model reads to compute over a trajectory."""
+        return ("prompts", "responses", *self.images)
+
+    @property
+    def mask(self) -> tuple[str, ...]:
+        """The mask that losses read, which they know as `response_mask`."""
+        return self.rejected or ("response_mask",)
+
+
+def step_columns(algorithm: AlgorithmConfig, actor: ActorConfig, *, images: bool = False) -> StepColumns:
+    """The columns of a run with these settings; with `images`, for a policy that sees images.
+
+    Raises:
+        ConfigError: the advantage estimator or policy loss is unknown.
+    """
+    estimator = ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator)
+    loss, correction = POLICY_LOSSES.get(actor.policy_loss.loss_mode), algorithm.rollout_correction
+    filtering, bypass = algorithm.filter_groups, correction.bypass_mode
+    reference = ("ref_log_prob",) if algorithm.use_kl_in_reward or actor.use_kl_loss else ()
+    return StepColumns(
+        images=IMAGE_COLUMNS if images else (),
+        reward_components=("reward_components",) if algorithm.gdpo_reward_keys else (),
+        filter=(FILTER_COLUMNS[filtering.metric],) if filtering.enable else (),
+        old=("rollout_log_probs",) if bypass else ("old_log_probs",),
+        old_as={"rollout_log_probs": "old_log_probs"} if bypass else {},
+        sum_pi_squared=("sum_pi_squared",) if "sum_pi_squared" in estimator.reads else (),
+        scored_policy=() if bypass else ("entropy", "rollout_log_probs"),
+        estimated_from=tuple(name for name in estimator.reads if name != "old_log_probs"),
+        reference=reference,
+        reference_loss=reference if actor.use_kl_loss else (),
+        rejected=("loss_mask",) if not bypass and correction.rollout_rs else (),
+        weights=("rollout_is_weights",) if not bypass and correction.rollout_is else (),
+        chosen=("chosen_tokens",) if loss.chooses else (),
+    )

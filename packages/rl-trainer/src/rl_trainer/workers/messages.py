@@ -1,0 +1,142 @@
+"""Messages from the driver to workers and their answers: names and numbers only, as msgspec
+structs.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from rl_protocol import KVBatchMeta
+from rl_protocol.ports import Lease, SamplingParams
+from rl_trainer.checkpoints.folder import FileFacts
+
+
+class PromptRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A prompt to roll out: its uid in this step and its row in the data set."""
+
+    uid: str
+    row: int
+
+
+class ComputeCall(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker process reads of every call that computes with a model, before its handler."""
+
+    side_by_side: int = 0
+    """Processes that compute at the same time and share the cores, with this one; 0: not said."""
+
+
+class Partition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the trajectories of one step go, and how they are sampled."""
+
+    name: str
+    """Name of the partition in the data plane."""
+    split: str
+    """Data set of the prompts: train or val."""
+    step: int
+    n: int
+    """Responses per prompt."""
+    sampling: SamplingParams
+
+
+class LeasedPrompt(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A prompt to roll out: the lease of its sessions, and its row in the data set."""
+
+    lease: Lease
+    row: int
+
+
+class RolloutCall(ComputeCall, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Run and settle the sessions of each prompt."""
+
+    partition: Partition
+    prompts: tuple[LeasedPrompt, ...]
+
+
+class StageCall(ComputeCall, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Run one stage over these rows."""
+
+    step: int
+    batch: KVBatchMeta
+    mini_batches: tuple[tuple[int, ...], ...] | None = None
+    """For one of several ranks in an update: its rows in each optimizer step, as places in `batch`.
+    """
+
+
+class ReadAheadCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Read the rows of a stage ahead, for the call of the stage with these rows that follows."""
+
+    stage: str
+    batch: KVBatchMeta
+
+
+class StageResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Result of a stage."""
+
+    metrics: dict[str, float] = {}
+
+
+class RewardResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Result of scoring."""
+
+    metrics: dict[str, float] = {}
+    failed: tuple[str, ...] = ()
+    """Keys of the trajectories without a score, because the reward function failed on their
+    session.
+    """
+    failure: str = ""
+    """How the reward function failed on the first of them, with file and line of an exception;
+    empty: it did not fail.
+    """
+
+
+class ValidationResult(RewardResult, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Result of a validation."""
+
+    accuracy: float | None = None
+    """By which checkpoints are compared: `rewards.validation_metrics.mean_accuracy`."""
+
+
+class RolloutResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Result of a rollout, whose sessions are settled."""
+
+    tokens: int = 0
+    """Response tokens of all trajectories."""
+    truncated: int = 0
+    """Trajectories that ended at rollout.response_length, not with the end of sequence."""
+
+
+class FilterResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Prompts that are worth training on."""
+
+    uids: tuple[str, ...]
+
+
+class SaveCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Write the policy as a Hugging Face checkpoint."""
+
+    path: str
+
+
+class SaveStateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Copy the state of this worker, and begin to write it to a checkpoint."""
+
+    path: str
+    """Folder of the checkpoint."""
+    part: str
+    """Folder of this worker's role, below that of the checkpoint."""
+
+
+class FinishSaveCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Wait until everything is on disk."""
+
+
+class SavedFiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The files that a worker wrote, by path below the folder of the checkpoint."""
+
+    files: dict[str, FileFacts]
+
+
+class LoadStateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Restore the state from a folder."""
+
+    path: str

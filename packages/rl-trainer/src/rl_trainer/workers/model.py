@@ -1,0 +1,68 @@
+"""The base of the workers that hold a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, TypeVar
+
+import msgspec
+
+from rl_protocol import KVBatchMeta, WorkerError
+from rl_protocol.bridge import Fetched, ReplicaOfRanks, fetch
+from rl_protocol.ports import DataPlane
+from rl_trainer.checkpoints.resumable import Resumable
+from rl_trainer.workers.base import Worker, with_prompts
+from rl_trainer.workers.columns import StepColumns
+from rl_trainer.workers.messages import ReadAheadCall, StageResult
+
+T = TypeVar("T")
+
+
+def ranked(kind: type[T], backend: object) -> T:
+    if not isinstance(backend, kind):
+        raise WorkerError(
+            f"{type(backend).__name__} trains in one process; it was called as one of several ranks. Set the engine's world_size to 1."
+        )
+    return backend
+
+
+def resumable(backend: object) -> Resumable:
+    if not isinstance(backend, Resumable):
+        raise WorkerError(
+            f"{type(backend).__name__} has no snapshot and restore; set trainer.save_freq=0 and trainer.resume_mode=disable."
+        )
+    return backend
+
+
+class ModelWorker(Worker):
+    """A worker whose rows can be read ahead: all ranks have them before any rank computes.
+
+    Args:
+        plane: where the rows are.
+        columns: the columns of the run.
+        backend: the model. Of the ranks of one replica of it, only the first uses the plane.
+    """
+
+    model_handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"read_ahead": ReadAheadCall}
+
+    def __init__(self, plane: DataPlane, columns: StepColumns, backend: object) -> None:
+        self.plane = with_prompts(plane)
+        self.columns = columns
+        self.replicas = backend.replicas if isinstance(backend, ReplicaOfRanks) else None
+        self._ahead: tuple[str, Fetched] | None = None
+
+    async def read_ahead(self, call: ReadAheadCall) -> StageResult:
+        """Read the rows of a stage, and keep them for the call of the stage that follows.
+
+        Raises:
+            MissingDataError: see DataPlane.get.
+        """
+        self._ahead = None
+        self._ahead = call.stage, await fetch(self, getattr(self, call.stage), call.batch)
+        return StageResult()
+
+    def _rows(self, stage: str, batch: KVBatchMeta) -> KVBatchMeta | Fetched:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and (ahead[0], ahead[1].meta) == (stage, batch):
+            return ahead[1]
+        return batch

@@ -1,0 +1,205 @@
+"""The worker that scores responses and computes advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+
+from rl_protocol import BatchData, KVBatchMeta, RowKey, Tag, dense, ragged
+from rl_protocol.bridge import Fetched, Output, declaration, tqbridge
+from rl_protocol.ports import DataPlane
+from rl_trainer.algorithms.arrays import FloatArray, IntArray
+from rl_trainer.algorithms.dapo import overlong_penalty
+from rl_trainer.algorithms.metrics import stats
+from rl_trainer.checkpoints.resumable import Write
+from rl_trainer.rewards.scorer import Failure, Outcome, Scored, Scorer
+from rl_trainer.rewards.validation_metrics import ScoredSession, mean_accuracy, validation_metrics
+from rl_trainer.workers.advantage import FAILURE_TAG, AdvantageStages
+from rl_trainer.workers.base import with_prompts
+from rl_trainer.workers.columns import TASK_COLUMNS, TRAINER_SCHEMA, StepColumns
+from rl_trainer.workers.messages import FilterResult, RewardResult, StageCall, StageResult, ValidationResult
+from rl_trainer.workers.sample_log import SampleLog, TrainSamples
+from rl_trainer.workers.scoring import ResponseScorer, RewardSettings, final_rows, outcome_metrics
+from rl_trainer.workers.stateful import StatefulWorker
+
+STATE = "worker.json"
+
+
+class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    kl_coef: float
+
+
+class RewardWorker(StatefulWorker):
+    """Scores responses and turns scores into advantages, without any model.
+
+    Args:
+        plane: where the rows are.
+        columns: the columns of the run.
+        scorer: the reward function.
+        decode: token ids to text, without special tokens.
+        settings: see RewardSettings.
+        samples: writes validation responses to files; None: they are not written.
+        train_samples: the same for training responses.
+    """
+
+    handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
+        "reward": StageCall,
+        "evaluate": StageCall,
+        "filter": StageCall,
+        "baseline": StageCall,
+        "adv": StageCall,
+        **StatefulWorker.state_handlers,
+    }
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        columns: StepColumns,
+        scorer: Scorer,
+        decode: Callable[[Sequence[int]], str],
+        settings: RewardSettings,
+        *,
+        samples: SampleLog | None = None,
+        train_samples: TrainSamples | None = None,
+    ) -> None:
+        self.plane = with_prompts(plane)
+        self.columns = columns
+        self._settings = settings
+        self._responses = ResponseScorer(scorer, decode, settings.algorithm.gdpo_reward_keys)
+        self._advantages = AdvantageStages(plane, columns, settings)
+        self._samples = samples
+        self._train_samples = train_samples
+
+    @tqbridge(
+        reads=("responses", *TASK_COLUMNS),
+        writes=lambda step: ("scores", "acc", *step.reward_components),
+        schema=TRAINER_SCHEMA,
+    )
+    async def reward(self, data: BatchData, call: StageCall) -> Output[RewardResult]:
+        """Write `scores`, `acc` and the reward components of the trajectories.
+
+        The last trajectory of a session is scored; the others get its score. Where the reward
+        function fails, the session's trajectories get FAILURE_TAG instead of scores, and the result
+        names them.
+
+        Raises:
+            RewardError: the function failed on every one of many sessions.
+        """
+        log = self._train_samples
+        shown = log is not None and log.due(call.batch, call.step)
+        data = await self._with_prompts(data, call.batch, logged=shown)
+        final = final_rows(call.batch.keys)
+        rows = sorted(set(final))
+        outcomes = dict(zip(rows, await self._responses.score(call.batch, data, rows), strict=True))
+        if log is not None and shown:
+            table = self._responses.sample_rows(
+                call.batch.select_rows(rows), data.select_rows(rows), list(outcomes.values())
+            )
+            log.write(call.step, table)
+        failed = {i: one for i, row in enumerate(final) if isinstance(one := outcomes[row], Failure)}
+        metrics = outcome_metrics(list(outcomes.values()))
+        if failed:
+            tags: list[Tag] = [{FAILURE_TAG: one.kind} for one in failed.values()]
+            await self.plane.put(call.batch.partition, [call.batch.keys[i] for i in failed], None, tags=tags)
+        good = [i for i in range(len(final)) if i not in failed]
+        numbers = [_scored(outcomes[final[i]]).numbers for i in good]
+        scores = np.array([row["score"] for row in numbers], np.float32)
+        if self._settings.overlong.buffer_len:
+            penalty = self._overlong_penalty(data.ragged("responses").lengths[[final[i] for i in good]])
+            scores = (scores + penalty).astype(np.float32)
+            metrics |= stats("reward/overlong_penalty", penalty, np.array([final[i] == i for i in good], np.bool_))
+        components = self._settings.algorithm.gdpo_reward_keys
+        columns = BatchData(
+            {
+                "scores": dense(scores),
+                "acc": dense(np.array([row["acc"] for row in numbers], np.float32)),
+                "reward_components": ragged([[row[key] for key in components] for row in numbers], "float32"),
+            }
+        ).select_fields(declaration(self.reward, self.columns).writes)
+        result = RewardResult(
+            metrics=metrics,
+            failed=tuple(call.batch.keys[i] for i in failed),
+            failure=next((one.description for one in failed.values()), ""),
+        )
+        return Output(columns=columns if good else None, rows=good, result=result)
+
+    @tqbridge(reads=("responses", *TASK_COLUMNS))
+    async def evaluate(self, data: BatchData, call: StageCall) -> ValidationResult:
+        """Score validation sessions, report them by data source and write them to the sample log.
+
+        A session on which the reward function fails counts as wrong, with score 0, and is counted
+        in val-aux/<source>/reward_failures.
+
+        Raises:
+            RewardError: as in `reward`.
+        """
+        rows = sorted(set(final_rows(call.batch.keys)))
+        batch = call.batch.select_rows(rows)
+        data = await self._with_prompts(data.select_rows(rows), batch, logged=self._samples is not None)
+        outcomes = await self._responses.score(batch, data, range(len(batch)))
+        sources: list[str] = data.objects("data_source").values()
+        uids = [RowKey.parse(key).uid for key in batch.keys]
+        judged = [
+            ScoredSession.of(source, uid, outcome) for source, uid, outcome in zip(sources, uids, outcomes, strict=True)
+        ]
+        if self._samples is not None:
+            self._samples.write(call.step, self._responses.sample_rows(batch, data, outcomes))
+        failed = [(key, one) for key, one in zip(batch.keys, outcomes, strict=True) if isinstance(one, Failure)]
+        return ValidationResult(
+            metrics=validation_metrics(judged),
+            accuracy=mean_accuracy(judged),
+            failed=tuple(key for key, _ in failed),
+            failure=failed[0][1].description if failed else "",
+        )
+
+    @tqbridge(reads=("prompts",))
+    async def prompts(self, data: BatchData) -> BatchData:
+        """The prompts of the rows."""
+        return data
+
+    async def filter(self, rows: KVBatchMeta | Fetched, call: StageCall) -> FilterResult:
+        return await self._advantages.filter(rows, call)
+
+    async def baseline(self, rows: KVBatchMeta | Fetched, call: StageCall) -> StageResult:
+        return await self._advantages.baseline(rows, call)
+
+    async def adv(self, rows: KVBatchMeta | Fetched, call: StageCall) -> StageResult:
+        return await self._advantages.adv(rows, call)
+
+    def copy_state(self, part: str) -> Mapping[str, Write]:
+        state = _State(kl_coef=self._advantages.kl_coef)
+
+        def write(folder: Path) -> Sequence[Path]:
+            (folder / STATE).write_bytes(msgspec.json.encode(state))
+            return [folder / STATE]
+
+        return {part: write}
+
+    def take_state(self, folder: Path) -> None:
+        state = msgspec.json.decode((folder / STATE).read_bytes(), type=_State)
+        self._advantages.kl_coef = state.kl_coef
+
+    async def _with_prompts(self, data: BatchData, batch: KVBatchMeta, *, logged: bool) -> BatchData:
+        """The columns, and the prompts if samples are logged or the reward function reads them."""
+        if not (logged or self._responses.reads_prompts):
+            return data
+        return data.union(await self.prompts(batch))
+
+    def _overlong_penalty(self, lengths: IntArray) -> FloatArray:
+        """[N] penalties of responses of these lengths, at most 0."""
+        overlong = self._settings.overlong
+        return overlong_penalty(
+            lengths,
+            max_length=self._settings.response_length,
+            buffer=overlong.buffer_len,
+            factor=overlong.penalty_factor,
+        )
+
+
+def _scored(outcome: Outcome) -> Scored:
+    assert isinstance(outcome, Scored), "failures are handled before"
+    return outcome

@@ -1,0 +1,152 @@
+"""The worker that generates trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from rl_protocol import BatchData, ConfigError, KVBatchMeta, ObjectColumn, RLError, Tag, ragged
+from rl_protocol.bridge import Output, tqbridge
+from rl_protocol.ports import DataPlane, ImageInput, Lease, RolloutEngine, SessionResult, settle
+from rl_protocol.rl_columns import IMAGE_COLUMNS, PROMPT_SCHEMA, prompt_partition
+from rl_trainer.data import PromptDataset, PromptRow
+from rl_trainer.data.image_columns import ImageReader, image_columns
+from rl_trainer.rollout.session_turns import SESSIONS, SessionRef, Tokenizer, Trajectory, run_sessions
+from rl_trainer.rollout.stats import FULL
+from rl_trainer.workers.base import Worker
+from rl_trainer.workers.columns import TASK_COLUMNS, TRAINER_SCHEMA, StepColumns
+from rl_trainer.workers.messages import RolloutCall, RolloutResult
+
+
+class RolloutWorker(Worker):
+    """Generates trajectories from its own copy of the data sets; the driver only names rows.
+
+    Args:
+        plane: where trajectories go.
+        engine: generates responses.
+        datasets: prompts by split.
+        session: name of the kind of session.
+        tokenizer: the policy's tokenizer, for sessions that read or write text.
+        images: reads the images of prompts, for a policy that sees images.
+    """
+
+    handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"rollout": RolloutCall}
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        engine: RolloutEngine,
+        datasets: Mapping[str, PromptDataset],
+        session: str = "single_turn",
+        tokenizer: Tokenizer | None = None,
+        images: ImageReader | None = None,
+    ) -> None:
+        self.plane = plane
+        self.columns = StepColumns(images=IMAGE_COLUMNS if images is not None else ())
+        self._engine = engine
+        self._datasets = datasets
+        self._session = SESSIONS.get(session)
+        self._tokenizer = tokenizer
+        self._images = images
+
+    async def rollout(self, call: RolloutCall) -> RolloutResult:
+        """Run the sessions, put the prompt rows, then settle the sessions.
+
+        Tags carry step, weight version, lengths and rollout statistics.
+
+        Raises:
+            ConfigError: a row has images, and the policy sees none.
+            RLError: the engine failed; no session is settled.
+        """
+        partition, prompts = call.partition, call.prompts
+        rows = [self._datasets[partition.split][prompt.row] for prompt in prompts]
+        images = [await self._read_images(row) for row in rows]
+        refs = [
+            SessionRef(prompt.lease.uid, session, row, seen)
+            for prompt, row, seen in zip(prompts, rows, images, strict=True)
+            for session in prompt.lease.sessions
+        ]
+        ended = await run_sessions(self._session, refs, self._engine, partition.sampling, self._tokenizer)
+        uids = tuple(prompt.lease.uid for prompt in prompts)
+        await self.write_prompts(KVBatchMeta(partition=prompt_partition(partition.name), keys=uids), rows, images)
+        leases = [prompt.lease for prompt in prompts for _ in prompt.lease.sessions]
+        results = [
+            SessionResult(lease, ref.session, error=str(end))
+            if isinstance(end, RLError)
+            else SessionResult(lease, ref.session, rows=len(end))
+            for lease, ref, end in zip(leases, refs, ended, strict=True)
+        ]
+        named = [
+            (lease, ref, trajectory)
+            for lease, ref, end in zip(leases, refs, ended, strict=True)
+            if not isinstance(end, RLError)
+            for trajectory in end
+        ]
+        if named:
+            keys = tuple(key for result in results for key in result.keys)
+            await self.write_trajectories(KVBatchMeta(partition=partition.name, keys=keys), partition.step, named)
+        await settle(self.plane, results)
+        return RolloutResult(
+            tokens=sum(len(t.response_ids) for *_, t in named),
+            truncated=sum(t.truncated or (t.stats is not None and t.stats.finish == FULL) for *_, t in named),
+        )
+
+    async def _read_images(self, row: PromptRow) -> tuple[ImageInput, ...]:
+        """The images of a row, read and decoded in a thread, so that the event loop stays free."""
+        if self._images is None:
+            if row.images:
+                raise ConfigError("A row has images, but RolloutWorker was created without `images`, which reads them.")
+            return ()
+        return await asyncio.to_thread(self._images, row.images, row.prompt_ids)
+
+    @tqbridge(writes=lambda step: ("prompts", *step.images, *TASK_COLUMNS), schema=PROMPT_SCHEMA)
+    async def write_prompts(
+        self, _: BatchData, rows: Sequence[PromptRow], images: Sequence[Sequence[ImageInput]]
+    ) -> BatchData:
+        """Write what the trajectories of a prompt share."""
+        pixels = await asyncio.to_thread(image_columns, images) if self._images else {}
+        return BatchData(
+            {
+                "prompts": ragged([row.prompt_ids for row in rows], "int64"),
+                "data_source": ObjectColumn.from_values(row.data_source for row in rows),
+                "ground_truth": ObjectColumn.from_values(row.ground_truth for row in rows),
+                "extra_info": ObjectColumn.from_values(_extra_info(row) for row in rows),
+                **pixels,
+            }
+        )
+
+    @tqbridge(writes=("responses", "response_mask", "rollout_log_probs"), schema=TRAINER_SCHEMA)
+    async def write_trajectories(
+        self, _: BatchData, step: int, named: Sequence[tuple[Lease, SessionRef, Trajectory]]
+    ) -> Output[None]:
+        """Write responses, with their tags."""
+        data = BatchData(
+            {
+                "responses": ragged([t.response_ids for *_, t in named], "int64"),
+                "response_mask": ragged([t.response_mask for *_, t in named], "bool"),
+                "rollout_log_probs": ragged([t.log_probs for *_, t in named], "float32"),
+            }
+        )
+        tags: list[Tag] = [
+            {
+                **lease.tags,
+                "step": step,
+                "version": t.weight_version,
+                "prompt_len": len(ref.row.prompt_ids),
+                "response_len": len(t.response_ids),
+                **(t.stats.tags() if t.stats else {}),
+            }
+            for lease, ref, t in named
+        ]
+        return Output(columns=data, tags=tags, result=None)
+
+
+def _extra_info(row: PromptRow) -> dict[str, Any]:
+    """The row's extra info, with the paths of its images as `images` unless that key is taken.
+
+    Reward functions get paths, not pixels.
+    """
+    return {**({"images": list(row.images)} if row.images else {}), **row.extra_info}

@@ -1,0 +1,155 @@
+"""Scores responses with a reward function, for the reward worker."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rl_protocol import BatchData, KVBatchMeta, RewardError, RowKey
+from rl_trainer.config import AlgorithmConfig, OverlongConfig, PolicyLossConfig
+from rl_trainer.rewards.scorer import Failure, Outcome, Sample, Scored, Scorer
+from rl_trainer.workers.sample_log import SampleRow
+
+logger = logging.getLogger(__name__)
+BROKEN_AFTER = 16
+"""A reward function that fails on all of at least this many samples is taken to be broken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSettings:
+    """Settings of the reward worker.
+
+    Attributes:
+        algorithm: estimator, discount, KL and correction settings.
+        response_length: most tokens of a response.
+        policy_loss: says which tokens are chosen for the loss.
+        overlong: penalty of responses near that length.
+        seed: seed of the run, from which tokens are chosen at random.
+    """
+
+    algorithm: AlgorithmConfig
+    response_length: int
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    seed: int = 0
+
+
+class ResponseScorer:
+    """Decodes responses and calls the reward function.
+
+    Args:
+        scorer: the reward function.
+        decode: token ids to text, without special tokens.
+        components: names that the reward function must return beside `score` and `acc`.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        decode: Callable[[Sequence[int]], str],
+        components: Sequence[str],
+    ) -> None:
+        self._scorer = scorer
+        self._decode = decode
+        self._components = components
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether `score` needs the column `prompts`."""
+        return self._scorer.reads_tokens
+
+    async def score(self, batch: KVBatchMeta, data: BatchData, rows: Sequence[int]) -> list[Outcome]:
+        """Score the responses in `rows`. A result that lacks a component is a failure.
+
+        Raises:
+            RewardError: the function failed on all of at least BROKEN_AFTER samples.
+        """
+        columns = [data.objects(name).values() for name in ("data_source", "ground_truth", "extra_info")]
+        responses = data.ragged("responses").rows()
+        prompts = data.ragged("prompts").rows() if self._scorer.reads_tokens else None
+        samples = [
+            Sample(
+                data_source=columns[0][row],
+                solution_str=self._decode(responses[row].tolist()),
+                ground_truth=columns[1][row],
+                extra_info=columns[2][row],
+                tokens=[] if prompts is None else [*prompts[row].tolist(), *responses[row].tolist()],
+            )
+            for row in rows
+        ]
+        outcomes = [self._complete(outcome) for outcome in await self._scorer.score(samples)]
+        failures = [
+            (batch.keys[row], sample, one)
+            for row, sample, one in zip(rows, samples, outcomes, strict=True)
+            if isinstance(one, Failure)
+        ]
+        for key, sample, one in failures:
+            logger.warning(
+                "reward failed (%s) for sample %r of %r: it %s", one.kind, key, sample.data_source, one.description
+            )
+        if len(failures) == len(samples) >= BROKEN_AFTER:
+            key, sample, first = failures[0]
+            raise RewardError(
+                f"The reward function failed on all {len(samples)} samples, which points to a bug in the function or "
+                f"to its settings. For sample {key!r} of {sample.data_source!r} it {first.description}."
+            )
+        return outcomes
+
+    def sample_rows(self, batch: KVBatchMeta, data: BatchData, outcomes: Sequence[Outcome]) -> list[SampleRow]:
+        """The rows of a sample table: prompts and responses as text, with their outcomes."""
+        columns = zip(
+            batch.keys,
+            data.objects("data_source").values(),
+            data.ragged("prompts").rows(),
+            data.ragged("responses").rows(),
+            data.objects("ground_truth").values(),
+            outcomes,
+            strict=True,
+        )
+        return [
+            SampleRow(
+                key=key,
+                data_source=source,
+                prompt=self._decode(prompt.tolist()),
+                response=self._decode(response.tolist()),
+                ground_truth=truth,
+                outcome=outcome,
+            )
+            for key, source, prompt, response, truth, outcome in columns
+        ]
+
+    def _complete(self, outcome: Outcome) -> Outcome:
+        missing = [key for key in self._components if isinstance(outcome, Scored) and key not in outcome.numbers]
+        return Failure(kind="no_number", message=f"returned None as {missing[0]!r}") if missing else outcome
+
+
+def final_rows(keys: Sequence[str]) -> list[int]:
+    """[N] for each trajectory, the scored row of its session: the one with the highest index."""
+    named = [RowKey.parse(key) for key in keys]
+    last: dict[tuple[str, int], int] = {}
+    for row, key in enumerate(named):
+        known = last.get((key.uid, key.session))
+        if known is None or named[known].index < key.index:
+            last[key.uid, key.session] = row
+    return [last[key.uid, key.session] for key in named]
+
+
+def outcome_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Failures by kind, and the mean of each further number the function returned.
+
+    A mean is over the sessions for which the function returned that number.
+    """
+    kinds = Counter(one.kind for one in outcomes if isinstance(one, Failure))
+    metrics = {f"reward/failures/{kind}": float(count) for kind, count in kinds.items()}
+    named: dict[str, list[float]] = {}
+    for one in outcomes:
+        if isinstance(one, Scored):
+            for name, value in one.numbers.items():
+                named.setdefault(name, []).append(value)
+    return metrics | {
+        f"reward/extra/{name}": float(np.mean(values)) for name, values in named.items() if name not in ("score", "acc")
+    }

@@ -1,0 +1,1 @@
+"""The client side: calls, connections, and access to the memory of a plane."""

@@ -1,0 +1,336 @@
+"""Client and connect: one session with a plane."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from rl_protocol.batch.batch_data import BatchData
+from rl_protocol.batch.kv_batch_meta import KVBatchMeta, Scalar, Tag, TagRows, check_where
+from rl_protocol.batch.schema import ColumnSpec
+from rl_protocol.errors import BatchError, DuplicateKeyError, PlaneLostError, RLError
+from rl_protocol.ports import DataPlane, PlaneStats, RowChanges, RowFlags, Traffic
+from rl_protocol.wire.draft import Draft
+from rl_transferqueue.backends import BUILT_IN
+from rl_transferqueue.client.choose_memory import route
+from rl_transferqueue.client.deadline import deadline_after, seconds_until
+from rl_transferqueue.client.leases import Leases
+from rl_transferqueue.client.location_cache import LocationCache
+from rl_transferqueue.client.reader import Reader
+from rl_transferqueue.client.reservation import Reservation
+from rl_transferqueue.client.server_watch import CONTROLLER, ServerWatch
+from rl_transferqueue.client.writer import SERVER_GRACE_S, Writer
+from rl_transferqueue.memory.block_epochs import EpochView
+from rl_transferqueue.transport.control_client import ControlClient
+from rl_transferqueue.wire.arrays import unpack_ints
+from rl_transferqueue.wire.descriptor import PlaneDescriptor
+from rl_transferqueue.wire.messages import (
+    Answer,
+    Bye,
+    Changes,
+    Claim,
+    Clear,
+    Cleared,
+    Commit,
+    Done,
+    Flags,
+    GetConsumption,
+    GetMetrics,
+    GetProduction,
+    GetStats,
+    Hello,
+    ListRows,
+    Metrics,
+    Reclaim,
+    ResetConsumption,
+    Revoked,
+    Rows,
+    Stats,
+    WaitReady,
+    Watch,
+)
+from rl_transferqueue.wire.process_liveness import this_process
+from rl_transferqueue.wire.spans import most_spare
+from rl_transferqueue.wire.tags import to_columns, to_rows
+
+_NO_LIMIT_S = 1e9
+
+
+async def connect(descriptor: PlaneDescriptor, *, timeout_s: float = 10.0) -> Client:
+    """Connect this process to a plane; the client belongs to the running loop.
+
+    Raises:
+        PlaneLostError: the controller does not run, or no storage unit does.
+        PlaneTimeout: the controller did not answer within `timeout_s` seconds.
+    """
+    client = Client(descriptor)
+    try:
+        await client.open(timeout_s)
+    except BaseException:
+        await client.close(flush_s=0.0)
+        raise
+    return client
+
+
+class Client(DataPlane):
+    """One session with a plane, made by `connect`.
+
+    Lifecycle: connected until `close`, or until the controller or the last storage unit ends. Then
+    every call, also those under way, raises PlaneLostError. If one of several units ends, only
+    reads of rows in it fail, with DataLostError.
+
+    `get` returns views of shared memory if its rows lie side by side in one block. Views never
+    change, and they keep their block from being reused: while memory is scarce, hold them briefly,
+    or copy them.
+    """
+
+    def __init__(self, descriptor: PlaneDescriptor) -> None:
+        self._descriptor = descriptor
+        loop = asyncio.get_running_loop()
+        session = b"\x01" + os.urandom(7)
+        self._route = route(descriptor, session)
+        self._memory = self._route.memory()
+        self._controller = ControlClient(loop, self._route.connect(), CONTROLLER, on_notice=self._notice)
+        self._leases = Leases(loop, self._controller)
+        self._servers = ServerWatch(loop, self._server_ended)
+        reserves = descriptor.backend in BUILT_IN  # other backends store each block by itself
+        reservation = Reservation(most_spare(descriptor.units[0].arena_bytes) if reserves else 0)
+        self._writer = Writer(self._controller, self._memory, reservation, len(descriptor.units))
+        self._reader = Reader(self._controller, self._memory, self._leases)
+        self._closed = False
+
+    async def open(self, timeout_s: float) -> None:
+        """Part of `connect`."""
+        deadline = deadline_after(timeout_s)
+        controller, units = self._descriptor.controller, self._descriptor.units
+        self._servers.add(CONTROLLER, await self._route.lifeline(controller, CONTROLLER, timeout_s))
+        for i, unit in enumerate(units):
+            name = f"storage unit {i}"
+            try:
+                self._servers.add(name, await self._route.lifeline(unit, name, seconds_until(deadline)), i)
+            except PlaneLostError:
+                self._writer.lose_unit(i)
+                if i == len(units) - 1 and not self._servers.any_unit_runs:
+                    raise
+        if self._route.here:
+            self._reader.use_cache(LocationCache(EpochView(controller)))
+        hello = Hello(this_process() if self._route.here else None)
+        await self._controller.call(hello, Done, seconds_until(deadline))
+
+    async def put(
+        self,
+        partition: str,
+        keys: Sequence[str],
+        data: BatchData | Draft | None = None,
+        *,
+        tags: Sequence[Tag] | None = None,
+        expect: Sequence[Tag | None] | None = None,
+        timeout_s: float | None = None,
+    ) -> KVBatchMeta:
+        deadline = deadline_after(self._seconds(timeout_s))
+        keys = tuple(keys)
+        _check_put(keys, data, tags, expect)
+        fields = data.field_names if data is not None else ()
+        generations: tuple[int, ...] = ()
+        if keys:
+            request = Commit(
+                partition,
+                keys,
+                to_columns(keys, tags) if tags is not None else (),
+                tuple(tags if tags is None else check_where(tags) for tags in expect) if expect is not None else None,
+            )
+            generations = await self._writer.put(request, data, deadline)
+        return KVBatchMeta.unchecked(partition, keys, tuple(dict(tag) for tag in tags or ()), fields, generations)
+
+    async def alloc(
+        self,
+        columns: Iterable[ColumnSpec],
+        rows: int,
+        lengths: Mapping[str, Sequence[int]] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Draft:
+        return await self._writer.alloc(columns, rows, lengths or {}, deadline_after(self._seconds(timeout_s)))
+
+    async def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float | None = None) -> int:
+        self._reader.forget(partition)
+        request = Clear(partition, None if keys is None else tuple(keys))
+        return (await self._controller.call(request, Cleared, self._seconds(timeout_s))).count
+
+    async def get(
+        self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, timeout_s: float | None = None
+    ) -> BatchData:
+        names = tuple(dict.fromkeys(meta.fields if fields is None else fields))
+        if not meta.keys:
+            return BatchData({}, 0)
+        query = (meta.partition, meta.keys, names, meta.generations)
+        return await self._reader.get(query, deadline_after(self._seconds(timeout_s)))
+
+    async def list_rows(
+        self,
+        partition: str,
+        *,
+        where: Mapping[str, Scalar] | None = None,
+        fields: Sequence[str] = (),
+        task: str | None = None,
+        keys: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> KVBatchMeta:
+        named = None if keys is None else tuple(keys)
+        request = ListRows(partition, check_where(where or {}), tuple(fields), task, named)
+        return _meta(partition, await self._controller.call(request, Rows, self._seconds(timeout_s)))
+
+    async def watch(
+        self, partition: str, *, since: int = 0, where: Mapping[str, Scalar] | None = None, timeout_s: float
+    ) -> RowChanges:
+        seconds = self._seconds(timeout_s)
+        request = Watch(partition, since, check_where(where or {}), seconds)
+        found = await self._controller.call(request, Changes, seconds + SERVER_GRACE_S)
+        return RowChanges(
+            rows=_meta(partition, found.rows), removed=found.removed, version=found.version, reset=found.reset
+        )
+
+    async def wait_ready(
+        self,
+        partition: str,
+        *,
+        count: int,
+        fields: Sequence[str] = (),
+        where: Mapping[str, Scalar] | None = None,
+        task: str | None = None,
+        timeout_s: float,
+    ) -> KVBatchMeta:
+        if count < 0:
+            raise BatchError(f"wait_ready needs count >= 0; got {count}.")
+
+        seconds = self._seconds(timeout_s)
+        request = WaitReady(partition, count, tuple(fields), check_where(where or {}), task, seconds)
+        rows = await self._controller.call(request, Rows, seconds + SERVER_GRACE_S, takes=task is not None)
+        return _meta(partition, rows)
+
+    async def claim(
+        self, partition: str, keys: Sequence[str], *, task: str, timeout_s: float | None = None
+    ) -> KVBatchMeta:
+        request = Claim(partition, tuple(keys), task)
+        return _meta(partition, await self._controller.call(request, Rows, self._seconds(timeout_s), takes=True))
+
+    async def consumption_status(self, partition: str, *, task: str, timeout_s: float | None = None) -> RowFlags:
+        found = await self._controller.call(GetConsumption(partition, task), Flags, self._seconds(timeout_s))
+        return RowFlags(keys=found.keys, flags=np.frombuffer(found.flags, np.bool_))
+
+    async def production_status(
+        self, partition: str, *, fields: Sequence[str], timeout_s: float | None = None
+    ) -> RowFlags:
+        request = GetProduction(partition, tuple(fields))
+        found = await self._controller.call(request, Flags, self._seconds(timeout_s))
+        flags = np.frombuffer(found.flags, np.bool_).reshape(len(found.keys), len(fields))
+        return RowFlags(keys=found.keys, flags=flags)
+
+    async def reset_consumption(
+        self,
+        partition: str,
+        *,
+        task: str | None = None,
+        keys: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        request = ResetConsumption(partition, task, None if keys is None else tuple(keys))
+        return (await self._controller.call(request, Cleared, self._seconds(timeout_s))).count
+
+    async def stats(self, *, timeout_s: float | None = None) -> PlaneStats:
+        self._reader.forget()  # cached locations hold blocks; those of readers still count as used
+        stats = await self._controller.call(GetStats(), Stats, self._seconds(timeout_s))
+        return PlaneStats(
+            rows=stats.rows,
+            bytes_used=stats.bytes_used,
+            bytes_reserved=stats.bytes_reserved,
+            bytes_capacity=stats.bytes_capacity,
+            lost=stats.lost,
+            columns=stats.columns,
+            tasks=stats.tasks,
+        )
+
+    async def metrics(self, *, timeout_s: float | None = None) -> Metrics:
+        """The controller's totals for all clients: requests, seconds, errors, bytes by column."""
+        return await self._controller.call(GetMetrics(), Metrics, self._seconds(timeout_s))
+
+    def traffic(self) -> Traffic:
+        return Traffic(
+            control_sent=self._controller.bytes_sent,
+            control_received=self._controller.bytes_received,
+            data_written=self._writer.bytes_written,
+            data_read=self._reader.bytes_read,
+        )
+
+    async def close(self, *, flush_s: float = 1.0) -> None:
+        """Close the session; safe to call twice. Views stay valid and keep their blocks.
+
+        Args:
+            flush_s: seconds that the controller has to acknowledge the end.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._reader.forget()
+        self._controller.end_calls()
+        self._memory.close()
+        await self._writer.close()
+        with contextlib.suppress(RLError):
+            await self._controller.say_last(Bye(), flush_s)
+        self._servers.close()
+        self._controller.mute()
+        self._leases.detach()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _seconds(self, timeout_s: float | None) -> float:
+        seconds = self._descriptor.timeout_s if timeout_s is None else timeout_s
+        return seconds if 0.0 <= seconds <= _NO_LIMIT_S else min(max(0.0, seconds), _NO_LIMIT_S)
+
+    def _notice(self, notice: Answer) -> None:
+        """Handle a message that the controller sends unasked."""
+        if isinstance(notice, Revoked):
+            self._reader.forget_blocks(notice.blocks)
+        elif isinstance(notice, Reclaim):
+            self._writer.give_back_reserve()
+
+    def _server_ended(self, name: str, unit: int | None) -> None:
+        """The plane is lost with its controller, or with the last of its units."""
+        if unit is not None:
+            self._writer.lose_unit(unit)
+        if not self._servers.plane_runs:
+            self._controller.lose(f"The {name} of the data plane has ended{self._route.or_else}; the data is lost.")
+            self._memory.close()
+
+
+def _meta(partition: str, rows: Rows) -> KVBatchMeta:
+    tags = TagRows(len(rows.keys), partial(to_rows, rows.tags, len(rows.keys)))
+    return KVBatchMeta.unchecked(partition, rows.keys, tags, rows.fields, unpack_ints(rows.generations))
+
+
+def _check_put(
+    keys: Sequence[str],
+    data: BatchData | Draft | None,
+    tags: Sequence[Tag] | None,
+    expect: Sequence[Tag | None] | None,
+) -> None:
+    if len(keys) > 1 and len(set(keys)) != len(keys):
+        seen: set[str] = set()
+        twice = next(key for key in keys if key in seen or seen.add(key))
+        raise DuplicateKeyError(f"Key {twice!r} occurs more than once in one put; keys must be unique.")
+    for what, given in (("rows of data", data), ("tags", tags), ("expected tags", expect)):
+        if given is not None and len(given) != len(keys):
+            raise BatchError(f"A put needs one row per key: {len(keys)} keys, {len(given)} {what}.")

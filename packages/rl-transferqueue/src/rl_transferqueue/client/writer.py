@@ -1,0 +1,216 @@
+"""The put path of a client: get memory of a storage unit, write to it, and commit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from typing import TypeVar
+
+import msgspec
+
+from rl_protocol.batch.batch_data import BatchData
+from rl_protocol.batch.schema import ColumnSpec
+from rl_protocol.errors import BatchError, PlaneLostError, PlaneTimeout
+from rl_protocol.wire import plan
+from rl_protocol.wire.draft import Draft, plan_columns
+from rl_transferqueue.client.deadline import seconds_until
+from rl_transferqueue.client.memory_interface import UNIT_LOSS_POLL_S, PlaneMemory
+from rl_transferqueue.client.reservation import Reservation
+from rl_transferqueue.transport.control_client import ControlClient
+from rl_transferqueue.wire.arrays import unpack_ints
+from rl_transferqueue.wire.messages import Abandon, Commit, Committed, Reserve, Reserved
+from rl_transferqueue.wire.spans import Span
+
+T = TypeVar("T")
+
+SERVER_GRACE_S = 1.0
+"""Seconds to wait past a deadline that the server keeps itself, so that it can explain it."""
+
+
+class _ArenaDraft(Draft):
+    """A draft in the memory of a unit."""
+
+    span: Span
+
+
+class _WritesInFlight:
+    """Counts writes to reserved memory; each is a `with` block."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._none = asyncio.Event()
+        self._none.set()
+
+    def __enter__(self) -> None:
+        self._count += 1
+        self._none.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self._count -= 1
+        if not self._count:
+            self._none.set()
+
+    async def wait_none(self) -> None:
+        """Wait until no write is in flight."""
+        await self._none.wait()
+
+
+class Writer:
+    """Writes columns for one client, and keeps the memory it reserved."""
+
+    def __init__(self, controller: ControlClient, memory: PlaneMemory, reservation: Reservation, units: int) -> None:
+        self._controller = controller
+        self._memory = memory
+        self._reservation = reservation
+        self._units = units
+        self._writes = _WritesInFlight()
+        self._closed = False
+        self.bytes_written = 0
+
+    async def put(self, request: Commit, data: BatchData | Draft | None, deadline: float) -> tuple[int, ...]:
+        """Store `data` with a commit that has no block yet; returns the generations of the rows.
+
+        Raises:
+            BatchError: the draft belongs to another plane, or the batch fits no unit.
+            ConflictError, CapacityTimeout: the controller's answer.
+            PlaneTimeout, PlaneLostError: the deadline passed; the plane has ended.
+        """
+        if isinstance(data, Draft):
+            return await self._commit_draft(request, data, deadline)
+        if data is None or not data.field_names:
+            return await self._commit(request, None, deadline)
+        return await self._commit_batch(request, data, deadline)
+
+    async def alloc(
+        self, columns: Iterable[ColumnSpec], rows: int, lengths: Mapping[str, Sequence[int]], deadline: float
+    ) -> Draft:
+        """A draft in the memory of a unit; see DataPlane.alloc."""
+        header, offsets = plan_columns(columns, rows, lengths)
+
+        async def make(span: Span) -> Draft:
+            memory = self._memory.draft(span, header.payload)
+            draft = _ArenaDraft(header, offsets, memory, lambda: self._give_back(span))
+            draft.span = span
+            return draft
+
+        return await self._with_room(header.payload, deadline, make)
+
+    def lose_unit(self, unit: int) -> None:
+        """Drop reserved memory of a unit that has ended."""
+        self._reservation.lose(unit)
+
+    def give_back_reserve(self) -> None:
+        """Give reserved memory back to the controller."""
+        rest = self._reservation.take()
+        if rest is not None:
+            self._give_back(rest)
+
+    async def close(self) -> None:
+        """Wait for writes in flight. Memory is not given back from here on: the session ends."""
+        self._closed = True
+        await self._writes.wait_none()
+
+    async def _commit_batch(
+        self, request: Commit, data: BatchData, deadline: float, ended: Iterable[int] = ()
+    ) -> tuple[int, ...]:
+        spec = plan(data)
+        header = msgspec.msgpack.encode(spec)
+
+        async def write(span: Span) -> tuple[int, ...]:
+            with self._writes:
+                await self._memory.write(span, spec, data, seconds_until(deadline))
+            return await self._commit(request, (span, header, data.nbytes), deadline)
+
+        return await self._with_room(spec.payload, deadline, write, ended)
+
+    async def _commit_draft(self, request: Commit, draft: Draft, deadline: float) -> tuple[int, ...]:
+        if not isinstance(draft, _ArenaDraft):
+            raise BatchError("A draft can only be put into the plane that made it.")
+        batch = draft.batch()
+        nbytes = batch.nbytes
+        try:
+            with self._writes:
+                await self._memory.finish(draft.span, draft.header, batch, seconds_until(deadline))
+            block = (draft.span, msgspec.msgpack.encode(draft.header), nbytes)
+            generations = await self._commit(request, block, deadline)
+        except PlaneLostError:
+            draft.discard()
+            self._controller.check()
+            return await self._commit_batch(request, batch, deadline, ended=(draft.span.unit,))
+        except BaseException:
+            draft.discard()
+            raise
+        draft.close()
+        return generations
+
+    async def _commit(self, request: Commit, block: tuple[Span, bytes, int] | None, deadline: float) -> tuple[int, ...]:
+        nbytes = 0
+        if block is not None:
+            span, header, nbytes = block
+            spare = self._reservation.request(span.nbytes)
+            request = msgspec.structs.replace(request, block=span, header=header, spare=spare)
+        call = self._controller.start(request)
+        try:
+            done = await self._controller.finish(call, Committed, seconds_until(deadline), takes=request.spare > 0)
+        except BaseException:
+            if request.spare:
+                self._reservation.add(None)
+            raise
+        if request.spare:
+            self._add_reserve(done.spare)
+        self.bytes_written += nbytes
+        return unpack_ints(done.generations)
+
+    def _add_reserve(self, spare: Span | None) -> None:
+        rest = self._reservation.add(spare)
+        if rest is not None:
+            self._give_back(rest)
+
+    async def _with_room(
+        self, nbytes: int, deadline: float, use: Callable[[Span], Awaitable[T]], ended: Iterable[int] = ()
+    ) -> T:
+        """Call `use` with memory for one put, and again with another unit's if its unit ends.
+
+        Memory that was not used is given back.
+        """
+        lost = set(ended)
+        while True:
+            span = await self._room(nbytes, deadline, lost)
+            try:
+                return await use(span)
+            except PlaneLostError:
+                self._give_back(span)
+                self.give_back_reserve()
+                self._controller.check()
+                lost.add(span.unit)
+                if len(lost) == self._units:
+                    raise
+            except BaseException:
+                self._give_back(span)
+                raise
+
+    async def _room(self, nbytes: int, deadline: float, lost: Set[int]) -> Span:
+        """Memory for one put, from the reserve or the controller, outside of the units `lost`."""
+        while True:
+            span = self._reservation.carve(nbytes) or await self._reserve(nbytes, deadline)
+            if span.unit not in lost:
+                return span
+            self._give_back(span)
+            self.give_back_reserve()
+            if not seconds_until(deadline):
+                raise PlaneTimeout(
+                    f"Storage unit {span.unit} of the data plane can't be reached, and no other unit had room."
+                )
+            await asyncio.sleep(UNIT_LOSS_POLL_S)
+
+    async def _reserve(self, nbytes: int, deadline: float) -> Span:
+        left = seconds_until(deadline)
+        request = Reserve(nbytes, left)
+        return (await self._controller.call(request, Reserved, left + SERVER_GRACE_S, takes=True)).span
+
+    def _give_back(self, span: Span) -> None:
+        if not self._closed:
+            late = self._memory.abandon(span)
+            with contextlib.suppress(PlaneLostError):
+                self._controller.tell(Abandon((span,), late))

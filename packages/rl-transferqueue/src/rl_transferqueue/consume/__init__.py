@@ -1,0 +1,1 @@
+"""Consumers of a plane: samplers, sampled batches, torch data sets, replay buffer."""

@@ -1,0 +1,288 @@
+"""States of prompt groups between data set and trainer: the pure core of the replay buffer.
+
+    add -> pending -> running -> finished -> taken -> (committed, forgotten)
+              ^          |           |
+              +--refill--+--too old--+        failed: `take` raises until the group is discarded
+
+A group is one prompt with `size` sessions (rollouts). It is leased as a whole, concluded when every
+session has settled or the lease has ended, and taken as a whole. Each lease is a new *attempt* with
+new session numbers, so rows of an earlier attempt can't be mistaken for this one's or overwrite
+them. The caller passes the times.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from rl_protocol.batch.row_key import RowKey
+from rl_protocol.errors import BatchError, ConfigError, RolloutError
+from rl_protocol.ports import GroupFailure, GroupStatus, Lease
+from rl_protocol.ports.replay import Outcome
+
+STATUSES: tuple[GroupStatus, ...] = get_args(GroupStatus)
+_OUTCOMES: dict[GroupStatus, Outcome] = {"finished": "partial", "failed": "failed"}
+"""Outcome of an attempt with failed sessions, by the status of its group after it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayConfig:
+    """How a replay buffer treats late, stale and failed groups.
+
+    Raises:
+        ConfigError: a value is out of range; the message names it.
+    """
+
+    groups_per_version: int
+    """Groups that the trainer takes per policy version."""
+    max_staleness: int = 0
+    """Maximum difference between the policy version a group is trained with and started with."""
+    when_stale: Literal["drop", "wait"] = "wait"
+    """wait: producers, then the trainer, wait so that no group becomes too old before it is taken.
+    drop: nothing waits; a group that is too old is started again."""
+    on_failure: Literal["fail", "refill", "accept_partial"] = "refill"
+    """What to do with a group that has failed or unsettled sessions when it is concluded.
+    fail: the group fails. refill: the prompt is started again. accept_partial: the group is
+    finished if at least `min_sessions` sessions succeeded, and started again otherwise."""
+    min_sessions: int = 1
+    """For accept_partial."""
+    max_attempts: int = 3
+    """Number of attempts, for any reason, before a group fails."""
+    lease_s: float = 600.0
+    """Seconds that a lease lasts."""
+
+    def __post_init__(self) -> None:
+        for name, low in (("groups_per_version", 1), ("max_staleness", 0), ("min_sessions", 1), ("max_attempts", 1)):
+            if getattr(self, name) < low:
+                raise ConfigError(f"replay.{name} must be at least {low}; got {getattr(self, name)}.")
+        if not 0 < self.lease_s < float("inf"):
+            raise ConfigError(f"replay.lease_s must be a positive number of seconds; got {self.lease_s}.")
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """The state of one prompt; only `GroupBook` changes it."""
+
+    uid: str
+    size: int
+    order: int
+    """Position in the order of adding."""
+    status: GroupStatus = "pending"
+    attempt: int = 0
+    version: int = 0
+    """Policy version of this attempt."""
+    reason: str = ""
+    """Why the last attempt failed."""
+    lease_until: float = 0.0
+    settled: dict[int, int] = field(default_factory=dict[int, int])
+    """Rows by session of this attempt; 0 for a session that failed."""
+
+    @property
+    def sessions(self) -> tuple[int, ...]:
+        """Session numbers of this attempt."""
+        return tuple(range(self.attempt * self.size, (self.attempt + 1) * self.size))
+
+    @property
+    def good(self) -> list[int]:
+        """Sessions that have rows, ascending."""
+        return sorted(session for session, rows in self.settled.items() if rows)
+
+    @property
+    def row_keys(self) -> list[str]:
+        """Keys of the trajectories of this attempt, session by session."""
+        return [RowKey(self.uid, session, i).text for session in self.good for i in range(self.settled[session])]
+
+
+class GroupBook:
+    """All groups of one buffer.
+
+    Every operation checks its arguments before it changes anything. The caller then clears the rows
+    of `abandoned` (uid, attempt), saves the state of `changed` (uids), and empties both. `failures`
+    grows with each attempt that fails, until the caller empties it.
+    """
+
+    def __init__(self, config: ReplayConfig, partition: str = "") -> None:
+        self.config = config
+        self.partition = partition
+        self.groups: dict[str, Group] = {}
+        self.changed: set[str] = set()
+        self.abandoned: list[tuple[str, int]] = []
+        self.failures: list[GroupFailure] = []
+        self._order = 0
+        self._version = 0
+        self._taken = 0
+
+    def add(self, uids: Sequence[str], size: int) -> None:
+        """Add pending prompts.
+
+        Raises:
+            BatchError: a uid is already there or occurs twice, or the size is below 1; nothing is
+                added.
+        """
+        for place, uid in enumerate(uids):
+            if uid in self.groups or uid in uids[:place] or size < 1:
+                raise BatchError(
+                    f"Group {uid!r} of {size} sessions can't be added: it is already there, or has no session."
+                )
+        for uid in uids:
+            self.restore(Group(uid=uid, size=size, order=self._order))
+        self.changed |= set(uids)
+
+    def restore(self, group: Group) -> None:
+        """Add a saved group; one that was taken and never committed becomes finished."""
+        group.status = "finished" if group.status == "taken" else group.status
+        self.groups[group.uid] = group
+        self._order = max(self._order, group.order + 1)
+
+    def start(self, count: int, version: int, now: float) -> list[Lease]:
+        """Start up to `count` pending groups with policy `version`, oldest first."""
+        self._version, self._taken = max((self._version, self._taken), (version, 0))
+        leases: list[Lease] = []
+        for group in sorted(self._with("pending"), key=lambda g: g.order)[: max(count, 0)]:
+            before = group.version
+            group.version = version
+            if self.config.when_stale == "wait" and not self._in_time([*self._open(), group], self._taken):
+                group.version = before
+                break
+            group.status, group.lease_until = "running", now + self.config.lease_s
+            group.settled = {}
+            self.changed.add(group.uid)
+            leases.append(Lease(self.partition, group.uid, group.attempt, group.sessions, version, self.config.lease_s))
+        return leases
+
+    def settle(self, uid: str, attempt: int, session: int, rows: int, reason: str = "") -> bool:
+        """Record that a session has ended with `rows` rows, or failed (0 rows). May be repeated.
+
+        Returns:
+            False if the session came too late, so that its rows must be cleared.
+        """
+        group = self.groups.get(uid)
+        if group is None or group.attempt != attempt or group.status == "pending":
+            return False
+        if session in group.settled:
+            return True
+        if group.status != "running" or session not in group.sessions:
+            return False
+        group.settled[session] = rows
+        group.reason = group.reason if rows else f"session {session}: {reason}"
+        if len(group.settled) == group.size:
+            self._conclude(group)
+        return True
+
+    def expire(self, now: float) -> None:
+        """Conclude the groups whose lease has ended."""
+        for group in [g for g in self._with("running") if g.lease_until <= now]:
+            missing = sorted(set(group.sessions) - set(group.settled))
+            group.reason = f"the lease of {self.config.lease_s:g} s ended before sessions {missing} settled"
+            self._conclude(group)
+
+    def next_expiry(self) -> float | None:
+        """When the next lease ends."""
+        return min((group.lease_until for group in self._with("running")), default=None)
+
+    def take(self, count: int, version: int) -> list[Group] | None:
+        """Take the `count` oldest finished groups to train policy `version`; None if too few.
+
+        Raises:
+            RolloutError: a group has failed; it is never skipped silently.
+            BatchError: the version is older than a previous one.
+        """
+        if version < self._version or count < 1:
+            raise BatchError(
+                f"A batch has at least 1 group, and versions never decrease; got {count} groups and version {version} "
+                f"after {self._version}."
+            )
+        if failed := self._with("failed"):
+            raise RolloutError(
+                f"{len(failed)} groups have failed, the first is {failed[0].uid!r} after {failed[0].attempt + 1} attempts: "
+                f"{failed[0].reason}. Discard them, or set replay.on_failure or replay.max_attempts."
+            )
+        self._version, self._taken = max((self._version, self._taken), (version, 0))
+        for group in self._with("finished"):
+            if version - group.version > self.config.max_staleness:
+                self._retry(group, f"of policy version {group.version}, too old for version {version}")
+        ready = [group for group in self._open() if group.status == "finished"][:count]
+        if len(ready) < count:
+            return None
+        chosen = {group.uid for group in ready}
+        left = [group for group in self._open() if group.uid not in chosen]
+        overtaken = any(group.status == "running" and _turn(group) < _turn(ready[-1]) for group in left)
+        if self.config.when_stale == "wait" and overtaken and not self._in_time(left, self._taken + count):
+            return None
+        self._taken += count
+        for group in ready:
+            group.status = "taken"
+        return ready
+
+    def forget(self, uids: Sequence[str], status: Literal["taken", "failed"]) -> list[Group]:
+        """Remove and return groups.
+
+        Raises:
+            BatchError: a group is missing or has another status; nothing is removed.
+        """
+        for uid in uids:
+            if uid not in self.groups or self.groups[uid].status != status:
+                there = self.groups[uid].status if uid in self.groups else "not there"
+                raise BatchError(f"Group {uid!r} is {there}, not {status}.")
+        self.changed -= set(uids)
+        return [self.groups.pop(uid) for uid in dict.fromkeys(uids)]
+
+    def undo(self, uids: Sequence[str]) -> None:
+        """Reset groups that were started or taken for a caller that did not get them."""
+        for uid in uids:
+            group = self.groups[uid]
+            if group.status == "taken":
+                self._taken -= 1
+            group.status = "finished" if group.status == "taken" else "pending"
+            self.changed.add(uid)
+
+    def counts(self) -> dict[GroupStatus, int]:
+        """Number of groups by status."""
+        seen = Counter(group.status for group in self.groups.values())
+        return {status: seen[status] for status in STATUSES}
+
+    def _with(self, status: GroupStatus) -> list[Group]:
+        return [group for group in self.groups.values() if group.status == status]
+
+    def _open(self) -> list[Group]:
+        """Running and finished groups, in the order in which they are taken."""
+        return sorted((*self._with("running"), *self._with("finished")), key=_turn)
+
+    def _in_time(self, groups: list[Group], taken: int) -> bool:
+        """Whether all groups can be taken in time after `taken` groups of the current version."""
+        per, bound = self.config.groups_per_version, self.config.max_staleness
+        return all(
+            self._version + (taken + place) // per <= group.version + bound
+            for place, group in enumerate(sorted(groups, key=_turn))
+        )
+
+    def _conclude(self, group: Group) -> None:
+        good, policy, attempt = len(group.good), self.config.on_failure, group.attempt
+        self.changed.add(group.uid)
+        if good == group.size or (policy == "accept_partial" and good >= self.config.min_sessions):
+            group.status = "finished"
+        elif policy == "fail":
+            group.status = "failed"
+        else:
+            self._retry(group, group.reason)
+        if good < group.size:
+            failed = group.size - good
+            outcome: Outcome = _OUTCOMES.get(group.status, "retried")
+            self.failures.append(
+                GroupFailure(uid=group.uid, attempt=attempt, sessions=failed, reason=group.reason, outcome=outcome)
+            )
+
+    def _retry(self, group: Group, reason: str) -> None:
+        group.reason = reason
+        self.changed.add(group.uid)
+        if group.attempt + 1 >= self.config.max_attempts:
+            group.status = "failed"
+            return
+        self.abandoned.append((group.uid, group.attempt))
+        group.status, group.attempt, group.settled = "pending", group.attempt + 1, {}
+
+
+def _turn(group: Group) -> tuple[int, int]:
+    return group.version, group.order

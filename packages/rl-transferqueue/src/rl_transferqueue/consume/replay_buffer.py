@@ -1,0 +1,287 @@
+"""The replay buffer: prompt groups between rollout and training, stored in a plane.
+
+One process owns it: it leases prompts to workers and takes whole groups. Workers put trajectories
+and settle their sessions (`rl_protocol.ports.settle`), which adds rows that the owner watches. A
+restarted owner finds its state in the plane. Partition `p` has the trajectories, `p/groups` the
+state of each prompt (as tags), and `p/settled` the ended sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self, TypeVar, cast
+
+from rl_protocol.batch.kv_batch_meta import KVBatchMeta, Scalar, Tag
+from rl_protocol.batch.row_key import RowKey
+from rl_protocol.errors import BatchError, PlaneTimeout
+from rl_protocol.ports import DataPlane, GroupFailure, GroupStatus, Lease, settle
+from rl_protocol.ports.replay import SETTLED_SUFFIX
+from rl_transferqueue.consume.prompt_groups import Group, GroupBook, ReplayConfig
+
+__all__ = ["Lease", "ReplayBuffer", "settle"]
+T = TypeVar("T")
+_CALL_S = 60.0
+"""Deadline of a call that does not wait."""
+
+
+class ReplayBuffer:
+    """The owner's side of a replay buffer (`rl_protocol.ports.ReplayBuffer`).
+
+    Lifecycle: `async with ReplayBuffer(plane, "train", config) as buffer`. Entering restores the
+    groups of this partition from the plane: leases of running groups start again, and groups that
+    were taken but not committed become finished. Only one owner at a time. If the plane is lost,
+    every wait raises that error.
+
+    Args:
+        plane: stores everything; it is not closed.
+        partition: the partition for trajectories.
+        config: sizes and policies.
+        clock: seconds, for leases.
+    """
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        partition: str,
+        config: ReplayConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._plane = plane
+        self._partition = partition
+        self._groups = f"{partition}/groups"
+        self._settled = partition + SETTLED_SUFFIX
+        self._config = config
+        self._clock = clock
+        self._book = GroupBook(config, partition)
+        self._changed = asyncio.Condition()
+        self._listener: asyncio.Task[None] | None = None
+        self._seen = 0
+        """Version up to which settled sessions are counted."""
+
+    async def __aenter__(self) -> Self:
+        changes = await self._plane.watch(self._settled, timeout_s=_CALL_S)
+        self._seen = changes.version
+        results = [_Result.of(tag) for tag in changes.rows.tags]
+        listed = await self._plane.list_rows(self._groups)
+        for order, (uid, tag) in enumerate(zip(listed.keys, listed.tags, strict=True)):
+            group = _from_tag(uid, tag, order)
+            group.lease_until = self._clock() + self._config.lease_s
+            if group.status != "running":  # already concluded
+                own = [one for one in results if (one.uid, one.attempt) == (uid, group.attempt)]
+                group.settled = {session: one.rows for one in own for session in one.sessions}
+            self._book.restore(group)
+        for result in results:
+            await self._count(result)
+        await self._save()
+        self._listener = asyncio.create_task(self._listen())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._listener is not None
+        self._listener.cancel()
+        await asyncio.gather(self._listener, return_exceptions=True)
+
+    async def add(self, uids: Sequence[str], size: int) -> None:
+        """Add prompts with `size` sessions each; see the port."""
+        async with self._changed:
+            self._book.add(uids, size)
+            await self._save()
+            self._changed.notify_all()
+
+    async def lease(self, count: int, *, version: int, timeout_s: float) -> list[Lease]:
+        """Lease up to `count` prompts to roll out with policy `version`; see the port."""
+        return await self._until(
+            lambda: self._book.start(count, version, self._clock()) or None,
+            lambda leases: [lease.uid for lease in leases],
+            f"no prompt of {count} may start",
+            timeout_s,
+        )
+
+    async def take(self, count: int, *, version: int, timeout_s: float) -> KVBatchMeta:
+        """Take the `count` oldest finished groups to train policy `version`; see the port."""
+        groups = await self._until(
+            lambda: self._book.take(count, version),
+            lambda taken: [group.uid for group in taken],
+            f"fewer than {count} groups can be taken",
+            timeout_s,
+        )
+        try:
+            return await self._plane.list_rows(
+                self._partition, keys=[key for group in groups for key in group.row_keys]
+            )
+        except BaseException:
+            self._book.undo([group.uid for group in groups])
+            raise
+
+    async def commit(self, uids: Sequence[str]) -> None:
+        """Clear taken groups, and all their rows; see the port."""
+        await self._forget(uids, "taken")
+
+    async def discard(self, uids: Sequence[str]) -> None:
+        """Clear failed groups, and all their rows; see the port."""
+        await self._forget(uids, "failed")
+
+    async def clear(self) -> None:
+        """Clear all groups and rows, in any status, and the failures."""
+        async with self._changed:
+            self._book = GroupBook(self._config, self._partition)
+            await self._clear_partitions()
+
+    def counts(self) -> dict[GroupStatus, int]:
+        """Number of groups by status."""
+        return self._book.counts()
+
+    def failed(self) -> dict[str, str]:
+        """Reasons of the failed groups, by uid."""
+        return {uid: group.reason for uid, group in self._book.groups.items() if group.status == "failed"}
+
+    def failures(self) -> list[GroupFailure]:
+        """Failed attempts since the last call, the oldest first."""
+        found, self._book.failures = self._book.failures, []
+        return found
+
+    async def _until(
+        self, attempt: Callable[[], T | None], uids: Callable[[T], list[str]], what: str, timeout_s: float
+    ) -> T:
+        """Try after every change, until the deadline; undo the result if it can't be saved."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        async with self._changed:
+            while True:
+                self._check_listener()
+                result = attempt()
+                try:
+                    await self._save()
+                except BaseException:
+                    self._book.undo(uids(result) if result is not None else [])
+                    raise
+                if result is not None:
+                    self._changed.notify_all()
+                    return result
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        await self._changed.wait()
+                except TimeoutError:
+                    raise PlaneTimeout(
+                        f"Replay buffer {self._partition!r}: {what} within {timeout_s:g} s; there are {self.counts()}. "
+                        "Check the workers, or raise the deadline."
+                    ) from None
+
+    async def _forget(self, uids: Sequence[str], status: Literal["taken", "failed"]) -> None:
+        async with self._changed:
+            gone = self._book.forget(uids, status)
+            if not self._book.groups:
+                await self._clear_partitions()
+            else:
+                for group in gone:
+                    await self._clear_rows({"uid": group.uid})
+                await self._plane.clear(self._groups, list(uids))
+            self._changed.notify_all()
+
+    async def _clear_partitions(self) -> None:
+        for partition in (self._settled, self._partition, self._groups):
+            await self._plane.clear(partition)
+
+    async def _listen(self) -> None:
+        """Count sessions that settle, and conclude groups whose lease ends."""
+        try:
+            while True:
+                now, expiry = self._clock(), self._book.next_expiry()
+                # A lease that starts during the wait ends later than `lease_s` from now.
+                seconds = self._config.lease_s if expiry is None else min(max(0.0, expiry - now), self._config.lease_s)
+                changes = await self._plane.watch(self._settled, since=self._seen, timeout_s=seconds)
+                async with self._changed:
+                    self._seen = changes.version
+                    for tag in changes.rows.tags:
+                        await self._count(_Result.of(tag))
+                    self._book.expire(self._clock())
+                    await self._save()
+                    self._changed.notify_all()
+        finally:
+            async with self._changed:
+                self._changed.notify_all()
+
+    def _check_listener(self) -> None:
+        if self._listener is None or self._listener.cancelled():
+            raise BatchError("This replay buffer is not open; use it inside `async with`.")
+        if self._listener.done():
+            self._listener.result()
+
+    async def _count(self, result: _Result) -> None:
+        uid, rows = result.uid, result.rows
+        late = [s for s in result.sessions if not self._book.settle(uid, result.attempt, s, rows, result.reason)]
+        if late:
+            await self._plane.clear(self._partition, [RowKey(uid, s, i).text for s in late for i in range(rows)])
+        if len(late) == len(result.sessions):
+            await self._plane.clear(self._settled, [f"{uid}/{result.attempt}/{late[0]}"])
+
+    async def _save(self) -> None:
+        """Save the book's changes in the plane.
+
+        Abandoned attempts are cleared first, so that an interrupted save clears them again later.
+        """
+        book = self._book
+        while book.abandoned:
+            uid, attempt = book.abandoned[0]
+            await self._clear_rows({"uid": uid, "attempt": attempt})
+            del book.abandoned[0]
+        if book.changed:
+            groups = [book.groups[uid] for uid in sorted(book.changed, key=lambda u: book.groups[u].order)]
+            await self._plane.put(self._groups, [g.uid for g in groups], tags=[_to_tag(g) for g in groups])
+            book.changed -= {group.uid for group in groups}
+
+    async def _clear_rows(self, where: Mapping[str, Scalar]) -> None:
+        for partition in (self._settled, self._partition):
+            rows = await self._plane.list_rows(partition, where=where)
+            if rows:
+                await self._plane.clear(partition, rows.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """Sessions of one attempt that ended alike, as `settle` stores them."""
+
+    uid: str
+    attempt: int
+    sessions: range
+    rows: int
+    reason: str
+
+    @classmethod
+    def of(cls, tag: Tag) -> _Result:
+        first, count = cast("int", tag["session"]), cast("int", tag["sessions"])
+        return cls(
+            uid=cast("str", tag["uid"]),
+            attempt=cast("int", tag["attempt"]),
+            sessions=range(first, first + count),
+            rows=cast("int", tag["rows"]),
+            reason=str(tag["reason"]),
+        )
+
+
+def _to_tag(group: Group) -> Tag:
+    return {
+        "size": group.size,
+        "status": "finished" if group.status == "taken" else group.status,
+        "attempt": group.attempt,
+        "version": group.version,
+        "reason": group.reason,
+    }
+
+
+def _from_tag(uid: str, tag: Tag, order: int) -> Group:
+    return Group(
+        uid=uid,
+        size=cast("int", tag["size"]),
+        order=order,
+        status=cast("GroupStatus", tag["status"]),
+        attempt=cast("int", tag["attempt"]),
+        version=cast("int", tag["version"]),
+        reason=str(tag["reason"]),
+    )

@@ -1,0 +1,2 @@
+"""The controller process: sessions, requests for rows and memory, and the bookkeeping
+behind them."""

@@ -1,0 +1,129 @@
+"""The controller of a plane: its state and its collaborators, behind one table of handlers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rl_transferqueue.controller.block_cleanup import BlockCleanup
+from rl_transferqueue.controller.memory_accounting.capacity import Capacity
+from rl_transferqueue.controller.memory_requests import MemoryRequests
+from rl_transferqueue.controller.row_requests import RowRequests
+from rl_transferqueue.controller.rows.ledger import Ledger
+from rl_transferqueue.controller.session_requests import SessionRequests
+from rl_transferqueue.controller.sessions import Sessions
+from rl_transferqueue.controller.storage_units import StorageUnits
+from rl_transferqueue.memory.block_epochs import SharedEpochs
+from rl_transferqueue.transport.addresses import Endpoints, endpoint
+from rl_transferqueue.transport.bulk_server import BulkServer
+from rl_transferqueue.transport.control_server import Handler, Server
+from rl_transferqueue.transport.plane_secret import PlaneKey
+from rl_transferqueue.transport.reactor import Reactor
+from rl_transferqueue.wire.messages import GetMetrics, GetStats, Metrics, Stats
+from rl_transferqueue.wire.spans import ALIGN
+
+
+class Controller:
+    """One controller. Lifecycle: it serves while its `reactor` runs, until `close`.
+
+    Args:
+        address: path of the unix socket to listen on.
+        units: paths of the storage units' sockets.
+        unit_bytes: capacity of every unit.
+        segment: bytes of memory that a unit touches ahead of need, in one step.
+        stored: blocks lie in a backend's stores and not in arenas.
+    """
+
+    def __init__(
+        self, address: str, units: Sequence[str], unit_bytes: int, segment: int, *, stored: bool = False
+    ) -> None:
+        self.reactor = Reactor()
+        self._epochs = SharedEpochs(len(units) * unit_bytes // ALIGN + 1)
+        self._ledger = Ledger(self._epochs)
+        self._capacity = Capacity(len(units), unit_bytes)
+        self._units = StorageUnits(self.reactor, units, segment, self._lose_unit)
+        handlers: dict[type, Handler] = {}
+        self.server = Server(
+            self.reactor,
+            address,
+            handlers,
+            on_received=self._received,
+            on_end=self._disconnected,
+        )
+        blocks = self._ledger.blocks
+        self._sessions = Sessions(self.reactor, self._died)
+        self._memory = MemoryRequests(
+            self._capacity, self._units, self._sessions, blocks, self.server, fence_all=stored
+        )
+        self._cleanup = BlockCleanup(
+            self._ledger, self._capacity, self._units, self.server, self._memory.serve, stored=stored
+        )
+        self._rows = RowRequests(self._ledger, self._capacity, self._memory, self._cleanup, self._sessions, self.server)
+        self._session_requests = SessionRequests(
+            self._sessions, blocks, self._capacity, self._rows, self._memory, self._cleanup
+        )
+        handlers.update(self._session_requests.handlers)
+        handlers.update(self._memory.handlers)
+        handlers.update(self._rows.handlers)
+        handlers[GetStats] = self._stats
+        handlers[GetMetrics] = self._metrics
+
+    @property
+    def shared_memory(self) -> tuple[int, int]:
+        """File descriptor and bytes of what clients map."""
+        return self._epochs.fd, self._epochs.nbytes
+
+    def listen(self, host: str, key: PlaneKey, port: int = 0) -> Endpoints:
+        """Also serve clients of other hosts: control messages at `port`, bytes at the next one; 0:
+        at free ports."""
+        bulk = self._session_requests.bulk = BulkServer(self.reactor, host, key, port=port and port + 1)
+        return Endpoints(self.server.listen(host, key, port), endpoint(host, bulk.port))
+
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        """Call back once, when all units are connected: from then on the end of each is noticed."""
+        self._units.when_ready(callback)
+
+    def close(self) -> None:
+        """Close all sockets and descriptors."""
+        self.server.close()
+        if self._session_requests.bulk is not None:
+            self._session_requests.bulk.close()
+        self._units.close()
+        self._sessions.close()
+
+    def _received(self, session: bytes, requests: Sequence[int]) -> None:
+        self._session_requests.received(session, requests)
+
+    def _disconnected(self, session: bytes) -> None:
+        self._session_requests.disconnected(session)
+
+    def _died(self, session: bytes) -> None:
+        self._session_requests.died(session)
+
+    def _lose_unit(self, unit: int) -> None:
+        """The other units continue; rows in this one are listed as lost."""
+        self._memory.lose_unit(unit)
+        self._rows.serve(self._ledger.lose_unit(unit))
+        self._cleanup.run()
+
+    def _stats(self, *_: object) -> Stats:
+        contents, used = self._ledger.contents(), self._ledger.blocks.used
+        return Stats(
+            contents.rows,
+            used,
+            max(0, self._capacity.used - used),
+            self._capacity.total,
+            contents.lost,
+            contents.columns,
+            contents.tasks,
+        )
+
+    def _metrics(self, *_: object) -> Metrics:
+        counters = self.server.counters
+        return Metrics(
+            counters.operations(),
+            counters.errors(),
+            self._rows.columns.columns(),
+            counters.bytes_sent,
+            len(self._sessions),
+            self._sessions.waiting,
+        )

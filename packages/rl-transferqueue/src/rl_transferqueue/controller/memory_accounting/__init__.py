@@ -1,0 +1,1 @@
+"""Free, reserved and committed bytes of the storage units: pure bookkeeping."""

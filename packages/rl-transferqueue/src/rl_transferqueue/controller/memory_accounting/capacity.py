@@ -1,0 +1,189 @@
+"""The bytes of all units: free, reserved by a session, or committed. Pure: no memory is touched.
+
+A session reserves a range, writes to it, commits parts of it as blocks, in any order, and gives
+back the rest. What a session has reserved and not committed is freed when it ends, so a client that
+dies leaks no memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rl_protocol.errors import BatchError, CapacityTimeout, PlaneLostError, WireError
+from rl_transferqueue.controller.memory_accounting.allocator import Allocator
+from rl_transferqueue.controller.memory_accounting.occupancy import Occupancy
+from rl_transferqueue.wire.spans import ALIGN, Span, most_spare, rounded
+
+_SPARE_FREE = 2
+"""Ranges are reserved ahead of need only while this part of each unit stays free."""
+
+
+def no_units() -> PlaneLostError:
+    """The error of a put when no unit is left."""
+    return PlaneLostError("All storage units of the data plane have ended; its data is lost.")
+
+
+@dataclass(slots=True)
+class _Gap:
+    """Reserved bytes start..stop of a unit that are not committed."""
+
+    unit: int
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class Capacity:
+    """Memory of units of equal `capacity` bytes (a multiple of 64).
+
+    >>> capacity = Capacity(2, 1024)
+    >>> span = capacity.reserve(b"s", 100)
+    >>> capacity.commit(b"s", Span(span.unit, span.offset, 64))
+    >>> capacity.end_session(b"s"), capacity.used
+    (None, 64)
+    """
+
+    units: int
+    capacity: int
+    _free: dict[int, Allocator] = field(init=False)
+    _gaps: dict[bytes, list[_Gap]] = field(init=False, default_factory=dict[bytes, list[_Gap]])
+    _turn: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self._free = {unit: Allocator(self.capacity) for unit in range(self.units)}
+
+    @property
+    def used(self) -> int:
+        """Bytes that are committed or reserved."""
+        return sum(unit.used for unit in self._free.values())
+
+    @property
+    def total(self) -> int:
+        """Bytes of all running units."""
+        return self.capacity * len(self._free)
+
+    def high_water(self, unit: int) -> int:
+        """End of the highest range ever taken."""
+        return self._free[unit].high_water if unit in self._free else 0
+
+    def reserve(self, session: bytes, nbytes: int) -> Span | None:
+        """Reserve at least `nbytes` bytes, round-robin over units with room; None: no unit has
+        room.
+
+        Raises:
+            BatchError: no unit could ever hold it.
+            PlaneLostError: no unit runs.
+        """
+        self.check_size(nbytes)
+        self._turn += 1
+        order = list(self._free)
+        turn = self._turn % len(order)
+        for unit in (*order[turn:], *order[:turn]):
+            span = self.take(unit, nbytes)
+            if span is not None:
+                self._gaps.setdefault(session, []).append(_Gap(unit, span.offset, span.offset + span.nbytes))
+                return span
+        return None
+
+    def check_size(self, nbytes: int) -> None:
+        """Raise what `reserve` raises where no free memory would help."""
+        if not self._free:
+            raise no_units()
+        if rounded(nbytes) > self.capacity:
+            raise BatchError(
+                f"A block of {nbytes} bytes can never fit a storage unit of {self.capacity} bytes: put fewer rows at a "
+                "time, or raise transfer_queue.capacity_mb or lower transfer_queue.num_storage_units."
+            )
+
+    def spare(self, session: bytes, nbytes: int) -> Span | None:
+        """Reserve a range for later puts while memory is plentiful."""
+        if rounded(nbytes) > most_spare(self.capacity):
+            return None
+        if any(unit.used > self.capacity - self.capacity // _SPARE_FREE for unit in self._free.values()):
+            return None
+        return self.reserve(session, nbytes)
+
+    def check(self, session: bytes, span: Span) -> None:
+        """Raise WireError unless the range is reserved by the session and not committed."""
+        if span.offset % ALIGN or span.nbytes % ALIGN or not span.nbytes:
+            raise WireError(f"{span} is not aligned to {ALIGN} bytes.")
+        if span.unit not in self._free:
+            raise PlaneLostError(f"Storage unit {span.unit} of the data plane has ended; repeat the put.")
+        if self._find(session, span) is None:
+            raise WireError(f"{span} is not reserved by this session.")
+
+    def commit(self, session: bytes, span: Span) -> None:
+        """The range, which passed `check`, becomes a block; `give` frees it."""
+        self._carve(session, span)
+
+    def abandon(self, session: bytes, span: Span) -> None:
+        """Free a range that the session has reserved and not committed; other ranges are
+        ignored."""
+        if span.nbytes and not (span.offset % ALIGN or span.nbytes % ALIGN) and self._carve(session, span):
+            self.give(span)
+
+    def take(self, unit: int, nbytes: int) -> Span | None:
+        """A range of one unit for a block, outside of any session."""
+        if unit not in self._free:
+            return None
+        start = self._free[unit].take(nbytes)
+        return None if start is None else Span(unit, start, rounded(nbytes))
+
+    def give(self, span: Span) -> None:
+        """Free a committed block or a range of `take`; ignored if its unit has ended."""
+        if span.unit in self._free:
+            self._free[span.unit].give(span.offset, span.nbytes)
+
+    def end_session(self, session: bytes) -> None:
+        """Free what the session reserved and did not commit."""
+        for gap in self._gaps.pop(session, ()):
+            self.give(Span(gap.unit, gap.start, gap.stop - gap.start))
+
+    def reserved(self, session: bytes, unit: int) -> tuple[Span, ...]:
+        """Ranges of a unit that the session has reserved and not committed."""
+        gaps = self._gaps.get(session, ())
+        return tuple(Span(unit, gap.start, gap.stop - gap.start) for gap in gaps if gap.unit == unit)
+
+    def holders(self) -> dict[bytes, int]:
+        """session -> bytes it has reserved and not committed."""
+        return {session: sum(gap.stop - gap.start for gap in gaps) for session, gaps in self._gaps.items()}
+
+    def lose(self, unit: int) -> None:
+        """A unit has ended with all its memory."""
+        self._free.pop(unit, None)
+        for session, gaps in list(self._gaps.items()):
+            self._keep(session, [gap for gap in gaps if gap.unit != unit])
+
+    def full(self, nbytes: int, timeout_s: float, held: Occupancy) -> CapacityTimeout:
+        """The error of a put that waited `timeout_s` seconds for `nbytes` bytes."""
+        free = self.total - self.used
+        largest = max((unit.largest for unit in self._free.values()), default=0)
+        return CapacityTimeout(
+            f"A put needs {rounded(nbytes)} bytes; the storage units have {free} of {self.total} bytes available, {largest} in one piece, "
+            f"and not enough became free within {timeout_s:g} s. {held} Clear rows that are done with, or raise transfer_queue.capacity_mb."
+        )
+
+    def _find(self, session: bytes, span: Span) -> _Gap | None:
+        for gap in self._gaps.get(session, ()):
+            if gap.unit == span.unit and gap.start <= span.offset and span.offset + span.nbytes <= gap.stop:
+                return gap
+        return None
+
+    def _carve(self, session: bytes, span: Span) -> bool:
+        gap = self._find(session, span)
+        if gap is None:
+            return False
+        stop = span.offset + span.nbytes
+        if gap.start == span.offset and stop < gap.stop:  # a reserve is used from its beginning
+            gap.start = stop
+            return True
+        rest = [_Gap(gap.unit, gap.start, span.offset), _Gap(gap.unit, stop, gap.stop)]
+        others = [other for other in self._gaps[session] if other is not gap]
+        self._keep(session, [*others, *(part for part in rest if part.stop > part.start)])
+        return True
+
+    def _keep(self, session: bytes, gaps: list[_Gap]) -> None:
+        if gaps:
+            self._gaps[session] = gaps
+        else:
+            self._gaps.pop(session, None)

@@ -1,0 +1,190 @@
+"""Requests about rows: put, get, list, wait, claim and clear."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from rl_protocol.errors import PlaneTimeout, WireError
+from rl_transferqueue.controller.block_cleanup import BlockCleanup
+from rl_transferqueue.controller.column_counters import ColumnCounters
+from rl_transferqueue.controller.memory_accounting.capacity import Capacity
+from rl_transferqueue.controller.memory_requests import MemoryRequests, Replies
+from rl_transferqueue.controller.rows.ledger import Ledger
+from rl_transferqueue.controller.rows.waiters import Served, Waiter, Watcher
+from rl_transferqueue.controller.sessions import Sessions
+from rl_transferqueue.controller.unacknowledged import TakenRows
+from rl_transferqueue.transport.control_server import Caller, Handler
+from rl_transferqueue.wire.arrays import Ints
+from rl_transferqueue.wire.messages import (
+    Changes,
+    Claim,
+    Clear,
+    Cleared,
+    Commit,
+    Committed,
+    GetConsumption,
+    GetProduction,
+    ListRows,
+    Locate,
+    Located,
+    ResetConsumption,
+    Rows,
+    WaitReady,
+    Watch,
+)
+
+
+class RowRequests:
+    """Answers from the ledger.
+
+    Rows that are handed out can be given back until their caller has the answer.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        capacity: Capacity,
+        memory: MemoryRequests,
+        cleanup: BlockCleanup,
+        sessions: Sessions,
+        replies: Replies,
+    ) -> None:
+        self._ledger = ledger
+        self._capacity = capacity
+        self._memory = memory
+        self._cleanup = cleanup
+        self._sessions = sessions
+        self._replies = replies
+        self.columns = ColumnCounters()
+
+    @property
+    def handlers(self) -> Mapping[type, Handler]:
+        """Message type -> its handler."""
+        ledger = self._ledger
+        return {
+            Commit: self._commit,
+            Clear: lambda _, message: self._clear(message),
+            Locate: self._locate,
+            ListRows: lambda _, its: ledger.list_rows(its.partition, its.where, its.fields, its.task, its.keys),
+            Watch: self._watch,
+            WaitReady: self._wait_ready,
+            Claim: self._claim,
+            GetConsumption: lambda _, its: ledger.consumption(its.partition, its.task),
+            GetProduction: lambda _, its: ledger.production(its.partition, its.fields),
+            ResetConsumption: lambda _, message: self._reset_consumption(message),
+        }
+
+    def serve(self, served: Served) -> None:
+        """Answer those whose wait a change has ended."""
+        for who, answer in served:
+            assert isinstance(who.token, Caller)
+            self._sessions.unpark(who.token)
+            if isinstance(who, Waiter) and isinstance(answer, Rows):
+                self._hand_out(who.token, who.partition, who.task, answer)
+            self._replies.answer(who.token, answer)
+
+    def give_back(self, taken: TakenRows) -> None:
+        """Rows whose caller left without the answer can be handed out again."""
+        self.serve(self._ledger.give_back(taken.partition, taken.task, taken.generations))
+
+    def _commit(self, caller: Caller, message: Commit) -> Committed:
+        self._sessions.get(caller.session)
+        if message.block is not None:
+            self._capacity.check(caller.session, message.block)
+        generations, served = self._ledger.commit(
+            message.partition, message.keys, message.tags, message.block, message.header, message.expect
+        )
+        if message.block is not None:
+            self._capacity.commit(caller.session, message.block)
+            self.columns.put(message.header)
+        self.serve(served)
+        self._cleanup.run()
+        return Committed(generations.astype("<i8").tobytes(), self._memory.spare(caller, message.spare))
+
+    def _clear(self, message: Clear) -> Cleared:
+        count, served = self._ledger.clear(message.partition, message.keys)
+        self.serve(served)
+        self._cleanup.run()
+        return Cleared(count)
+
+    def _locate(self, caller: Caller, message: Locate) -> Located:
+        self._sessions.get(caller.session)
+        generations = _numbers(message.generations) if message.generations else None
+        if generations is not None and generations.size != len(message.keys):
+            raise WireError("Locate.generations must hold one number per key, or nothing.")
+        located = self._ledger.locate(
+            caller.session, message.lease, message.partition, message.keys, message.fields, generations
+        )
+        self.columns.located(message.fields, len(message.keys))
+        return located
+
+    def _watch(self, caller: Caller, message: Watch) -> Changes | None:
+        watcher = Watcher(partition=message.partition, since=message.since, where=message.where, token=caller)
+        if message.timeout_s <= 0:
+            return self._ledger.waiters.changes(watcher)
+        self._sessions.get(caller.session)
+        changes = self._ledger.waiters.watch(watcher)
+        if changes is None:
+            self._sessions.park(
+                caller,
+                message.timeout_s,
+                lambda: self._ledger.waiters.forget(watcher),
+                lambda: self._replies.answer(caller, self._ledger.waiters.changes(watcher)),
+            )
+        return changes
+
+    def _wait_ready(self, caller: Caller, message: WaitReady) -> Rows | None:
+        self._sessions.get(caller.session)
+        waiter = Waiter(
+            partition=message.partition,
+            count=message.count,
+            fields=message.fields,
+            where=message.where,
+            task=message.task,
+            token=caller,
+        )
+        rows = self._ledger.waiters.wait(waiter)
+        if rows is None:
+            self._sessions.park(
+                caller,
+                message.timeout_s,
+                lambda: self._ledger.waiters.forget(waiter),
+                lambda: self._replies.fail(caller, _too_few(waiter, message.timeout_s)),
+            )
+            return None
+        return self._hand_out(caller, message.partition, message.task, rows)
+
+    def _claim(self, caller: Caller, message: Claim) -> Rows:
+        self._sessions.get(caller.session)
+        rows = self._ledger.claim(message.partition, message.keys, message.task)
+        return self._hand_out(caller, message.partition, message.task, rows)
+
+    def _reset_consumption(self, message: ResetConsumption) -> Cleared:
+        generations, served = self._ledger.reset_consumption(message.partition, message.task, message.keys)
+        for session in self._sessions.live():
+            session.unacknowledged.forget(message.partition, message.task, generations)
+        self.serve(served)
+        return Cleared(generations.size)
+
+    def _hand_out(self, caller: Caller, partition: str, task: str | None, rows: Rows) -> Rows:
+        """Remember rows that were consumed for the caller: they are given back if it leaves without
+        the answer."""
+        if task is not None:
+            taken = TakenRows(partition, task, np.unique(_numbers(rows.generations)))
+            self._sessions.get(caller.session).unacknowledged.add(caller.request, taken)
+        return rows
+
+
+def _numbers(packed: bytes) -> Ints:
+    if len(packed) % 8:
+        raise WireError("Generation numbers must be int64.")
+    return np.frombuffer(packed, "<i8")
+
+
+def _too_few(waiter: Waiter, timeout_s: float) -> PlaneTimeout:
+    return PlaneTimeout(
+        f"Only {waiter.ready} of {waiter.count} rows of partition {waiter.partition!r} were ready (fields {list(waiter.fields)}, where "
+        f"{dict(waiter.where)}, task {waiter.task!r}) within {timeout_s:g} s; raise the deadline or look at who should write them."
+    )

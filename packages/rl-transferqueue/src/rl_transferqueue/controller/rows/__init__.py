@@ -1,0 +1,1 @@
+"""Rows and blocks of a plane: pure bookkeeping without sockets or clocks."""

@@ -1,0 +1,153 @@
+"""Where the columns of the rows of one partition lie, by slot.
+
+Columns that were always written together share one `Cells`; a million values in sixteen such
+columns cost the memory of one column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_transferqueue.controller.rows.slot_arrays import Resize
+from rl_transferqueue.wire.arrays import Bools, Ints
+
+Places: TypeAlias = list[tuple[Ints, int]]
+"""(block slots of cells [M], columns that those cells stand for)."""
+
+_NOWHERE: Ints = np.zeros(0, np.int64)
+
+
+class Cells:
+    """Where `columns` columns lie: per slot the block's slot (0: not there) and the row in that
+    block."""
+
+    def __init__(self, slots: int) -> None:
+        self.columns = 0
+        self.block: npt.NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.row: npt.NDArray[np.int32] = np.zeros(slots, np.int32)
+
+
+class ColumnPlaces:
+    """The cells of all columns.
+
+    Args:
+        slots: how many slots there are.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._families: list[Cells] = []
+        self.cells: dict[str, Cells] = {}
+        """By column."""
+        self.lost: dict[str, set[str]] = {}
+        """key -> columns that were in a storage unit that has ended, and were not written since."""
+
+    def place(self, names: Iterable[str], slots: Ints, block: int) -> Places:
+        """The columns of the rows are now in rows 0.. of a block; returns where they were
+        before."""
+        before: Places = []
+        rows = np.arange(slots.size)
+        for cells, columns in self._families_of(names):
+            before.append((_overwrite(cells, slots, block), columns))
+            cells.row[slots] = rows
+        return before
+
+    def move(self, source: int, rows: Ints, target: int) -> int:
+        """Cells in rows `rows` (ascending) of one block are now in rows 0.. of another; returns how
+        many there are."""
+        moved = 0
+        for cells in self._families:
+            at = np.flatnonzero(cells.block == source)
+            cells.row[at] = np.searchsorted(rows, cells.row[at])
+            cells.block[at] = target
+            moved += int(at.size) * cells.columns
+        return moved
+
+    def remove(self, slots: Ints, keys: Iterable[str]) -> Places:
+        """The rows are cleared; returns where their cells lay."""
+        for key in keys if self.lost else ():
+            self.lost.pop(key, None)
+        return [(_overwrite(cells, slots, 0), cells.columns) for cells in self._families]
+
+    def lose(self, blocks: Ints, keys_of: Callable[[Ints], Sequence[str]]) -> Ints:
+        """The blocks are gone with all cells in them; returns the rows that lost columns."""
+        hit: list[Ints] = []
+        for cells in self._families:
+            slots = np.flatnonzero(np.isin(cells.block, blocks))
+            cells.block[slots] = 0
+            names = [name for name, family in self.cells.items() if family is cells]
+            for key in keys_of(slots):
+                self.lost.setdefault(key, set()).update(names)
+            hit.append(slots)
+        return np.unique(np.concatenate(hit)) if hit else np.zeros(0, np.int64)
+
+    def recover(self, keys: Iterable[str], names: Iterable[str]) -> None:
+        """The columns of the rows were written again: they are not lost any more."""
+        for key in keys if self.lost else ():
+            still = self.lost.get(key, set()).difference(names)
+            self.lost.pop(key, None)
+            if still:
+                self.lost[key] = still
+
+    def common(self, slots: Ints) -> tuple[str, ...]:
+        """Columns that all the rows have; none if there are no rows."""
+        if not slots.size:
+            return ()
+        whole = {id(cells) for cells in self._families if bool((cells.block[slots] != 0).all())}
+        return tuple(name for name, cells in self.cells.items() if id(cells) in whole)
+
+    def produced(self, slots: Ints, fields: Sequence[str]) -> Bools:
+        """Which rows have which columns, [N, F]."""
+        flags = np.zeros((slots.size, len(fields)), np.bool_)
+        for i, name in enumerate(fields):
+            if name in self.cells:
+                flags[:, i] = self.cells[name].block[slots] != 0
+        return flags
+
+    def drop_unused(self, live: Ints) -> None:
+        """Forget columns that none of the live rows has."""
+        self._families = [cells for cells in self._families if cells.block[live].any()]
+        kept = set(map(id, self._families))
+        self.cells = {name: cells for name, cells in self.cells.items() if id(cells) in kept}
+
+    def resize(self, slots: int, change: Resize) -> None:
+        """There are `slots` slots from now on; `change` brings each array to its new form."""
+        self._slots = slots
+        for cells in self._families:
+            cells.block, cells.row = change(cells.block), change(cells.row)
+
+    def _families_of(self, names: Iterable[str]) -> list[tuple[Cells, int]]:
+        """The cells of exactly these columns, and how many columns each stands for."""
+        groups: dict[int, list[str]] = {}
+        for name in names:
+            groups.setdefault(id(self.cells[name]) if name in self.cells else 0, []).append(name)
+        out: list[tuple[Cells, int]] = []
+        for members in groups.values():
+            shared = self.cells.get(members[0])
+            if shared is None or shared.columns > len(members):
+                own = Cells(self._slots)
+                self._families.append(own)
+                if shared is not None:
+                    own.block[:], own.row[:] = shared.block, shared.row
+                    shared.columns -= len(members)
+                own.columns = len(members)
+                self.cells.update(dict.fromkeys(members, own))
+                shared = own
+            out.append((shared, len(members)))
+        return out
+
+
+def _overwrite(cells: Cells, slots: Ints, block: int) -> Ints:
+    """The cells lie in `block` from now on; returns the blocks where they lay."""
+    if slots.size == 1:
+        slot = int(slots[0])
+        was = int(cells.block[slot])
+        cells.block[slot] = block
+        return np.array([was]) if was else _NOWHERE
+    before = cells.block[slots]
+    cells.block[slots] = block
+    return _NOWHERE if not before.any() else before[before != 0].astype(np.int64)

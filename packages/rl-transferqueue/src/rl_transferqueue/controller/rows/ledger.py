@@ -1,0 +1,269 @@
+"""What the controller knows of rows and blocks. Pure: no clock, no socket, never a tensor.
+
+Every operation checks all of its arguments before it changes anything. What must follow a change
+(memory to free, blocks to copy, leases to revoke) is collected in `blocks` until it is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rl_protocol.batch.kv_batch_meta import Scalar
+from rl_protocol.errors import ConflictError, WireError
+from rl_transferqueue.controller.rows.all_partitions import Partitions
+from rl_transferqueue.controller.rows.block_table import Block, BlockTable
+from rl_transferqueue.controller.rows.commit_checks import check_commit, check_expected, check_unique
+from rl_transferqueue.controller.rows.lookup import cells_of, existing_slots, places_of
+from rl_transferqueue.controller.rows.partition_rows import describe_rows
+from rl_transferqueue.controller.rows.waiters import Served, Waiters
+from rl_transferqueue.memory.block_epochs import Epochs
+from rl_transferqueue.wire.arrays import Ints
+from rl_transferqueue.wire.header_cache import unpack_header
+from rl_transferqueue.wire.messages import Flags, Located, Measure, Rows, TagColumn
+from rl_transferqueue.wire.spans import Span
+
+_PRIVATE_SLOTS = 1 << 16
+
+
+class Contents(NamedTuple):
+    """A summary of all partitions, by name."""
+
+    rows: dict[str, int]
+    """Number of rows."""
+    lost: dict[str, tuple[str, ...]]
+    """Rows that lost columns with a storage unit."""
+    columns: dict[str, tuple[str, ...]]
+    """Columns that some row has or had."""
+    tasks: dict[str, tuple[str, ...]]
+    """Tasks that consumed rows."""
+
+
+class Ledger:
+    """Rows, the blocks that hold their columns, and the callers that wait for them.
+
+    >>> ledger = Ledger()
+    >>> ledger.commit("train", ("a", "b"), (TagColumn("n", (1, 2)),))
+    (array([1, 2]), [])
+    >>> ledger.list_rows("train", {"n": 2}).keys
+    ('b',)
+    """
+
+    def __init__(self, epochs: Epochs | None = None) -> None:
+        self._partitions = Partitions()
+        self._next_generation = 1
+        self.waiters = Waiters(self._partitions)
+        self.blocks = BlockTable(epochs or Epochs(_PRIVATE_SLOTS))
+
+    def contents(self) -> Contents:
+        """What is there, for statistics."""
+        tables = self._partitions.items()
+        return Contents(
+            {name: len(table) for name, table in tables},
+            {name: tuple(table.columns.lost) for name, table in tables if table.columns.lost},
+            {name: tuple(table.columns.cells) for name, table in tables},
+            {name: tuple(sorted(table.consumption.tasks)) for name, table in tables},
+        )
+
+    # -- writing
+    def commit(
+        self,
+        partition: str,
+        keys: tuple[str, ...],
+        tags: Sequence[TagColumn] = (),
+        block: Span | None = None,
+        header: bytes = b"",
+        expect: Sequence[Mapping[str, Scalar] | None] | None = None,
+    ) -> tuple[Ints, Served]:
+        """Add rows, tags and the columns of a block.
+
+        Returns:
+            Generations of the rows, and callers that are served by the change.
+
+        Raises:
+            DuplicateKeyError, BatchError, ConflictError, WireError: nothing was changed, the block
+                was not taken.
+        """
+        spec = check_commit(keys, tags, block, header, expect)
+        if expect is not None:
+            check_expected(self._partitions.get(partition), partition, keys, expect)
+        if not keys:
+            return np.zeros(0, np.int64), []
+        table = self._partitions.get_or_add(partition)
+        slots, new = table.add(keys, self._next_generation)
+        self._next_generation += len(keys)
+        before = self.waiters.count_ready(partition, table, slots, new)
+        table.tags.merge(slots, tags)
+        if block is not None and spec is not None:
+            names = [column.name for column in spec.columns]
+            made = self.blocks.add(block, header, partition, len(keys) * len(names))
+            self.blocks.drop_cells(table.columns.place(names, slots, made.ref.slot))
+            table.columns.recover(keys, names)
+        self._partitions.touch(table, slots)
+        return table.generations(slots), self.waiters.serve(partition, table, slots, before)
+
+    def clear(self, partition: str, keys: Sequence[str] | None) -> tuple[int, Served]:
+        """Remove rows; returns how many there were, and watchers that are served by it."""
+        table = self._partitions.find(partition)
+        if table is None:
+            return 0, []
+        slots = table.slots() if keys is None else np.unique(table.find(keys)[0])
+        if not slots.size:
+            return 0, []
+        before = self.waiters.count_ready(partition, table, slots)
+        self._partitions.touch(table, slots)
+        self.blocks.drop_cells(table.remove(slots))
+        for waiter, count in before.items():
+            waiter.ready -= count
+        served = self.waiters.serve_watchers(partition)
+        self._partitions.drop_if_empty(partition)
+        return int(slots.size), served
+
+    def lose_unit(self, unit: int) -> Served:
+        """A storage unit has ended with all columns in it."""
+        blocks = self.blocks.lose(unit)
+        served: Served = []
+        for partition, table in self._partitions.items():
+            slots = table.columns.lose(blocks, table.keys)
+            if slots.size:
+                self._partitions.touch(table, slots)
+                self.waiters.recount(partition, table)
+                served += self.waiters.serve_watchers(partition)
+        return served
+
+    # -- reading
+    def locate(
+        self,
+        session: bytes,
+        lease: int,
+        partition: str,
+        keys: tuple[str, ...],
+        fields: tuple[str, ...],
+        generations: Ints | None = None,
+    ) -> Located:
+        """Where the columns are; the blocks are held by the lease.
+
+        Raises:
+            MissingDataError, DataLostError: rows or columns that are not there.
+            WireError: the lease exists already.
+        """
+        if self.blocks.has_lease(session, lease):
+            raise WireError(f"Lease {lease} of this session exists already.")
+        table = self._partitions.get(partition)
+        slots = existing_slots(table, partition, keys, generations)
+        used, places, place_of = places_of(cells_of(table, partition, slots, keys, fields), slots)
+        blocks = [self.blocks.blocks[slot] for slot in used]
+        headers: dict[bytes, int] = {}
+        header_of = tuple(headers.setdefault(block.header, len(headers)) for block in blocks)
+        if blocks:
+            self.blocks.lease(session, lease, used)
+        return Located(
+            blocks=tuple(block.ref for block in blocks),
+            epochs=self.blocks.epochs.of(np.array(used, dtype=np.int64)).astype("<i8").tobytes(),
+            headers=tuple(headers),
+            header_of=header_of,
+            places=places,
+            place_of=place_of,
+        )
+
+    def list_rows(
+        self,
+        partition: str,
+        where: Mapping[str, Scalar],
+        fields: Sequence[str] = (),
+        task: str | None = None,
+        keys: tuple[str, ...] | None = None,
+    ) -> Rows:
+        """The rows (oldest first) or those of `keys` (in that order) that have the tags `where` and
+        all `fields` and are not consumed by `task`.
+
+        Raises:
+            MissingDataError: one of `keys` is not there.
+        """
+        table = self._partitions.get(partition)
+        whole = not where and not fields and task is None
+        if keys is None:
+            return describe_rows(table, table.slots() if whole else table.find_ready(fields, where, task))
+        slots = existing_slots(table, partition, keys, None)
+        return describe_rows(table, slots if whole else slots[table.ready(slots, fields, where, task)])
+
+    def consumption(self, partition: str, task: str) -> Flags:
+        """Which rows are consumed by the task."""
+        table = self._partitions.get(partition)
+        slots = table.slots()
+        return Flags(table.keys(slots), table.consumption.consumed(slots, task).tobytes())
+
+    def production(self, partition: str, fields: Sequence[str]) -> Flags:
+        """Which rows have which columns."""
+        table = self._partitions.get(partition)
+        slots = table.slots()
+        return Flags(table.keys(slots), table.columns.produced(slots, fields).tobytes())
+
+    # -- consuming
+    def claim(self, partition: str, keys: tuple[str, ...], task: str) -> Rows:
+        """Mark the rows as consumed.
+
+        Raises:
+            MissingDataError, ConflictError, DuplicateKeyError: nothing was changed.
+        """
+        check_unique(keys)
+        table = self._partitions.get(partition)
+        slots = existing_slots(table, partition, keys, None)
+        taken = np.flatnonzero(table.consumption.consumed(slots, task))
+        if taken.size:
+            raise ConflictError(
+                f"Row {keys[int(taken[0])]!r} of partition {partition!r} is consumed by task {task!r} already ({taken.size} of "
+                f"{len(keys)} rows are); list what is left and choose again."
+            )
+        self.waiters.consume(partition, table, slots, task)
+        return describe_rows(table, slots)
+
+    def give_back(self, partition: str, task: str, generations: Ints) -> Served:
+        """Mark rows of a caller that has left as not consumed; rows that were cleared are
+        ignored."""
+        table = self._partitions.find(partition)
+        if table is None:
+            return []
+        return self.waiters.unconsume(partition, table, table.find_generations(generations), [task])[1]
+
+    def reset_consumption(self, partition: str, task: str | None, keys: Sequence[str] | None) -> tuple[Ints, Served]:
+        """Mark rows as not consumed; returns generations of those that were, and callers that are
+        served."""
+        table = self._partitions.find(partition)
+        if table is None:
+            return np.zeros(0, np.int64), []
+        slots = table.slots() if keys is None else np.unique(table.find(keys)[0])
+        tasks = table.consumption.tasks if task is None else [task]
+        consumed, served = self.waiters.unconsume(partition, table, slots, tasks)
+        return table.generations(consumed), served
+
+    # -- compaction
+    def plan_compaction(self, block: Block) -> Measure:
+        """What to copy out of a sparse block."""
+        used: dict[str, Ints] = {}
+        table = self._partitions.get(block.partition)
+        for column in unpack_header(block.header).columns:
+            cells = table.columns.cells.get(column.name)
+            rows = cells.row[cells.block == block.ref.slot] if cells is not None else np.zeros(0, np.int32)
+            if rows.size:
+                used[column.name] = rows.astype(np.int64)
+        rows = np.unique(np.concatenate(list(used.values()))) if used else np.zeros(0, np.int64)
+        return Measure(block.ref.span, block.header, rows.astype("<i8").tobytes(), tuple(used))
+
+    def end_compaction(
+        self, block: Block, plan: Measure, copy: tuple[Span, bytes] | None, *, no_gain: bool = False
+    ) -> None:
+        """Move cells that are still in the block to the copy (its span and header), if there is
+        one."""
+        if copy is not None:
+            rows = np.frombuffer(plan.rows, "<i8")
+            made = self.blocks.add(*copy, block.partition, rows.size * len(plan.fields))
+            table = self._partitions.find(block.partition)
+            moved = table.columns.move(block.ref.slot, rows, made.ref.slot) if table is not None else 0
+            lost, made.full_cells = made.cells - moved, moved
+            self.blocks.drop_cells([(np.full(moved, block.ref.slot), 1), (np.full(lost, made.ref.slot), 1)])
+        elif no_gain:
+            block.full_cells = block.cells
+        self.blocks.end_compaction(block, failed=copy is None and not no_gain)

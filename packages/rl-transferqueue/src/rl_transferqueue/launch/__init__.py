@@ -1,0 +1,1 @@
+"""Starts and finds planes; entry points of the server processes and threads."""

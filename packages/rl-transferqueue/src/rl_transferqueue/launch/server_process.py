@@ -1,0 +1,92 @@
+"""Entry point of a server process: `python -m rl_transferqueue.launch.server_process CONFIG`.
+
+CONFIG is a `ServeConfig` as JSON. The process writes a `Ready` to the pipe `ready_fd` once it
+serves. It ends when its stdin is closed or its parent ends, and then removes the runtime directory,
+since a killed parent can't.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import shutil
+import sys
+from typing import TypeAlias
+
+import msgspec
+
+from rl_protocol.errors import PlaneLostError
+from rl_transferqueue.backends import BUILT_IN, Share
+from rl_transferqueue.controller.controller import Controller
+from rl_transferqueue.launch.server_specs import ControllerSpec, Ready, ServeConfig, UnitSpec
+from rl_transferqueue.storage.backend_unit import BackendUnit
+from rl_transferqueue.storage.storage_unit import StorageUnit
+from rl_transferqueue.transport.addresses import Endpoints, listen_address
+from rl_transferqueue.transport.plane_secret import load_key
+from rl_transferqueue.wire.process_liveness import open_pidfd, this_process
+
+log = logging.getLogger(__name__)
+
+
+Role: TypeAlias = Controller | StorageUnit | BackendUnit
+
+
+def main(arguments: list[str]) -> int:
+    """Serve until stdin is closed or the parent ends; returns the exit status."""
+    # A full collection would visit every row and find no garbage.
+    gc.set_threshold(50_000, 20, 1_000_000)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    config = msgspec.json.decode(arguments[0], type=ServeConfig)
+    role = build(config.spec)
+    try:
+        parent = open_pidfd(config.parent, "The parent")
+    except PlaneLostError:
+        log.warning("the parent was gone before this process was up")
+    else:
+        for fd in (sys.stdin.fileno(), parent):
+            role.reactor.watch(fd, role.reactor.stop)
+        endpoints = listen(role, config.spec.listen, config.spec.port)
+        role.when_ready(lambda: _say(config.ready_fd, ready(role, endpoints)))
+        log.info("serving %s", config.spec)
+        role.reactor.run()
+        os.close(parent)
+    role.close()
+    shutil.rmtree(config.runtime_dir, ignore_errors=True)
+    return 0
+
+
+def build(spec: UnitSpec | ControllerSpec) -> Role:
+    """The server, bound to its socket."""
+    if isinstance(spec, UnitSpec):
+        if spec.backend not in BUILT_IN:
+            share = Share(spec.plane, spec.index, spec.capacity, spec.backend_address)
+            return BackendUnit(spec.address, spec.backend, share)
+        return StorageUnit(spec.index, spec.address, spec.capacity, spec.segment)
+    return Controller(spec.address, spec.units, spec.unit_bytes, spec.segment, stored=spec.stored)
+
+
+def listen(role: Role, host: str, port: int) -> Endpoints:
+    """Have it serve clients of other hosts, too; without a host do nothing.
+
+    Raises:
+        ConfigError: the host needs a key.
+    """
+    if not host:
+        return Endpoints()
+    key = load_key()
+    return role.listen(listen_address(host, key).host, key, port)
+
+
+def ready(role: Role, endpoints: Endpoints) -> Ready:
+    """What clients need to know of it."""
+    return Ready(this_process(), *role.shared_memory, *endpoints)
+
+
+def _say(fd: int, what: Ready) -> None:
+    os.write(fd, msgspec.json.encode(what))
+    os.close(fd)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,59 @@
+"""Start parameters of server processes and threads, and what they report once they serve."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rl_transferqueue.wire.process_liveness import ProcessId
+
+
+class UnitSpec(msgspec.Struct, frozen=True, tag=True):
+    """Serve a storage unit; sizes in bytes."""
+
+    index: int
+    address: str
+    capacity: int
+    segment: int
+    plane: str
+    backend: str
+    backend_address: str
+    listen: str = ""
+    """Numeric address for clients of other hosts; empty: none."""
+    port: int = 0
+    """Port for bytes; 0: any free port."""
+
+
+class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
+    """Serve the controller; `unit_bytes` is the capacity of every unit."""
+
+    address: str
+    units: tuple[str, ...]
+    unit_bytes: int
+    segment: int
+    stored: bool
+    """Whether blocks are in a backend's stores."""
+    listen: str = ""
+    """Numeric address for clients of other hosts; empty: none."""
+    port: int = 0
+    """Port for control messages; the next one is for bytes. 0: any free ports."""
+
+
+class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The command-line argument of a server process."""
+
+    spec: UnitSpec | ControllerSpec
+    parent: ProcessId
+    ready_fd: int
+    runtime_dir: str
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """What a server reports once it serves."""
+
+    process: ProcessId
+    memory_fd: int
+    """What clients map: a unit's arena or the controller's epochs."""
+    memory_bytes: int
+    control: str = ""
+    """Endpoint for control messages from other hosts; empty: none."""
+    bulk: str = ""

@@ -1,0 +1,62 @@
+"""The backend `memory`: the servers of a plane as threads of this process.
+
+For tests and programs of a single process: there is no process to start or to kill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Sequence
+
+from rl_transferqueue.launch.server_specs import ControllerSpec, Ready, UnitSpec
+from rl_transferqueue.wire.process_liveness import add_lifeline, pop_lifeline
+
+_JOIN_S = 5.0
+_START_S = 5.0
+
+
+class ServerThreads:
+    """The servers of one plane. Lifecycle: running from the start until `close`."""
+
+    def __init__(self, plane: str, controller: ControllerSpec, units: Sequence[UnitSpec]) -> None:
+        self._plane = plane
+        self._threads: list[threading.Thread] = []
+        ended, self._alive = os.pipe()
+        add_lifeline(plane, ended)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            told = [self._start(spec, ended) for spec in (controller, *units)]
+            self.ready = [said.get(timeout=_START_S) for said in told]
+            """What each server reports."""
+            undo.pop_all()
+
+    def close(self) -> None:
+        """End all servers; safe to call twice."""
+        ended = pop_lifeline(self._plane)
+        if ended is not None:
+            os.close(self._alive)
+            for thread in self._threads:
+                thread.join(_JOIN_S)
+            os.close(ended)
+
+    def _start(self, spec: ControllerSpec | UnitSpec, ended: int) -> queue.SimpleQueue[Ready]:
+        from rl_transferqueue.launch.server_process import build, listen, ready
+
+        role = build(spec)
+        endpoints = listen(role, spec.listen, spec.port)
+        said: queue.SimpleQueue[Ready] = queue.SimpleQueue()
+
+        def serve() -> None:
+            role.reactor.watch(ended, role.reactor.stop)
+            role.when_ready(lambda: said.put(ready(role, endpoints)))
+            role.reactor.run()
+            role.close()
+            os.close(role.shared_memory[0])
+
+        thread = threading.Thread(target=serve, name=f"rl-transferqueue-{spec.address}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        return said

@@ -1,0 +1,1 @@
+"""Status, metrics and the command `rl-tq`."""

@@ -1,0 +1,1 @@
+"""The storage unit processes, which hold the bytes."""

@@ -1,0 +1,115 @@
+"""A storage unit with an arena: touches memory ahead of need and copies sparse blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from rl_protocol.errors import WireError
+from rl_protocol.wire import plan, plan_rows, read_payload, write_payload
+from rl_transferqueue.memory.arena import Arena
+from rl_transferqueue.transport.addresses import Endpoints, endpoint
+from rl_transferqueue.transport.bulk_server import BulkServer
+from rl_transferqueue.transport.control_server import Caller, Server
+from rl_transferqueue.transport.plane_secret import PlaneKey
+from rl_transferqueue.transport.reactor import Reactor
+from rl_transferqueue.wire.arrays import Ints
+from rl_transferqueue.wire.header_cache import unpack_header
+from rl_transferqueue.wire.messages import CONTROLLER, Copy, Done, Fence, Measure, Measured, Populate
+from rl_transferqueue.wire.spans import Span
+
+
+class StorageUnit:
+    """State and handlers of one unit. It holds bytes; the controller knows to whom they belong."""
+
+    def __init__(self, index: int, address: str, capacity: int, segment: int) -> None:
+        self.reactor = Reactor(idle=self._populate)
+        self.arena = Arena(capacity)
+        self._index = index
+        self._segment = segment
+        self._populated = 0
+        self._wanted = segment
+        self._bulk: BulkServer | None = None
+        self.server = Server(
+            self.reactor,
+            address,
+            {
+                Fence: self._fence,
+                Populate: self._want,
+                Measure: self._measure,
+                Copy: self._copy,
+            },
+        )
+
+    @property
+    def shared_memory(self) -> tuple[int, int]:
+        """File descriptor and bytes of what clients map."""
+        return self.arena.fd, len(self.arena.memory)
+
+    def listen(self, host: str, key: PlaneKey, port: int = 0) -> Endpoints:
+        """Also serve clients of other hosts; port 0: any free port."""
+        self._bulk = BulkServer(self.reactor, host, key, memoryview(self.arena.memory), port)
+        return Endpoints(bulk=endpoint(host, self._bulk.port))
+
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        """Call back at once: the unit is ready."""
+        callback()
+
+    def close(self) -> None:
+        """Close the sockets; the arena ends with the process."""
+        self.server.close()
+        if self._bulk is not None:
+            self._bulk.close()
+
+    def _fence(self, caller: Caller, message: Fence) -> Done:
+        _check_controller(caller)
+        if self._bulk is not None:
+            self._bulk.fence(message)
+        return Done()
+
+    def _want(self, caller: Caller, message: Populate) -> None:
+        _check_controller(caller)
+        self._wanted = max(self._wanted, min(message.stop, len(self.arena.memory)))
+
+    def _measure(self, caller: Caller, message: Measure) -> Measured:
+        _check_controller(caller)
+        header = unpack_header(message.header)
+        batch = read_payload(header, self._memory(message.source)[: header.payload], message.fields)
+        wanted = plan_rows(batch, _rows(message.rows))
+        return Measured(msgspec.msgpack.encode(wanted), wanted.payload)
+
+    def _copy(self, caller: Caller, message: Copy) -> Done:
+        _check_controller(caller)
+        header = unpack_header(message.header)
+        batch = read_payload(header, self._memory(message.source)[: header.payload], message.fields)
+        chosen = batch.select_rows(_rows(message.rows))
+        wanted = plan(chosen)
+        write_payload(chosen, wanted, self._memory(message.target)[: wanted.payload])
+        return Done()
+
+    def _memory(self, span: Span) -> memoryview:
+        if span.unit != self._index or span.offset + span.nbytes > len(self.arena.memory):
+            raise WireError(f"{span} is not in storage unit {self._index} of {len(self.arena.memory)} bytes.")
+        return memoryview(self.arena.memory)[span.offset : span.offset + span.nbytes]
+
+    def _populate(self) -> bool:
+        """Touch the next segment if it is wanted; True: there may be more to do."""
+        if self._populated >= min(self._wanted, len(self.arena.memory)):
+            return False
+        size = min(self._segment, len(self.arena.memory) - self._populated)
+        if not self.arena.populate(self._populated, size):
+            self._populated = len(self.arena.memory)
+            return False
+        self._populated += size
+        return True
+
+
+def _rows(packed: bytes) -> Ints:
+    return np.frombuffer(packed, "<i8")
+
+
+def _check_controller(caller: Caller) -> None:
+    if caller.session != CONTROLLER:
+        raise WireError("Only the controller may say this to a storage unit.")

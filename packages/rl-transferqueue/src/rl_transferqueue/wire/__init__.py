@@ -1,0 +1,1 @@
+"""What the processes of a plane exchange: messages, descriptors, spans and tags."""

@@ -1,0 +1,90 @@
+"""Process identities (pid and start time), and descriptors that show when a process has ended."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from rl_protocol.errors import PlaneLostError
+
+_lifelines: dict[str, int] = {}
+"""Plane whose servers are threads of this process -> read end of a pipe that ends with it."""
+
+
+class ProcessId(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A process of this host; a later process with the same pid is not equal to it."""
+
+    pid: int
+    start: int
+    """Start time in clock ticks after boot."""
+
+
+def _start_of(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, *rest = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(rest[18])
+
+
+def this_process() -> ProcessId:
+    """The calling process."""
+    start = _start_of(os.getpid())
+    assert start is not None
+    return ProcessId(os.getpid(), start)
+
+
+def identify(pid: int) -> ProcessId:
+    """The running process with that pid.
+
+    Raises:
+        PlaneLostError: no process with that pid runs.
+    """
+    start = _start_of(pid)
+    if start is None:
+        raise PlaneLostError(f"Process {pid} does not run any more.")
+    return ProcessId(pid, start)
+
+
+def open_pidfd(process: ProcessId, what: str) -> int:
+    """A file descriptor that becomes readable when the process ends; the caller closes it.
+
+    Raises:
+        PlaneLostError: the process is gone, or lives in another pid namespace.
+    """
+    gone = f"{what} (pid {process.pid}) does not run on this host, or not in this pid namespace."
+    try:
+        fd = os.pidfd_open(process.pid)
+    except (ProcessLookupError, OverflowError, OSError) as error:
+        raise PlaneLostError(f"{gone} {error}") from error
+    if _start_of(process.pid) != process.start:
+        os.close(fd)
+        raise PlaneLostError(gone)
+    return fd
+
+
+def add_lifeline(plane: str, fd: int) -> None:
+    """Register a plane whose servers are threads of this process; `fd` becomes readable when they
+    end."""
+    _lifelines[plane] = fd
+
+
+def pop_lifeline(plane: str) -> int | None:
+    """Remove the plane; returns its descriptor, or None if it was removed before."""
+    return _lifelines.pop(plane, None)
+
+
+def lifeline(plane: str) -> int:
+    """A file descriptor that becomes readable when the plane ends; the caller closes it.
+
+    Raises:
+        PlaneLostError: the plane has ended, or runs in another process.
+    """
+    if plane not in _lifelines:
+        raise PlaneLostError(
+            "The data plane has ended, or lives in the memory of another process (transfer_queue.backend=memory)."
+        )
+    return os.dup(_lifelines[plane])

@@ -1,0 +1,113 @@
+"""Storage units are killed during a run.
+
+If one is left, the run generates the lost rows again; if none is left, it ends with an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from rl_transferqueue import connect
+from rl_transferqueue.client.deadline import deadline_after
+from rl_transferqueue.launch.find_plane import running_planes
+
+from .conftest import marked, started
+
+STEPS = 6
+REWARD = """
+import time
+from pathlib import Path
+
+FOLDER = Path({folder!r})
+
+def after_the_first_step():
+    metrics = FOLDER / "run" / "metrics.jsonl"
+    return metrics.exists() and len(metrics.read_text().splitlines()) >= 2
+
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    deadline = time.monotonic() + 120
+    while after_the_first_step() and not (FOLDER / "released").exists() and time.monotonic() < deadline:
+        (FOLDER / "held").touch()
+        time.sleep(0.02)
+    return float(solution_str.strip() == ground_truth)
+"""
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def held_run(tmp_path, base_model, mark, monkeypatch):
+    """Yield a run that waits for rewards with rows in its data plane, the plane, and a folder."""
+    monkeypatch.setenv("RL_REWARD_PATH", str(tmp_path))
+    (tmp_path / "reward.py").write_text(REWARD.format(folder=str(tmp_path)))
+    run = started(
+        mark,
+        tmp_path / "run",
+        f"model.path={base_model}",
+        f"reward.function={tmp_path}/reward.py:score",
+        "reward.timeout_s=200",
+        f"trainer.total_training_steps={STEPS}",
+        "transfer_queue.num_storage_units=2",
+        "data.val_size=16",
+        "data.train_batch_size=8",
+        "actor.ppo_mini_batch_size=8",
+        "rollout.num_workers=1",
+        "actor.use_kl_loss=false",
+        lines=2,
+    )
+    try:
+        until((tmp_path / "held").exists, "a step waits for its rewards")
+        pids = {process.pid for process in marked(mark)}
+        (plane,) = [found for found in running_planes().values() if found.controller.process.pid in pids]
+        yield run, plane, tmp_path
+    finally:
+        run.kill()
+
+
+async def units_with_rows(descriptor) -> set[int]:
+    async with await connect(descriptor) as client:
+        keys = (await client.list_rows("train", fields=["responses"])).keys
+        query = ("train", keys, ("responses",), (0,) * len(keys))
+        place = await client._reader._locate(query, deadline_after(60))
+        return {block.span.unit for block in place.located.blocks}
+
+
+@pytest.mark.slow
+def test_a_run_survives_the_loss_of_one_of_two_units(held_run):
+    run, plane, folder = held_run
+    unit = min(asyncio.run(units_with_rows(plane)))
+    os.kill(plane.units[unit].process.pid, signal.SIGKILL)
+    (folder / "released").touch()
+    out, err = run.communicate(timeout=300)
+    assert run.returncode == 0, (out, err)
+    said = [line for line in out.splitlines() if "a storage unit of the data plane died with rows of step" in line]
+    assert len(said) == 1, out
+    assert said[0].endswith("they are generated again, attempt 2 of 4")
+    metrics = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [m["training/global_step"] for m in metrics[1:]] == list(range(1, STEPS + 1))
+    assert [m["weight_sync/version"] for m in metrics[1:]] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_a_run_without_storage_units_ends_and_says_so(held_run):
+    run, plane, folder = held_run
+    for unit in plane.units:
+        os.kill(unit.process.pid, signal.SIGKILL)
+    (folder / "released").touch()
+    out, err = run.communicate(timeout=300)
+    assert run.returncode == 1, (out, err)
+    assert err.startswith("the run failed: ")
+    assert "storage unit" in err
+    assert "Traceback" not in err + out

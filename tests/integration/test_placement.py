@@ -1,0 +1,43 @@
+"""Roles in one process and in a process each learn the same, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from .conftest import processes_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+PINNED = ("trainer.threads_per_worker=1", "actor.use_kl_loss=true", "actor.optim.lr=1e-3", "rollout.num_workers=1")
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize(
+    ("placement", "process"),
+    [("fused", "actor_ref_{}rollout"), ("actor+ref", "actor_ref")],
+)
+def test_roles_in_one_process_learn_what_separate_ones_do(app, algorithm, placement, process):
+    weights = {}
+    for chosen in ("separate", placement):
+        done = app(f"algorithm={algorithm}", f"placement={chosen}", f"trainer.run_name={chosen}", *PINNED)
+        assert done.code == 0, done.err
+        folder = done.folder.parent / chosen
+        weights[chosen] = load_file(folder / "checkpoint" / "model.safetensors")
+    name = process.format("critic_" if algorithm == "ppo" else "")
+    assert len(processes_of(folder, name)) == 1
+    assert not (folder / "logs" / "actor.log").exists()
+    apart, together = weights.values()
+    assert apart.keys() == together.keys()
+    for key, value in apart.items():
+        np.testing.assert_array_equal(together[key], value, err_msg=key)
+
+
+def test_the_rollout_in_the_actors_process_gets_every_version(app):
+    done = app("placement=fused", "trainer.total_training_steps=3")
+    assert done.code == 0, done.err
+    steps = done.metrics[-3:]
+    assert [step["weight_sync/version"] for step in steps] == [1, 2, 3]
+    assert [step["weight_sync/receivers"] for step in steps] == [1, 1, 1]
+    assert [step["training/policy_lag"] for step in steps] == [0, 0, 0]
+    assert max(step["training/rollout_log_probs_diff_max"] for step in steps) < 1e-4

@@ -1,0 +1,58 @@
+"""Point-to-point and group engines in the real app.
+
+Versions increase, all replicas get them, and they generate with the weights that were trained.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+PARAMETERS = 333_184
+FULL = 4 * PARAMETERS
+"""Bytes of all tensors of the demo model in float32."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["tcp", "gloo"])
+def test_an_engine_carries_the_weights_of_a_run(app, engine):
+    done = app(
+        f"checkpoint_engine.backend={engine}",
+        "trainer.total_training_steps=3",
+        "actor.optim.lr=1e-3",
+        "rollout.num_workers=2",
+    )
+    assert done.code == 0, done.err
+    trained = done.metrics[1:]
+    assert [m["weight_sync/version"] for m in trained] == [1, 2, 3]
+    assert [(m["weight_sync/receivers"], m["weight_sync/quarantined"]) for m in trained] == [(2, 0)] * 3
+    assert [m["training/policy_lag"] for m in trained] == [0, 0, 0]
+    assert all(m["weight_sync/bytes"] == FULL for m in trained)
+    assert all(m["weight_sync/receive_seconds"] > 0 for m in trained)
+    # Steps 2 and 3 generate with trained weights, so a failed sync would give other log-probs.
+    assert max(m["training/rollout_log_probs_diff_max"] for m in trained) < 1e-4
+    assert all(m["actor/grad_norm"] > 0 for m in trained)
+    assert max(m["perf/driver_bytes"] for m in trained) < 256 * 1024
+    assert engine in done.out
+
+
+@pytest.mark.slow
+def test_changes_alone_carry_a_run_in_bfloat16(app):
+    """The trainer keeps float32, so a small step changes few weights after rounding to bfloat16."""
+    done = app(
+        "checkpoint_engine.backend=delta-shm",
+        "rollout.dtype=bfloat16",
+        "actor.optim.lr=1e-6",
+        "trainer.total_training_steps=3",
+    )
+    assert done.code == 0, done.err
+    first, *later = done.metrics[1:]
+    assert [m["weight_sync/version"] for m in (first, *later)] == [1, 2, 3]
+    assert first["weight_sync/changed_share"] == 1
+    assert first["weight_sync/delta_bytes"] == first["weight_sync/bytes"] == 2 * PARAMETERS
+    for step in later:
+        assert 0 < step["weight_sync/changed_share"] < 0.2
+        gaps_and_values = step["weight_sync/changed_share"] * PARAMETERS * 4
+        assert step["weight_sync/delta_bytes"] <= 1.2 * gaps_and_values
+        # The rounding error of bfloat16 in a log-prob: larger than that of float32, smaller than
+        # the difference to another policy.
+        assert 1e-4 < step["training/rollout_log_probs_diff_max"] < 0.5

@@ -1,0 +1,48 @@
+"""The banner shows the resolved preset, task, workers, engine, device and adapter."""
+
+from __future__ import annotations
+
+import pytest
+
+from rl_app_ppo.api.banner import described
+from rl_app_ppo.config.loading import load_config
+from rl_app_ppo.config.presets import presets
+
+DATA = ("data.train_files=a.jsonl", "data.val_files=b.jsonl", "model.path=/models/m")
+
+
+def test_the_banner_of_the_demo_says_preset_task_and_how_answers_are_written():
+    said = described(load_config())
+    assert said["preset"] == f"demo: {presets()['demo']}"
+    assert "answers written units first (37+45= is answered by 280, that is 082)" in said["task"]
+    assert said["actor"] == "lr 0.0004, warm-up of 16 updates, mini-batches of 16 prompts, clip 0.2 / 0.28"
+    assert said["trained"] == "all weights, by torch on cpu in float32"
+    assert "at most 4 tokens per response" in said["rollout"]
+    assert said["workers"] == "2 rollout, reward, actor, reference; Ray (local)"
+    assert said["data plane"] == "rl-transferqueue, 2 storage units, shared memory"
+    assert "critic" not in said
+    assert "calculator" in described(load_config(["preset=demo-calculator"]))["task"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "workers"),
+    [
+        (["actor.use_kl_loss=false"], "2 rollout, reward, actor; "),
+        (["lora.rank=8"], "2 rollout, reward, actor, reference (the actor without its adapter); "),
+        (["algorithm=ppo"], "2 rollout, reward, actor, reference, critic; "),
+        (["algorithm=ppo", *DATA], "2 rollout, reward, actor, critic; "),
+        (["model_engine=fsdp", "fsdp.world_size=2"], "2 rollout, reward, actor x 2, reference x 2; "),
+    ],
+)
+def test_the_banner_names_the_workers_there_are(overrides, workers):
+    assert described(load_config(overrides))["workers"] == f"{workers}Ray (local)"
+
+
+def test_the_banner_names_engine_device_adapter_and_dtype():
+    fsdp = load_config(["model_engine=fsdp", "fsdp.device=cpu", "fsdp.param_dtype=bfloat16", "lora.rank=8", *DATA])
+    said = described(fsdp)
+    assert said["trained"] == f"LoRA of rank 8, alpha {fsdp.lora.alpha:g}, on all-linear, by fsdp on cpu in bfloat16"
+    assert said["preset"] == "none: the defaults of the algorithm"
+    assert said["task"] == "a.jsonl, validated with b.jsonl, prompts of at most 512 tokens"
+    assert said["model"] == "/models/m"
+    assert "OFF" in described(load_config(["checkpoint_engine.enabled=false"]))["weights"]

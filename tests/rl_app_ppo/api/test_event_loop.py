@@ -1,0 +1,105 @@
+"""A coroutine runs from a script, from a thread and inside a running event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import traceback
+from concurrent.futures import Future
+
+import pytest
+
+from rl_app_ppo.api.event_loop import run_interruptibly
+
+
+async def double(value: int) -> int:
+    await asyncio.sleep(0)
+    return 2 * value
+
+
+def main_thread_waits() -> bool:
+    """Whether the main thread waits for the result of a future."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return any(one.f_code is Future.result.__code__ for one, _ in traceback.walk_stack(frame))
+
+
+async def interrupted(cleaned_up: list[str]) -> None:
+    """Send Ctrl-C to this process once the coroutine and the main thread wait."""
+    while threading.current_thread() is not threading.main_thread() and not main_thread_waits():  # noqa: ASYNC110 - no event tells
+        await asyncio.sleep(0.01)
+    asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGINT)
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        await asyncio.sleep(0)
+        cleaned_up.append(threading.current_thread().name)
+        raise
+
+
+def test_it_returns_the_result():
+    assert run_interruptibly(double(3)) == 6
+
+
+def test_it_works_in_another_thread():
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(run_interruptibly(double(3))))
+    thread.start()
+    thread.join(60)
+    assert results == [6]
+
+
+def test_it_works_inside_a_running_event_loop():
+    async def cell() -> int:
+        return run_interruptibly(double(3))
+
+    assert asyncio.run(cell()) == 6
+
+
+def test_errors_pass():
+    async def fail() -> None:
+        raise ValueError("no")
+
+    async def cell() -> None:
+        run_interruptibly(fail())
+
+    with pytest.raises(ValueError, match="no"):
+        run_interruptibly(fail())
+    with pytest.raises(ValueError, match="no"):
+        asyncio.run(cell())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_handlers_of_the_process_are_restored(number: signal.Signals):
+    def mine(number: int, frame: object) -> None: ...
+
+    before = signal.signal(number, mine)
+    try:
+        run_interruptibly(double(3))
+        assert signal.getsignal(number) is mine
+    finally:
+        signal.signal(number, before)
+
+
+def test_ctrl_c_cancels_the_coroutine_and_waits_for_its_clean_up():
+    cleaned_up: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        run_interruptibly(interrupted(cleaned_up))
+    assert cleaned_up == [threading.current_thread().name]
+
+
+def test_ctrl_c_in_a_notebook_cancels_the_coroutine_and_waits_for_its_clean_up():
+    cleaned_up: list[str] = []
+
+    def cell() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            run_interruptibly(interrupted(cleaned_up))
+
+    loop = asyncio.new_event_loop()  # asyncio.run would handle Ctrl-C itself; the loop of a notebook does not
+    loop.call_soon(cell)
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+    loop.close()
+    assert [name.startswith("rl-app-ppo") for name in cleaned_up] == [True]

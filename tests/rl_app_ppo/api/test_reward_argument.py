@@ -1,0 +1,81 @@
+"""Reward functions get names that the reward processes understand."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import pytest
+
+from rl_app_ppo.api.reward_argument import check_rewards, reward_function, reward_variables
+from rl_protocol import ConfigError
+from rl_trainer.rewards.functions import exact_match
+from rl_trainer.rewards.loading import ALLOWED_FOLDERS, check_reward, load_reward
+
+
+def test_a_name_stays_as_it_is():
+    modules = check_rewards("0.5*math,0.5*gsm8k", None)
+    assert reward_function("0.5*math,0.5*gsm8k", None, modules.written(None)) == "0.5*math,0.5*gsm8k"
+    assert reward_variables({}) == {}
+
+
+def test_a_function_is_loaded_from_its_own_folder_which_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(ALLOWED_FOLDERS, "/operators")
+    files = check_rewards(exact_match, None).written(tmp_path)
+    name = reward_function(exact_match, None, files)
+    allowed = reward_variables(files)
+    folder = files["exact_match"].parent
+    assert name == f"{folder}/exact_match.py:exact_match"
+    assert allowed == {ALLOWED_FOLDERS: f"/operators{os.pathsep}{folder}"}
+    check_reward(name, allowed)
+    assert load_reward(name, allowed)("sums", "1", "1") == {"score": 1.0, "acc": 1.0}
+
+
+def test_functions_and_names_are_added_up_with_their_weights(tmp_path: Path):
+    rewards = [exact_match, "math"]
+    files = check_rewards(rewards, [0.75, 0.25]).written(tmp_path)
+    file = files["exact_match"]
+    assert reward_function(rewards, [0.75, 0.25], files) == f"0.75*{file}:exact_match,0.25*math"
+    assert reward_function(rewards, None, files) == f"{file}:exact_match,math"
+
+
+def test_a_file_that_was_changed_is_written_again(tmp_path: Path):
+    (file,) = check_rewards(exact_match, None).written(tmp_path).values()
+    before = file.read_text()
+    file.write_text("import os")
+    assert check_rewards(exact_match, None).written(tmp_path) == {"exact_match": file}
+    assert file.read_text() == before
+
+
+def few(solution_str):
+    return 0.0
+
+
+def twice(data_source, solution_str, ground_truth, extra_info):
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "weights", "words"),
+    [
+        ([], None, "reward is empty"),
+        (3, None, r"reward \(reward\.function\) must be .*\(int\)"),
+        (functools.partial(twice), None, r"must be a name, a function written with `def`.*\(partial\)"),
+        (
+            few,
+            None,
+            r"reward 'few' is called as few\(data_source, solution_str, ground_truth, extra_info\), which fails",
+        ),
+        ([twice, twice], None, "two functions are named 'twice'"),
+        ("math", [0.5, 0.5], r"reward_weights must have one weight per reward \(1\); got 2"),
+    ],
+)
+def test_a_wrong_reward_is_refused(reward, weights, words):
+    with pytest.raises(ConfigError, match=words):
+        check_rewards(reward, weights)
+
+
+def test_a_cache_whose_name_would_split_the_reward_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"model\.cache_dir must have no comma"):
+        check_rewards(exact_match, None).written(tmp_path / "a,b")

@@ -1,0 +1,114 @@
+"""`train()` turns its arguments into the configuration of the command line, or refuses them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_app_ppo import train
+from rl_app_ppo.cluster import ray_session
+from rl_app_ppo.config.loading import load_config
+from rl_protocol import ConfigError
+from rl_trainer.rewards.functions import exact_match
+
+ROWS = [{"prompt": "1+2=", "data_source": "sums", "reward_model": {"ground_truth": "3"}}] * 64
+HOME = "model.cache_dir"
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The arguments of every run that would start; other tests may have imported Ray."""
+    runs: list[object] = []
+    module = sys.modules["rl_app_ppo.api.train"]
+    monkeypatch.setattr(ray_session, "check_ray_is_free", lambda config: None)
+    monkeypatch.setattr(module, "launch", lambda *arguments: runs.append(arguments))
+    return runs
+
+
+def test_without_arguments_it_is_the_demo(launched):
+    train()
+    ((config, _, console, variables),) = launched
+    assert config == load_config()
+    assert not console.quiet
+    assert variables == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        (["algorithm=ppo", "rollout.n=4", "trainer.logger=[console,wandb]"], {}),
+        ({"algorithm": "ppo", "rollout.n": 4, "trainer": {"logger": ["console", "wandb"]}}, {}),
+        ((), {"algorithm": "ppo", "rollout": {"n": 4}, "trainer": {"logger": "console,wandb"}}),
+        ({"algorithm": "ppo", "rollout": {"n": 8}}, {"rollout.n": 4, "trainer": {"logger": ("console", "wandb")}}),
+    ],
+)
+def test_settings_have_the_spelling_of_the_command_line(launched, options, settings):
+    train(options=options, **settings)
+    assert launched[0][0] == load_config(["algorithm=ppo", "rollout.n=4", "trainer.logger=console,wandb"])
+
+
+def test_objects_become_paths_in_the_cache(launched, tmp_path: Path):
+    train("my-model", ROWS, exact_match, val_dataset=ROWS[:3], options={HOME: tmp_path}, quiet=True)
+    ((config, _, console, variables),) = launched
+    assert console.quiet
+    assert config.model.path == "my-model"
+    assert config.preset == ("none",)
+    for (file,), lines in ((config.data.train_files, 64), (config.data.val_files, 3)):
+        assert Path(file).is_relative_to(tmp_path)
+        assert len(Path(file).read_text().splitlines()) == lines
+    assert variables["RL_REWARD_PATH"].endswith(str(Path(config.reward.function.partition(":")[0]).parent))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"options": {"rolout.n": 4}}, "Unknown key 'rolout.n'. Did you mean 'rollout.n'"),
+        ({"options": ["rollout.n"]}, "Not an override: 'rollout.n'"),
+        ({"options": "rollout.n=4"}, "options must be a dict, or a list"),
+        ({"rollout": {"n": "many"}}, "rollout.n must be of type int; got 'many'"),
+        ({"rollout": {"n": None}}, "rollout.n must be of type int; got None"),
+        ({"rollout": 3}, "rollout is a group of settings"),
+        ({"data.train_batch_size": -8}, "data.train_batch_size must be at least 1"),
+        ({"train_dataset": [3]}, r"train_dataset\[0\] must be a row"),
+        ({"reward_weights": [1.0]}, "reward_weights has no effect without reward"),
+        (
+            {"model": "a", "options": {"model.path": "b"}},
+            "model.path is set twice: by an argument of .*, and in options",
+        ),
+        ({"train_dataset": ROWS, "data": {"train_files": "b"}}, "data.train_files is set twice"),
+        ({"train_dataset": ROWS, "preset": "demo"}, "preset=demo .*data.train_files='train_dataset'"),
+        ({"reward": lambda *_: 1.0}, "it is a lambda"),
+    ],
+)
+def test_wrong_input_is_refused_before_anything_is_written(launched, tmp_path: Path, arguments, words):
+    given = {"options": {HOME: str(tmp_path / "cache")}} if "train_dataset" in arguments else {}
+    with pytest.raises(ConfigError, match=words):
+        train(**(given | arguments))
+    assert launched == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_importing_does_nothing():
+    program = (
+        "import os, signal, sys, threading\nbefore = dict(os.environ), signal.getsignal(signal.SIGTERM)\n"
+        "import rl_app_ppo\nassert callable(rl_app_ppo.train)\n"
+        "assert (dict(os.environ), signal.getsignal(signal.SIGTERM)) == before\n"
+        "assert threading.active_count() == 1\n"
+        "print([name for name in ('torch', 'ray', 'transformers', 'datasets', 'pyarrow', 'vllm') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=os.environ)
+    assert done.stdout.strip() == "[]"
+
+
+def test_ray_that_runs_in_this_process_is_refused(launched, monkeypatch: pytest.MonkeyPatch):
+    def refuse(config: object) -> None:
+        raise ConfigError("Ray runs already")
+
+    monkeypatch.setattr(ray_session, "check_ray_is_free", refuse)
+    with pytest.raises(ConfigError, match="Ray runs already"):
+        train()
+    assert launched == []

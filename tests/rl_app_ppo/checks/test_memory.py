@@ -1,0 +1,75 @@
+"""The data plane's memory and address are checked before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from rl_app_ppo.checks.memory import check_plane_size, step_bytes
+from rl_app_ppo.cli.main import main
+from rl_app_ppo.config.loading import load_config
+from rl_protocol import ConfigError
+from rl_trainer import build_graph
+
+ROLLOUT = 8 + 1 + 4
+"""Bytes per token: responses, response_mask, rollout_log_probs."""
+OLD, ADV, REF = 4 + 4, 4 + 4, 4
+"""Bytes per token: old_log_probs and entropy; advantages and returns; ref_log_prob."""
+
+
+def bytes_of(*overrides, longest=5, validation_rows=0):
+    small = ("data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "rollout.n=3", "rollout.response_length=10")
+    config = load_config([*small, "rollout.num_workers=1", *overrides])
+    return step_bytes(config, build_graph(config.algorithm, config.actor), longest, validation_rows)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "per_prompt"),
+    [
+        (["actor.use_kl_loss=false"], 10 * 3 * (ROLLOUT + OLD + ADV) + 5 * 8),
+        (["actor.use_kl_loss=true"], 10 * 3 * (ROLLOUT + OLD + ADV + REF) + 5 * 8),
+        (["actor.use_kl_loss=false", "algorithm.adv_estimator=remax"], 10 * (3 * (ROLLOUT + OLD + ADV) + ROLLOUT) + 5 * 8),
+        (
+            ["actor.use_kl_loss=false", "algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=2"],
+            10 * (2 * 3 * ROLLOUT + 3 * (OLD + ADV)) + 2 * 5 * 8,
+        ),
+    ],
+)  # fmt: skip
+def test_bytes_of_a_step_by_hand(overrides, per_prompt):
+    assert bytes_of(*overrides) == 2 * per_prompt
+
+
+def test_a_validation_set_that_is_larger_than_a_step_counts(tmp_path):
+    assert bytes_of("rollout.val_kwargs.n=4", validation_rows=1000) == 1000 * (4 * 10 * ROLLOUT + 5 * 8)
+
+
+def test_the_least_capacity_is_named_and_is_enough():
+    config = load_config(["transfer_queue.capacity_mb=10"])
+    check_plane_size(config, 9 << 20)
+    with pytest.raises(
+        ConfigError,
+        match=r"transfer_queue\.capacity_mb=10 is too small: .* Set transfer_queue\.capacity_mb=22 ",
+    ):
+        check_plane_size(config, 20 << 20)
+    check_plane_size(load_config(["transfer_queue.capacity_mb=22"]), 20 << 20)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("transfer_queue.capacity_mb=2", ["transfer_queue.capacity_mb=2 is too small", "rollout.response_length"]),
+        ("transfer_queue.listen=10.77.0.1:5600", ["transfer_queue.listen='10.77.0.1:5600'", "RL_TQ_KEY_FILE"]),
+        ("transfer_queue.listen=127.0.0.1:99999", ["transfer_queue.listen", "port in 1..65535", "host:port"]),
+        ("transfer_queue.backend=simpel", ["transfer_queue.backend", "Did you mean 'simple'?"]),
+    ],
+)
+def test_each_ends_with_exit_code_2_and_leaves_nothing(tmp_path, monkeypatch, capsys, override, words):
+    for name in ("RL_TQ_KEY", "RL_TQ_KEY_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    large = ("data.train_batch_size=512", "rollout.n=32") if "capacity" in override else ()
+    assert main([override, *large, f"trainer.output_dir={tmp_path / 'outputs'}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    for word in words:
+        assert word in error
+    assert not (tmp_path / "outputs").exists()

@@ -1,0 +1,78 @@
+"""Settings that a vision model can't be combined with are refused before a process starts."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+
+import pytest
+from PIL import Image
+
+from rl_app_ppo.checks.preflight import preflight
+from rl_app_ppo.config.loading import load_config
+from rl_ckpt_engine import PluginPolicy
+from rl_protocol import ConfigError
+from rl_protocol.rl_columns import IMAGE_COLUMNS
+
+
+@pytest.fixture(scope="module")
+def overrides(make_vision_model, tmp_path_factory):
+    folder, file = tmp_path_factory.mktemp("data"), io.BytesIO()
+    Image.new("RGB", (16, 16)).save(file, "PNG")
+    row = {
+        "prompt": [{"role": "user", "content": "<image>"}],
+        "data_source": "d",
+        "reward_model": {"ground_truth": "a"},
+        "images": ["data:image/png;base64," + base64.b64encode(file.getvalue()).decode()],
+    }
+    (folder / "a.jsonl").write_text(json.dumps(row) + "\n")
+    return (
+        f"model.path={make_vision_model()}",
+        f"data.train_files={folder / 'a.jsonl'}",
+        f"data.val_files={folder / 'a.jsonl'}",
+        f"model.cache_dir={folder}",
+        "rollout.response_length=4",
+    )
+
+
+def check(*overrides):
+    return preflight(load_config(list(overrides)), PluginPolicy())
+
+
+def test_only_the_models_of_a_step_read_pixels(overrides):
+    graph = check(*overrides)
+    seeing = {stage.name for stage in graph.stages if set(IMAGE_COLUMNS) <= set(stage.reads)}
+    assert seeing == {"old_log_prob", "ref", "update_actor"}
+    assert {name for stage in graph.stages for name in stage.reads} & set(IMAGE_COLUMNS) == set(IMAGE_COLUMNS)
+    assert set(IMAGE_COLUMNS) <= set(graph["rollout"].writes)
+    assert "reward" not in seeing
+    both = check(*overrides, "algorithm=ppo", "data.train_batch_size=64")
+    assert all(set(IMAGE_COLUMNS) <= set(both[name].reads) for name in ("values", "update_critic"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("rollout.name=vllm", "rollout.name must be hf; got vllm"),
+        ("model_engine=fsdp", "model_engine must be torch; got fsdp"),
+        ("lora.rank=4", "lora.rank must be 0; got 4"),
+        ("actor.use_remove_padding=true", "actor.use_remove_padding must be False; got True"),
+    ],
+)
+def test_what_it_is_not_combined_with(overrides, setting, message):
+    with pytest.raises(ConfigError, match=rf"sees images, for which {message}"):
+        check(*overrides, setting)
+
+
+def test_a_reward_model_would_not_see_them(overrides, tmp_path, monkeypatch):
+    (tmp_path / "judge.toml").write_text('kind = "model"\npath = "' + str(tmp_path) + '"\n')
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setenv("RL_REWARD_PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"sees images, which the reward model .*judge\.toml would not"):
+        check(*overrides, f"reward.function={tmp_path / 'judge.toml'}")
+
+
+def test_the_context_is_that_of_the_part_that_reads_text(overrides):
+    with pytest.raises(ConfigError, match="do not fit the model's context of 128"):
+        check(*overrides, "rollout.response_length=124")

@@ -1,0 +1,65 @@
+"""Reward description files: the checks before a run, and those when the scorer is opened."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from rl_app_ppo.checks.preflight import preflight
+from rl_app_ppo.checks.rewards import check_rewards
+from rl_app_ppo.config.loading import load_config
+from rl_app_ppo.worker.rewards import open_scorer
+from rl_ckpt_engine import PluginPolicy
+from rl_protocol import ConfigError
+
+
+def folder(path, words):
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    vocabulary = {word: i for i, word in enumerate(words)}
+    Tokenizer(models.WordLevel(vocabulary, unk_token=words[0])).save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture
+def described(tmp_path, monkeypatch):
+    """Text of a description file -> the reward settings of a run that uses it."""
+    monkeypatch.setenv("RL_REWARD_PATH", str(tmp_path))
+
+    def write(text):
+        (tmp_path / "judge.toml").write_text(text)
+        return load_config([f"reward.function=0.5*exact_match,0.5*{tmp_path}/judge.toml"]).reward
+
+    return write
+
+
+def test_what_is_wrong_with_a_description_is_said_before_a_run(described, monkeypatch):
+    check_rewards(described('kind = "remote"\nurl = "https://judge.example/"'))
+    with pytest.raises(ConfigError, match="url must be"):
+        check_rewards(described('kind = "remote"\nurl = "judge.example"'))
+    monkeypatch.delenv("RL_REWARD_PATH")
+    with pytest.raises(ConfigError, match="RL_REWARD_PATH"):
+        check_rewards(described('kind = "remote"\nurl = "https://judge.example/"'))
+
+
+def test_limits_that_a_description_does_not_read_are_refused():
+    assert load_config(["reward.function=judge.toml", "reward.timeout_s=3"]).reward.timeout_s == 3
+    load_config(["reward.function=judge.toml,math", "reward.num_workers=3"])
+    for key in ("num_workers=3", "memory_mb=512"):
+        with pytest.raises(ConfigError, match="has no effect"):
+            load_config(["reward.function=0.5*judge.toml,0.5*exact_match", f"reward.{key}"])
+
+
+def test_a_reward_model_of_another_vocabulary_is_refused(described, tmp_path):
+    policy, other = folder(tmp_path / "policy", ["<pad>", "a", "b"]), folder(tmp_path / "other", ["<pad>", "b", "a"])
+    settings = described(f'kind = "model"\npath = "{other}"')
+    with pytest.raises(ConfigError, match="has another vocabulary than the policy"):
+        asyncio.run(open_scorer(settings, policy))
+
+
+def test_rows_for_which_by_data_source_knows_no_reward_are_refused_before_processes_start():
+    config = load_config(["reward.function=by_data_source"])  # scores the rows of the demo
+    with pytest.raises(ConfigError, match=r"has no reward for data_source='\w+'; it has rewards for openai/gsm8k"):
+        preflight(config, PluginPolicy())

@@ -1,0 +1,35 @@
+"""Environment variables are set while a run lasts, and restored after it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from rl_app_ppo.cluster.environment import environment, ray_settings
+
+
+def test_variables_are_restored_also_after_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OLD", "1")
+    monkeypatch.delenv("NEW", raising=False)
+    seen: dict[str, str] = {}
+
+    def run() -> None:
+        with environment({"OLD": "2", "NEW": "3"}):
+            seen.update(OLD=os.environ["OLD"], NEW=os.environ["NEW"])
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        run()
+    assert seen == {"OLD": "2", "NEW": "3"}
+    assert os.environ["OLD"] == "1"
+    assert "NEW" not in os.environ
+
+
+def test_the_users_ray_settings_win_but_not_over_those_that_keep_ray_private(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    settings = ray_settings(local=True)
+    assert settings["RAY_USAGE_STATS_ENABLED"] == "1"
+    assert settings["RAY_AUTH_MODE"] == "token"
+    assert "RAY_AUTH_MODE" not in ray_settings(local=False)

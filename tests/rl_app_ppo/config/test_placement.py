@@ -1,0 +1,118 @@
+"""Which roles share a process, and which settings that excludes."""
+
+from __future__ import annotations
+
+import pytest
+
+from rl_app_ppo.api.banner import described
+from rl_app_ppo.checks.memory import needed_bytes
+from rl_app_ppo.config.loading import load_config, resolve
+from rl_app_ppo.config.placement import parse_placement, shares_weights, worker_groups
+from rl_protocol import ConfigError
+
+
+def processes(*overrides):
+    groups = worker_groups(load_config(overrides))
+    return {group.process_name(rank): group.roles for group in groups for rank in range(group.ranks)}
+
+
+def test_without_placement_every_role_and_replica_has_a_process():
+    assert processes("algorithm=ppo", "actor.use_kl_loss=true") == {
+        "actor": ("actor",),
+        "ref": ("ref",),
+        "critic": ("critic",),
+        "rollout-0": ("rollout",),
+        "rollout-1": ("rollout",),
+        "reward": ("reward",),
+    }
+    assert processes("actor.use_kl_loss=false", "rollout.num_workers=1").keys() == {"actor", "rollout-0", "reward"}
+    assert "ref" not in processes("lora.rank=4")  # the actor without its adapter
+
+
+def test_fused_puts_all_models_into_one_process():
+    assert processes("placement=fused") == {"actor_ref_rollout": ("actor", "ref", "rollout"), "reward": ("reward",)}
+    assert processes("placement=fused", "algorithm=ppo", "actor.use_kl_loss=false") == {
+        "actor_critic_rollout": ("actor", "critic", "rollout"),
+        "reward": ("reward",),
+    }
+
+
+def test_groups_can_be_named_and_each_rank_has_a_process():
+    two = ("model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu", "algorithm=ppo", "rollout.num_workers=1")
+    assert processes("placement=ref+actor", "actor.use_kl_loss=true", *two) == {
+        "actor_ref": ("actor", "ref"),
+        "actor_ref-1": ("actor", "ref"),
+        "critic": ("critic",),
+        "critic-1": ("critic",),
+        "rollout-0": ("rollout",),
+        "reward": ("reward",),
+    }
+    assert processes("placement=actor+rollout, critic+reward", "algorithm=ppo", "actor.use_kl_loss=false") == {
+        "actor_rollout": ("actor", "rollout"),
+        "critic_reward": ("critic", "reward"),
+    }
+
+
+def test_a_rollout_in_the_actors_process_is_one_and_gets_its_weights_there():
+    resolved = resolve(["placement=fused"])
+    for key, value in {"rollout.num_workers": 1, "checkpoint_engine.backend": "naive"}.items():
+        setting = resolved.settings[key]
+        assert (setting.value, setting.origin) == (value, "default of placement=fused")
+    apart = resolve(["placement=actor+ref"]).settings
+    assert (apart["rollout.num_workers"].value, apart["checkpoint_engine.backend"].value) == (2, "shm")
+
+
+@pytest.mark.parametrize(
+    ("placement", "words"),
+    [
+        (
+            "together",
+            r"placement must be separate, fused, or groups .* got 'together', and 'together' is none of actor",
+        ),
+        ("actor+judge", r"'judge' is none of actor, ref, critic, rollout, reward"),
+        ("actor+ref,ref+critic", r"placement must name each role once; .* names ref twice"),
+    ],
+)
+def test_other_placements_are_refused(placement, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_placement(placement)
+    with pytest.raises(ConfigError, match=words):
+        load_config([f"placement={placement}"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["rollout.num_workers=2"],
+            r"puts actor and ref and rollout into one process, .*rollout\.num_workers must be 1",
+        ),
+        (["rollout.name=vllm"], r"rollout\.name must be hf; got vllm"),
+        (["checkpoint_engine.backend=shm"], r"checkpoint_engine\.backend must be naive; got shm"),
+        (["model_engine=megatron"], r"model_engine must be torch or fsdp; got megatron"),
+        (
+            ["model_engine=fsdp", "fsdp.world_size=2"],
+            r"model_engine must be torch, or fsdp with one rank; it has 2 ranks",
+        ),
+    ],
+)
+def test_what_does_not_work_in_one_process_is_refused_by_name(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config(["placement=fused", *overrides])
+
+
+def test_memory_counts_the_weights_of_a_group_once():
+    apart = needed_bytes(1000, load_config(["rollout.num_workers=1"]))
+    fused = needed_bytes(1000, load_config(["placement=fused"]))
+    assert apart.keys() - fused.keys() == {"rollout", "weight sync"}
+    assert fused == {role: size for role, size in apart.items() if role in fused}
+    copied = load_config(["placement=fused", "rollout.dtype=bfloat16"])
+    assert not shares_weights(copied)
+    assert needed_bytes(1000, copied).keys() == apart.keys()
+
+
+def test_the_banner_names_the_roles_that_share_a_process():
+    workers = described(load_config(["placement=fused"]))["workers"]
+    assert workers == "1 rollout, reward, actor, reference (in one process: actor, ref, rollout); Ray (local)"
+    groups = described(load_config(["placement=actor+ref,critic+reward", "algorithm=ppo"]))["workers"]
+    assert groups.endswith("(in one process: actor, ref; critic, reward); Ray (local)")

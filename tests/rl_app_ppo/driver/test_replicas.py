@@ -1,0 +1,264 @@
+"""Rollout workers that die are replaced: encoded calls and real engines in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from rl_app_ppo.driver.replicas import RESTARTS, Replica, ReplicaSync
+from rl_app_ppo.driver.weight_sync import make_sync
+from rl_app_ppo.worker.weight_endpoints import make_engine, require_admission
+from rl_ckpt_engine import (
+    CheckpointEngineConfig,
+    CheckpointEngineManager,
+    PluginPolicy,
+    ReceiverEndpoint,
+    SenderEndpoint,
+)
+from rl_ckpt_engine.endpoints.operations import METHODS
+from rl_protocol import WeightSyncError, WeightTensor, WorkerDiedError, WorkerError
+from rl_rollout_vllm import EngineDiedError
+
+NONE = PluginPolicy()
+
+
+class Policy:
+    """100 numbers, all equal to the version."""
+
+    version = 0
+
+    def named_weights(self) -> Iterator[WeightTensor]:
+        numbers = np.full(100, self.version, np.float32)
+        yield WeightTensor("w", "float32", (100,), numbers.view(np.uint8))
+
+
+class Rollout:
+    weight_version = 0
+    held = 0.0
+
+    def load_weights(self, weights, version: int) -> None:
+        (weight,) = weights
+        (self.held,) = set(weight.data.view(np.float32).tolist())
+        self.weight_version = version
+
+
+class Process:
+    """A worker whose process, or the engine's, dies before it answers a call of the next method.
+
+    `deaths` lists the methods, in order.
+    """
+
+    bytes_moved = 0
+
+    def __init__(self, name: str, config: CheckpointEngineConfig) -> None:
+        self.name = name
+        self.process = self
+        self.started = 0
+        self.deaths: list[str] = []
+        self.engine_dies = False
+        self._config = config
+        self._dead = False
+        self._end: ReceiverEndpoint | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self.started += 1
+        self._dead = False
+        self.sink = Rollout()
+        self._end = ReceiverEndpoint(make_engine(self._config, NONE), self.sink, name=self.name)
+
+    async def restart(self) -> None:
+        self.close()
+        self._start()
+
+    async def call(self, method: str, payload: bytes, *, timeout_s: float) -> bytes:
+        if self.deaths and method == self.deaths[0]:
+            self.deaths.pop(0)
+            self._dead = True
+        if self._dead and self.engine_dies:
+            raise EngineDiedError("The process of the vLLM engine is gone.")
+        if self._dead:
+            raise WorkerDiedError(f"Worker {self.name} died during {method}: it was killed. Its log: x")
+        if method.startswith(METHODS):
+            return await self._end.handle(method.removeprefix(METHODS), payload)
+        require_admission(self._end, method)
+        return payload + f" by {self.started} with {self.sink.held:g}".encode()
+
+    def close(self) -> None:
+        assert self._end is not None
+        self._end.close()
+
+
+class Actor:
+    """The worker that sends the weights."""
+
+    name, bytes_moved = "actor", 0
+
+    def __init__(self, end: SenderEndpoint) -> None:
+        self.end = end
+
+    async def call(self, method: str, payload: bytes, *, timeout_s: float) -> bytes:
+        return await self.end.handle(method.removeprefix(METHODS), payload)
+
+
+class Run:
+    """A policy, its replicas, and the manager between them."""
+
+    def __init__(self, backend: str, replicas: int = 2) -> None:
+        config = CheckpointEngineConfig(backend=backend, timeout_s=20.0)
+        self.policy = Policy()
+        self.sender = SenderEndpoint(make_engine(config, NONE), self.policy)
+        self.processes = [Process(f"rollout-{i}", config) for i in range(replicas)]
+        self.manager: CheckpointEngineManager = make_sync(config, NONE, [Actor(self.sender)], self.processes)
+        self.replicas = [Replica(process, self.manager) for process in self.processes]
+        self.sync = ReplicaSync(self.manager, self.replicas)
+
+    async def update(self, version: int) -> tuple[str, ...]:
+        self.policy.version = version
+        return (await self.sync.update_weights(version)).receivers
+
+    async def generate(self) -> list[str]:
+        return [(await replica.call("rollout", b"row", timeout_s=9)).decode() for replica in self.replicas]
+
+    def close(self) -> None:
+        for end in (self.sender, *self.processes):
+            end.close()
+
+
+@pytest.fixture
+def run(request):
+    backend, replicas = getattr(request, "param", ("shm", 2))
+    made = Run(backend, replicas)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "run", [(b, 2) for b in ("shm", "tcp", "gloo", "delta-shm", "delta-gloo")], indirect=True, ids=lambda p: p[0]
+)
+def test_one_that_dies_while_it_generates_is_replaced_and_generates_with_the_weights_of_the_others(run):
+    async def steps() -> None:
+        await run.update(1)
+        await run.update(2)  # with delta engines this is a change, which a new worker can't apply
+        run.processes[0].deaths = ["rollout"]
+        assert await run.generate() == ["row by 2 with 2", "row by 1 with 2"]
+        assert not run.manager.quarantined
+        assert await run.update(3) == ("rollout-1", "rollout-0")
+        assert await run.generate() == ["row by 2 with 3", "row by 1 with 3"]
+        assert run.manager.metrics["weight_sync/rejoined"] == 1
+
+    asyncio.run(steps())
+
+
+def test_one_whose_engine_dies_is_replaced_with_its_engine(run, caplog):
+    async def steps() -> None:
+        await run.update(1)
+        run.processes[0].engine_dies = True
+        run.processes[0].deaths = ["rollout"]
+        assert await run.generate() == ["row by 2 with 1", "row by 1 with 1"]
+        run.processes[0].deaths = ["rollout"] * (RESTARTS + 1)
+        with pytest.raises(EngineDiedError):
+            await run.generate()
+
+    asyncio.run(steps())
+    assert "Receiver rollout-0 is quarantined: The process of the vLLM engine is gone" in caplog.text
+
+
+@pytest.mark.parametrize("phase", ["receive", "activate"])
+def test_one_that_dies_in_a_sync_is_left_behind_and_replaced_when_it_is_needed(run, phase):
+    async def steps() -> None:
+        await run.update(1)
+        run.processes[1].deaths = [f"weights.{phase}"]
+        assert await run.update(2) == ("rollout-0",)
+        assert "Worker rollout-1 died" in run.manager.quarantined["rollout-1"]
+        assert await run.generate() == ["row by 1 with 2", "row by 2 with 2"]
+        assert await run.update(3) == ("rollout-0", "rollout-1")
+
+    asyncio.run(steps())
+
+
+@pytest.mark.parametrize("run", [("shm", 1)], indirect=True)
+@pytest.mark.parametrize("phase", ["receive", "activate"])
+def test_a_version_that_the_only_replica_died_of_goes_to_the_one_in_its_place(run, phase):
+    async def steps() -> None:
+        run.processes[0].deaths = [f"weights.{phase}"]
+        assert await run.update(1) == ("rollout-0",)
+        assert await run.generate() == ["row by 2 with 1"]
+        run.processes[0].deaths = [f"weights.{phase}"]
+        assert await run.update(2) == ("rollout-0",)
+        assert await run.generate() == ["row by 3 with 2"]
+        run.processes[0].deaths = ["weights.receive", "weights.receive"]
+        with pytest.raises(WeightSyncError, match="rollout-0"):
+            await run.update(3)
+
+    asyncio.run(steps())
+
+
+def test_a_live_one_that_missed_a_version_is_replaced_too(run):
+    async def steps() -> None:
+        await run.update(1)
+        run.processes[0].sink.load_weights = lambda weights, version: (_ for _ in ()).throw(WeightSyncError("too big"))
+        assert await run.update(2) == ("rollout-1",)
+        assert await run.generate() == ["row by 2 with 2", "row by 1 with 2"]
+
+    asyncio.run(steps())
+
+
+def test_restarts_in_a_row_are_counted_and_then_the_death_is_the_error(run, caplog):
+    async def steps() -> None:
+        await run.update(1)
+        failing = run.processes[0]
+        for _ in range(2):  # a successful call resets the count
+            failing.deaths = ["rollout"] * RESTARTS
+            await run.generate()
+        assert failing.started == 1 + 2 * RESTARTS
+        failing.deaths = ["rollout"] * (RESTARTS + 1)
+        with pytest.raises(WorkerDiedError, match="Worker rollout-0 died during rollout"):
+            await run.generate()
+        assert failing.started == 1 + 3 * RESTARTS
+
+    asyncio.run(steps())
+    assert "Receiver rollout-0 is quarantined: Worker rollout-0 died during rollout" in caplog.text
+    assert f"Rollout worker rollout-0 gets a new process, {RESTARTS} of {RESTARTS} in a row" in caplog.text
+
+
+def test_one_that_dies_while_it_catches_up_is_replaced_again(run):
+    async def steps() -> None:
+        await run.update(1)
+        run.processes[0].deaths = ["rollout", "weights.activate"]
+        assert (await run.generate())[0] == "row by 3 with 1"
+
+    asyncio.run(steps())
+
+
+def test_without_a_sync_the_new_process_has_the_initial_weights():
+    process = Process("rollout-0", CheckpointEngineConfig())
+    process.deaths = ["rollout"]
+    replica = Replica(process, None)
+    assert asyncio.run(replica.call("rollout", b"row", timeout_s=9)) == b"row by 2 with 0"
+    process.close()
+
+
+def test_one_that_dies_is_not_replaced_where_no_process_can_start(run):
+    async def steps() -> None:
+        await run.update(1)
+        replica = Replica(run.processes[0], run.manager, lambda: False)
+        run.processes[0].deaths = ["rollout"]
+        with pytest.raises(WorkerDiedError):
+            await replica.call("rollout", b"row", timeout_s=60)
+        assert run.processes[0].started == 1
+
+    asyncio.run(steps())
+
+
+def test_one_that_fails_or_hangs_is_not_replaced(run):
+    async def fail(method: str, payload: bytes, *, timeout_s: float) -> bytes:
+        raise WorkerError(f"did not answer {method} within {timeout_s:g} s")
+
+    run.processes[0].call = fail
+    with pytest.raises(WorkerError, match="did not answer rollout within 9 s"):
+        asyncio.run(run.generate())
+    assert run.processes[0].started == 1

@@ -1,0 +1,71 @@
+"""The recorder's outcome line, its first line of metrics, and the curve."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from rl_app_ppo.outputs.console import Screen
+from rl_app_ppo.outputs.recorder import Recorder, draw_curve
+from rl_app_ppo.outputs.startup_times import Startup
+from rl_app_ppo.outputs.training_warnings import TrainingWarnings
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "failures", "words"),
+    [
+        ([0.25, 0.75], 0, "validation accuracy 0.250 -> 0.750"),
+        ([0.25, 0.75], 3, "validation accuracy 0.250 -> 0.750; reward.function failed on 3 responses"),
+        ([0.0, 0.0], 0, "0.000 -> 0.000: nothing was learned; look at reward.function, actor.optim.lr and samples/"),
+        ([0.0, 0.0], 3, "nothing was learned; see the warnings above; reward.function failed on 3 responses"),
+        ([0.5, 0.25], 0, "0.500 -> 0.250: it fell; look at"),
+        ([], 0, "no step was done"),
+    ],
+)
+def test_the_last_line_says_where_nothing_was_learnt(accuracies, failures, words, tmp_path):
+    recorder, warnings = _recorder(tmp_path, [])
+    for step, accuracy in enumerate(accuracies):
+        recorder.on_step(step, {"val-core/x/acc/mean@1": accuracy})
+    if failures:
+        warnings.reward_failed(1, failures, 8, "raised")
+    assert words in recorder.outcome()
+
+
+def test_without_validation_the_outcome_is_that_of_training(tmp_path):
+    recorder, _ = _recorder(tmp_path, [])
+    for step, accuracy in ((1, 0.25), (2, 0.5)):
+        recorder.on_step(step, {"critic/acc/mean": accuracy})
+    assert recorder.outcome() == "training accuracy 0.250 -> 0.500"
+
+
+class Sink:
+    def __init__(self):
+        self.lines = []
+
+    def log(self, step, metrics):
+        self.lines.append((step, dict(metrics)))
+
+
+def _recorder(tmp_path, sinks):
+    screen = Screen(Console(quiet=True))
+    warnings = TrainingWarnings(screen.note, tools=False, reward_log=tmp_path / "reward.log")
+    startup = Startup(lambda _: None)
+    with startup.phase("ray", "starting Ray"):
+        pass
+    return Recorder(screen, sinks, 5, warnings, startup), warnings
+
+
+def test_the_first_line_of_metrics_holds_the_times_of_the_start_and_no_other_does(tmp_path):
+    sink = Sink()
+    recorder, _ = _recorder(tmp_path, [sink])
+    recorder.on_step(0, {"a": 1.0})
+    recorder.on_step(1, {"a": 2.0})
+    (_, first), second = sink.lines
+    assert first.keys() == {"a", "startup_s/ray", "startup_s/total"}
+    assert 0 <= first["startup_s/ray"] <= first["startup_s/total"]
+    assert second == (1, {"a": 2.0})
+
+
+def test_the_curve_is_a_png(tmp_path):
+    draw_curve(tmp_path / "c.png", {"accuracy": [(0, 0.3), (5, 0.9)]}, "t")
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")

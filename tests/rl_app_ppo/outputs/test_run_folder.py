@@ -1,0 +1,89 @@
+"""Run folders are new, locked, and published whole; failed writes name the path and the remedy."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_app_ppo.outputs.metrics_file import JSONLSink
+from rl_app_ppo.outputs.run_folder import create_run_folder, occupied, publish_folder, writing
+from rl_protocol import OutputError
+
+
+def test_a_full_disk_is_an_output_error_that_names_the_path():
+    sink = JSONLSink(Path("/dev/full"))
+    with pytest.raises(OutputError, match=r"/dev/full: No space left on device.*trainer\.output_dir"):
+        sink.log(1, {"a": 1.0})
+    with pytest.raises(OutputError):  # the buffered text can't be written either
+        sink.close()
+
+
+def test_a_run_folder_is_new_and_empty(tmp_path):
+    made = create_run_folder(tmp_path / "outputs", "a", 0)
+    assert made.is_new
+    assert not list(made.path.iterdir())
+    assert not create_run_folder(tmp_path / "outputs", "a", 0, resume=True).is_new
+    with pytest.raises(OutputError, match=r"^/.*/outputs/a exists already; .*trainer\.resume_mode=auto\.$"):
+        create_run_folder(tmp_path / "outputs", "a", 0)
+
+
+def test_a_folder_that_cannot_be_made_or_has_no_room_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match=r"file/a.*trainer\.output_dir"):
+        create_run_folder(tmp_path / "file", "a", 0)
+    with pytest.raises(OutputError, match=r"less than trainer\.min_free_disk_mb=1000000000"):
+        create_run_folder(tmp_path, "b", 10**9)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_read_only_file_system_is_named(tmp_path):
+    with pytest.raises(OutputError, match="Read-only file system"), writing(tmp_path):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+
+def test_folders_are_published_whole(tmp_path):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "x").write_text("1")
+    publish_folder(tmp_path / "new", tmp_path / "final")
+    assert (tmp_path / "final" / "x").read_text() == "1"
+    assert not (tmp_path / "new").exists()
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from rl_app_ppo.outputs.run_folder import occupied
+with occupied(Path(sys.argv[1])):
+    print("in", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_run_keeps_others_out_of_its_folder_and_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    def holder() -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in\n"
+        return process
+
+    first = holder()
+    half = [tmp_path / ".checkpoint", tmp_path / "checkpoints" / ".saving-step-000004"]
+    whole = [tmp_path / "checkpoint", tmp_path / "checkpoints" / "step-000002"]
+    for folder in (*half, *whole):
+        folder.mkdir(parents=True)
+        (folder / "file").write_text("x")
+    with pytest.raises(OutputError, match=r"Another run writes to .*trainer\.run_name"), occupied(tmp_path):
+        pass
+    assert all(folder.exists() for folder in half)
+    first.kill()
+    first.communicate()
+    with occupied(tmp_path):
+        assert [folder.exists() for folder in (*half, *whole)] == [False, False, True, True]
+    with occupied(tmp_path):
+        pass

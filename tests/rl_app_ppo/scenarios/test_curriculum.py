@@ -1,0 +1,149 @@
+"""`data.curriculum`: prompts in the order of an installed package.
+
+These tests call the functions that a run is built from.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from rl_app_ppo.checks.preflight import preflight
+from rl_app_ppo.config.loading import load_config
+from rl_app_ppo.inputs.data import open_data, train_order
+from rl_app_ppo.verl_import.convert import import_verl
+from rl_ckpt_engine import PluginPolicy
+from rl_protocol import ConfigError
+
+DIFFICULTIES = [3, 0, 2, 5, 1, 4, 0, 7]
+PACKAGE = """
+import numpy as np
+from rl_trainer import CurriculumKind
+
+class EasyFirst:
+    def __init__(self, rows):
+        self.difficulty = np.array([rows[i].extra_info["difficulty"] for i in range(len(rows))])
+
+    def epoch(self, number, rng):
+        return rng.permutation(len(self.difficulty)) if number else np.argsort(self.difficulty, kind="stable")
+
+class Says:
+    def __init__(self, order):
+        self.order = order
+
+    def epoch(self, number, rng):
+        return self.order
+
+def fails(number, rng):
+    raise LookupError("no plan")
+
+easy_first = CurriculumKind(EasyFirst)
+short = CurriculumKind(lambda rows: Says([0, 1]))
+beyond = CurriculumKind(lambda rows: Says(np.arange(len(rows)) + 1))
+halves = CurriculumKind(lambda rows: Says(np.arange(len(rows)) / 2))
+broken = CurriculumKind(lambda rows: type("Broken", (), {"epoch": staticmethod(fails)}))
+bare = EasyFirst
+"""
+
+
+@pytest.fixture
+def config(tmp_path, install_plugins):
+    """Load the configuration of a run on eight rows in steps of three; arguments are overrides.
+
+    DIFFICULTIES holds the difficulty of each row.
+    """
+    names = ("easy_first", "short", "beyond", "halves", "broken", "bare")
+    site = install_plugins("rl_trainer.curricula", **{name: f"someones_curricula:{name}" for name in names})
+    (site / "someones_curricula.py").write_text(PACKAGE)
+    install_plugins("rl_trainer.curricula", allowed=False, sly="someones_curricula:easy_first")
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("train", "val")}
+    for file in files.values():
+        rows = [
+            {
+                "data_source": "two_digit_addition",
+                "prompt": [{"role": "user", "content": f"1{i}+11="}],
+                "reward_model": {"ground_truth": str(21 + i)},
+                "extra_info": {"difficulty": difficulty},
+            }
+            for i, difficulty in enumerate(DIFFICULTIES)
+        ]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def load(*overrides):
+        return load_config(
+            [
+                f"data.train_files={files['train']}",
+                f"data.val_files={files['val']}",
+                f"model.cache_dir={tmp_path / 'cache'}",
+                "data.train_batch_size=3",
+                "actor.ppo_mini_batch_size=3",
+                "rollout.response_length=4",
+                *overrides,
+            ]
+        )
+
+    return load
+
+
+def order_of(config):
+    preflight(config, PluginPolicy())
+    return train_order(config, open_data(config, None)["train"])
+
+
+def test_a_package_orders_rows_by_what_they_say_of_themselves(config):
+    order = order_of(config("data.curriculum=easy_first"))
+    assert [[DIFFICULTIES[row] for row in order.rows(step)] for step in range(2)] == [[0, 0, 1], [2, 3, 4]]
+    second = order.take(8, 8)
+    assert second == np.random.default_rng((0, 1)).permutation(8).tolist()
+    # A step that spans two epochs, and the first one that a resumed run asks for.
+    assert order_of(config("data.curriculum=easy_first")).rows(2) == [3, 7, second[0]]
+
+
+def test_rows_can_be_taken_as_they_lie(config):
+    order = order_of(config("data.curriculum=sequential"))
+    assert order.take(0, 16) == [*range(8), *range(8)]
+    assert order_of(config()).take(0, 8) not in ([*range(8)], order_of(config("data.curriculum=easy_first")).take(0, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hard_first", "data.curriculum must be one of sequential, bare, beyond, "),
+        ("easy_frist", "Did you mean 'easy_first'?"),
+        ("sly", "data.curriculum='sly': The plug-in 'sly' (someones_curricula:easy_first of someones2 1.0) is installed but not allowed"),
+        ("bare", "data.curriculum='bare': someones_curricula:bare must be a CurriculumKind; got type"),
+        ("short", "data.curriculum='short' must return 8 integers for epoch 0, one per row; got int64 of shape (2,)"),
+        ("halves", "got float64 of shape (8,)"),
+        ("beyond", "data.curriculum='beyond' must return row numbers from 0 to 7 for epoch 0; got 8"),
+        ("broken", "data.curriculum='broken' failed in epoch 0: LookupError: no plan"),
+    ],
+)  # fmt: skip
+def test_what_can_not_order_the_rows_is_refused_before_a_process_starts(config, name, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        preflight(config(f"data.curriculum={name}"), PluginPolicy())
+
+
+def test_rows_without_what_the_curriculum_looks_at_are_refused(config):
+    demo = "data.train_files=", "data.val_files="
+    with pytest.raises(
+        ConfigError,
+        match=r"'easy_first' can't be built for these 4000 rows: KeyError: 'difficulty'\. Fix it, or leave",
+    ):
+        preflight(config("data.curriculum=easy_first", *demo), PluginPolicy())
+
+
+def test_shares_and_a_curriculum_are_two_answers_to_one_question(config):
+    with pytest.raises(ConfigError, match=r"data\.train_files must be files without shares with data\.curriculum='s"):
+        config("data.train_files=0.7*a.jsonl,0.3*b.jsonl", "data.curriculum=sequential")
+
+
+def test_what_verl_calls_it():
+    file = {"data.shuffle": False, "data.sampler.class_path": "mine.py", "data.sampler.class_name": "Mine"}
+    imported = import_verl(file)
+    assert imported.settings["data.curriculum"] == "sequential"
+    assert len(imported.lost) == 2
+    assert all("set data.curriculum to the name of a curriculum" in why for why in imported.lost.values())
+    assert "data.curriculum" not in import_verl({"data.shuffle": True}).settings

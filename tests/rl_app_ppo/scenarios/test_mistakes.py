@@ -1,0 +1,127 @@
+"""Common first mistakes with your own data and model.
+
+Each one gives a single paragraph with the remedy, exit code 2, and no output folder.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from rl_app_ppo.cli.main import main
+
+ALPHABET = ("<pad>", "<eos>", "<unk>", *" abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-*/=?.,")
+QUESTIONS = [{"question": f"What is {i} plus {i}?", "answer": f"{i}+{i}={2 * i}\n#### {2 * i}"} for i in range(20)]
+ROWS = [
+    {"prompt": row["question"], "data_source": "sums", "reward_model": {"ground_truth": row["answer"].split()[-1]}}
+    for row in QUESTIONS
+]
+BROKEN = [*map(json.dumps, ROWS[:5]), '{"prompt": ', *map(json.dumps, ROWS[5:])]
+
+
+def lines(rows):
+    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A user's folder: a model, correct rows, and files with mistakes."""
+    folder = tmp_path_factory.mktemp("user")
+    core = Tokenizer(models.WordLevel({c: i for i, c in enumerate(ALPHABET)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    core.decoder = decoders.Fuse()
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 128}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(ALPHABET)}
+    with torch.random.fork_rng(devices=[]):
+        Qwen2ForCausalLM(Qwen2Config(**shape, **heads, pad_token_id=0, eos_token_id=1)).save_pretrained(
+            folder / "untold"
+        )
+    (folder / "model").mkdir()
+    for file in (folder / "untold").iterdir():
+        (folder / "model" / file.name).write_bytes(file.read_bytes())
+    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>").save_pretrained(
+        folder / "model"
+    )
+    texts = {
+        "ok.jsonl": lines(ROWS),
+        "qa.jsonl": lines(QUESTIONS),
+        "broken.jsonl": lines(BROKEN),
+        "long.jsonl": lines([{**row, "prompt": row["prompt"] * 9} for row in ROWS]),
+        "no_truth.jsonl": lines([{**row, "reward_model": {}} for row in ROWS]),
+        "empty.jsonl": "",
+        "a.csv": "question,answer\n1,2\n",
+        "a.txt": "hello",
+        "a.parquet": "hello",
+        "syntax.py": "def score(:\n    pass\n",
+        "other.py": "def scoer(*args):\n    return 1.0\n",
+        "bad.yaml": "a: [1,\n",
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    pq.write_table(pa.Table.from_pylist(QUESTIONS), folder / "qa.parquet")
+    (folder / "folder").mkdir()
+    return folder
+
+
+MISTAKES = [
+    (["data.train_files=gone.jsonl"], ["gone.jsonl can't be read: No such file", "data.train_files"]),
+    (["data.train_files=folder"], ["folder: not a data set written by save_to_disk"]),
+    (["data.train_files=empty.jsonl"], ["No usable row in empty.jsonl", "A row is {"]),
+    (["data.train_files=a.txt"], ["a.txt is not a data file", "*.jsonl, *.parquet"]),
+    (["data.train_files=a.csv"], ["a.csv is not a data file", "Dataset.from_csv('a.csv').to_parquet('a.parquet')"]),
+    (["data.train_files=a.parquet"], ["a.parquet: not a whole parquet file"]),
+    (["data.train_files=broken.jsonl"], ["1 bad row: broken.jsonl, row 6: not JSON", "data.on_bad_row=skip"]),
+    (["data.train_files=qa.jsonl"], ["all 20 rows of qa.jsonl", "fields found: question, answer", "data.prompt_key=question"]),
+    (["data.train_files=qa.parquet"], ["all 20 rows of qa.parquet", "data.prompt_key=question"]),
+    (["data.train_files=no_truth.jsonl"], ["all 20 rows of no_truth.jsonl", "`ground_truth` - at `$.reward_model`"]),
+    (["data.train_files=long.jsonl"], ["longest prompt has", "context is 128", "data.max_prompt_length to at most 112"]),
+    (["data.max_prompt_length=3"], ["No usable row", "20 prompts have more than 3 tokens (data.max_prompt_length)"]),
+    (["data.val_files=gone.jsonl"], ["gone.jsonl can't be read", "data.val_files"]),
+    (["model.path=gone"], ["model.path='gone'", "hf download gone"]),
+    (["model.path=folder"], ["model.path='folder'", "config.json", "save_pretrained"]),
+    (["model.path=untold"], ["untold", "tokenizer.json"]),
+    (["rollout.response_length=200"], ["rollout.response_length=200", "context of 128", "at most 10"]),
+    (["reward.function=mth"], ["reward.function='mth'", "Did you mean 'math'?"]),
+    (["reward.function=syntax.py:score"], ["reward.function='syntax.py:score'", "line 1: invalid syntax", "Fix the file"]),
+    (["reward.function=other.py:score"], ["defines no 'score'", "its functions are scoer", "Did you mean 'scoer'?"]),
+    (["rollout.n=-1"], ["rollout.n must be at least 1; got -1"]),
+    (["actor.optim.lr=-1"], ["actor.optim.lr must be greater than 0; got -1"]),
+    (["actor.optim.lr=nan"], ["actor.optim.lr must be greater than 0; got nan"]),
+    (["algorithm=ppo", "critic.optim.lr=-1"], ["critic.optim.lr must be greater than 0; got -1"]),
+    (["rollout.n=1"], ["rollout.n must be at least 2 with algorithm.adv_estimator=grpo"]),
+    (["data.train_batch_size=10"], ["data.train_batch_size must be divisible by actor.ppo_mini_batch_size (8); got 10"]),
+    (["model_engine=fsdp", "fsdp.world_size=64"], ["actor.ppo_mini_batch_size", "fsdp.world_size"]),
+    (["trainer.output_dir=/proc/nowhere"], ["/proc/nowhere", "trainer.output_dir"]),
+    (["--config", "bad.yaml"], ["--config bad.yaml", "line 2, column 1"]),
+    (["--config", "gone.yaml"], ["--config gone.yaml", "No such file"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "words"), MISTAKES, ids=[" ".join(overrides) for overrides, _ in MISTAKES])
+def test_a_mistake_is_one_paragraph_and_leaves_nothing(folder, tmp_path, monkeypatch, capsys, overrides, words):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("RL_REWARD_PATH", str(folder))
+    before = sorted(folder.rglob("*"))
+    code = main(
+        [
+            *("model.path=model", "data.train_files=ok.jsonl", "reward.function=math", "rollout.response_length=16"),
+            *("data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "rollout.n=4", "rollout.num_workers=1"),
+            *("trainer.output_dir=outputs", f"model.cache_dir={tmp_path / 'cache'}"),
+            *(["critic.ppo_mini_batch_size=8"] if "algorithm=ppo" in overrides else []),
+            *overrides,
+        ]
+    )
+    out, error = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+    for word in words:
+        assert word in error, error
+    assert sorted(folder.rglob("*")) == before

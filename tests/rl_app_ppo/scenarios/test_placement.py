@@ -1,0 +1,105 @@
+"""Whole runs with roles in one process and in a process each, without Ray.
+
+The worker processes are objects of this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from rl_app_ppo.cli.main import main
+from rl_app_ppo.driver import run, workers
+from rl_app_ppo.worker.process import WorkerHost
+
+
+class LocalProcess:
+    """A RayProcess whose worker process is an object of this process."""
+
+    started: list[LocalProcess] = []  # noqa: RUF012 - cleared by the fixture
+
+    def __init__(self, roles: Sequence[str], name: str, log_path: Path, threads: int, cpus: float = 0.0) -> None:
+        del cpus
+        self.name, self.roles = name, tuple(roles)
+        self._host = WorkerHost(roles, name, log_path, threads)
+        self.started.append(self)
+
+    async def ready(self, timeout_s: float) -> None:
+        """Nothing to wait for."""
+
+    async def build(self, payload: bytes, *, timeout_s: float) -> None:
+        await self._host.call(self.roles[0], "build", payload)
+
+    async def call(self, role: str, method: str, payload: bytes, *, name: str, timeout_s: float) -> bytes:
+        return await self._host.call(role, method, payload)
+
+    def kill(self) -> None:
+        """The objects end with the test."""
+
+
+@pytest.fixture
+def trained(base_model, tmp_path, monkeypatch):
+    """A function that runs the app with local processes; returns the processes and the weights."""
+
+    async def enough(self):
+        del self
+
+    @contextlib.asynccontextmanager
+    async def no_ray(*_):
+        yield
+
+    monkeypatch.setattr(workers, "RayProcess", LocalProcess)
+    monkeypatch.setattr(workers.WorkerPool, "require_cpus", enough)
+    monkeypatch.setattr(run, "ray_session", no_ray)
+    monkeypatch.setattr(LocalProcess, "started", [])
+
+    def train(name, *overrides):
+        LocalProcess.started.clear()
+        handlers, threads = list(logging.getLogger().handlers), torch.get_num_threads()
+        small = (
+            f"model.path={base_model}",
+            f"trainer.output_dir={tmp_path}",
+            f"trainer.run_name={name}",
+            "trainer.total_training_steps=2",
+            "trainer.test_freq=0",
+            "trainer.val_before_train=false",
+            "trainer.logger=console",
+            "data.val_size=8",
+            "data.train_batch_size=8",
+            "actor.ppo_mini_batch_size=4",
+            "actor.use_kl_loss=true",
+            "actor.optim.lr=1e-3",
+            "transfer_queue.backend=memory",
+        )
+        try:
+            assert main([*small, *overrides]) == 0
+        finally:
+            torch.set_num_threads(threads)
+            logging.captureWarnings(capture=False)
+            for handler in set(logging.getLogger().handlers) - set(handlers):
+                logging.getLogger().removeHandler(handler)
+                handler.close()
+        return list(LocalProcess.started), load_file(tmp_path / name / "checkpoint" / "model.safetensors")
+
+    return train
+
+
+@pytest.mark.parametrize(("algorithm", "more"), [("grpo", ()), ("ppo", ("critic.ppo_mini_batch_size=4",))])
+def test_every_placement_learns_the_same_bit_for_bit(trained, base_model, algorithm, more):
+    apart, expected = trained("apart", f"algorithm={algorithm}", *more)
+    base = load_file(base_model / "model.safetensors")
+    assert any((weight != base[name]).any() for name, weight in expected.items()), "nothing was trained"
+    placements = {"fused": 2, "actor+ref": len(apart) - 1}
+    for placement, processes in placements.items():
+        together, weights = trained(placement, f"algorithm={algorithm}", f"placement={placement}", *more)
+        assert len(together) == processes
+        assert weights.keys() == expected.keys()
+        for name, weight in weights.items():
+            np.testing.assert_array_equal(weight, expected[name], err_msg=f"{placement} {name}")

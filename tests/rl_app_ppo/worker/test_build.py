@@ -1,0 +1,131 @@
+"""The workers of a process that has several roles: they share the actor's weights."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import rl_transferqueue
+from rl_app_ppo.config.loading import load_config, to_yaml
+from rl_app_ppo.worker import build
+from rl_app_ppo.worker.build import build_workers
+from rl_app_ppo.worker.messages import BuildCall
+from rl_protocol import BatchData, RolloutError, ragged
+from rl_protocol.ports import GenerationRequest, SamplingParams
+from rl_transferqueue import TransferQueueConfig, start_local_plane
+
+ROLES = ("actor", "ref", "rollout")
+ASKED = [GenerationRequest(uid="p", session=0, prompt_ids=(2, 3, 4))]
+SAMPLING = SamplingParams(max_new_tokens=4, temperature=1.0)
+
+
+@pytest.fixture
+def built(base_model, monkeypatch):
+    """The workers of one process, in a function that runs a coroutine with them."""
+    clients = []
+
+    async def connect(descriptor):
+        clients.append(await rl_transferqueue.connect(descriptor))
+        return clients[-1]
+
+    monkeypatch.setattr(build, "connect", connect)
+    plane = start_local_plane(TransferQueueConfig(backend="memory", capacity_mb=8, segment_mb=1))
+
+    def run(body, *overrides):
+        config = load_config([f"model.path={base_model}", "placement=fused", *overrides])
+
+        async def with_workers():
+            call = BuildCall(
+                config=to_yaml(config), model_path=str(base_model), plane=msgspec.json.encode(plane.descriptor)
+            )
+            try:
+                await body(await build_workers(ROLES, call))
+            finally:
+                assert len(clients) == 1, "the roles of a process share a client"
+                await clients[0].close()
+
+        asyncio.run(with_workers())
+
+    yield run
+    plane.close()
+
+
+def places(model):
+    return {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+
+
+def parts(workers):
+    """The policies of actor, reference and rollout."""
+    (actor, _), (ref, _), (rollout, _) = (workers[role] for role in ROLES)
+    return actor._backend, ref._backend, rollout._engine
+
+
+def train(policy):
+    """One update of the policy, which changes its parameters in place."""
+    ones = [np.ones(4)] * 4
+    batch = BatchData(
+        {
+            "prompts": ragged([[2, 3]] * 4, "int64"),
+            "responses": ragged([[4, 5, 6, 7]] * 4, "int64"),
+            "response_mask": ragged([[True] * 4] * 4, "bool"),
+            "old_log_probs": ragged([-one for one in ones], "float32"),
+            "ref_log_prob": ragged([-one for one in ones], "float32"),
+            "advantages": ragged(ones, "float32"),
+        }
+    )
+    policy.update_local(batch, [[0, 1, 2, 3]], temperature=1.0)
+
+
+def test_the_rollout_generates_with_the_actors_own_memory_before_and_after_a_sync(built):
+    async def body(workers):
+        policy, reference, engine = parts(workers)
+        assert places(engine._model) == places(policy._model)
+        assert not set(places(reference._model).values()) & set(places(policy._model).values())
+        (first,) = await engine.generate(ASKED, SAMPLING)
+        assert first.weight_version == 0
+        train(policy)
+        sender, receiver = workers["actor"][1], workers["rollout"][1]
+        sent = await sender.send(1, 60.0)
+        await receiver.receive(sent.manifest, 60.0)
+        assert engine.weight_version == 0, "a received version is not active"
+        await receiver.activate(1, 60.0)
+        await sender.finalize(1)
+        assert places(engine._model) == places(policy._model)
+        (second,) = await engine.generate(ASKED, SAMPLING)
+        assert second.weight_version == 1
+
+    built(body, "actor.optim.lr=1e-2", "actor.optim.lr_warmup_steps=0")
+
+
+def test_nothing_is_returned_that_was_generated_with_weights_of_no_version(built):
+    """The actor has changed its weights in place, and the rollout still names the last version."""
+
+    async def body(workers):
+        policy, _, engine = parts(workers)
+        await engine.generate(ASKED, SAMPLING)
+        train(policy)
+        with pytest.raises(RolloutError, match="generated with version 0 is dropped"):
+            await engine.generate(ASKED, SAMPLING)
+
+    built(body, "actor.optim.lr=1e-2", "actor.optim.lr_warmup_steps=0")
+
+
+@pytest.mark.parametrize("override", ["rollout.dtype=bfloat16", "checkpoint_engine.enabled=false"])
+def test_a_rollout_that_can_not_share_has_its_own_weights(built, base_model, override):
+    async def body(workers):
+        policy, _, engine = parts(workers)
+        assert not set(places(engine._model).values()) & set(places(policy._model).values())
+        train(policy)
+        (response,) = await engine.generate(ASKED, SAMPLING)
+        assert response.weight_version == 0
+        saved = load_file(base_model / "model.safetensors")
+        name = next(iter(saved))
+        held = engine._model.state_dict()[name]
+        if held.dtype == policy._model.state_dict()[name].dtype:
+            np.testing.assert_array_equal(held.numpy(), saved[name])
+
+    built(body, override)

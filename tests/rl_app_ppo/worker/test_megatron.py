@@ -1,0 +1,237 @@
+"""The app's policy and critic on Megatron-Core match plain torch: losses, gradients, weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+from rl_app_ppo.config.loading import load_config
+from rl_protocol import BatchData, ragged
+from rl_transferqueue import TransferQueueConfig, connect_blocking, start_local_plane
+
+pytestmark = [  # as in tests/rl_megatron_peft/conftest.py
+    pytest.mark.filterwarnings("ignore:.*not installed"),
+    pytest.mark.filterwarnings("ignore:.*deprecated"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A Llama model, because it has no key biases.
+
+    The gradient of a key bias is only rounding error, which Adam scales up.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "tie_word_embeddings": False}
+    LlamaForCausalLM(LlamaConfig(**shape, **heads, **ends, initializer_range=0.3)).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def alone():
+    """Let the test join a process group of one rank; leave it afterwards."""
+    import torch.distributed as dist
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # import warnings of Megatron-Core and its dependencies
+        import rl_app_ppo.worker.megatron  # noqa: F401
+        from rl_megatron_peft.backend.parallel import close_ranks
+    yield
+    close_ranks()
+    dist.destroy_process_group()
+
+
+def trajectories():
+    """Return 16 ragged trajectories."""
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(2, 9, 16)
+    columns = {
+        "prompts": ragged([rng.integers(2, 16, 3).tolist() for _ in lengths], "int64"),
+        "responses": ragged([rng.integers(1, 16, n).tolist() for n in lengths], "int64"),
+        "response_mask": ragged([(rng.random(n) < 0.9).tolist() for n in lengths], "bool"),
+        "advantages": ragged([rng.normal(size=n).tolist() for n in lengths], "float32"),
+        "returns": ragged([rng.normal(size=n).tolist() for n in lengths], "float32"),
+    }
+    return BatchData(columns)
+
+
+def moved(column, scale):
+    """Return a copy of a ragged column with small random changes."""
+    rng = np.random.default_rng(2)
+    return ragged([(row + rng.normal(scale=scale, size=len(row))).tolist() for row in column.rows()], "float32")
+
+
+SMALL = ["model_engine=megatron", "data.train_batch_size=8", "actor.ppo_mini_batch_size=4", "rollout.n=2"]
+TRAINED = [*SMALL, "actor.ppo_micro_batch_size=3", "actor.use_kl_loss=false"]
+
+
+def measured_by(policy):
+    """Return trajectories whose old log-probs differ a little from the policy's."""
+    batch = trajectories()
+    before = policy.compute_log_probs(batch, temperature=0.9).ragged("log_probs")
+    return BatchData({**batch.columns, "old_log_probs": moved(before, 0.2)})
+
+
+def test_all_weights_are_trained_as_on_plain_torch(model, tmp_path, alone):
+    from rl_app_ppo.worker.megatron import megatron_policy
+    from rl_trainer.backends.torch_policy import TorchPolicyBackend
+
+    config = load_config([*TRAINED, "actor.optim.lr=1e-3"])
+    ours = megatron_policy(config, model, rank=0, store=tmp_path / "store")
+    theirs = TorchPolicyBackend(model, config.actor, rollout_n=config.rollout.n, seed=config.trainer.seed)
+    batch = measured_by(theirs)
+    for _ in range(2):
+        one, other = (policy.update(batch, temperature=0.9) for policy in (ours, theirs))
+        assert {name: one[name] for name in other} == pytest.approx(other, rel=1e-4, abs=1e-5)
+    assert other["actor/pg_clipfrac"] > 0
+    weights = {weight.name: weight.data.view("float32") for weight in theirs.named_weights()}
+    for weight in ours.named_weights():
+        np.testing.assert_allclose(weight.data.view("float32"), weights.pop(weight.name), atol=1e-5)
+    assert not weights
+
+
+def test_a_critic_learns_as_on_plain_torch(model, tmp_path, alone):
+    from rl_app_ppo.worker.megatron import megatron_critic
+    from rl_trainer.backends.torch_critic import TorchCriticBackend
+
+    passes = ["critic.ppo_mini_batch_size=4", "critic.ppo_micro_batch_size=3"]
+    config = load_config(["algorithm=ppo", *SMALL, *passes, "critic.optim.lr=1e-2", "critic.cliprange_value=0.1"])
+    ours = megatron_critic(config, model, rank=0, store=tmp_path / "store")
+    theirs = TorchCriticBackend(model, config.critic, rollout_n=config.rollout.n, seed=config.trainer.seed)
+    batch = trajectories()
+    for _ in range(4):
+        columns = {"values": moved(theirs.compute_values(batch).ragged("values"), 0.05)}
+        batch = BatchData({**batch.columns, **columns})
+        one, other = (critic.update(batch) for critic in (ours, theirs))
+        assert one == pytest.approx(other, abs=1e-4)
+        values = [critic.compute_values(batch).ragged("values").values for critic in (ours, theirs)]
+        np.testing.assert_allclose(*values, atol=1e-4)
+    assert np.ptp(values[0]) > 0.1
+    assert 0 < other["critic/vf_clipfrac"] < 1
+
+
+@pytest.mark.parametrize("lora", [["lora.rank=2"], []], ids=["adapters", "all weights"])
+def test_bfloat16_is_what_is_computed_in_and_float32_what_is_trained(model, tmp_path, alone, lora):
+    import torch
+
+    from rl_app_ppo.worker.megatron import megatron_policy
+    from rl_ckpt_engine.endpoints.cast_dtype import cast
+
+    config = load_config([*TRAINED, *lora, "actor.optim.lr=1e-2", "megatron.param_dtype=bfloat16"])
+    policy = megatron_policy(config, model, rank=0, store=tmp_path / "store")
+    assert {p.dtype for name, p in policy.model.named_parameters() if ".adapter." not in name} == {torch.bfloat16}
+    before = {weight.name: weight.data.tobytes() for weight in policy.named_weights()}
+    policy.update(measured_by(policy), temperature=0.9)
+    assert {t.dtype for _, parts in policy.optimizer.state() for t in parts.values()} == {torch.float32}
+    sent = list(policy.named_weights())
+    assert {weight.name for weight in sent if weight.data.tobytes() != before[weight.name]}
+    # A float32 rollout gets whole weights in its own dtype: what the app sends is cast to float32
+    # without loss.
+    assert all(cast(cast(w, "float32"), "bfloat16").data.tobytes() == w.data.tobytes() for w in sent)
+
+
+@pytest.mark.parametrize("kind", ["use_dora=false", "use_dora=true", "use_rslora=true"])
+def test_a_rollout_makes_the_policys_weights_of_the_adapter_it_is_sent(model, tmp_path, alone, kind):
+    """The adapter has the names, shapes and meaning that the transformers rollout expects."""
+    from transformers import AutoModelForCausalLM
+
+    from rl_app_ppo.worker.megatron import megatron_policy
+    from rl_protocol.torch import from_weight
+    from rl_trainer.backends.peft_lora import MergedAdapter
+
+    config = load_config([*TRAINED, "lora.rank=2", f"lora.{kind}", "actor.optim.lr=1e-2"])
+    rollout = MergedAdapter(AutoModelForCausalLM.from_pretrained(model), config.lora)
+    policy = megatron_policy(config, model, rank=0, store=tmp_path / "store")
+    policy.update(measured_by(policy), temperature=0.9)
+    sent = {weight.name: from_weight(weight) for weight in policy.adapter_weights()}
+    assert {name: tuple(tensor.shape) for name, tensor in sent.items()} == rollout.shapes()
+    wanted = {weight.name: from_weight(weight).clone() for weight in policy.named_weights()}
+    made = dict(rollout.weights(sent))
+    assert len(made) == 14
+    for name, weight in made.items():
+        np.testing.assert_allclose(weight, wanted[name], atol=1e-5)
+
+
+RANK = """
+import asyncio, json, sys, warnings
+from pathlib import Path
+warnings.simplefilter("ignore")
+from rl_app_ppo.config.loading import load_config
+from rl_app_ppo.worker.megatron import megatron_policy
+from rl_protocol import KVBatchMeta
+from rl_trainer import ActorWorker, step_columns
+from rl_trainer.workers.messages import ReadAheadCall, StageCall
+from rl_transferqueue import PlaneDescriptor, connect
+
+rank, model, store, descriptor, keys, options = (json.loads(part) for part in sys.argv[1:])
+config = load_config(options)
+calls = {"get": 0, "put": 0}
+
+def counted(name, method):
+    def call(*args, **kwargs):
+        calls[name] += 1
+        return method(*args, **kwargs)
+    return call
+
+async def main():
+    plane = await connect(PlaneDescriptor.from_json(descriptor))
+    plane.get, plane.put = counted("get", plane.get), counted("put", plane.put)
+    policy = megatron_policy(config, Path(model), rank=rank, store=Path(store))
+    worker = ActorWorker(plane, step_columns(config.algorithm, config.actor), policy, 1.0)
+    batch = KVBatchMeta(partition="train", keys=tuple(keys))
+    for stage in ("old_log_prob", "update_actor"):
+        await worker.read_ahead(ReadAheadCall(stage=stage, batch=batch))
+        result = await worker.run(stage, StageCall(step=1, batch=batch))
+    traffic = plane.traffic()
+    print(json.dumps([calls, traffic.data_read, traffic.data_written, result.metrics]))
+    await plane.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", ["tensor", "pipeline"])
+def test_one_rank_of_a_replica_fetches_and_writes_for_all(model, tmp_path, cut):
+    """Two stages read trajectories and prompts: four fetches, not four on each of two ranks."""
+    options = [*TRAINED, f"megatron.{cut}_model_parallel_size=2"]
+    rows = trajectories()
+    keys = [f"p{row}/0/0" for row in range(len(rows))]
+    with start_local_plane(TransferQueueConfig(capacity_mb=32, segment_mb=1)) as running:
+        here = connect_blocking(running.descriptor)
+        here.put("train/prompts", [key.partition("/")[0] for key in keys], rows.select_fields(["prompts"]))
+        own = ["responses", "response_mask", "advantages"]
+        here.put("train", keys, rows.select_fields(own))
+        shared = [str(model), str(tmp_path / "store"), running.descriptor.to_json(), keys, options]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", RANK, *map(json.dumps, [rank, *shared])], stdout=subprocess.PIPE, text=True
+            )
+            for rank in range(2)
+        ]
+        try:
+            said = [json.loads(rank.communicate(timeout=300)[0].splitlines()[-1]) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        names = here.list_rows("train", fields=["old_log_probs"])
+        here.close()
+    (leader, read, written, metrics), (other, *nothing, same) = said
+    assert (leader, other) == ({"get": 4, "put": 1}, {"get": 0, "put": 0})
+    assert read > 0
+    assert written > 0
+    assert nothing == [0, 0]
+    assert metrics == same
+    assert set(names.keys) == set(keys)

@@ -1,0 +1,78 @@
+"""A worker process, before and during the construction of its worker."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+from typing import ClassVar
+
+import msgspec
+import pytest
+
+from rl_app_ppo.worker.process import WorkerHost, without_gc
+from rl_protocol import KVBatchMeta
+from rl_trainer import Worker
+from rl_trainer.workers.messages import ReadAheadCall, StageCall, StageResult
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_garbage_is_not_searched_for_while_libraries_are_imported_and_is_again_afterwards(fails):
+    frozen = gc.get_freeze_count()
+    try:
+        with without_gc():
+            assert not gc.isenabled()
+            if fails:
+                raise ImportError("no such library")
+    except ImportError:
+        assert fails
+    finally:
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > frozen
+        gc.unfreeze()
+
+
+class Threads(Worker):
+    """A worker that records the compute threads of each call."""
+
+    handlers: ClassVar = {"update_actor": StageCall, "read_ahead": ReadAheadCall}
+
+    def __init__(self):
+        self.seen = []
+
+    async def update_actor(self, *_):
+        import torch
+
+        self.seen.append(torch.get_num_threads())
+        return StageResult()
+
+    read_ahead = update_actor
+
+
+@pytest.mark.parametrize(("threads", "seen"), [(0, [6, 2, 2, 6]), (1, [1, 1, 1, 1])])
+def test_a_stage_computes_with_the_cores_that_the_stages_beside_it_leave(monkeypatch, tmp_path, threads, seen):
+    """trainer.threads_per_worker=0; a call that says nothing about cores changes nothing."""
+    import torch
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    before, handlers = torch.get_num_threads(), list(logging.getLogger().handlers)
+    batch = KVBatchMeta(partition="train", keys=("p/0/0",))
+    calls = [
+        ("update_actor", StageCall(step=1, batch=batch, side_by_side=1)),
+        ("update_actor", StageCall(step=1, batch=batch, side_by_side=3)),
+        ("read_ahead", ReadAheadCall(stage="update_actor", batch=batch)),
+        ("update_actor", StageCall(step=1, batch=batch, side_by_side=1)),
+    ]
+    try:
+        host, worker = WorkerHost(["actor"], "actor", tmp_path / "log", threads), Threads()
+        host._workers["actor"] = worker, None
+        for method, call in calls:
+            asyncio.run(host.call("actor", method, msgspec.msgpack.encode(call)))
+    finally:
+        torch.set_num_threads(before)
+        logging.captureWarnings(capture=False)
+        for handler in set(logging.getLogger().handlers) - set(handlers):
+            logging.getLogger().removeHandler(handler)
+            handler.close()
+    assert worker.seen == seen

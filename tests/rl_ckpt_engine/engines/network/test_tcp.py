@@ -1,0 +1,120 @@
+"""Engine `tcp`: keys, unknown clients, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+from ckpt_pair import WEIGHTS, T
+
+from rl_ckpt_engine import CheckpointEngineConfig
+from rl_ckpt_engine.engines.network.tcp import TcpEngine
+from rl_ckpt_engine.engines.network.tcp_secret import KEY, KEY_FILE, load_key
+from rl_ckpt_engine.engines.network.tcp_transport import TcpMember
+from rl_ckpt_engine.testing import assert_same, refusal
+from rl_protocol.errors import ConfigError
+
+
+def test_a_sender_that_stops_answering_is_a_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        member = msgspec.msgpack.encode(
+            TcpMember(host="127.0.0.1", port=mute.getsockname()[1], token=bytes(16), node="here")
+        )
+        receiver, sender = TcpEngine(), TcpEngine()
+        manifest = asyncio.run(sender.send_weights(WEIGHTS, 1, timeout_s=T))
+        receiver.init_process_group(member)
+        forged = msgspec.structs.replace(manifest, sender=member).sealed()
+        message = refusal(receiver.receive_weights(forged, timeout_s=0.2))
+        assert "Receiving version 1" in message
+        assert "did not finish within 0.2 s" in message
+        sender.close()
+        receiver.close()
+
+
+def test_other_hosts_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY, raising=False)
+    monkeypatch.delenv(KEY_FILE, raising=False)
+    with pytest.raises(ConfigError, match="needs a key: set RL_CKPT_KEY_FILE"):
+        TcpEngine(CheckpointEngineConfig(listen="10.1.2.3"))
+    with pytest.raises(ConfigError, match="name one address"):
+        TcpEngine(CheckpointEngineConfig(listen="0.0.0.0"))
+    with pytest.raises(ConfigError, match="IP address"):
+        TcpEngine(CheckpointEngineConfig(listen="somewhere"))
+    monkeypatch.setenv(KEY, "k" * 32)
+    TcpEngine(CheckpointEngineConfig(listen="10.1.2.3")).close()
+
+
+@pytest.mark.parametrize(("theirs", "message"), [("b" * 32, "a different key"), ("", "a different key")])
+def test_who_does_not_know_the_key_gets_nothing(theirs: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, "a" * 32)
+    sender = TcpEngine()
+    same = TcpEngine()
+    monkeypatch.setenv(KEY, theirs)
+    other = TcpEngine()
+    manifest = asyncio.run(sender.send_weights(WEIGHTS, 1, timeout_s=T))
+    for engine in (same, other):
+        engine.init_process_group(sender.prepare())
+    assert_same(asyncio.run(same.receive_weights(manifest, timeout_s=T)), WEIGHTS)
+    assert message in refusal(other.receive_weights(manifest, timeout_s=T))
+    for engine in (sender, same, other):
+        engine.close()
+
+
+def test_a_receiver_elsewhere_has_the_settings_of_the_sender_and_need_not_listen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(KEY, "k" * 32)
+    # an address that no host has
+    sender, receiver = TcpEngine(), TcpEngine(CheckpointEngineConfig(listen="192.0.2.77"))
+    topology = TcpEngine.build_topology(sender.prepare(), [receiver.prepare()])
+    receiver.init_process_group(topology.receivers[0])
+    manifest = asyncio.run(sender.send_weights(WEIGHTS, 1, timeout_s=T))
+    assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=T)), WEIGHTS)
+    assert "not an address of this host" in refusal(receiver.send_weights(WEIGHTS, 1, timeout_s=T))
+    sender.close()
+    receiver.close()
+
+
+def test_another_process_behind_the_port_is_noticed() -> None:
+    sender, impostor, receiver = TcpEngine(), TcpEngine(), TcpEngine()
+    manifest = asyncio.run(sender.send_weights(WEIGHTS, 1, timeout_s=T))
+    port = msgspec.msgpack.decode(impostor.prepare(), type=TcpMember).port
+    member = msgspec.structs.replace(msgspec.msgpack.decode(manifest.sender, type=TcpMember), port=port)
+    forged = msgspec.structs.replace(manifest, sender=msgspec.msgpack.encode(member)).sealed()
+    receiver.init_process_group(forged.sender)
+    assert "another process" in refusal(receiver.receive_weights(forged, timeout_s=T))
+    for engine in (sender, impostor, receiver):
+        engine.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(64)])
+def test_strangers_cost_the_sender_nothing(said: bytes) -> None:
+    sender, receiver = TcpEngine(), TcpEngine()
+    manifest = asyncio.run(sender.send_weights(WEIGHTS, 1, timeout_s=T))
+    with socket.create_connection(
+        ("127.0.0.1", msgspec.msgpack.decode(manifest.sender, type=TcpMember).port)
+    ) as stranger:
+        stranger.sendall(said)
+        receiver.init_process_group(sender.prepare())
+        assert_same(asyncio.run(receiver.receive_weights(manifest, timeout_s=T)), WEIGHTS)
+    sender.close()
+    receiver.close()
+
+
+def test_key_file_must_be_private_and_long(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("s" * 40 + "\n")
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="others may read"):
+        load_key({KEY_FILE: str(file)})
+    file.chmod(0o600)
+    assert load_key({KEY_FILE: str(file)}).proof(b"x") == load_key({KEY: "s" * 40}).proof(b"x")
+    assert "s" * 5 not in repr(load_key({KEY: "s" * 40}))
+    with pytest.raises(ConfigError, match="has 5 characters"):
+        load_key({KEY: "short"})
+    with pytest.raises(ConfigError, match="Both"):
+        load_key({KEY: "s" * 40, KEY_FILE: str(file)})
+    assert not load_key({})

@@ -1,0 +1,90 @@
+"""Engine `ray` in a local cluster, within one process and between processes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rl_ckpt_engine import CheckpointEngine, CheckpointEngineConfig, CheckpointEngineRegistry, Manifest
+from rl_ckpt_engine.testing import EngineConformance, assert_same, make_weights
+from rl_protocol.errors import ConfigError, WeightSyncError
+
+ray: Any = pytest.importorskip("ray")
+SHAPES = [(100_000, 3), (), (0,), (33,)]
+T = 120.0
+
+
+def make() -> CheckpointEngine:
+    """Create the engine with small buckets, so that tensors span several objects."""
+    return CheckpointEngineRegistry().create("ray", CheckpointEngineConfig(bucket_mb=0.3))
+
+
+def test_outside_a_cluster_the_engine_says_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"call ray\.init\(\)"):
+        make()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        ray.init(num_cpus=1, include_dashboard=False, object_store_memory=300 << 20, log_to_driver=False)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+class TestRay(EngineConformance):
+    def make_engine(self) -> CheckpointEngine:
+        return make()
+
+
+class Sender:
+    """A separate process that sends version 1."""
+
+    def __init__(self) -> None:
+        self.engine = make()
+
+    def send(self) -> bytes:
+        manifest = asyncio.run(self.engine.send_weights(make_weights(SHAPES, seed=1), 1, timeout_s=T))
+        self.engine.finalize(1)
+        return manifest.encode()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_weights_go_between_processes_until_the_sender_is_killed() -> None:
+    sender = ray.remote(num_cpus=0)(Sender).remote()
+    manifest = Manifest.decode(ray.get(sender.send.remote(), timeout=240))
+    receiver = make()
+    receiver.init_process_group(type(receiver).build_topology(manifest.sender, [receiver.prepare()]).receivers[0])
+    got = asyncio.run(receiver.receive_weights(manifest, timeout_s=T))
+    assert_same(got, make_weights(SHAPES, seed=1))
+    ray.kill(sender)
+    deadline = time.monotonic() + 60
+    # until Ray notices the kill, receivers still get the complete version
+    with pytest.raises(WeightSyncError, match=r"sender|Ray"):
+        receive_late_until(manifest, deadline)
+    assert_same(got, make_weights(SHAPES, seed=1))
+    receiver.close()
+
+
+def receive_late_until(manifest: Manifest, deadline: float) -> None:
+    while time.monotonic() < deadline:
+        receive_late(manifest)
+
+
+def receive_late(manifest: Manifest) -> None:
+    late = make()
+    late.init_process_group(type(late).build_topology(manifest.sender, [late.prepare()]).receivers[0])
+    try:
+        assert_same(asyncio.run(late.receive_weights(manifest, timeout_s=T)), make_weights(SHAPES, seed=1))
+    finally:
+        late.close()

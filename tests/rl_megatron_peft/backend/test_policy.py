@@ -1,0 +1,136 @@
+"""MegatronPolicyBackend in one process: its port's conformance suite, and its exports."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from rl_megatron_peft import (
+    read_adapter,
+)
+from rl_protocol import ConfigError, OutputError
+from rl_protocol.ports import PolicyBackend
+from rl_protocol.testing.training_suite import PolicyBackendSuite
+
+
+class TestMegatronPolicy(PolicyBackendSuite):
+    @pytest.fixture(autouse=True)
+    def _made_here(self, ranks, models, program):
+        self.make = lambda: program.policy_of(models / "qwen2", ranks, "fused")
+
+    @contextmanager
+    def open_policy(self):
+        policy = self.make()
+        assert isinstance(policy, PolicyBackend)
+        yield policy
+
+
+class TestWholePolicy(TestMegatronPolicy):
+    """Without LoRA: all weights are trained."""
+
+    @pytest.fixture(autouse=True)
+    def _made_here(self, ranks, models, program):
+        self.make = lambda: program.policy_of(models / "qwen2", ranks, "whole")
+
+
+def test_the_adapter_travels_under_the_names_of_its_files(policy, program, tmp_path):
+    from safetensors.numpy import load_file
+
+    policy.update(program.batch_of(4, 0), temperature=1.0)
+    write = policy.export()
+    policy.update(program.batch_of(4, 1), temperature=1.0)  # the export keeps the earlier weights
+    (tmp_path / "now").mkdir()
+    files = write(tmp_path / "now")
+    assert {"adapter_config.json", "adapter_model.safetensors", "adapter_manifest.json"} <= {
+        file.name for file in files
+    }
+    assert read_adapter(tmp_path / "now").pairs.keys() == policy.adapter().pairs.keys()
+    policy.save_pretrained(tmp_path / "later")
+    written = load_file(tmp_path / "later" / "adapter_model.safetensors")
+    sent = {weight.name: weight for weight in policy.adapter_weights()}
+    assert sent.keys() == written.keys()
+    assert all(sent[name].data.tobytes() == written[name].tobytes() for name in sent)
+    earlier = load_file(tmp_path / "now" / "adapter_model.safetensors")
+    assert any(not np.array_equal(written[name], earlier[name]) for name in written)
+
+
+@pytest.fixture
+def whole(ranks, models, program):
+    return program.policy_of(models / "even", ranks, "whole")
+
+
+def test_all_weights_are_trained_sent_and_written_as_a_model(whole, models, program, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    before = {weight.name: weight.data.tobytes() for weight in whole.named_weights()}
+    whole.update(program.batch_of(6, 0), temperature=1.0)
+    sent = {weight.name: weight.data.tobytes() for weight in whole.named_weights()}
+    assert sent.keys() == before.keys()
+    assert not [name for name in sent if sent[name] == before[name]]
+    whole.save_pretrained(tmp_path / "trained")
+    write = whole.export()
+    batch = program.batch_of(3, 1)
+    want = whole.compute_log_probs(batch, temperature=1.0).ragged("log_probs").rows()
+    whole.update(program.batch_of(6, 1), temperature=1.0)
+    (tmp_path / "copy").mkdir()
+    write(tmp_path / "copy")  # the weights at the time of `export`
+    for folder in ("trained", "copy"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / folder).eval()
+        assert {name: t.numpy().tobytes() for name, t in model.state_dict().items()} == sent
+    for prompt, response, log_probs in zip(
+        batch.ragged("prompts").rows(), batch.ragged("responses").rows(), want, strict=True
+    ):
+        with torch.no_grad():
+            logits = model(torch.tensor([*prompt, *response])[None]).logits[0, len(prompt) - 1 : -1]
+        found = torch.log_softmax(logits, -1)[range(len(response)), list(response)]
+        np.testing.assert_allclose(found.numpy(), log_probs, atol=1e-5)
+    with pytest.raises(OutputError, match="exists; only new folders are written"):
+        whole.save_pretrained(tmp_path / "trained")
+
+
+def test_a_whole_policy_has_no_adapter_and_no_past(whole, program, tmp_path):
+    for ask in (
+        whole.adapter,
+        lambda: list(whole.adapter_weights()),
+        lambda: whole.load_adapter(tmp_path),
+        lambda: whole.compute_reference_log_probs(program.batch_of(2, 0), temperature=1.0),
+    ):
+        with pytest.raises(ConfigError, match="it has no adapter and no copy of its first weights"):
+            ask()
+
+
+def test_bfloat16_computes_as_transformers_does_and_trains_in_float32(ranks, models, program):
+    """Rounding order differs: ours may be twice as far from float32 as transformers' result."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    batch = program.batch_of(16, 3)
+
+    def reference(dtype):
+        model = AutoModelForCausalLM.from_pretrained(models / "even", dtype=dtype).eval()
+        found = []
+        for prompt, response in zip(batch.ragged("prompts").rows(), batch.ragged("responses").rows(), strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([*prompt, *response])[None]).logits[0, len(prompt) - 1 : -1].float()
+            found.append(torch.log_softmax(logits, -1)[range(len(response)), list(response)].numpy())
+        return np.concatenate(found)
+
+    exact, rounded = reference(torch.float32), reference(torch.bfloat16)
+    for kind in ("fused", "whole"):
+        half = program.policy_of(models / "even", ranks, kind, dtype=torch.bfloat16)
+        found = half.compute_log_probs(batch, temperature=1.0).ragged("log_probs").values
+        assert 0 < np.abs(found - exact).mean() < 2 * np.abs(rounded - exact).mean()
+        full = program.policy_of(models / "even", ranks, kind)
+        curves = [[p.update(batch, temperature=1.0)["actor/loss"] for _ in range(5)] for p in (half, full)]
+        np.testing.assert_allclose(*curves, atol=0.1)  # the loss falls by 0.7
+        for one, state in half.optimizer.state():
+            assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+            if kind == "whole":
+                held = one.fuse([state[key] for key in one.keys])
+                assert one.parameter.dtype == torch.bfloat16
+                assert torch.equal(one.parameter, held.bfloat16())
+                # more precise than the model's weights
+                assert not torch.equal(held, held.bfloat16().float())

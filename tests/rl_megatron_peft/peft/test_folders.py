@@ -1,0 +1,42 @@
+"""Kinds of checkpoint folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rl_megatron_peft import AdapterError, FolderKind, folder_kind, whole_checkpoints
+from rl_megatron_peft.peft.folders import refuse_unless_resumable
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        ("adapter_config.json", FolderKind.PEFT, "holds no optimizer"),
+        (
+            "adapter_checkpoint/mp_rank_00_adapter.pt",
+            FolderKind.LEGACY,
+            "verl's old adapter_checkpoint format: its files hold no optimizer",
+        ),
+        ("mp_rank_00_001_adapter.pt", FolderKind.LEGACY, "rl-megatron-peft convert"),
+        ("dist_ckpt/metadata.json", FolderKind.UNFINISHED, "writing it did not finish"),
+        ("readme", FolderKind.UNKNOWN, "expected manifest.json"),
+    ],
+)
+def test_folders_are_told_apart_and_refused_by_name(tmp_path: Path, make: str, kind: FolderKind, message: str):
+    (tmp_path / make).parent.mkdir(exist_ok=True)
+    (tmp_path / make).write_text("{}")
+    assert folder_kind(tmp_path) is kind
+    with pytest.raises(AdapterError, match=message) as caught:
+        refuse_unless_resumable(tmp_path)
+    assert (caught.value.file, caught.value.field) == (str(tmp_path), "layout")
+
+
+def test_whole_checkpoints_come_by_steps(tmp_path: Path):
+    for name in ("step-10", "step-9", "step-11", ".step-12.partial", "other"):
+        (tmp_path / name).mkdir()
+        if name != "step-11":
+            (tmp_path / name / "manifest.json").write_text('{"format": "rl-megatron-peft/1"}')
+    assert [path.name for path in whole_checkpoints(tmp_path)] == ["step-9", "step-10"]
+    assert folder_kind(tmp_path / "nothing") is FolderKind.UNKNOWN

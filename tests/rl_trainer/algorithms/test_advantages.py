@@ -1,0 +1,506 @@
+"""Advantage estimators against cases computed by hand and a slow oracle in plain Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from statistics import fmean, stdev
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_protocol import BatchError, ConfigError, RowKey
+from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, whiten
+
+pytestmark = pytest.mark.numeric
+
+NAMES = ADVANTAGE_ESTIMATORS.names()
+COMPARING = [name for name in NAMES if ADVANTAGE_ESTIMATORS.get(name).compares]
+# one advantage for all tokens of a session
+GROUP = [name for name in COMPARING if name != "optimal_token_baseline"]
+STEPWISE = [name for name in NAMES if name not in GROUP]
+OPTIONAL = ("token_rewards", "values", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+
+
+def inputs(keys, lengths, scores, mask=None, **rest):
+    """Build inputs from `lengths` [N] and flat columns as lists; None where absent."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    arrays = {
+        name: np.asarray(value, float) if isinstance(value, list | np.ndarray) else value
+        for name, value in rest.items()
+    }
+    return AdvantageInputs(
+        keys=[RowKey(*key) for key in keys],
+        offsets=offsets,
+        mask=np.ones(int(offsets[-1]), bool) if mask is None else np.asarray(mask, bool),
+        scores=np.asarray(scores, float),
+        **arrays,
+    )
+
+
+def estimate(name, *args, **kwargs):
+    return ADVANTAGE_ESTIMATORS.get(name).estimate(inputs(*args, **kwargs))
+
+
+# --------------------------------------------------------------------------------
+# computed by hand
+#
+# Group a scores 1, 0, 1 with 2, 1, 3 tokens: mean 2/3, unbiased std sqrt(1/3).
+# Group b scores 0, 0: no advantage.
+KEYS, LENGTHS, SCORES = [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1)], [2, 1, 3, 1, 1], [1, 0, 1, 0, 0]
+STD = math.sqrt(1 / 3) + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grpo", [1 / 3 / STD, -2 / 3 / STD, 1 / 3 / STD, 0, 0]),
+        ("dr_grpo", [1 / 3, -2 / 3, 1 / 3, 0, 0]),
+        ("rloo", [1 - 0.5, 0 - 1, 1 - 0.5, 0, 0]),  # minus the mean of the other two
+        # 5 of the group's 6 tokens are in right answers
+        ("opo", [1 - 5 / 6, 0 - 5 / 6, 1 - 5 / 6, 0, 0]),
+        # 2 of 5 sessions have equal scores: 5 / (5 - 2)
+        ("gpg", [5 / 3 * 1 / 3, -5 / 3 * 2 / 3, 5 / 3 * 1 / 3, 0, 0]),
+        ("grpo_passk", [0, 0, 0, 0, 0]),  # the two best scores are equal
+    ],
+)
+def test_group_estimators_by_hand(name, expected):
+    advantages, returns = estimate(name, KEYS, LENGTHS, SCORES)
+    assert advantages.tolist() == pytest.approx(np.repeat(expected, LENGTHS).tolist())
+    assert np.array_equal(advantages, returns)
+
+
+def test_pass_at_k_credits_the_lead_of_the_best():
+    # 0.9 leads 0.4 by 0.5; the unbiased std of 0.1, 0.9, 0.4 is sqrt(0.49 / 3)
+    keys, std = [("a", 0), ("a", 1), ("a", 2)], math.sqrt(0.49 / 3)
+    assert estimate("grpo_passk", keys, [1, 1, 1], [0.1, 0.9, 0.4], norm_by_std=False)[0].tolist() == pytest.approx(
+        [0, 0.5, 0]
+    )
+    assert estimate("grpo_passk", keys, [1, 1, 1], [0.1, 0.9, 0.4])[0].tolist() == pytest.approx(
+        [0, 0.5 / (std + 1e-6), 0]
+    )
+
+
+def test_reinforce_plus_plus_baseline_by_hand():
+    # tokens 0.5, 0.5, -0.5: mean 1/6, unbiased variance 1/3
+    advantages, _ = estimate("reinforce_plus_plus_baseline", [("a", 0), ("a", 1)], [2, 1], [1, 0])
+    scale = math.sqrt(1 / 3 + 1e-8)
+    assert advantages.tolist() == pytest.approx([1 / 3 / scale, 1 / 3 / scale, -2 / 3 / scale])
+
+
+def test_reinforce_plus_plus_by_hand():
+    # returns 0.25, 0.5, 1 with gamma 0.5: mean 7/12
+    advantages, returns = estimate("reinforce_plus_plus", [("a", 0)], [3], [1], gamma=0.5)
+    x = np.array([0.25, 0.5, 1.0])
+    assert returns.tolist() == [0.25, 0.5, 1.0]
+    assert advantages.tolist() == pytest.approx(((x - 7 / 12) / np.sqrt(x.var(ddof=1) + 1e-8)).tolist())
+
+
+def test_remax_by_hand():
+    # penalty -0.1 per token: rewards -0.1, 0.9; returns 0.8, 0.9; the greedy answer scores 0.5
+    advantages, returns = estimate("remax", [("a", 0)], [2], [1], token_rewards=[-0.1, -0.1], reward_baselines=[0.5])
+    assert returns.tolist() == pytest.approx([0.8, 0.9])
+    assert advantages.tolist() == pytest.approx([0.3, 0.4])
+
+
+def test_gae_by_hand():
+    # rewards 0, 0, 1, values 0.5, 0.4, 0.2, gamma 1, lam 0.5
+    # delta = -0.1, -0.2, 0.8 -> A = 0.8; -0.2 + 0.5 * 0.8 = 0.2; -0.1 + 0.5 * 0.2 = 0.0
+    advantages, returns = estimate("gae", [("a", 0)], [3], [1], values=[0.5, 0.4, 0.2], lam=0.5)
+    assert returns.tolist() == pytest.approx([0.5, 0.6, 1.0])
+    assert advantages.tolist() == pytest.approx(whiten(np.array([0.0, 0.2, 0.8])).tolist())
+
+
+def test_gdpo_by_hand():
+    # Both components are normalized to +-1 / sqrt(2), so the second one counts although it is 100
+    # times smaller.
+    # With weights 1 and 2, session 0 has (1 - 2) c and session 1 (-1 + 2) c. Whitened over the two
+    # tokens: -+1 / sqrt(2).
+    advantages, _ = estimate(
+        "gdpo",
+        [("a", 0), ("a", 1)],
+        [1, 1],
+        [0, 0],
+        reward_components=np.array([[1.0, 0.0], [0.0, 0.01]]),
+        component_weights=[1.0, 2.0],
+    )
+    assert advantages.tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], abs=1e-3)
+
+
+def test_optimal_token_baseline_by_hand():
+    # pi = 0.5 and sum pi^2 = 0.5 everywhere: each token adds 1 - 1 + 0.5 = 0.5, and session 0's
+    # first token with rho = 2 adds 2.
+    # Position 0: W = 2 and 0.5, G = 1 and 0, so B = 0.8.
+    # Position 1: W = 2.5 and 1, so B = 2.5 / 3.5.
+    # Position 2: session 0 alone, no baseline.
+    advantages, returns = estimate(
+        "optimal_token_baseline",
+        [("a", 0), ("a", 1)],
+        [3, 2],
+        [1, 0],
+        old_log_probs=[math.log(0.5)] * 5,
+        sum_pi_squared=[0.5] * 5,
+        rollout_is_weights=[2, 1, 1, 1, 1],
+    )
+    assert returns.tolist() == [1, 1, 1, 0, 0]
+    assert advantages.tolist() == pytest.approx([0.2, 1 - 2.5 / 3.5, 1, -0.8, -2.5 / 3.5])
+
+
+# --------------------------------------------------------------------------------
+# oracle
+
+
+def per_row(flat, lengths):
+    return np.split(np.asarray(flat), np.cumsum(lengths)[:-1])
+
+
+def oracle(name, x: AdvantageInputs):
+    """Return advantages by row and token, straight from the definitions, with plain loops."""
+    lengths = np.diff(x.offsets).tolist()
+    columns = {n: None if getattr(x, n) is None else per_row(getattr(x, n), lengths) for n in OPTIONAL}
+    mask = per_row(x.mask, lengths)
+    members: dict = {}
+    for i, key in enumerate(x.keys):
+        members.setdefault((key.uid, key.session), []).append(i)
+    sessions = {}
+    for name_of, rows in members.items():
+        rows.sort(key=lambda i: x.keys[i].index)
+        tokens = [(i, t) for i in rows for t in range(lengths[i]) if mask[i][t]]
+        if tokens:
+            rewards = [columns["token_rewards"][i][t] if columns["token_rewards"] else 0.0 for i, t in tokens]
+            rewards[-1] += x.scores[rows[-1]]
+            sessions[name_of] = (tokens, rewards, rows[-1])
+    groups: dict = {}
+    for uid, session in sessions:
+        groups.setdefault(uid, []).append((uid, session))
+    out = [[0.0] * n for n in lengths]
+
+    def column(name, at):
+        return [columns[name][i][t] for i, t in at]
+
+    def spread(values):
+        for session, value in values.items():
+            for (i, t), v in zip(sessions[session][0], value, strict=True):
+                out[i][t] = v
+
+    def on_all(values):
+        spread({s: [v] * len(sessions[s][0]) for s, v in values.items()})
+
+    def whitened():
+        cells = [cell for tokens, _, _ in sessions.values() for cell in tokens]
+        values = [out[i][t] for i, t in cells]
+        if len(values) < 2 or min(values) == max(values):
+            scaled = [0.0] * len(values)
+        else:
+            scaled = [(v - fmean(values)) / math.sqrt(stdev(values) ** 2 + 1e-8) for v in values]
+        for (i, t), v in zip(cells, scaled, strict=True):
+            out[i][t] = v
+
+    def against(score, rule):
+        """Apply `rule` to every session of a group in which scores differ; other sessions get 0.
+
+        `rule` takes (own, all, own length, all lengths).
+        """
+        values = {}
+        for names in groups.values():
+            all_scores = [score[s] for s in names]
+            sizes = [len(sessions[s][0]) for s in names]
+            for s in names:
+                differ = min(all_scores) < max(all_scores)
+                values[s] = rule(score[s], all_scores, sizes) if differ else 0.0
+        return values
+
+    score = {s: sum(rewards) for s, (_, rewards, _) in sessions.items()}
+    scale = (lambda xs: stdev(xs) + 1e-6) if x.norm_by_std else (lambda _: 1.0)
+    n = len(sessions)
+    teaching = sum(len(g) for g in groups.values() if len({score[s] for s in g}) > 1)
+    rules = {
+        "grpo": lambda own, xs, _: (own - fmean(xs)) / scale(xs),
+        "dr_grpo": lambda own, xs, _: own - fmean(xs),
+        "rloo": lambda own, xs, _: own - (sum(xs) - own) / (len(xs) - 1),
+        "opo": lambda own, xs, sizes: own - sum(a * b for a, b in zip(xs, sizes, strict=True)) / sum(sizes),
+        "gpg": lambda own, xs, _: n / teaching * (own - fmean(xs)),
+        "grpo_passk": lambda own, xs, _: (own - sorted(xs)[-2]) / scale(xs) if own == max(xs) else 0.0,
+        "reinforce_plus_plus_baseline": lambda own, xs, _: own - fmean(xs),
+    }
+    if name in rules:
+        on_all(against(score, rules[name]))
+    elif name == "gdpo":
+        total = dict.fromkeys(sessions, 0.0)
+        for k in range(x.reward_components.shape[1]):
+            part = {s: x.reward_components[last, k] for s, (_, _, last) in sessions.items()}
+            for s, v in against(part, rules["grpo"]).items():
+                total[s] += x.component_weights[k] * v
+        on_all(total)
+    else:
+        values = {}
+        for s, (tokens, rewards, last) in sessions.items():
+            if name == "gae":
+                v = [*column("values", tokens), 0.0]
+                delta = [r + x.gamma * v[t + 1] - v[t] for t, r in enumerate(rewards)]
+                values[s] = [
+                    sum((x.gamma * x.lam) ** (k - t) * delta[k] for k in range(t, len(delta)))
+                    for t in range(len(delta))
+                ]
+                continue
+            gamma = x.gamma if name == "reinforce_plus_plus" else 1.0
+            togo = [sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
+            values[s] = [g - x.reward_baselines[last] for g in togo] if name == "remax" else togo
+        if name == "optimal_token_baseline":
+            values = optimal_baseline(values, sessions, groups, columns)
+        spread(values)
+    if name in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"):
+        whitened()
+    return [v for row in out for v in row]
+
+
+def optimal_baseline(togo, sessions, groups, columns):
+    energy = {}
+    for s, (tokens, _, _) in sessions.items():
+        steps = []
+        for i, t in tokens:
+            rho = columns["rollout_is_weights"][i][t] if columns["rollout_is_weights"] else 1.0
+            step = 1 - 2 * math.exp(columns["old_log_probs"][i][t]) + columns["sum_pi_squared"][i][t]
+            steps.append(step * rho * rho)
+        energy[s] = [sum(steps[: t + 1]) for t in range(len(steps))]
+    out = {}
+    for names in groups.values():
+        for s in names:
+            out[s] = []
+            for t, g in enumerate(togo[s]):
+                there = [o for o in names if len(togo[o]) > t]
+                baseline = sum(togo[o][t] * energy[o][t] for o in there) / (sum(energy[o][t] for o in there) + 1e-8)
+                out[s].append(0.0 if len(names) == 1 else g - baseline if len(there) > 1 else g)
+    return out
+
+
+@st.composite
+def batches(draw):
+    """Sessions of one to three trajectories, with observation tokens, empty and rejected rows."""
+    keys = [
+        (uid, session, index)
+        for uid in ("a", "b", "c")[: draw(st.integers(1, 3))]
+        for session in range(draw(st.integers(1, 4)))
+        for index in range(draw(st.sampled_from([1, 1, 1, 2, 3])))
+    ]
+    lengths = draw(st.lists(st.integers(0, 4), min_size=len(keys), max_size=len(keys)))
+    total = sum(lengths)
+    seed = draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    scores = rng.choice([0.0, 1.0, 1.0, 0.3], len(keys))
+    log_probs = np.log(rng.uniform(0.05, 0.95, total))
+    p = np.exp(log_probs)
+    return inputs(
+        [keys[i] for i in rng.permutation(len(keys))],
+        lengths,
+        scores,
+        rng.random(total) < draw(st.sampled_from([1.0, 0.7])),
+        token_rewards=draw(st.sampled_from([None, -0.1 * rng.random(total)])),
+        values=rng.normal(size=total),
+        old_log_probs=log_probs,
+        sum_pi_squared=p * p + (1 - p) ** 2 * rng.uniform(0.2, 1, total),
+        rollout_is_weights=draw(st.sampled_from([None, rng.uniform(0.5, 2, total)])),
+        reward_baselines=rng.normal(size=len(keys)),
+        reward_components=rng.choice([0.0, 1.0, 2.0], (len(keys), 2)),
+        component_weights=[1.0, 0.5],
+        gamma=draw(st.sampled_from([1.0, 0.9])),
+        lam=draw(st.sampled_from([1.0, 0.7, 0.0])),
+        norm_by_std=draw(st.booleans()),
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=25)
+@given(x=batches())
+def test_every_estimator_equals_the_oracle(name, x):
+    advantages, returns = ADVANTAGE_ESTIMATORS.get(name).estimate(x)
+    assert advantages.tolist() == pytest.approx(oracle(name, x), abs=1e-7, rel=1e-7)
+    assert not advantages[~x.mask].any()
+    assert not returns[~x.mask].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=10)
+@given(x=batches(), seed=st.integers(0, 2**32 - 1))
+def test_the_order_of_rows_changes_not_one_bit(name, x, seed):
+    order = np.random.default_rng(seed).permutation(len(x.keys))
+    lengths = np.diff(x.offsets)
+    place = np.concatenate([np.zeros(0, int), *(np.arange(x.offsets[i], x.offsets[i + 1]) for i in order)])
+    moved = {n: None if getattr(x, n) is None else getattr(x, n)[place] for n in (*OPTIONAL, "mask")}
+    moved |= {n: getattr(x, n)[order] for n in ("scores", "reward_baselines", "reward_components")}
+    shuffled = dataclasses.replace(
+        x,
+        keys=[x.keys[i] for i in order],
+        offsets=np.concatenate([[0], np.cumsum(lengths[order])]).astype(np.int64),
+        **moved,
+    )
+    function = ADVANTAGE_ESTIMATORS.get(name).estimate
+    for original, other in zip(function(x), function(shuffled), strict=True):
+        assert original[place].tobytes() == other.tobytes()
+
+
+# --------------------------------------------------------------------------------
+# sessions and rejection
+
+
+@pytest.mark.parametrize("name", GROUP)
+def test_a_session_counts_once_and_its_last_trajectory_is_what_is_scored(name):
+    """Only the last of session 0's three trajectories is scored.
+
+    Its advantage is that of one long trajectory, on all tokens of the session.
+    """
+    parts = np.array([[5.0, 5.0], [6.0, 6.0], [1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+    keys = [("a", 0, 1), ("a", 0, 0), ("a", 0, 2), ("a", 1, 0), ("a", 2, 0)]
+    several, _ = estimate(
+        name, keys, [1, 1, 1, 1, 1], [7, 9, 1, 0, 0.5], reward_components=parts, component_weights=[2.0, 1.0]
+    )
+    joined, _ = estimate(
+        name,
+        [("a", 0), ("a", 1), ("a", 2)],
+        [3, 1, 1],
+        [1, 0, 0.5],
+        reward_components=parts[2:],
+        component_weights=[2.0, 1.0],
+    )
+    assert several.tolist() == joined.tolist()
+    assert several[0] == several[1] == several[2] > several[3]
+
+
+@pytest.mark.parametrize("name", STEPWISE)
+def test_a_session_of_several_trajectories_is_one_episode(name):
+    """Tokens of the first trajectory get the score of the last one."""
+    rng = np.random.default_rng(0)
+    flat = {"values": rng.normal(size=5), "old_log_probs": -rng.random(5), "sum_pi_squared": rng.random(5)}
+    several, _ = estimate(
+        name,
+        [("a", 0, 0), ("a", 0, 1), ("a", 1)],
+        [2, 1, 2],
+        [9, 1, 0],
+        reward_baselines=[9, 0.2, 0.2],
+        gamma=0.9,
+        **flat,
+    )
+    joined, _ = estimate(name, [("a", 0), ("a", 1)], [3, 2], [1, 0], reward_baselines=[0.2, 0.2], gamma=0.9, **flat)
+    assert several.tolist() == joined.tolist()
+
+
+def test_a_final_trajectory_without_tokens_still_scores_its_session():
+    advantages, _ = estimate("dr_grpo", [("a", 0, 0), ("a", 0, 1), ("a", 1)], [1, 1, 1], [7, 1, 0], [True, False, True])
+    assert advantages.tolist() == [0.5, 0.0, -0.5]
+
+
+def three_sessions(name, present, mask=None, sessions=(0, 1, 2)):
+    """Return the advantages of the sessions in `present`, out of three of one prompt.
+
+    The three sessions have one token each and score 1, 0 and 100.
+    """
+    scores = np.array([1.0, 0.0, 100.0])[present]
+    return estimate(
+        name,
+        [("a", sessions[i]) for i in present],
+        [1] * len(present),
+        scores,
+        mask,
+        reward_components=scores[:, None],
+        component_weights=[1.0],
+        reward_baselines=[0.5] * len(present),
+        values=np.array([0.1, 0.2, 0.3])[present],
+        old_log_probs=np.array([-1.0, -0.5, -2.0])[present],
+        sum_pi_squared=np.array([0.5, 0.6, 0.7])[present],
+    )[0].tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rejected_session_does_not_shift_the_baseline_of_its_siblings(name):
+    with_rejected = three_sessions(name, [0, 1, 2], [True, True, False])
+    assert with_rejected == [*three_sessions(name, [0, 1]), 0.0]
+    assert with_rejected[0] > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_session_that_failed_is_no_session_that_scored_zero(name):
+    """A failed session has no rows; the others are compared, whatever their numbers are."""
+    assert three_sessions(name, [0, 2]) == three_sessions(name, [0, 2], sessions=(0, 1, 7))
+    alone = three_sessions(name, [2])
+    assert alone == three_sessions(name, [2], sessions=(5, 5, 0))
+    if name in COMPARING:
+        assert alone == [0.0]
+        # session 1 scored 0
+        assert three_sessions(name, [0, 2]) != three_sessions(name, [0, 1, 2])[::2]
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_group_of_one_teaches_nothing(name):
+    advantages, _ = estimate(
+        name,
+        [("a", 0)],
+        [2],
+        [5.0],
+        reward_components=np.array([[5.0]]),
+        component_weights=[1.0],
+        old_log_probs=[-1, -1],
+        sum_pi_squared=[0.5, 0.5],
+    )
+    assert advantages.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", GROUP)
+def test_equal_scores_teach_exactly_nothing(name):
+    """A rounding error in the mean, divided by a tiny deviation, must not become an advantage.
+
+    In floats, 0.1 + 0.1 + 0.1 is not 3 * 0.1.
+    """
+    advantages, _ = estimate(
+        name,
+        [("a", i) for i in range(3)],
+        [1, 1, 1],
+        [0.1] * 3,
+        reward_components=np.full((3, 1), 0.1),
+        component_weights=[1.0],
+    )
+    assert advantages.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_the_score_reaches_the_last_token_the_policy_made():
+    """Rewards pass over observation tokens, also over those at the end of an episode."""
+    _, returns = estimate("reinforce_plus_plus", [("a", 0)], [4], [1], [True, False, True, False], gamma=0.5)
+    assert returns.tolist() == [0.5, 0.0, 1.0, 0.0]
+
+
+def test_whiten():
+    assert whiten(np.array([1.0, 3.0])).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+    assert whiten(np.array([4.0])).tolist() == [0.0]
+    assert whiten(np.zeros(0)).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gae", "needs values; got none. Use algorithm=ppo"),
+        ("remax", "needs reward_baselines"),
+        ("gdpo", "needs reward_components; got none. Name them in algorithm.gdpo_reward_keys"),
+        ("optimal_token_baseline", "needs old_log_probs"),
+    ],
+)
+def test_what_is_missing_is_named_with_the_remedy(name, message):
+    with pytest.raises(ConfigError, match=message):
+        estimate(name, [("a", 0)], [1], [1])
+
+
+def test_weights_that_do_not_fit_the_parts_are_refused():
+    with pytest.raises(ConfigError, match="one weight for each of the 2 keys; got 3"):
+        estimate("gdpo", [("a", 0)], [1], [1], reward_components=np.ones((1, 2)), component_weights=[1.0, 1.0, 1.0])
+
+
+def test_two_rows_of_one_name_are_refused():
+    with pytest.raises(BatchError, match="named 'a/0/0'"):
+        estimate("grpo", [("a", 0), ("a", 0)], [1, 1], [1, 0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_empty_batch_is_no_error(name):
+    x = inputs([], [], [], reward_baselines=[], values=[], old_log_probs=[], sum_pi_squared=[])
+    x = dataclasses.replace(x, reward_components=np.zeros((0, 1)))
+    assert ADVANTAGE_ESTIMATORS.get(name).estimate(x)[0].tolist() == []

@@ -1,0 +1,130 @@
+"""Packing gives the same results as padding; token-bounded passes; learning rate schedules."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rl_protocol import BatchData, BatchError, ConfigError, ragged
+from rl_protocol.torch import from_weight
+from rl_trainer import ActorConfig, CriticConfig, OptimConfig
+from rl_trainer.algorithms.lr_schedule import lr_factor
+from rl_trainer.backends.forward_passes import ForwardPasses
+from rl_trainer.backends.packing import packed_attention
+from rl_trainer.backends.token_batch import token_batch
+from rl_trainer.backends.torch_critic import TorchCriticBackend
+from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
+from rl_trainer.backends.world import World
+
+pytestmark = pytest.mark.numeric
+
+
+def config(**how):
+    return ActorConfig(optim=OptimConfig(lr=1e-3), ppo_mini_batch_size=8, use_kl_loss=True, entropy_coeff=0.01, **how)
+
+
+def test_packed_equals_padded(model_path, training_batch):
+    padded = TorchPolicyBackend(model_path, config(), options=PolicyOptions(sum_pi_squared=True))
+    packed = TorchPolicyBackend(
+        model_path, config(use_remove_padding=True, ppo_max_token_len=24), options=PolicyOptions(sum_pi_squared=True)
+    )
+    data = training_batch(TorchPolicyBackend(model_path, None), rows=8)
+    for _ in range(3):
+        one, other = padded.update(data, temperature=0.8), packed.update(data, temperature=0.8)
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
+    for a, b in zip(padded.named_weights(), packed.named_weights(), strict=True):
+        # The bias of k_proj changes no output: its gradient is rounding, which Adam turns into
+        # whole steps.
+        if not a.name.endswith("k_proj.bias"):
+            # 5 % of the learning rate
+            assert torch.allclose(from_weight(a), from_weight(b), atol=0.05 * 1e-3), a.name
+    one, other = (policy.compute_log_probs(data, temperature=0.8) for policy in (padded, packed))
+    for name in ("log_probs", "entropy", "sum_pi_squared"):
+        assert one.ragged(name).offsets.tolist() == other.ragged(name).offsets.tolist()
+        assert np.abs(one.ragged(name).values - other.ragged(name).values).max() < 1e-5
+
+
+def test_a_packed_critic_equals_a_padded_one(model_path, training_batch):
+    data = training_batch(TorchPolicyBackend(model_path, None), rows=8)
+    columns = {"values": data.ragged("ref_log_prob"), "returns": data.ragged("advantages")}
+    data = BatchData({**data.columns, **columns})
+    how = {"optim": OptimConfig(lr=1e-3), "ppo_mini_batch_size": 8}
+    padded = TorchCriticBackend(model_path, CriticConfig(**how), rollout_n=1, seed=0)
+    packed = TorchCriticBackend(model_path, CriticConfig(**how, use_remove_padding=True), rollout_n=1, seed=0)
+    for _ in range(3):
+        assert padded.update(data) == pytest.approx(packed.update(data), rel=1e-5, abs=1e-5)
+    one, other = (critic.compute_values(data).ragged("values").values for critic in (padded, packed))
+    assert np.abs(one - other).max() < 1e-5
+    assert np.abs(one).max() > 0
+
+
+def test_the_layout_of_packed_tokens_by_hand():
+    data = BatchData({"prompts": ragged([[5], [6, 7]], "int64"), "responses": ragged([[8, 9], [4]], "int64")})
+    packed = token_batch(data, 0, packed=True)
+    assert packed.inputs["input_ids"].tolist() == [[5, 8, 9, 6, 7, 4]]
+    assert packed.inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2]]
+    assert packed.inputs["cu_seq_lens_q"].tolist() == [0, 3, 6]
+    assert packed.inputs["max_length_q"] == 3
+    assert packed.position.tolist() == [0, 1, 4]
+    assert (packed.row.tolist(), packed.line.tolist(), packed.targets.tolist()) == ([0, 0, 1], [0, 0, 0], [8, 9, 4])
+
+
+def test_attention_stays_within_each_sequence():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, 7, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8)
+    out, none = packed_attention(
+        torch.nn.Identity(), q, k, v, None, 0.3, cu_seq_lens_q=torch.tensor([0, 3, 4, 7]), max_length_q=3
+    )
+    assert none is None
+    for start, stop in ((0, 3), (3, 4), (4, 7)):
+        for head in range(4):
+            own = (q[0, head, start:stop] @ k[0, head // 2, start:stop].T) * 0.3
+            own = own.masked_fill(torch.ones_like(own).triu(1).bool(), -math.inf)
+            want = torch.softmax(own, -1) @ v[0, head // 2, start:stop]
+            assert torch.allclose(out[0, start:stop, head], want, atol=1e-6)
+    with pytest.raises(ConfigError, match="sliding window of 2 tokens"):
+        packed_attention(
+            torch.nn.Identity(), q, k, v, None, cu_seq_lens_q=torch.tensor([0, 7]), max_length_q=7, sliding_window=2
+        )
+
+
+def test_passes_hold_every_row_once_within_their_bound():
+    lengths = np.array([5, 9, 2, 7, 7, 1, 3])
+    rows = [6, 1, 3, 0, 5]
+    by_tokens = ForwardPasses(world=World(), max_tokens=10).cut(lengths, rows)
+    assert sorted(row for part in by_tokens for row in part) == sorted(rows)
+    assert all(lengths[part].sum() <= 10 for part in by_tokens)
+    assert ForwardPasses(world=World(), max_rows=2).cut(lengths, rows) == [[6, 1], [3, 0], [5]]
+    assert ForwardPasses(world=World()).cut(lengths, rows) == [rows]
+    assert ForwardPasses(world=World()).cut(lengths, []) == []
+    with pytest.raises(BatchError, match="9 tokens, more than the 8"):
+        ForwardPasses(world=World(), max_tokens=8).cut(lengths, rows)
+
+
+def test_schedules_by_hand():
+    cosine = [lr_factor("cosine", step, warmup=2, decay=6, least=0.2) for step in (1, 2, 4, 6, 10)]
+    assert cosine == pytest.approx([0.5, 1.0, 0.6, 0.2, 0.2])
+    assert [lr_factor("constant", step, warmup=4, decay=0, least=0.0) for step in (1, 3, 4, 9)] == [
+        0.25,
+        0.75,
+        1.0,
+        1.0,
+    ]
+    assert lr_factor("linear", 1, warmup=0, decay=4, least=0.0) == 0.75
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr_scheduler_type": "cosin"}, r"lr_scheduler_type must be one of"),
+        ({"lr_scheduler_type": "cosine"}, r"lr_decay_steps must be greater than"),
+        ({"lr_decay_steps": 10}, r"lr_decay_steps must be .* 0 with constant"),
+        ({"min_lr_ratio": 0.5}, r"min_lr_ratio must be 0 with constant"),
+    ],
+)
+def test_schedules_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        OptimConfig(**settings)

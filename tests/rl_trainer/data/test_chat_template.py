@@ -1,0 +1,77 @@
+"""Chat templates render as in transformers and stay in their sandbox."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rl_protocol import ConfigError, SchemaError
+from rl_trainer.data.chat_template import PromptEncoder
+from rl_trainer.data.prompt_rows import parse_row
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 +=<>|"
+
+
+def characters():
+    core = Tokenizer(models.WordLevel({c: i for i, c in enumerate([*ALPHABET, "<unk>"])}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    core.decoder = decoders.Fuse()
+    return core
+
+
+def row(text="1+2=", **changes):
+    return {
+        "prompt": [{"role": "user", "content": text}],
+        "data_source": "sums",
+        "reward_model": {"style": "rule", "ground_truth": "3"},
+        "extra_info": {"index": 7, "split": "train"},
+    } | changes
+
+
+TEMPLATE = """{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- raise_exception('no tools here') }}
+    {%- endif %}
+    {{- '<|' + message['role'] + '|>' + message['content'] + eos_token }}
+    {%- if loop.index > 20 %}{% break %}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>' }}
+{%- endif %}
+"""
+
+
+CONVERSATION = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+2="}]
+
+
+@pytest.mark.parametrize("where", ["chat_template.jinja", "tokenizer_config.json", "list"])
+def test_the_chat_template_gives_what_transformers_gives(tmp_path, where):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters(), eos_token="<", unk_token="<unk>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path, save_jinja_files=where == "chat_template.jinja")
+    assert (tmp_path / "chat_template.jinja").exists() == (where == "chat_template.jinja")
+    if where == "list":
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        config["chat_template"] = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": TEMPLATE}]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = PromptEncoder.load(tmp_path)
+    parsed = parse_row(row(prompt=CONVERSATION))
+    expected = tokenizer.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True)
+    assert ours.text(parsed.prompt) == expected == "<|system|>be brief<<|user|>1+2=<<|assistant|>"
+    assert ours.ids([expected]) == [
+        tokenizer.apply_chat_template(CONVERSATION, add_generation_prompt=True, return_dict=False)
+    ]
+
+
+@pytest.mark.parametrize("template", ["{{ ''.__class__.__mro__ }}", "{% for %}", "{{ messages.append(1) }}"])
+def test_a_chat_template_can_not_reach_out_of_its_sandbox(template):
+    with pytest.raises((ConfigError, SchemaError), match="chat template"):
+        PromptEncoder(characters(), template).text(parse_row(row()).prompt)
+
+
+def test_a_tokenizer_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"The tokenizer in .* can't be read"):
+        PromptEncoder.load(tmp_path)

@@ -1,0 +1,38 @@
+"""The built-in reward function, and calls of reward functions."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_trainer.rewards import (
+    InlineScorer,
+    Sample,
+    Scored,
+    load_reward,
+)
+
+
+def samples(*texts, truth="t"):
+    return [Sample(data_source="s", solution_str=text, ground_truth=truth, extra_info={"k": 1}) for text in texts]
+
+
+def test_the_built_in_function():
+    exact_match = load_reward("exact_match")
+    assert exact_match("s", "280", "280") == {"score": 1.0, "acc": 1.0}
+    assert exact_match("s", "28", "280") == {"score": 0.0, "acc": 0.0}
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.one_of(st.floats(), st.none(), st.text(max_size=3), st.booleans()), max_size=5))
+def test_every_sample_has_an_outcome_in_its_place(returned):
+    values = iter(returned)
+    scorer = InlineScorer(lambda *_: next(values))
+    outcomes = asyncio.run(scorer.score(samples(*map(str, range(len(returned))))))
+    for value, outcome in zip(returned, outcomes, strict=True):
+        finite = isinstance(value, bool | float) and abs(value) < float("inf")
+        assert isinstance(outcome, Scored) == finite
+        if finite:
+            assert outcome.numbers["score"] == float(value)

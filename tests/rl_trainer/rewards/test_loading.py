@@ -1,0 +1,141 @@
+"""Where reward functions may be loaded from."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import textwrap
+
+import pytest
+
+from rl_protocol import ConfigError
+from rl_trainer.rewards import (
+    Sample,
+    Scored,
+    ScorerPool,
+    check_reward,
+    load_reward,
+)
+
+
+def samples(*texts, truth="t"):
+    return [Sample(data_source="s", solution_str=text, ground_truth=truth, extra_info={"k": 1}) for text in texts]
+
+
+def write(folder, code):
+    path = folder / "mine.py"
+    path.write_text(textwrap.dedent(code))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("RL_REWARD_PATH", str(tmp_path))
+    return tmp_path
+
+
+def scores(outcomes):
+    return [one.numbers["score"] if isinstance(one, Scored) else one.kind for one in outcomes]
+
+
+FORMS = """
+import asyncio, os
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    print("to stderr, not into the answers")
+    return {"score": float(solution_str == ground_truth), "pid": os.getpid(), "k": extra_info["k"]}
+async def waits(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(float(solution_str))
+    return float(solution_str)
+def batch(data_sources, solution_strs, ground_truths, extra_infos):
+    if "raise" in solution_strs:
+        raise ValueError("one spoils all")
+    return [float(len(s)) for s in solution_strs] if "drop" not in solution_strs else [1.0]
+class Scorer:
+    async def __call__(self, data_source, solution_str, ground_truth, extra_info=None):
+        return 3.0
+instance = Scorer()
+"""
+
+
+def test_a_file_loads_only_from_a_folder_that_the_operator_names(tmp_path):
+    path, other = write(tmp_path, FORMS), tmp_path / "other"
+    name = f"{path}:score"
+    with pytest.raises(ConfigError, match=rf"reward files load only from .* set RL_REWARD_PATH={tmp_path}"):
+        check_reward(name, {})
+    with pytest.raises(ConfigError, match="load only from"):
+        check_reward(name, {"RL_REWARD_PATH": str(other)})
+    check_reward(name, {"RL_REWARD_PATH": f"{other}{os.pathsep}{tmp_path}"})
+    other.mkdir()
+    (other / "link.py").symlink_to(path)
+    with pytest.raises(ConfigError, match="load only from"):  # the target of a link counts
+        check_reward(f"{other}/link.py:score", {"RL_REWARD_PATH": str(other)})
+    path.chmod(0o666)
+    with pytest.raises(ConfigError, match="chmod o-w"):
+        check_reward(name, {"RL_REWARD_PATH": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gone.py:score", "does not exist"),
+        ("mine.txt:score", "does not exist"),
+        ("exact_mach", r"known are .*exact_match, .*math.*Did you mean 'exact_match'\?"),
+    ],
+)
+def test_a_function_that_is_not_there(folder, name, message):
+    with pytest.raises(ConfigError, match=message):
+        check_reward(name)
+
+
+@pytest.mark.parametrize(
+    ("code", "function", "message"),
+    [
+        ("import nothing_like_it", "score", "can't be loaded: ModuleNotFoundError"),
+        ("x = 1", "score", "can't be loaded: AttributeError"),
+        ("score = 3", "score", "must be callable; got int"),
+        ("raise SystemExit", "score", "did not start"),
+    ],
+)
+def test_a_file_that_can_not_be_loaded_ends_the_run_before_it_begins(folder, code, function, message):
+    path = write(folder, code)
+    with pytest.raises(ConfigError, match=message):
+        asyncio.run(ScorerPool.open(f"{path}:{function}", workers=1, timeout_s=60, memory_mb=2048))
+
+
+def test_an_installed_package_offers_a_function_by_name_where_it_is_allowed(install_plugins):
+    install_plugins("rl_trainer.rewards", other="rl_trainer.rewards.functions:exact_match")
+    check_reward("other")
+    assert load_reward("other")("s", "a", "a") == {"score": 1.0, "acc": 1.0}
+    site = install_plugins("rl_trainer.rewards", allowed=False, sly="sly_reward:it")
+    (site / "sly_reward.py").write_text("raise SystemExit('imported')")
+    for use in (check_reward, load_reward):
+        with pytest.raises(
+            ConfigError, match=r"The plug-in 'sly' .* installed but not allowed.*\[rl_trainer\.rewards\.sly\]"
+        ):
+            use("sly")
+    assert "sly_reward" not in sys.modules
+    install_plugins("rl_trainer.rewards", other="rl_trainer.rewards.functions:exact_match")
+    with pytest.raises(ConfigError, match="offered by several packages"):
+        load_reward("other")
+
+
+def test_a_process_of_its_own_checks_what_may_load_as_well(install_plugins, monkeypatch):
+    """The process receives a name and finds the operator's file through its environment."""
+    site = install_plugins("rl_trainer.rewards", lengths="installed_reward:lengths")
+    (site / "installed_reward.py").write_text(
+        "def lengths(d, solution_str, g, extra_info=None): return len(solution_str)"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(site))
+
+    async def run():
+        pool = await ScorerPool.open("lengths", workers=1, timeout_s=60, memory_mb=2048)
+        try:
+            return await pool.score(samples("abc"))
+        finally:
+            await pool.close()
+
+    assert scores(asyncio.run(run())) == [3.0]
+    monkeypatch.delenv("RL_PLUGINS")
+    with pytest.raises(ConfigError, match="installed but not allowed"):
+        asyncio.run(run())

@@ -1,0 +1,61 @@
+"""Results of reward functions: scores, and failures that say what was wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from rl_trainer.rewards import (
+    Failure,
+    Sample,
+    Scored,
+    load_reward,
+)
+from rl_trainer.rewards.functions import run
+from rl_trainer.rewards.scorer import outcome_of
+
+
+def samples(*texts, truth="t"):
+    return [Sample(data_source="s", solution_str=text, ground_truth=truth, extra_info={"k": 1}) for text in texts]
+
+
+def test_a_number_or_a_mapping_is_a_score():
+    assert outcome_of(True) == Scored(numbers={"acc": 1.0, "score": 1.0})
+    assert outcome_of({"score": 0.5, "acc": 1, "pred": "7"}) == Scored(
+        numbers={"acc": 1.0, "score": 0.5}, texts={"pred": "7"}
+    )
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [None, "1", float("nan"), float("inf"), [1.0], {"acc": 1.0}, {"score": "1"}, {"score": 1, "x": None}, {}],
+)
+def test_anything_else_is_a_failure_that_says_what_it_was(returned):
+    outcome = outcome_of(returned)
+    assert isinstance(outcome, Failure)
+    assert outcome.kind == "no_number"
+    assert "returned" in outcome.message
+
+
+def test_a_failure_names_the_innermost_line_of_the_file_of_the_function(tmp_path):
+    """The exception may come from deep in a library; users need the line in their own file."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import json\n"
+        "def parse(text):\n"
+        "    return json.loads(text)\n"
+        "def score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return parse(solution_str)['score']\n"
+        "async def later(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return parse(solution_str)['score']\n"
+        "def no_arguments():\n"
+        "    return 1.0\n"
+    )
+    environment = {"RL_REWARD_PATH": str(tmp_path)}
+    samples = [Sample(data_source="s", solution_str=text, ground_truth="") for text in ("{", "{}", '{"score": 1}')]
+    for name, line in (("score", 5), ("later", 7)):
+        bad, missing, good = run(load_reward(f"{path}:{name}", environment), samples, 10)
+        assert (bad.where, missing.where) == (f"{path}:3", f"{path}:{line}")
+        assert missing.description == f"raised KeyError: 'score' ({path}:{line})"
+        assert good.numbers["score"] == 1.0
+    (called,) = run(load_reward(f"{path}:no_arguments", environment), samples[:1], 10)
+    assert (called.where, called.description) == ("", called.message)

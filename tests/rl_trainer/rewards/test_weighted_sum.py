@@ -1,0 +1,46 @@
+"""Weighted sums of reward functions."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rl_protocol import ConfigError
+from rl_trainer.rewards import (
+    CombinedScorer,
+    Failure,
+    InlineScorer,
+    Sample,
+    Term,
+    parse_terms,
+)
+
+
+def samples(*texts, truth="t"):
+    return [Sample(data_source="s", solution_str=text, ground_truth=truth, extra_info={"k": 1}) for text in texts]
+
+
+def test_the_terms_of_a_sum_are_read():
+    assert parse_terms("exact_match") == (Term("exact_match", 1.0),)
+    assert parse_terms("0.8*math, -0.2*./brief.py:score") == (Term("math", 0.8), Term("./brief.py:score", -0.2))
+    for wrong in ("", "a,a", "x*math", "a,"):
+        with pytest.raises(ConfigError, match=r"^function"):
+            parse_terms(wrong)
+
+
+def test_a_sum_keeps_its_parts_and_fails_where_one_fails():
+    right = InlineScorer(lambda s, text, truth, extra: {"score": float(text == truth), "pred": text})
+    brief = InlineScorer(lambda s, text, truth, extra: {"score": 1 / len(text)} if text else None)
+    both = CombinedScorer([Term("right", 2.0), Term("brief", -0.5)], [right, brief])
+    good, bad = asyncio.run(both.score(samples("tt", "", truth="tt")))
+    assert good.numbers == {
+        "score": 2.0 * 1 - 0.5 * 0.5,
+        "acc": 1.0,
+        "right/score": 1.0,
+        "right/acc": 1.0,
+        "brief/score": 0.5,
+        "brief/acc": 0.5,
+    }
+    assert good.texts == {"pred": "tt"}
+    assert bad == Failure(kind="no_number", message="brief: returned None; it must return a finite number")

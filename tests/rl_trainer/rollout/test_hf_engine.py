@@ -1,0 +1,209 @@
+"""The transformers rollout engine: exact samples, counter-based seeds, log-probs, weights."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import tempfile
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rl_protocol import BatchData, RolloutError, WeightSyncError, ragged
+from rl_protocol.ports import GenerationRequest, RolloutEngine, SamplingParams
+from rl_protocol.torch import to_weight
+from rl_trainer import ActorConfig, OptimConfig
+from rl_trainer.backends.torch_policy import TorchPolicyBackend
+from rl_trainer.rollout.hf_engine import HFRolloutEngine, uniforms
+
+pytestmark = pytest.mark.numeric
+
+REQUESTS = [GenerationRequest(uid=f"p{i}", session=0, prompt_ids=(2 + i % 5,) * (1 + i % 4)) for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def engine(model_path):
+    return HFRolloutEngine(model_path, max_batch_size=5)
+
+
+def generate(engine, requests, **params):
+    return asyncio.run(engine.generate(requests, SamplingParams(**{"max_new_tokens": 6, **params})))
+
+
+def policy_log_probs(model_path, requests, generations, temperature=1.0, policy=None):
+    policy = policy or TorchPolicyBackend(model_path, None)
+    data = BatchData(
+        {
+            "prompts": ragged([r.prompt_ids for r in requests], "int64"),
+            "responses": ragged([g.response_ids for g in generations], "int64"),
+        }
+    )
+    return policy.compute_log_probs(data, temperature=temperature).ragged("log_probs").rows()
+
+
+def test_it_is_a_rollout_engine(engine):
+    assert isinstance(engine, RolloutEngine)
+    assert engine.weight_version == 0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
+def test_the_trainer_reproduces_the_log_probs(engine, model_path, temperature):
+    generations = generate(engine, REQUESTS, temperature=temperature)
+    recomputed = policy_log_probs(model_path, REQUESTS, generations, temperature or 1.0)
+    for generation, expected in zip(generations, recomputed, strict=True):
+        assert generation.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_a_response_does_not_depend_on_its_batch(engine):
+    together = generate(engine, REQUESTS)
+    alone = [generate(engine, [request])[0] for request in REQUESTS]
+    backwards = generate(engine, REQUESTS[::-1])[::-1]
+    assert [g.response_ids for g in together] == [g.response_ids for g in alone] == [g.response_ids for g in backwards]
+
+
+def test_sessions_and_seeds_differ(engine):
+    first, second = (GenerationRequest(uid="p", session=s, prompt_ids=(3,)) for s in (0, 1))
+    a, b = generate(engine, [first, second], max_new_tokens=20, ignore_eos=True)
+    (c,) = generate(engine, [first], max_new_tokens=20, ignore_eos=True, seed=1)
+    assert len({a.response_ids, b.response_ids, c.response_ids}) == 3
+    assert uniforms(0, first, 3).tolist() != uniforms(0, second, 3).tolist()
+
+
+def test_samples_follow_the_distribution(engine, model_path):
+    """The first tokens of 4000 samples differ from the model's distribution only by chance."""
+    requests = [GenerationRequest(uid="p", session=s, prompt_ids=(3, 4)) for s in range(4000)]
+    big = HFRolloutEngine(model_path, max_batch_size=4000)
+    counts = Counter(g.response_ids[0] for g in generate(big, requests, max_new_tokens=1, temperature=0.7))
+    tokens = list(range(14))
+    rows = [GenerationRequest(uid="p", session=0, prompt_ids=(3, 4))] * 14
+    log_p = policy_log_probs(model_path, rows, [type("G", (), {"response_ids": (t,)})() for t in tokens], 0.7)
+    p = np.exp([row[0] for row in log_p])
+    assert p.sum() == pytest.approx(1.0, abs=1e-4)
+    assert 0.5 * sum(abs(counts[t] / 4000 - p[t]) for t in tokens) < 0.03
+
+
+def test_top_k_and_top_p_restrict_the_choice(engine):
+    request = [GenerationRequest(uid="p", session=s, prompt_ids=(3,)) for s in range(40)]
+    (greedy,) = {g.response_ids for g in generate(engine, request, temperature=0.0, max_new_tokens=3)}
+    assert {g.response_ids for g in generate(engine, request, top_k=1, max_new_tokens=3)} == {greedy}
+    assert {g.response_ids for g in generate(engine, request, top_p=1e-6, max_new_tokens=3)} == {greedy}
+    assert len({g.response_ids for g in generate(engine, request, max_new_tokens=3)}) > 5
+
+
+def test_stopping(engine):
+    for generation in generate(engine, REQUESTS, max_new_tokens=30):
+        stopped = generation.finish_reason == "stop"
+        assert (generation.response_ids[-1] == 1) is stopped
+        assert 1 not in generation.response_ids[:-1]
+        assert len(generation.response_ids) == len(generation.log_probs)
+    for generation in generate(engine, REQUESTS, ignore_eos=True):
+        assert len(generation.response_ids) == 6
+        assert generation.finish_reason == "length"
+
+
+def test_requests_that_cannot_be_served_are_named(engine):
+    with pytest.raises(RolloutError, match="'empty' is empty"):
+        generate(engine, [GenerationRequest(uid="empty", session=0, prompt_ids=())])
+    with pytest.raises(RolloutError, match=r"'long'.*rollout\.response_length=6.*context of 64"):
+        generate(engine, [GenerationRequest(uid="long", session=0, prompt_ids=(2,) * 60)])
+
+
+def trained(model_path, steps=1):
+    policy = TorchPolicyBackend(model_path, ActorConfig(optim=OptimConfig(lr=1e-2), ppo_mini_batch_size=4), seed=0)
+    data = BatchData({"prompts": ragged([[2], [3]], "int64"), "responses": ragged([[4, 1], [5, 1]], "int64")})
+    columns = {
+        "response_mask": ragged([[True] * 2] * 2, "bool"),
+        "old_log_probs": policy.compute_log_probs(data, temperature=1.0)["log_probs"],
+        "advantages": ragged([[1.0, 1.0], [-1.0, -1.0]], "float32"),
+    }
+    for _ in range(steps):
+        policy.update(BatchData({**data.columns, **columns}), temperature=1.0)
+    return policy
+
+
+def test_new_weights_change_the_log_probs_to_the_trainers(model_path):
+    engine, policy = HFRolloutEngine(model_path), trained(model_path)
+    before = generate(engine, REQUESTS, temperature=0.0)
+    engine.load_weights(list(policy.named_weights()), 7)
+    after = generate(engine, REQUESTS, temperature=0.0)
+    assert engine.weight_version == 7
+    assert {g.weight_version for g in after} == {7}
+    assert [g.log_probs for g in before] != [g.log_probs for g in after]
+    for generation, expected in zip(after, policy_log_probs(model_path, REQUESTS, after, policy=policy), strict=True):
+        assert generation.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(model_path):
+    engine, policy = HFRolloutEngine(model_path), trained(model_path)
+    weights = list(policy.named_weights())
+    before = generate(engine, REQUESTS, temperature=0.0)
+    wrong_shape = to_weight(weights[0].name, torch.zeros(3))
+    for bad, message in (
+        (weights[1:], f"missing \\['{weights[0].name}'\\]"),
+        ([*weights, to_weight("surprise", torch.zeros(1))], r"unknown \['surprise'\]"),
+        ([wrong_shape, *weights[1:]], f"{weights[0].name}.*float32 \\(3,\\)"),
+    ):
+        with pytest.raises(WeightSyncError, match=message):
+            engine.load_weights(bad, 1)
+    assert engine.weight_version == 0
+    assert generate(engine, REQUESTS, temperature=0.0) == before
+
+
+def read_only(weights):
+    """Copy weights to read-only memory; a process that writes to it is killed."""
+    out = []
+    for weight in weights:
+        with tempfile.TemporaryFile() as file:
+            file.write(weight.data.tobytes())
+            file.flush()
+            memory = mmap.mmap(file.fileno(), weight.nbytes, access=mmap.ACCESS_READ)
+        out.append(replace(weight, data=np.frombuffer(memory, np.uint8)))
+    return out
+
+
+def addresses(engine):
+    return {tensor.data_ptr() for tensor in engine._model.state_dict().values()}
+
+
+def test_adopted_weights_are_used_where_they_are_and_never_written(model_path):
+    engine, copying = HFRolloutEngine(model_path), HFRolloutEngine(model_path)
+    for version, steps in ((3, 1), (4, 2)):
+        weights = read_only(trained(model_path, steps).named_weights())
+        engine.adopt_weights(weights, version, lambda: None)
+        copying.load_weights(weights, version)
+        assert addresses(engine) <= {weight.data.ctypes.data for weight in weights}
+        assert generate(engine, REQUESTS) == generate(copying, REQUESTS)
+        assert engine.weight_version == version
+    weights = read_only(trained(model_path, 3).named_weights())
+    for _ in range(2):  # after adopted weights, then after loaded ones
+        engine.load_weights(weights, 5)
+        assert not addresses(engine) & {weight.data.ctypes.data for weight in weights}
+    copying.load_weights(weights, 5)
+    assert generate(engine, REQUESTS) == generate(copying, REQUESTS)
+
+
+def test_nothing_is_returned_that_was_made_with_weights_which_were_given_up(model_path):
+    engine, gone = HFRolloutEngine(model_path), []
+
+    def watch():
+        if gone:
+            raise WeightSyncError("Version 2 is not there any more.")
+
+    engine.adopt_weights(read_only(trained(model_path).named_weights()), 2, watch)
+    assert generate(engine, REQUESTS)
+    gone.append(True)
+    with pytest.raises(RolloutError, match=r"with version 2 is dropped.*not there any more"):
+        generate(engine, REQUESTS)
+    engine.load_weights(list(trained(model_path).named_weights()), 3)
+    assert generate(engine, REQUESTS)
+
+
+def test_weights_that_do_not_fit_are_not_adopted(model_path):
+    engine = HFRolloutEngine(model_path)
+    before = generate(engine, REQUESTS, temperature=0.0)
+    with pytest.raises(WeightSyncError, match="missing"):
+        engine.adopt_weights(read_only(trained(model_path).named_weights())[1:], 1, lambda: None)
+    assert (engine.weight_version, generate(engine, REQUESTS, temperature=0.0)) == (0, before)

@@ -1,0 +1,256 @@
+"""Sessions of several turns and trajectories: generation, seeds, scores and training."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import numpy as np
+import pytest
+
+from rl_protocol import BatchData, ConfigError, KVBatchMeta, ObjectColumn, RolloutError, RowKey, dense, ragged
+from rl_protocol.ports import Generation, SamplingParams
+from rl_protocol.rl_columns import prompt_partition
+from rl_protocol.testing.memory_data_plane import MemoryDataPlane
+from rl_trainer import (
+    ActorConfig,
+    AlgorithmConfig,
+    OverlongConfig,
+    PromptRow,
+    RewardSettings,
+    RewardWorker,
+    step_columns,
+)
+from rl_trainer.algorithms.advantage_pipeline import AdvantageSettings, estimate_advantages
+from rl_trainer.config import FilterGroupsConfig
+from rl_trainer.rewards import InlineScorer
+from rl_trainer.rollout.session_turns import SESSIONS, SessionKind, SessionRef, Trajectory, run_sessions
+from rl_trainer.workers.messages import StageCall
+from rl_trainer.workers.scoring import final_rows
+
+SAMPLING = SamplingParams(max_new_tokens=4)
+
+
+class Echo:
+    """An engine that repeats the last token of the context up to its budget."""
+
+    weight_version = 7
+
+    def __init__(self):
+        self.calls = []
+
+    async def generate(self, requests, params):
+        self.calls.append(([(r.uid, r.session, r.prompt_ids) for r in requests], params.max_new_tokens))
+        return [
+            Generation(
+                response_ids=(r.prompt_ids[-1],) * params.max_new_tokens,
+                log_probs=(-0.5,) * params.max_new_tokens,
+                finish_reason="length",
+                weight_version=self.weight_version,
+            )
+            for r in requests
+        ]
+
+
+def refs(*lengths):
+    return [
+        SessionRef(f"p{i}", 0, PromptRow(prompt_ids=tuple(range(1, n + 1)), data_source="d", ground_truth=""))
+        for i, n in enumerate(lengths)
+    ]
+
+
+def test_one_turn_is_one_call_for_all_sessions():
+    engine = Echo()
+    out = asyncio.run(run_sessions(SESSIONS.get("single_turn"), refs(2, 3), engine, SAMPLING))
+    assert out == [
+        [
+            Trajectory(
+                response_ids=(n,) * 4,
+                response_mask=(True,) * 4,
+                log_probs=(-0.5,) * 4,
+                weight_version=7,
+                truncated=True,
+            )
+        ]
+        for n in (2, 3)
+    ]
+    assert engine.calls == [([("p0", 0, (1, 2)), ("p1", 0, (1, 2, 3))], 4)]
+
+
+@pytest.mark.parametrize(("reason", "truncated"), [("stop", False), ("length", True), ("abort", False)])
+def test_only_a_response_that_ended_at_its_length_is_truncated(reason, truncated):
+    one = Generation(response_ids=(1,), log_probs=(0.0,), finish_reason=reason, weight_version=0)
+    assert Trajectory.of(one).truncated is truncated
+
+
+async def as_many_turns_as_tokens(row, generate):
+    """Each turn generates one token and observes a 9; the last turn starts a new context."""
+    ids, made, context = [], [], list(row.prompt_ids)
+    for _ in row.prompt_ids:
+        answer = await generate(context, 1)
+        ids += [*answer.response_ids, 9]
+        made += [True, False]
+        context += [*answer.response_ids, 9]
+    first = Trajectory(
+        response_ids=tuple(ids),
+        response_mask=tuple(made),
+        log_probs=(-0.5, 0.0) * len(row.prompt_ids),
+        weight_version=7,
+    )
+    return [first, Trajectory.of(await generate(row.prompt_ids))]
+
+
+def test_sessions_that_wait_are_served_together_and_every_turn_has_a_stream_of_its_own():
+    engine = Echo()
+    out = asyncio.run(run_sessions(SessionKind(as_many_turns_as_tokens), refs(1, 2), engine, SAMPLING))
+    assert [len(trajectories) for trajectories in out] == [2, 2]
+    assert out[1][0].response_ids == (2, 9, 9, 9)
+    assert out[1][0].response_mask == (True, False, True, False)
+    served = [([(uid, ids) for uid, _, ids in requests], budget) for requests, budget in engine.calls]
+    assert served == [
+        ([("p0", (1,)), ("p1", (1, 2))], 1),
+        ([("p1/turn1", (1, 2, 2, 9))], 1),  # other budget, other call
+        ([("p0/turn1", (1,))], 4),
+        ([("p1/turn2", (1, 2))], 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("trajectories", "message"),
+    [
+        ([], "Session 0 of prompt 'p0' has no trajectory"),
+        (
+            [Trajectory(response_ids=(1,) * 5, response_mask=(True,) * 5, log_probs=(0.0,) * 5, weight_version=0)],
+            "more than",
+        ),
+        (
+            [Trajectory(response_ids=(1, 2), response_mask=(True,), log_probs=(0.0, 0.0), weight_version=0)],
+            "must align",
+        ),
+    ],
+)
+def test_sessions_that_cannot_be_trained_on_are_named(trajectories, message):
+    async def session(row, generate):
+        return trajectories
+
+    (failure,) = asyncio.run(run_sessions(SessionKind(session), refs(1), Echo(), SAMPLING))
+    assert isinstance(failure, RolloutError)
+    assert message in str(failure)
+
+
+def test_a_session_that_raises_fails_alone_and_names_the_place():
+    async def session(row, generate):
+        generation = await generate(row.prompt_ids)
+        if len(row.prompt_ids) == 2:
+            raise ValueError("no answer from the tool")
+        return [Trajectory.of(generation), Trajectory.of(await generate(row.prompt_ids))]
+
+    good, bad, last = asyncio.run(run_sessions(SessionKind(session), refs(1, 2, 3), Echo(), SAMPLING))
+    assert (len(good), len(last)) == (2, 2)
+    assert isinstance(bad, RolloutError)
+    assert re.search(
+        r"prompt 'p1' raised ValueError: no answer from the tool \(.*test_session_turns.py:\d+\)", str(bad)
+    )
+
+
+def test_a_wrong_configuration_is_no_failure_of_a_session():
+    async def session(row, generate):
+        return generate.tokenizer
+
+    with pytest.raises(ConfigError, match="must be given a tokenizer"):
+        asyncio.run(run_sessions(SessionKind(session), refs(1, 1), Echo(), SAMPLING))
+
+
+def test_an_engine_that_fails_ends_all_sessions():
+    class Broken(Echo):
+        async def generate(self, requests, params):
+            raise RolloutError("no memory")
+
+    with pytest.raises(RolloutError, match="no memory"):
+        asyncio.run(run_sessions(SESSIONS.get("single_turn"), refs(1, 1, 1), Broken(), SAMPLING))
+
+
+def test_the_row_that_is_scored_is_the_last_of_its_session():
+    keys = ["a/0/1", "a/0/0", "a/1/0", "b/0/0", "b/0/10", "b/0/2"]
+    assert [keys[i] for i in final_rows(keys)] == ["a/0/1", "a/0/1", "a/1/0", "b/0/10", "b/0/10", "b/0/10"]
+
+
+async def scored(algorithm, responses, reward, overlong=None):
+    """Store trajectories {key: tokens} and score them; return plane, worker, call and result."""
+    plane, keys = MemoryDataPlane(), list(responses)
+    uids = list(dict.fromkeys(RowKey.parse(key).uid for key in keys))
+    prompts = {"prompts": ragged([[2]] * len(uids), "int64")}
+    named = {
+        name: ObjectColumn.from_values([value] * len(uids))
+        for name, value in (("data_source", "data_source"), ("ground_truth", "ground_truth"), ("extra_info", {}))
+    }
+    await plane.put(prompt_partition("train"), uids, BatchData(prompts | named))
+    batch = await plane.put("train", keys, BatchData({"responses": ragged(list(responses.values()), "int64")}))
+    worker = RewardWorker(
+        plane,
+        step_columns(algorithm, ActorConfig()),
+        InlineScorer(reward),
+        lambda ids: " ".join(map(str, ids)),
+        RewardSettings(algorithm=algorithm, response_length=4, overlong=overlong or OverlongConfig()),
+    )
+    call = StageCall(step=1, batch=KVBatchMeta(partition="train", keys=batch.keys))
+    result = await worker.run("reward", call)
+    return plane, worker, call, result
+
+
+def length_of(source, text, truth, extra=None):
+    return {"score": float(len(text.split())), "acc": float(text.startswith("5"))}
+
+
+def test_the_score_of_the_last_trajectory_is_that_of_the_session_and_overlong_ones_pay():
+    responses = {"a/0/0": [1], "a/0/1": [5, 5, 5], "a/1/0": [5, 1], "b/0/0": [1, 2, 3, 4]}
+
+    async def body():
+        plane, _, call, result = await scored(
+            AlgorithmConfig(), responses, length_of, OverlongConfig(buffer_len=2, penalty_factor=0.5)
+        )
+        got = await plane.get(call.batch, ["scores", "acc"])
+        # 3 of 4 tokens are halfway into the buffer of 2; 4 tokens fill it.
+        assert got.dense("scores").values.tolist() == [3 - 0.25, 3 - 0.25, 2.0, 4 - 0.5]
+        assert got.dense("acc").values.tolist() == [1.0, 1.0, 1.0, 0.0]
+        assert result.metrics["reward/overlong_penalty/min"] == -0.5
+        assert result.metrics["reward/overlong_penalty/mean"] == pytest.approx(-0.25)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(("metric", "kept"), [("acc", ("b",)), ("score", ("a", "b"))])
+def test_the_filter_names_prompts_whose_sessions_differ(metric, kept):
+    responses = {"a/0/0": [5, 1], "a/1/0": [5], "b/0/0": [1], "b/1/0": [7], "b/1/1": [5, 5], "c/0/0": [1], "c/1/0": [2]}
+    algorithm = AlgorithmConfig(filter_groups=FilterGroupsConfig(enable=True, metric=metric))
+
+    async def body():
+        _, worker, call, _ = await scored(algorithm, responses, length_of)
+        assert (await worker.run("filter", call)).uids == kept
+
+    asyncio.run(body())
+
+
+def test_batch_metrics_count_a_session_once():
+    keys = ("a/0/0", "a/0/1", "a/1/0")
+    offsets = [[3, 3], [4], [5]]
+    columns = {
+        "prompts": ragged([[2]] * 3, "int64"),
+        "responses": ragged(offsets, "int64"),
+        "response_mask": ragged([[True, True], [True], [True]], "bool"),
+        "old_log_probs": ragged([[-1.0, -1.0], [-1.0], [-1.0]], "float32"),
+        "rollout_log_probs": ragged([[-1.0, -1.0], [-1.0], [-1.0]], "float32"),
+        "entropy": ragged([[1.0, 1.0], [1.0], [1.0]], "float32"),
+    }
+    columns |= {name: dense(np.array([1.0, 1.0, 0.0], np.float32)) for name in ("scores", "acc")}
+    scoring = AdvantageSettings(
+        algorithm=AlgorithmConfig(),
+        policy_loss=ActorConfig().policy_loss,
+        response_length=4,
+        kl_coef=0.0,
+        rng=np.random.default_rng(0),
+    )
+    out, metrics, _ = estimate_advantages(KVBatchMeta(partition="train", keys=keys), BatchData(columns), scoring)
+    assert metrics["critic/score/mean"] == 0.5
+    a = out.ragged("advantages")
+    assert a.row(0).tolist() == [a.row(1)[0]] * 2 == [-a.row(2)[0]] * 2

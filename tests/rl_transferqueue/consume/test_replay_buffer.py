@@ -1,0 +1,229 @@
+"""`ReplayBuffer`: its conformance suite on an in-memory plane and on a real one, and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from rl_protocol import KVBatchMeta, PlaneLostError, RLError, RolloutError
+from rl_protocol.ports import DataPlane, GroupFailure, SessionResult, settle
+from rl_protocol.testing.memory_data_plane import MemoryDataPlane
+from rl_protocol.testing.replay_suite import BufferSettings, ReplayBufferSuite, holds, scores, settle_all, until
+from rl_transferqueue import LocalPlane, TransferQueueConfig, connect, start_local_plane
+from rl_transferqueue.consume.prompt_groups import ReplayConfig
+from rl_transferqueue.consume.replay_buffer import ReplayBuffer
+
+CONFIG = ReplayConfig(groups_per_version=2, max_staleness=1)
+
+
+async def left(plane: DataPlane) -> dict[str, int]:
+    return {name: count for name, count in (await plane.stats()).rows.items() if count}
+
+
+class TestReplayBufferInMemory(ReplayBufferSuite):
+    @asynccontextmanager
+    async def open_plane(self) -> AsyncGenerator[DataPlane]:
+        yield MemoryDataPlane()
+
+    def open_buffer(
+        self, plane: DataPlane, partition: str, settings: BufferSettings
+    ) -> AbstractAsyncContextManager[ReplayBuffer]:
+        return ReplayBuffer(plane, partition, ReplayConfig(**asdict(settings)))
+
+    def test_a_restart_finds_everything_again(self) -> None:
+        async def main() -> None:
+            async with self.open_plane() as plane:
+                async with ReplayBuffer(plane, "p", CONFIG) as buffer:
+                    await buffer.add(["taken", "done", "half", "waiting"], 2)
+                    taken, done, half = await buffer.lease(3, version=0, timeout_s=60)
+                    await settle_all(plane, taken)
+                    await buffer.take(1, version=0, timeout_s=60)
+                    await settle(plane, [SessionResult(half, 0, rows=1)], scores(5))
+                await settle_all(plane, done)  # while no buffer is open
+                async with ReplayBuffer(plane, "p", CONFIG) as buffer:
+                    assert buffer.counts() == {"pending": 1, "running": 1, "finished": 2, "failed": 0, "taken": 0}
+                    meta = await buffer.take(2, version=0, timeout_s=60)
+                    assert sorted({str(u) for u in meta.tag_values("uid")}) == ["done", "taken"]
+                    await settle(plane, [SessionResult(half, 1, rows=1)], scores(6))
+                    meta = await buffer.take(1, version=1, timeout_s=60)
+                    assert (await plane.get(meta, ["score"])).dense("score").values.tolist() == [5.0, 6.0]
+                    await buffer.commit(["taken", "done", "half"])
+                    assert [lease.uid for lease in await buffer.lease(9, version=1, timeout_s=60)] == ["waiting"]
+
+        asyncio.run(main())
+
+    def test_a_restart_in_the_middle_of_a_retry_does_not_mix_attempts(self) -> None:
+        async def main() -> None:
+            async with self.open_plane() as plane:
+                async with ReplayBuffer(plane, "p", CONFIG) as buffer:
+                    await buffer.add(["a"], 2)
+                    (lease,) = await buffer.lease(1, version=0, timeout_s=60)
+                    await settle_all(plane, lease, failed=1)
+                    (again,) = await buffer.lease(1, version=0, timeout_s=60)
+                    await settle(plane, [SessionResult(again, 2, rows=1)], scores(1))
+                await settle(plane, [SessionResult(lease, 1, rows=1)], scores(-1))
+                async with ReplayBuffer(plane, "p", CONFIG) as buffer:
+                    assert "a/1/0" not in (await plane.list_rows("p")).keys
+                    await settle(plane, [SessionResult(again, 3, rows=1)], scores(2))
+                    assert (await buffer.take(1, version=0, timeout_s=60)).keys == ("a/2/0", "a/3/0")
+
+        asyncio.run(main())
+
+
+class TestReplayBuffer(TestReplayBufferInMemory):
+    """On the plane of this package."""
+
+    plane: LocalPlane
+
+    @pytest.fixture(autouse=True)
+    def shared(self, plane: LocalPlane) -> None:
+        self.plane = plane
+
+    @asynccontextmanager
+    async def open_plane(self) -> AsyncGenerator[DataPlane]:
+        async with await connect(self.plane.descriptor) as client:
+            yield client
+
+
+class SkipsFailedGroups(ReplayBuffer):
+    async def take(self, count: int, *, version: int, timeout_s: float) -> KVBatchMeta:
+        with suppress(RolloutError):
+            return await super().take(count, version=version, timeout_s=timeout_s)
+        await self.discard(list(self.failed()))
+        return await super().take(count, version=version, timeout_s=timeout_s)
+
+
+class KeepsRows(ReplayBuffer):
+    async def commit(self, uids: Sequence[str]) -> None:
+        self._book.forget(uids, "taken")
+
+
+class ForgetsFailures(ReplayBuffer):
+    def failures(self) -> list[GroupFailure]:
+        return []
+
+
+class FinishesAtTheFirstSession(ReplayBuffer):
+    async def _count(self, result: Any) -> None:
+        await super()._count(replace(result, sessions=range(3)))
+
+
+@pytest.mark.parametrize(
+    ("broken", "test"),
+    [
+        (SkipsFailedGroups, "test_a_group_that_failed_stops_the_owner_until_it_is_discarded"),
+        (KeepsRows, "test_prompts_go_through_and_leave_nothing_behind"),
+        (ForgetsFailures, "test_a_lease_that_ends_is_seen_without_any_other_event"),
+        (FinishesAtTheFirstSession, "test_workers_of_one_group_settle_apart_and_in_any_order"),
+    ],
+)
+def test_what_breaks_the_port_fails_its_suite(broken: type[ReplayBuffer], test: str) -> None:
+    class Broken(TestReplayBufferInMemory):
+        def open_buffer(self, plane: DataPlane, partition: str, settings: BufferSettings) -> ReplayBuffer:
+            return broken(plane, partition, ReplayConfig(**asdict(settings)))
+
+    arguments = [BufferSettings(on_failure="fail", lease_s=1.0)] if "stops_the_owner" in test else []
+    with pytest.raises((AssertionError, RLError, TimeoutError, pytest.fail.Exception)):
+        getattr(Broken(), test)(*arguments)
+
+
+def test_what_a_cancelled_caller_would_have_got_is_not_lost() -> None:
+    class Slow(MemoryDataPlane):
+        slow = False
+
+        async def put(self, *args: object, **kwargs: object) -> KVBatchMeta:  # type: ignore[override]
+            if self.slow:
+                await asyncio.Event().wait()  # until it is cancelled
+            return await super().put(*args, **kwargs)  # type: ignore[arg-type]
+
+        async def list_rows(self, *args: object, **kwargs: object) -> KVBatchMeta:  # type: ignore[override]
+            if self.slow:
+                await asyncio.Event().wait()  # until it is cancelled
+            return await super().list_rows(*args, **kwargs)  # type: ignore[arg-type]
+
+    async def main() -> None:
+        plane = Slow()
+        async with ReplayBuffer(plane, "p", CONFIG) as buffer:
+            await buffer.add(["a"], 1)
+            plane.slow = True
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(buffer.lease(1, version=0, timeout_s=60), 0.05)
+            plane.slow = False
+            (lease,) = await buffer.lease(1, version=0, timeout_s=60)
+            await settle_all(plane, lease)
+            await until(lambda: holds(lambda: buffer.counts()["finished"] == 1))
+            plane.slow = True
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(buffer.take(1, version=0, timeout_s=60), 0.05)
+            plane.slow = False
+            assert len(await buffer.take(1, version=0, timeout_s=60)) == 1
+
+    asyncio.run(main())
+
+
+def test_a_lost_plane_ends_every_wait() -> None:
+    async def main(plane: LocalPlane) -> None:
+        async with await connect(plane.descriptor) as client, ReplayBuffer(client, "p", CONFIG) as buffer:
+            waits = [
+                asyncio.ensure_future(buffer.take(1, version=0, timeout_s=60)),
+                asyncio.ensure_future(buffer.lease(1, version=0, timeout_s=60)),
+            ]
+            await asyncio.sleep(0.05)
+            plane.close()
+            for wait in waits:
+                async with asyncio.timeout(60):
+                    with pytest.raises(PlaneLostError):
+                        await wait
+
+    with start_local_plane(TransferQueueConfig(num_storage_units=1, capacity_mb=8, segment_mb=1)) as plane:
+        asyncio.run(main(plane))
+
+
+WORKER = """
+import asyncio, os, signal, sys
+import msgspec
+from rl_protocol import BatchData, dense
+from rl_protocol.ports import Lease, SessionResult, settle
+from rl_transferqueue import PlaneDescriptor, connect
+
+async def main():
+    lease = msgspec.json.decode(sys.argv[2], type=Lease)
+    client = await connect(PlaneDescriptor.from_json(sys.argv[1]))
+    await settle(client, [SessionResult(lease, lease.sessions[0], rows=1)], BatchData({"score": dense([1.0])}))
+    await client.put(lease.partition, [f"a/{lease.sessions[1]}/0"], tags=[{"uid": "a", "attempt": 0}])  # half a session
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_a_worker_that_is_killed_leaves_nothing_in_the_batch(plane: LocalPlane) -> None:
+    async def main() -> None:
+        async with await connect(plane.descriptor) as client:
+            config = ReplayConfig(groups_per_version=1, lease_s=0.1)
+            now = 0.0
+            async with ReplayBuffer(client, "p", config, clock=lambda: now) as buffer:
+                await buffer.add(["a"], 2)
+                (lease,) = await buffer.lease(1, version=0, timeout_s=60)
+                arguments = ["-c", WORKER, plane.descriptor.to_json(), msgspec.json.encode(lease).decode()]
+                worker = await asyncio.create_subprocess_exec(sys.executable, *arguments)
+                assert await worker.wait() == -signal.SIGKILL
+                now = 1.0  # the lease ends
+                (again,) = await buffer.lease(1, version=0, timeout_s=60)
+                assert again.attempt == 1
+                await settle_all(client, again)
+                meta = await buffer.take(1, version=0, timeout_s=60)
+                assert meta.keys == ("a/2/0", "a/3/0")
+                assert (await client.list_rows("p")).keys == meta.keys
+                await buffer.commit(["a"])
+            assert await left(client) == {}
+
+    asyncio.run(main())

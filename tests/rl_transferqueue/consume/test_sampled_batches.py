@@ -1,0 +1,136 @@
+"""`draw`: no row is drawn twice or lost, and all ranks get the same rows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from rl_protocol import BatchData, PlaneTimeout, dense
+from rl_protocol.ports import DataPlane
+from rl_protocol.testing.memory_data_plane import MemoryDataPlane
+from rl_transferqueue import connect
+from rl_transferqueue.consume.sampled_batches import DrawSettings, draw, draws_of
+from rl_transferqueue.consume.samplers import Groups, LengthBalanced, RankAware, Sequential, WholeGroups
+
+Opener = Callable[[], "AsyncGenerator[DataPlane]"]
+Body = Callable[[Callable[[], Awaitable[DataPlane]]], Awaitable[None]]
+
+
+@pytest.fixture(params=["memory", "real"])
+def run(request: pytest.FixtureRequest) -> Callable[[Body], None]:
+    """Return a function that runs a test's body, which may open several clients of one plane."""
+    memory = MemoryDataPlane()
+
+    @asynccontextmanager
+    async def clients() -> AsyncGenerator[Callable[[], Awaitable[DataPlane]]]:
+        opened: list[DataPlane] = []
+
+        async def open_client() -> DataPlane:
+            if request.param == "memory":
+                return memory
+            opened.append(await connect(request.getfixturevalue("plane").descriptor))
+            return opened[-1]
+
+        yield open_client
+        for client in opened:
+            await client.close()
+
+    def run_it(body: Body) -> None:
+        async def main() -> None:
+            async with asyncio.timeout(120), clients() as open_client:
+                await body(open_client)
+
+        asyncio.run(main())
+
+    return run_it
+
+
+def wanted(*, count: int, task: str = "t", fields: tuple[str, ...] = (), timeout_s: float = 60.0) -> DrawSettings:
+    return DrawSettings(partition="p", task=task, count=count, fields=fields, timeout_s=timeout_s)
+
+
+async def fill(plane: DataPlane, rows: range, per_group: int = 2) -> None:
+    data = BatchData({"x": dense([float(i) for i in rows])})
+    await plane.put("p", [f"k{i}" for i in rows], data, tags=[{"uid": i // per_group, "len": i} for i in rows])
+
+
+def test_a_group_is_drawn_once_it_is_complete(run: Callable[[Body], None]) -> None:
+    async def body(client: Callable[[], Awaitable[DataPlane]]) -> None:
+        plane = await client()
+        await fill(plane, range(1, 4))
+        sampler = WholeGroups(Groups("uid", 2))
+        ((first,)) = await draw(plane, sampler, wanted(count=1, fields=("x",)))
+        assert first.keys == ("k2", "k3")
+        waiting = asyncio.ensure_future(draw(plane, sampler, wanted(count=1, fields=("x",))))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await fill(plane, range(1))
+        (second,) = await waiting
+        assert sorted(second.keys) == ["k0", "k1"]
+        assert sorted((await plane.get(second)).dense("x").values.tolist()) == [0.0, 1.0]
+        await plane.clear("p")
+
+    run(body)
+
+
+def test_concurrent_draws_share_the_rows(run: Callable[[Body], None]) -> None:
+    async def body(client: Callable[[], Awaitable[DataPlane]]) -> None:
+        planes = [await client() for _ in range(4)]
+        await fill(planes[0], range(64))
+
+        async def work(plane: DataPlane) -> list[str]:
+            got: list[str] = []
+            for _ in range(4):
+                (meta,) = await draw(plane, Sequential(), wanted(count=4))
+                got += meta.keys
+            return got
+
+        parts = await asyncio.gather(*(work(plane) for plane in planes))
+        assert sorted(key for part in parts for key in part) == sorted(f"k{i}" for i in range(64))
+        with pytest.raises(PlaneTimeout, match="0 rows were ready"):
+            await draw(planes[0], Sequential(), wanted(count=1, timeout_s=0.05))
+        assert len((await draw(planes[0], Sequential(), wanted(task="other", count=64)))[0]) == 64
+
+    run(body)
+
+
+def test_all_ranks_get_the_same_rows_for_a_turn(run: Callable[[Body], None]) -> None:
+    async def body(client: Callable[[], Awaitable[DataPlane]]) -> None:
+        planes = [await client() for _ in range(4)]
+        sampler = LengthBalanced(2, "len", Groups("uid", 2))
+
+        async def rank(plane: DataPlane) -> list[list[tuple[str, ...]]]:
+            turns: list[list[tuple[str, ...]]] = []
+            for turn in range(3):
+                shares = await draw(plane, sampler, wanted(count=4), turn=str(turn))
+                turns.append([share.keys for share in shares])
+            return turns
+
+        asking = [asyncio.ensure_future(rank(plane)) for plane in planes]
+        for start in range(0, 24, 3):
+            await asyncio.sleep(0.01)
+            await fill(planes[0], range(start, start + 3))
+        answers = await asyncio.gather(*asking)
+        assert all(answer == answers[0] for answer in answers)
+        drawn = [key for shares in answers[0] for share in shares for key in share]
+        assert sorted(drawn) == sorted(f"k{i}" for i in range(24))
+        assert (await planes[0].stats()).rows[draws_of("p")] == 3
+
+    run(body)
+
+
+def test_another_process_chooses_if_the_first_gives_up(run: Callable[[Body], None]) -> None:
+    async def body(client: Callable[[], Awaitable[DataPlane]]) -> None:
+        one, two = await client(), await client()
+        first = asyncio.ensure_future(draw(one, RankAware(2), wanted(count=2, timeout_s=0.2), turn="0"))
+        await asyncio.sleep(0.05)
+        second = asyncio.ensure_future(draw(two, RankAware(2), wanted(count=2), turn="0"))
+        with pytest.raises(PlaneTimeout, match="could not draw 2 units"):
+            await first
+        await fill(one, range(2))
+        assert [share.keys for share in await second] == [("k0",), ("k1",)]
+
+    run(body)
