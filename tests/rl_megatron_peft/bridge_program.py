@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from megatron_program import batch_of, in_ranks, policy_of, through_layouts
+from megatron_program import batch_of, policy_of, through_layouts
+from ranks import in_ranks
 
 LAYOUTS = {1: {"one": (1, 1)}, 2: {"tp2": (2, 1), "pp2": (1, 2)}}
 FAMILIES = ("llama", "qwen2", "qwen3")

@@ -12,6 +12,9 @@ import os
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+from ranks import in_ranks
+
 WORLDS = {
     "one": {"one": (1, 1)},
     "two": {"tp2": (2, 1), "pp2": (1, 2), "dp2": (1, 1), "zero2": (1, 1), "sp2": (2, 1, True)},
@@ -342,18 +345,6 @@ def through_layouts(layouts, rank, size, store):
         yield name, open_ranks(Layout(**dict(zip(("tensor", "pipeline", "sequence_parallel"), layout, strict=False))))
         close_ranks()
     dist.destroy_process_group()
-
-
-def in_ranks(size, main, *arguments):
-    """Call main(rank, *arguments) in `size` forks; exit with an error if one fails."""
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=main, args=(rank, *arguments)) for rank in range(size)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        sys.exit(1)
 
 
 def rank_main(rank, world, models, out, cases):

@@ -1,6 +1,6 @@
-"""One rank of a training run on two ranks, started by backends/test_parallel_strategy.py.
+"""A training run on two ranks, started by backends/test_parallel_strategy.py.
 
-Arguments: RANK MODEL OUT. Both ranks run five updates of every scenario together. Then rank 0 runs
+Arguments: MODEL OUT. Both ranks run five updates of every scenario together. Then rank 0 runs
 them as the only rank, and rank 1 runs them in plain torch. Results go to
 <out>/{two/0,two/1,one/0,plain}/<scenario>.npz.
 """
@@ -13,6 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "helpers"))
+from ranks import in_ranks
 
 from rl_protocol import BatchData, balanced_parts, ragged
 from rl_protocol.torch import from_weight
@@ -122,8 +125,7 @@ def run_all(path: Path, base: TorchPolicyBackend, world: World, folder: Path, *,
             np.savez(folder / f"{scenario}.npz", **run(scenario, path, base, world, folder, plain=plain))
 
 
-def main() -> None:
-    rank, path, out = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+def rank_main(rank: int, path: Path, out: Path) -> None:
     torch.set_num_threads(1)
     base = TorchPolicyBackend(path, None)
     for name, size in (("two", 2), ("one", 1)):
@@ -136,4 +138,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    in_ranks(2, rank_main, Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,6 +1,6 @@
-"""One rank of a training run that is resumed, started by scenarios/test_resume.py.
+"""The ranks of a training run that is resumed, started by scenarios/test_resume.py.
 
-Arguments: RANK SIZE STORE MODEL ROOT [SOURCE ...].
+Arguments: SIZE MODEL ROOT [SOURCE ...].
 Without sources, run four updates of every scenario. Write the state after the second update to
 <root>/<size>/<scenario>/state, and the final weights to straight.npz beside it.
 Each source is a number of ranks: resume from the state that they wrote, and write the final weights
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from rank_program import COSINE, batch_of
+from rank_program import COSINE, batch_of, in_ranks
 
 from rl_protocol.torch import from_weight
 from rl_trainer import ActorConfig, CriticConfig, FsdpConfig, LoraConfig
@@ -61,12 +61,10 @@ def weights(model) -> dict[str, np.ndarray]:
     return {weight.name: from_weight(weight).numpy().copy() for weight in model.named_weights()}
 
 
-def main() -> None:
-    rank, size, store, path, root = int(sys.argv[1]), int(sys.argv[2]), *map(Path, sys.argv[3:6])
-    sources = [int(text) for text in sys.argv[6:]]
+def rank_main(rank: int, size: int, path: Path, root: Path, sources: list[int]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(17 * len(sources))
-    world = join_world(rank, size, store=store, device="cpu", timeout_s=300)
+    world = join_world(rank, size, store=root / f"store-{size}-of-{len(sources)}", device="cpu", timeout_s=300)
     base = TorchPolicyBackend(path, None)
     for scenario in SCENARIOS:
         results = dict[str, dict[str, np.ndarray]]()
@@ -90,4 +88,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ranks = int(sys.argv[1])
+    in_ranks(ranks, rank_main, ranks, Path(sys.argv[2]), Path(sys.argv[3]), [int(text) for text in sys.argv[4:]])
