@@ -12,24 +12,13 @@ from contextlib import AsyncExitStack
 
 import psutil
 import pytest
+from reward_samples import samples, scores, write
 
 from rl_trainer.rewards import (
     Failure,
-    Sample,
-    Scored,
     ScorerPool,
 )
 from rl_trainer.rewards.function_pool import LATE_S, MOST_LATE, Slots
-
-
-def samples(*texts, truth="t"):
-    return [Sample(data_source="s", solution_str=text, ground_truth=truth, extra_info={"k": 1}) for text in texts]
-
-
-def write(folder, code):
-    path = folder / "mine.py"
-    path.write_text(textwrap.dedent(code))
-    return path
 
 
 async def pooled(path, texts, *, function="score", workers=2, timeout_s=60.0, memory_mb=2048, truth="t"):
@@ -44,10 +33,6 @@ async def pooled(path, texts, *, function="score", workers=2, timeout_s=60.0, me
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("RL_REWARD_PATH", str(tmp_path))
     return tmp_path
-
-
-def scores(outcomes):
-    return [one.numbers["score"] if isinstance(one, Scored) else one.kind for one in outcomes]
 
 
 # -- forms

@@ -6,17 +6,13 @@ import asyncio
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reward_samples import samples
 
 from rl_trainer.rewards import (
     InlineScorer,
-    Sample,
     Scored,
     load_reward,
 )
-
-
-def samples(*texts, truth="t"):
-    return [Sample(data_source="s", solution_str=text, ground_truth=truth, extra_info={"k": 1}) for text in texts]
 
 
 def test_the_built_in_function():

@@ -5,38 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import textwrap
 
 import pytest
+from reward_samples import samples, scores, write
 
 from rl_protocol import ConfigError
 from rl_trainer.rewards import (
-    Sample,
-    Scored,
     ScorerPool,
     check_reward,
     load_reward,
 )
 
 
-def samples(*texts, truth="t"):
-    return [Sample(data_source="s", solution_str=text, ground_truth=truth, extra_info={"k": 1}) for text in texts]
-
-
-def write(folder, code):
-    path = folder / "mine.py"
-    path.write_text(textwrap.dedent(code))
-    return path
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("RL_REWARD_PATH", str(tmp_path))
     return tmp_path
-
-
-def scores(outcomes):
-    return [one.numbers["score"] if isinstance(one, Scored) else one.kind for one in outcomes]
 
 
 FORMS = """

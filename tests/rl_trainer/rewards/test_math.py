@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+from reward_samples import scores
+
 from rl_trainer.rewards import (
     Failure,
     Sample,
-    Scored,
     ScorerPool,
 )
-
-
-def scores(outcomes):
-    return [one.numbers["score"] if isinstance(one, Scored) else one.kind for one in outcomes]
-
 
 GSM8K = [
     ("Janet sells 9 eggs. 9 * 2 = 18. #### 18", "18", 1.0),

@@ -14,10 +14,6 @@ from rl_trainer.rewards.functions import run
 from rl_trainer.rewards.scorer import outcome_of
 
 
-def samples(*texts, truth="t"):
-    return [Sample(data_source="s", solution_str=text, ground_truth=truth, extra_info={"k": 1}) for text in texts]
-
-
 def test_a_number_or_a_mapping_is_a_score():
     assert outcome_of(True) == Scored(numbers={"acc": 1.0, "score": 1.0})
     assert outcome_of({"score": 0.5, "acc": 1, "pred": "7"}) == Scored(

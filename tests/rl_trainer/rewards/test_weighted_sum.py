@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from reward_samples import samples
 
 from rl_protocol import ConfigError
 from rl_trainer.rewards import (
     CombinedScorer,
     Failure,
     InlineScorer,
-    Sample,
     Term,
     parse_terms,
 )
-
-
-def samples(*texts, truth="t"):
-    return [Sample(data_source="s", solution_str=text, ground_truth=truth, extra_info={"k": 1}) for text in texts]
 
 
 def test_the_terms_of_a_sum_are_read():
