@@ -29,7 +29,7 @@ class Stopped:
 
 def test_a_worker_that_hangs_is_named_at_its_deadline_and_blocks_no_other(tmp_path, monkeypatch):
     """The driver enforces the deadline, without a signal in the worker; its other tasks run on."""
-    monkeypatch.setattr(ray_actor, "WorkerProcess", Stopped)
+    monkeypatch.setattr(ray_actor, "_actor_class", Stopped)
     process = RayProcess(["reward"], "judge", tmp_path / "judge.log", 1)
     worker, ticks = RayWorker(process, "reward", "judge"), 0
 

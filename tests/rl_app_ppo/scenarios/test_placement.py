@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,29 +15,23 @@ import torch
 from safetensors.numpy import load_file
 
 from rl_app_ppo.cli.main import main
+from rl_app_ppo.cluster.ray_actor import RayProcess
 from rl_app_ppo.driver import run, workers
-from rl_app_ppo.worker.process import WorkerHost
+from rl_app_ppo.worker.process import WorkerProcess
 
 
-class LocalProcess:
+class LocalProcess(RayProcess):
     """A RayProcess whose worker process is an object of this process."""
 
     started: list[LocalProcess] = []  # noqa: RUF012 - cleared by the fixture
 
-    def __init__(self, roles: Sequence[str], name: str, log_path: Path, threads: int, cpus: float = 0.0) -> None:
-        del cpus
-        self.name, self.roles = name, tuple(roles)
-        self._host = WorkerHost(roles, name, log_path, threads)
+    def _start(self):
         self.started.append(self)
+        process = WorkerProcess(self.roles, self.name, self._log_path, self._threads)
+        return SimpleNamespace(call=SimpleNamespace(remote=process.call))
 
     async def ready(self, timeout_s: float) -> None:
         """Nothing to wait for."""
-
-    async def build(self, payload: bytes, *, timeout_s: float) -> None:
-        await self._host.call(self.roles[0], "build", payload)
-
-    async def call(self, role: str, method: str, payload: bytes, *, name: str, timeout_s: float) -> bytes:
-        return await self._host.call(role, method, payload)
 
     def kill(self) -> None:
         """The objects end with the test."""

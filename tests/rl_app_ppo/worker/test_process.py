@@ -11,7 +11,7 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from rl_app_ppo.worker.process import WorkerHost, without_gc
+from rl_app_ppo.worker.process import WorkerProcess, without_gc
 from rl_protocol import KVBatchMeta
 from rl_trainer import Worker
 from rl_trainer.workers.messages import ReadAheadCall, StageCall, StageResult
@@ -65,10 +65,10 @@ def test_a_stage_computes_with_the_cores_that_the_stages_beside_it_leave(monkeyp
         ("update_actor", StageCall(step=1, batch=batch, side_by_side=1)),
     ]
     try:
-        host, worker = WorkerHost(["actor"], "actor", tmp_path / "log", threads), Threads()
-        host._workers["actor"] = worker, None
+        process, worker = WorkerProcess(["actor"], "actor", tmp_path / "log", threads), Threads()
+        process._workers["actor"] = worker, None
         for method, call in calls:
-            asyncio.run(host.call("actor", method, msgspec.msgpack.encode(call)))
+            asyncio.run(process.call("actor", method, msgspec.msgpack.encode(call)))
     finally:
         torch.set_num_threads(before)
         logging.captureWarnings(capture=False)

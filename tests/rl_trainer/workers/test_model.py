@@ -11,7 +11,7 @@ from rl_protocol import BatchData, DataLostError, KVBatchMeta, ragged
 from rl_protocol.testing.bigram_model import BigramCritic, BigramPolicy
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_trainer import ActorConfig, ActorWorker, AlgorithmConfig, CriticWorker, ReferenceWorker, step_columns
-from rl_trainer.workers.messages import ReadAheadCall, StageCall, StageResult
+from rl_trainer.workers.messages import ReadAheadCall, StageCall
 
 
 class Group:
@@ -101,7 +101,7 @@ def test_one_rank_fetches_and_writes_and_all_compute(kind, backend, more, stage,
         if ahead:
             await asyncio.gather(*(worker.read_ahead(ReadAheadCall(stage=stage, batch=batch)) for worker in workers))
         calls = [worker.run(stage, StageCall(step=1, batch=batch)) for worker in workers]
-        assert await asyncio.gather(*calls) == [StageResult()] * 2
+        assert [rows.keys for rows in await asyncio.gather(*calls)] == [batch.keys] * 2
         assert plane.calls == ["get", "get", "put"]  # trajectories and prompts
         first, second = seen
         assert first.field_names == second.field_names == ("prompts", "responses")
@@ -125,6 +125,6 @@ def test_a_loss_of_rows_is_a_loss_on_every_rank():
         assert plane.calls == ["get"]
         plane.lost = False
         calls = [worker.run("values", StageCall(step=1, batch=batch)) for worker in workers]
-        assert await asyncio.gather(*calls) == [StageResult()] * 2
+        assert [rows.keys for rows in await asyncio.gather(*calls)] == [batch.keys] * 2
 
     asyncio.run(body())

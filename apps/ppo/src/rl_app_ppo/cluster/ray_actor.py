@@ -1,10 +1,11 @@
-"""The Ray actor class that hosts the workers of a process, and the driver's handles to it."""
+"""The driver's handles of a worker process, which is a Ray actor, and of its workers."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +15,11 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.worker.messages import WarmupProgress
+from rl_app_ppo.worker.process import WorkerProcess
 from rl_protocol import RLError, WorkerDiedError, WorkerError
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-
-
-@ray.remote
-class WorkerProcess:
-    """The Ray actor: one process with a worker for each of its roles, called with bytes."""
-
-    def __init__(self, roles: Sequence[Role], name: str, log_path: str, threads: int) -> None:
-        from rl_app_ppo.worker.process import WorkerHost  # here, so that the driver does not import torch
-
-        self._host = WorkerHost(roles, name, Path(log_path), threads)
-
-    async def call(self, role: Role, method: str, payload: bytes) -> bytes:
-        return await self._host.call(role, method, payload)
-
-    async def warm_up(self, config: str) -> AsyncGenerator[bytes]:
-        async for progress in self._host.warm_up(config):
-            yield msgspec.msgpack.encode(progress)
+_actor_class: Any = ray.remote(WorkerProcess)
 
 
 class RayProcess:
@@ -45,6 +31,9 @@ class RayProcess:
         log_path: its log.
         threads: compute threads; 0: all cores, shared with the processes that compute beside it.
         cpus: CPUs that Ray reserves.
+
+    Attributes:
+        actor: Ray's handle of the WorkerProcess.
     """
 
     def __init__(self, roles: Sequence[Role], name: str, log_path: Path, threads: int, cpus: float = 0.0) -> None:
@@ -54,29 +43,36 @@ class RayProcess:
         self._threads = threads
         self._cpus = cpus
         self._built: tuple[bytes, float] | None = None
-        self._actor = self._start()
+        self.actor = self._start()
 
     async def build(self, payload: bytes, *, timeout_s: float) -> None:
         """Load the models of all roles; `payload` is a BuildCall.
 
         Raises:
-            WorkerError: as `call`.
+            WorkerError: see WorkerHandle.call.
         """
         self._built = payload, timeout_s
-        await self.call(self.roles[0], "build", payload, name=self.name, timeout_s=timeout_s)
+        with self.errors("build", timeout_s):
+            async with asyncio.timeout(timeout_s):
+                await self.actor.call.remote(self.roles[0], "build", payload)
 
-    async def call(self, role: Role, method: str, payload: bytes, *, name: str, timeout_s: float) -> bytes:
-        """Run a handler of a role's worker; `name` is that worker's, in messages.
+    @contextmanager
+    def errors(self, method: str, timeout_s: float = 0.0, name: str = "") -> Generator[None]:
+        """Translate the errors of a call of the actor.
+
+        Args:
+            method: the method, for messages.
+            timeout_s: the deadline of the call, for messages.
+            name: name of the worker that is called, for messages; empty: that of the process.
 
         Raises:
             WorkerError: see WorkerHandle.call.
+            RLError: raised by the method.
         """
         try:
-            async with asyncio.timeout(timeout_s):
-                answer: bytes = await self._actor.call.remote(role, method, payload)
+            yield
         except (RayTaskError, RayActorError, TimeoutError) as error:
-            raise self._translate(name, method, error, timeout_s) from None
-        return answer
+            raise self._translate(name or self.name, method, error, timeout_s) from None
 
     async def ready(self, timeout_s: float) -> None:
         """Wait until the process has started.
@@ -86,7 +82,7 @@ class RayProcess:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                await self._actor.__ray_ready__.remote()
+                await self.actor.__ray_ready__.remote()
         except (RayTaskError, RayActorError, TimeoutError) as error:
             if isinstance(error, TimeoutError):
                 raise WorkerError(
@@ -101,46 +97,41 @@ class RayProcess:
             A function that waits for the answer. It raises WorkerError if the process died, and
             the RLError or OSError of the handler.
         """
-        answer = self._actor.call.remote(self.roles[0], method, payload)
+        answer = self.actor.call.remote(self.roles[0], method, payload)
 
         async def wait() -> bytes:
-            try:
+            with self.errors(method):
                 return await answer
-            except (RayTaskError, RayActorError) as error:
-                raise self._translate(self.name, method, error, 0.0) from None
 
         return wait
 
     async def warm_up(self, config: str) -> AsyncIterator[WarmupProgress]:
         """Make the demo model or find it in the cache; the last item has its path."""
-        try:
-            async for item in self._actor.warm_up.options(num_returns="streaming").remote(config):
+        with self.errors("warm_up"):
+            async for item in self.actor.warm_up.options(num_returns="streaming").remote(config):
                 yield msgspec.msgpack.decode(await item, type=WarmupProgress)
-        except (RayTaskError, RayActorError) as error:
-            raise self._translate(self.name, "warm_up", error, 0.0) from None
 
     async def restart(self) -> None:
         """Kill the process if it still runs, and start and build another in its place.
 
         Raises:
-            WorkerError: as `call`.
+            WorkerError: as `build`.
         """
         self.kill()
-        self._actor = self._start()
+        self.actor = self._start()
         if self._built is not None:
             payload, timeout_s = self._built
             await self.build(payload, timeout_s=timeout_s)
 
     def kill(self) -> None:
         """Kill the process."""
-        ray.kill(self._actor)
+        ray.kill(self.actor)
 
     def _start(self) -> Any:
-        remote: Any = WorkerProcess
-        options = remote.options(num_cpus=self._cpus, max_restarts=0, max_concurrency=16)
-        return options.remote(self.roles, self.name, str(self._log_path), self._threads)
+        options = _actor_class.options(num_cpus=self._cpus, max_restarts=0, max_concurrency=16)
+        return options.remote(self.roles, self.name, self._log_path, self._threads)
 
-    def _translate(self, name: str, method: str, error: Exception, timeout_s: float) -> RLError:
+    def _translate(self, name: str, method: str, error: Exception, timeout_s: float | None) -> RLError:
         log = f"Its log: {self._log_path}"
         if isinstance(error, RayTaskError):
             cause: object = getattr(error, "cause", None)
@@ -174,7 +165,9 @@ class RayWorker:
 
     async def call(self, method: str, payload: bytes, *, timeout_s: float) -> bytes:
         self.bytes_moved += len(payload)
-        answer = await self.process.call(self.role, method, payload, name=self.name, timeout_s=timeout_s)
+        with self.process.errors(method, timeout_s, self.name):
+            async with asyncio.timeout(timeout_s):
+                answer: bytes = await self.process.actor.call.remote(self.role, method, payload)
         self.bytes_moved += len(answer)
         return answer
 

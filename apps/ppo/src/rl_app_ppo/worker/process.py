@@ -1,4 +1,4 @@
-"""The content of a worker process, without Ray: build the workers of its roles, answer calls."""
+"""A worker process, without Ray: build the workers of its roles, answer calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rl_app_ppo.worker.torch_trace import Trace
 
 
-class WorkerHost:
+class WorkerProcess:
     """The workers of one process: their models, and their endpoints of the weight sync.
 
     Lifecycle: created with the process; the call `build` loads everything; then the handlers of the
@@ -79,8 +79,8 @@ class WorkerHost:
             self._share_cores(processes)
         return await worker.handle(method, payload)
 
-    async def warm_up(self, config: str) -> AsyncIterator[WarmupProgress]:
-        """Make the demo model or find it in the cache; the last item has its path."""
+    async def warm_up(self, config: str) -> AsyncGenerator[bytes]:
+        """Make the demo model or find it in the cache; the last WarmupProgress has its path."""
         from rl_app_ppo.worker import torch_setup
 
         queue: asyncio.Queue[WarmupProgress] = asyncio.Queue()
@@ -94,10 +94,10 @@ class WorkerHost:
             getter = asyncio.create_task(queue.get())
             await asyncio.wait({getter, work}, return_when=asyncio.FIRST_COMPLETED)
             if getter.done():
-                yield getter.result()
+                yield msgspec.msgpack.encode(getter.result())
             else:
                 getter.cancel()
-        yield WarmupProgress(path=str(work.result()))
+        yield msgspec.msgpack.encode(WarmupProgress(path=str(work.result())))
 
     def _profile(self, method: str, path: Path) -> bytes:
         """Start a trace, or write it to `path`."""

@@ -38,19 +38,19 @@ class Worker:
             raise WorkerError(
                 f"{type(self).__name__}.{method} was sent a message that is not a {kind.__name__}: {error}."
             ) from error
-        return msgspec.msgpack.encode(await self.run(method, message))
+        answer = await self.run(method, message)
+        return msgspec.msgpack.encode(StageResult() if isinstance(answer, KVBatchMeta) else answer)
 
-    async def run(self, method: str, message: msgspec.Struct) -> Any:
-        """Run a handler; returns its answer.
+    def run(self, method: str, message: msgspec.Struct) -> Awaitable[Any]:
+        """Call a handler, whose answer the caller awaits.
 
         A stage, which `tqbridge` declares, is called with the rows of its StageCall and with the
-        call.
+        call. If it has no result but columns, it answers with the names of its rows.
         """
         handler: Handler = getattr(self, method)
-        if not isinstance(message, StageCall):
-            return await handler(message)
-        answer = await handler(self._rows(method, message.batch), message)
-        return StageResult() if isinstance(answer, KVBatchMeta) else answer
+        if isinstance(message, StageCall):
+            return handler(self._rows(method, message.batch), message)
+        return handler(message)
 
     def _rows(self, stage: str, batch: KVBatchMeta) -> KVBatchMeta | Fetched:
         """The rows that the stage is called with."""
