@@ -1,6 +1,10 @@
 """Compare a result with its baseline.
 
     uv run benchmarks/compare.py BASELINE.json RUN.json [--threshold 10] [--other-hardware]
+    uv run --group bench benchmarks/compare.py --headlines [--threshold 10] [--other-hardware]
+
+With --headlines it measures the ten ratios of harness/headlines.py, writes headlines.json, and
+compares it with the newest published one.
 
 Prints every measured number of both with its change in per cent. Exits with code 1 if one is worse
 by more than the threshold, and 2 if the two can't be compared: other hardware, a row that the run
@@ -15,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.headlines import baseline as published_headlines
+from harness.headlines import measure
 from harness.result_schema import Direction, Document, directions, identity, load
 from harness.results import hardware_slug
 
@@ -73,16 +79,32 @@ def report(found: Sequence[Change], threshold: float) -> int:
     return 1 if bad else 0
 
 
+def files(baseline: Path | None, run: Path | None, *, headlines: bool) -> tuple[Path, Path]:
+    """The two files to compare; measures the headline ratios where they are asked for.
+
+    Raises:
+        ValueError: both files or --headlines must be given, and a baseline must be published.
+    """
+    if headlines != (baseline is None) or headlines != (run is None):
+        raise ValueError("Give BASELINE.json and RUN.json, or --headlines alone.")
+    if baseline is None or run is None:
+        baseline, run = published_headlines(), measure()
+    if baseline is None:
+        raise ValueError(f"No headlines.json is published; `git add {run}` makes it the baseline.")
+    return baseline, run
+
+
 def main() -> int:
     """Compare two files; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("baseline", type=Path)
-    parser.add_argument("run", type=Path)
+    parser.add_argument("baseline", type=Path, nargs="?")
+    parser.add_argument("run", type=Path, nargs="?")
+    parser.add_argument("--headlines", action="store_true", help="measure the headline ratios, half an hour")
     parser.add_argument("--threshold", type=float, default=10.0, help="per cent")
     parser.add_argument("--other-hardware", action="store_true", help="compare although the machines differ")
     arguments = parser.parse_args()
     try:
-        baseline, run = load(arguments.baseline), load(arguments.run)
+        baseline, run = (load(path) for path in files(arguments.baseline, arguments.run, headlines=arguments.headlines))
         slugs = [hardware_slug(document.hardware) for document in (baseline, run)]
         if slugs[0] != slugs[1] and not arguments.other_hardware:
             raise ValueError(f"the machines differ: {slugs[0]} and {slugs[1]} (--other-hardware compares them anyway)")

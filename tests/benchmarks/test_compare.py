@@ -71,3 +71,5 @@ def test_exit_codes(tmp_path: Path, script: Callable[..., str]):
     (tmp_path / "broken.json").write_text(json.dumps({"rows": []}))
     script("compare.py", base, str(tmp_path / "broken.json"), expect=2)
     script("compare.py", base, str(tmp_path / "missing.json"), expect=2)
+    script("compare.py", base, expect=2)
+    script("compare.py", base, base, "--headlines", expect=2)

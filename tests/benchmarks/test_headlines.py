@@ -1,4 +1,4 @@
-"""headlines.py: the ratios that the scheduled workflow holds against the baseline."""
+"""harness/headlines.py: the ratios that the scheduled workflow holds against the baseline."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.headlines import HEADLINES, Headline, gather
 from harness.results import ROOT
-from headlines import HEADLINES, Headline, gather
 
 ASKED = (Headline(("a.py",), ("first", "third")), Headline(("b.py",), ("second",)))
 

@@ -1,17 +1,10 @@
-"""Measure the ratios that stand for the whole project, and write them as one result.
+"""The ratios that stand for the whole project, each of two sides of one run.
 
-    uv run --group bench benchmarks/headlines.py [FILE.json ..]
-
-Runs the benchmarks of HEADLINES one after the other with few pairs, about half an hour on two
-cores. With files, it takes the ratios from these results instead of measuring them.
-
-All are ratios of two sides of the same run, so that `compare.py --other-hardware` can hold a run on
-another machine against the published baseline.
+A run on another machine can therefore be held against the published baseline.
 """
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +13,7 @@ from pathlib import Path
 
 from harness.pairs import publish
 from harness.result_schema import Row, kind_of, load
-from harness.results import ROOT
+from harness.results import ROOT, published_results
 
 
 @dataclass(frozen=True)
@@ -71,22 +64,33 @@ def gather(paths: Sequence[Path], headlines: Sequence[Headline] = HEADLINES) -> 
     return [verdicts[question] for question in questions]
 
 
-def measure(headline: Headline) -> Path:
-    """Run the benchmark; returns the path of its result, which is the last line in .json."""
+def measure() -> Path:
+    """Run the benchmarks one after the other, and write their ratios; returns the path.
+
+    Takes about half an hour on two cores.
+
+    Raises:
+        ValueError: a result lacks a ratio, or the working tree has changes.
+    """
+    path = publish("headlines", gather([_run(headline) for headline in HEADLINES]))
+    if path is None:
+        raise ValueError("Nothing was written: the working tree has changes; commit them.")
+    return path
+
+
+def baseline() -> Path | None:
+    """The newest published result of `measure`."""
+    return max((path for path in published_results() if path.stem == "headlines"), default=None, key=_date)
+
+
+def _date(path: Path) -> str:
+    return path.parent.name
+
+
+def _run(headline: Headline) -> Path:
+    """Run a benchmark; returns the path of its result, which is the last line in .json."""
     script, *arguments = headline.command
     command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     print(done.stdout, flush=True)
     return Path(next(line for line in reversed(done.stdout.splitlines()) if line.endswith(".json")))
-
-
-def main() -> None:
-    """Gather the ratios of the files, or measure them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", type=Path, nargs="*")
-    files: list[Path] = parser.parse_args().files or [measure(headline) for headline in HEADLINES]
-    publish("headlines", gather(files))
-
-
-if __name__ == "__main__":
-    main()
