@@ -19,8 +19,8 @@ from rl_app_ppo.cli.explain import difference, explain, read_side
 from rl_app_ppo.cli.main import main
 from rl_app_ppo.config.loading import flat_settings, load_config, options, resolve, to_yaml
 from rl_app_ppo.config.placement import worker_groups
+from rl_app_ppo.config.verl_keys.aliases import SPELLINGS
 from rl_app_ppo.driver.workers import cpus_used
-from rl_app_ppo.verl_keys.aliases import SPELLINGS
 from rl_app_ppo.worker.build import room_for_adapters
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError

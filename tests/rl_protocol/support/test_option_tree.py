@@ -16,13 +16,13 @@ from rl_protocol.support.options import Options, condition, group, option
 class Loss(Options):
     mode: str = option("plain", "loss", plugins="some.losses")
     tau: float = option(1.0, "temperature", needs="mode=gate|soft")
-    coef: float = option(1.0, "coefficient", needs="use_kl or actor.weight>0")
+    coef: float = option(1.0, "coefficient", needs="use_kl or actor.weight>0", verl=(".coeff", "other.coef"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Actor(Options):
-    weight: int = option(0, "weight", resume="free")
-    loss: Loss = group(Loss, "loss")
+    weight: int = option(0, "weight", resume="free", verl=".")
+    loss: Loss = group(Loss, "loss", verl=".policy_loss")
     packed: bool = option(False, "pack", needs=("engine!=big", "!files"))
 
 
@@ -38,7 +38,7 @@ class Run(Options):
     files: str = option("", "files")
     use_kl: bool = option(False, "kl")
     slow: int = option(0, "slow", needs="takes_long")
-    actor: Actor = group(Actor, "actor")
+    actor: Actor = group(Actor, "actor", verl=("models.actor", "actor"))
     lora: Lora = group(Lora, "adapters", needs="rank>0", resume="free")
 
     @condition("a file, or another engine")
@@ -82,6 +82,17 @@ def test_options_have_full_keys_in_order_and_the_rules_of_their_groups():
 def test_what_nothing_reads_names_what_it_needs(key, without, with_it, words):
     assert need(key, Run(**without)) == words
     assert need(key, Run(**with_it)) == ""
+
+
+def test_verls_keys_of_an_option_are_in_verls_counterparts_of_its_groups():
+    found = {one.key: one.verl for one in list_options(Run)}
+    assert found["actor.weight"] == ("models.actor.weight", "actor.weight")
+    assert found["actor.loss.coef"] == (
+        "models.actor.policy_loss.coeff",
+        "actor.policy_loss.coeff",
+        "other.coef",
+    )
+    assert found["actor.loss.tau"] == found["engine"] == ()
 
 
 def test_an_option_does_not_need_itself_and_a_group_alone_needs_nothing_from_others():

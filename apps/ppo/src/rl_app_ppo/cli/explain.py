@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from rl_app_ppo.config.loading import Resolved, options, resolve, unknown_key
-from rl_app_ppo.verl_keys.aliases import SPELLINGS
+from rl_app_ppo.config.verl_keys.aliases import SPELLINGS
 from rl_protocol.support.option_tree import Option
 
 

@@ -23,8 +23,8 @@ from rl_app_ppo.config.plain_yaml import flatten, parse_yaml, read_yaml
 from rl_app_ppo.config.presets import ALGORITHM, NO_PRESET, PRESET, Source, choose, is_file, layer_text, named_presets
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.config.unused_options import check_engine, refuse_unused
-from rl_app_ppo.verl_keys.aliases import one_spelling
-from rl_app_ppo.verl_keys.table import describe
+from rl_app_ppo.config.verl_keys.aliases import one_spelling
+from rl_app_ppo.config.verl_keys.table import describe
 from rl_protocol import ConfigError
 from rl_protocol.support.option_tree import Option, list_options
 from rl_protocol.support.options import build, items

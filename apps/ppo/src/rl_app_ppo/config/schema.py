@@ -38,13 +38,14 @@ DEMO_USED = "!model.path or !train_files"
 class DataConfig(Options):
     """Prompts and batches: files, or the demo task."""
 
-    train_batch_size: int = option(64, "prompts per step", ge=1)
+    train_batch_size: int = option(64, "prompts per step", ge=1, verl=".")
     train_files: tuple[str, ...] = option(
         (),
         "training files, optionally with shares as in 0.7*a.jsonl,0.3*b.parquet, or folders of save_to_disk; empty: the demo",
+        verl=".",
     )
     val_files: tuple[str, ...] = option(
-        (), "validation files, without shares; empty: data.val_split of the rows of train_files"
+        (), "validation files, without shares; empty: data.val_split of the rows of train_files", verl="."
     )
     val_split: float = option(
         0.1,
@@ -58,11 +59,11 @@ class DataConfig(Options):
         "order of prompts: sequential, or one installed under rl_trainer.curricula; empty: shuffled each epoch, with the shares of train_files",
     )
     prompt_key: str = option(
-        "prompt", "field of a row with the prompt: a list of messages, or a text", needs="train_files"
+        "prompt", "field of a row with the prompt: a list of messages, or a text", needs="train_files", verl="."
     )
-    max_prompt_length: int = option(512, "most tokens of a prompt from a file", ge=1, needs="train_files")
+    max_prompt_length: int = option(512, "most tokens of a prompt from a file", ge=1, needs="train_files", verl=".")
     filter_overlong_prompts: bool = option(
-        True, "drop longer prompts; otherwise they are bad rows", needs="train_files"
+        True, "drop longer prompts; otherwise they are bad rows", needs="train_files", verl="."
     )
     on_bad_row: str = option(
         "error", "invalid rows: error, or skip (the number is reported)", choices=ON_BAD_ROW, needs="train_files"
@@ -133,6 +134,7 @@ class ModelConfig(Options):
         "",
         "Hugging Face checkpoint folder, or name of a model in the local Hugging Face cache; empty: the demo model, "
         "made by a short supervised warm-up and cached",
+        verl="actor_rollout_ref.model.path",
     )
     cache_dir: str = option(
         "~/.cache/rl-app-ppo",
@@ -187,7 +189,7 @@ class GenerationConfig(RolloutConfig):
     name: str = option("hf", "rollout engine: hf (transformers), or vllm (an extra)", choices=("hf", "vllm"))
     kv_cache_mb: int = option(256, "KV cache of each vLLM replica, MiB", ge=1, needs="name=vllm")
     tensor_model_parallel_size: int = option(
-        1, "tensor-parallel processes of each vLLM replica", ge=1, needs="name=vllm", resume="free"
+        1, "tensor-parallel processes of each vLLM replica", ge=1, needs="name=vllm", resume="free", verl="."
     )
 
 
@@ -200,6 +202,7 @@ class TrainerConfig(LoopConfig):
         "limit of epochs, each with one step per whole batch of the training data; 0: no limit but steps",
         ge=0,
         resume="free",
+        verl=".",
     )
     output_dir: str = option("outputs", "parent of the run folders", resume="silent")
     run_name: str = option("", "name of the run folder; empty: date, time, algorithm and seed", resume="silent")
@@ -222,6 +225,7 @@ class TrainerConfig(LoopConfig):
         "steps to profile with torch in every process with a model, into profile/ of the run folder; the first is 1",
         ge=1,
         resume="free",
+        verl="global_profiler.steps",
     )
     min_free_disk_mb: int = option(
         100, "refuse to start with less free space than this in output_dir", ge=0, resume="free"
@@ -286,22 +290,32 @@ class AppConfig(Options):
         "roles that it does not name have a process each",
         resume="free",
     )
-    algorithm: AlgorithmConfig = group(AlgorithmConfig, "advantages")
-    data: DataConfig = group(DataConfig, "task and batches")
+    algorithm: AlgorithmConfig = group(AlgorithmConfig, "advantages", verl="algorithm")
+    data: DataConfig = group(DataConfig, "task and batches", verl="data")
     model: ModelConfig = group(ModelConfig, "initial policy")
-    lora: LoraConfig = group(LoraConfig, "adapters instead of all weights", needs="rank>0")
-    fsdp: FsdpConfig = group(FsdpConfig, "FSDP2", needs="model_engine=fsdp", resume="free")
-    megatron: MegatronConfig = group(MegatronConfig, "Megatron-Core", needs="model_engine=megatron", resume="free")
+    lora: LoraConfig = group(
+        LoraConfig, "adapters instead of all weights", needs="rank>0", verl="actor_rollout_ref.model"
+    )
+    fsdp: FsdpConfig = group(
+        FsdpConfig, "FSDP2", needs="model_engine=fsdp", resume="free", verl="actor_rollout_ref.actor.fsdp_config"
+    )
+    megatron: MegatronConfig = group(
+        MegatronConfig,
+        "Megatron-Core",
+        needs="model_engine=megatron",
+        resume="free",
+        verl="actor_rollout_ref.actor.megatron",
+    )
     reward: RewardConfig = group(RewardConfig, "scoring")
-    actor: ActorConfig = group(ActorConfig, "policy training")
-    critic: CriticConfig = group(CriticConfig, "value training", needs="trains_critic")
-    rollout: GenerationConfig = group(GenerationConfig, "generation")
+    actor: ActorConfig = group(ActorConfig, "policy training", verl="actor_rollout_ref.actor")
+    critic: CriticConfig = group(CriticConfig, "value training", needs="trains_critic", verl="critic")
+    rollout: GenerationConfig = group(GenerationConfig, "generation", verl="actor_rollout_ref.rollout")
     replay: ReplayConfig = group(ReplayConfig, "prompts whose rollouts fail", resume="free")
     transfer_queue: TransferQueueConfig = group(TransferQueueConfig, "data plane", resume="free")
     checkpoint_engine: CheckpointEngineConfig = group(
         CheckpointEngineConfig, "weight synchronization", needs="enabled", resume="free"
     )
-    trainer: TrainerConfig = group(TrainerConfig, "loop and outputs")
+    trainer: TrainerConfig = group(TrainerConfig, "loop and outputs", verl="trainer")
     ray: RayConfig = group(RayConfig, "processes", resume="free")
 
     @condition("an estimator with a critic, algorithm.adv_estimator=gae")

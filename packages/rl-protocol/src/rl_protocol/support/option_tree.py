@@ -27,6 +27,8 @@ class Option:
     needs: tuple[tuple[str, str], ...]
     """Conditions of its groups and its own: (group that it is seen from, condition)."""
     resume: Resume
+    verl: tuple[str, ...]
+    """Full keys of verl's configuration whose values mean the same."""
 
     @property
     def is_list(self) -> bool:
@@ -43,18 +45,21 @@ class Option:
 @functools.cache
 def list_options(kind: type[Any]) -> tuple[Option, ...]:
     """Every option of a dataclass and its groups, in order."""
-    return tuple(_walk(kind, "", (), "fixed"))
+    return tuple(_walk(kind, "", (), "fixed", ()))
 
 
-def _walk(kind: type[Any], path: str, needs: tuple[tuple[str, str], ...], resume: Resume) -> Iterator[Option]:
+def _walk(
+    kind: type[Any], path: str, needs: tuple[tuple[str, str], ...], resume: Resume, verl: tuple[str, ...]
+) -> Iterator[Option]:
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         spec, key, hint = spec_of(field), path + field.name, hints[field.name]
         grouped = dataclasses.is_dataclass(hint)
         around = f"{key}." if grouped else path
         own = (*needs, *((around, need) for need in spec.needs))
+        same = tuple(_verl_keys(field.name, spec.verl, verl))
         if grouped:
-            yield from _walk(cast(type[Any], hint), around, own, spec.resume or resume)
+            yield from _walk(cast(type[Any], hint), around, own, spec.resume or resume, same)
         else:
             yield Option(
                 key=key,
@@ -63,7 +68,14 @@ def _walk(kind: type[Any], path: str, needs: tuple[tuple[str, str], ...], resume
                 spec=spec,
                 needs=own,
                 resume=spec.resume or resume,
+                verl=same,
             )
+
+
+def _verl_keys(own: str, names: tuple[str, ...], groups: tuple[str, ...]) -> Iterator[str]:
+    for name in names:
+        inside = f".{own}" if name == "." else name
+        yield from (f"{group}{inside}" for group in groups) if name.startswith(".") else (name,)
 
 
 def _name(hint: Any) -> str:

@@ -48,6 +48,7 @@ class OptionSpec:
     plugins: str = ""
     needs: tuple[str, ...] = ()
     resume: Resume | None = None
+    verl: tuple[str, ...] = ()
 
     def check(self, key: str, value: object) -> None:
         """Check a value, or each value of a list.
@@ -98,6 +99,7 @@ def option(
     plugins: str = "",
     needs: str | tuple[str, ...] = (),
     resume: Resume | None = None,
+    verl: str | tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field for one option.
 
@@ -113,6 +115,8 @@ def option(
         needs: conditions, all of which must hold for anything to read the option; see
             `rl_protocol.support.option_tree.unmet_need`.
         resume: whether a resumed run may change it; None: as its group says, or else fixed.
+        verl: keys of verl's configuration whose values mean the same. One that starts with a dot
+            is in verl's counterpart of the group, and "." has the option's own name there.
     """
     spec = OptionSpec(
         help=help,
@@ -124,21 +128,30 @@ def option(
         plugins=plugins,
         needs=_several(needs),
         resume=resume,
+        verl=_several(verl),
     )
     return dataclasses.field(default=default, metadata={_KEY: spec})
 
 
-def group(kind: type[Any], help: str, *, needs: str | tuple[str, ...] = (), resume: Resume | None = None) -> Any:
+def group(
+    kind: type[Any],
+    help: str,
+    *,
+    needs: str | tuple[str, ...] = (),
+    resume: Resume | None = None,
+    verl: str | tuple[str, ...] = (),
+) -> Any:
     """A dataclass field for a group of options, an instance of the dataclass `kind`.
 
-    `needs` and `resume` are those of `option`, for all options of the group.
+    `needs` and `resume` are those of `option`, for all options of the group. `verl` names verl's
+    counterparts of the group, in the forms of `option`.
     """
-    spec = OptionSpec(help=help, needs=_several(needs), resume=resume)
+    spec = OptionSpec(help=help, needs=_several(needs), resume=resume, verl=_several(verl))
     return dataclasses.field(default_factory=kind, metadata={_KEY: spec})
 
 
-def _several(needs: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (needs,) if isinstance(needs, str) else needs
+def _several(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
 
 
 class Condition:

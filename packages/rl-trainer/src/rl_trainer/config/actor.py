@@ -21,14 +21,21 @@ class PolicyLossConfig(Options):
         plugins="rl_trainer.policy_losses",
     )
     clip_cov_ratio: float = option(
-        0.0002, "clip_cov: share of the tokens that lose their gradient", gt=0, le=1, needs="loss_mode=clip_cov"
+        0.0002,
+        "clip_cov: share of the tokens that lose their gradient",
+        gt=0,
+        le=1,
+        needs="loss_mode=clip_cov",
+        verl=".",
     )
-    clip_cov_lb: float = option(1.0, "clip_cov: least covariance of such a token", needs="loss_mode=clip_cov")
-    clip_cov_ub: float = option(5.0, "clip_cov: largest covariance of such a token", needs="loss_mode=clip_cov")
+    clip_cov_lb: float = option(1.0, "clip_cov: least covariance of such a token", needs="loss_mode=clip_cov", verl=".")
+    clip_cov_ub: float = option(
+        5.0, "clip_cov: largest covariance of such a token", needs="loss_mode=clip_cov", verl="."
+    )
     kl_cov_ratio: float = option(
-        0.0002, "kl_cov: share of the tokens with a KL penalty", gt=0, le=1, needs="loss_mode=kl_cov"
+        0.0002, "kl_cov: share of the tokens with a KL penalty", gt=0, le=1, needs="loss_mode=kl_cov", verl="."
     )
-    ppo_kl_coef: float = option(0.1, "kl_cov: KL penalty coefficient", ge=0, needs="loss_mode=kl_cov")
+    ppo_kl_coef: float = option(0.1, "kl_cov: KL penalty coefficient", ge=0, needs="loss_mode=kl_cov", verl=".")
 
     def check(self, path: str) -> None:
         require(
@@ -43,37 +50,47 @@ class PolicyLossConfig(Options):
 class ActorConfig(UpdateConfig):
     """The policy under training and its loss."""
 
-    policy_loss: PolicyLossConfig = group(PolicyLossConfig, "loss of the policy")
+    policy_loss: PolicyLossConfig = group(PolicyLossConfig, "loss of the policy", verl=".")
     clip_ratio_low: float = option(
         0.2,
         "lower clip of the probability ratio: 1 - this (geo_mean: of its logarithm; dppo_*: of the divergence)",
         gt=0,
         lt=1,
+        verl=".",
     )
     clip_ratio_high: float = option(
         0.2,
         "upper clip of the probability ratio: 1 + this (geo_mean: of its logarithm; dppo_*: of the divergence)",
         gt=0,
+        verl=".",
     )
     clip_ratio_c: float = option(
         3.0,
         "vanilla: bound of the loss where the advantage is negative (dual clip); dppo_*: largest weight of a token",
         gt=1,
         needs="policy_loss.loss_mode=vanilla|dppo_tv|dppo_kl",
+        verl=".",
     )
     tau_pos: float = option(
-        1.0, "sapo: temperature of the gate where the advantage is positive", gt=0, needs="policy_loss.loss_mode=sapo"
+        1.0,
+        "sapo: temperature of the gate where the advantage is positive",
+        gt=0,
+        needs="policy_loss.loss_mode=sapo",
+        verl=".",
     )
-    tau_neg: float = option(1.05, "sapo: temperature of the gate elsewhere", gt=0, needs="policy_loss.loss_mode=sapo")
-    loss_agg_mode: str = option("token-mean", "how token losses become one number", choices=LOSS_AGG_MODES)
+    tau_neg: float = option(
+        1.05, "sapo: temperature of the gate elsewhere", gt=0, needs="policy_loss.loss_mode=sapo", verl="."
+    )
+    loss_agg_mode: str = option("token-mean", "how token losses become one number", choices=LOSS_AGG_MODES, verl=".")
     loss_scale_factor: int = option(
         0,
         "tokens by which seq-mean-token-sum-norm divides, such as rollout.response_length",
         needs="loss_agg_mode=seq-mean-token-sum-norm",
+        verl=".",
     )
-    entropy_coeff: float = option(0.0, "weight of the entropy bonus in the loss")
-    use_kl_loss: bool = option(False, "add the divergence from the reference policy to the loss")
-    kl_loss_coef: float = option(0.001, "weight of that divergence", ge=0, needs="use_kl_loss")
+    entropy_coeff: float = option(0.0, "weight of the entropy bonus in the loss", verl=".")
+    use_kl_loss: bool = option(False, "add the divergence from the reference policy to the loss", verl=".")
+    kl_loss_coef: float = option(0.001, "weight of that divergence", ge=0, needs="use_kl_loss", verl=".")
     kl_loss_type: str = option(
         "k3",
         f"its estimator: {', '.join(KL_PENALTIES)}; with + behind it: its value, the gradient of k2",

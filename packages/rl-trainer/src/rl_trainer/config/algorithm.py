@@ -22,11 +22,16 @@ class KLControlConfig(Options):
         "fixed",
         "fixed; or adaptive: grows while the divergence is above target_kl, shrinks while it is below",
         choices=KL_CONTROLLERS,
+        verl=".",
     )
-    kl_coef: float = option(0.001, "weight of the divergence in the reward (adaptive: the first one)", ge=0)
-    target_kl: float = option(0.1, "adaptive: wanted divergence, nats per token", gt=0, needs="type=adaptive")
+    kl_coef: float = option(0.001, "weight of the divergence in the reward (adaptive: the first one)", ge=0, verl=".")
+    target_kl: float = option(0.1, "adaptive: wanted divergence, nats per token", gt=0, needs="type=adaptive", verl=".")
     horizon: int = option(
-        10000, "adaptive: responses over which the weight changes by at most 20 %", ge=1, needs="type=adaptive"
+        10000,
+        "adaptive: responses over which the weight changes by at most 20 %",
+        ge=1,
+        needs="type=adaptive",
+        verl=".",
     )
 
 
@@ -38,7 +43,7 @@ class FilterGroupsConfig(Options):
     """
 
     enable: bool = option(
-        False, "leave out prompts whose responses all score alike, and roll out others in their place"
+        False, "leave out prompts whose responses all score alike, and roll out others in their place", verl="."
     )
     metric: str = option("acc", "what is compared", choices=FILTER_METRICS)
     max_num_gen_batches: int = option(4, "most rounds of generation per step; then it trains on what there is", ge=1)
@@ -66,20 +71,24 @@ class AlgorithmConfig(Options):
         "advantage estimator: gae, grpo, dr_grpo, grpo_passk, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo, gpg, gdpo, "
         "optimal_token_baseline, or an installed one",
     )
-    gamma: float = option(1.0, "discount per token", ge=0, le=1)
-    lam: float = option(1.0, "lambda of GAE", ge=0, le=1, needs="trains_critic")
+    gamma: float = option(1.0, "discount per token", ge=0, le=1, verl=".")
+    lam: float = option(1.0, "lambda of GAE", ge=0, le=1, needs="trains_critic", verl=".")
     norm_adv_by_std_in_grpo: bool = option(
-        True, "grpo, grpo_passk, gdpo: divide by the standard deviation of the group"
+        True, "grpo, grpo_passk, gdpo: divide by the standard deviation of the group", verl="."
     )
-    gdpo_reward_keys: tuple[str, ...] = option((), "gdpo: names of what the reward function returns, such as score,acc")
-    gdpo_reward_weights: tuple[float, ...] = option((), "gdpo: weights of these; empty: all 1")
-    use_kl_in_reward: bool = option(False, "subtract the divergence from the reference policy from each token's reward")
+    gdpo_reward_keys: tuple[str, ...] = option(
+        (), "gdpo: names of what the reward function returns, such as score,acc", verl="."
+    )
+    gdpo_reward_weights: tuple[float, ...] = option((), "gdpo: weights of these; empty: all 1", verl=".")
+    use_kl_in_reward: bool = option(
+        False, "subtract the divergence from the reference policy from each token's reward", verl="."
+    )
     kl_penalty: str = option(
-        "k1", "its estimator: " + ", ".join(KL_PENALTIES), needs="use_kl_in_reward or actor.use_kl_loss"
+        "k1", "its estimator: " + ", ".join(KL_PENALTIES), needs="use_kl_in_reward or actor.use_kl_loss", verl="."
     )
-    kl_ctrl: KLControlConfig = group(KLControlConfig, "weight of that divergence", needs="use_kl_in_reward")
-    rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig, "train/rollout mismatch")
-    filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "dynamic sampling", needs="enable")
+    kl_ctrl: KLControlConfig = group(KLControlConfig, "weight of that divergence", needs="use_kl_in_reward", verl=".")
+    rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig, "train/rollout mismatch", verl=".")
+    filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "dynamic sampling", needs="enable", verl=".")
 
     def check(self, path: str) -> None:
         kl_name(self.kl_penalty, KL_PENALTIES, f"{path}kl_penalty")

@@ -23,9 +23,15 @@ class FsdpConfig(Options):
         "float32, or bfloat16: computes in it; master weights, gradient sums and optimizer stay float32",
         choices=DTYPES,
     )
-    reshard_after_forward: bool = option(True, "free the gathered weights of a layer between forward and backward")
-    activation_checkpointing: bool = option(False, "keep only the inputs of each layer and compute the rest again")
-    cpu_offload: bool = option(False, "keep weights and optimizer state in host memory (cuda)")
+    reshard_after_forward: bool = option(
+        True, "free the gathered weights of a layer between forward and backward", verl="."
+    )
+    activation_checkpointing: bool = option(
+        False,
+        "keep only the inputs of each layer and compute the rest again",
+        verl="actor_rollout_ref.model.enable_gradient_checkpointing",
+    )
+    cpu_offload: bool = option(False, "keep weights and optimizer state in host memory (cuda)", verl=".offload_policy")
 
     def check(self, path: str) -> None:
         require(
@@ -40,11 +46,13 @@ class FsdpConfig(Options):
 class MegatronConfig(Options):
     """Megatron-Core (model_engine=megatron): tensor and pipeline parallelism."""
 
-    tensor_model_parallel_size: int = option(1, "ranks that share each layer", ge=1)
-    pipeline_model_parallel_size: int = option(1, "stages that share the layers", ge=1)
+    tensor_model_parallel_size: int = option(1, "ranks that share each layer", ge=1, verl=".")
+    pipeline_model_parallel_size: int = option(1, "stages that share the layers", ge=1, verl=".")
     sequence_parallel: bool = option(False, "the ranks that share each layer also share the tokens in between")
     world_size: int = option(0, "processes that share each trained model; 0: one replica, tensor * pipeline", ge=0)
-    distributed_optimizer: bool = option(False, "replicas share the optimizer's state: each has its part of it alone")
+    distributed_optimizer: bool = option(
+        False, "replicas share the optimizer's state: each has its part of it alone", verl=".use_distributed_optimizer"
+    )
     param_dtype: str = option(
         "float32",
         "float32, or bfloat16: holds the model and computes in it; adapters, master weights and optimizer stay float32",

@@ -15,14 +15,16 @@ CRITIC_AGG_MODES = tuple(mode for mode in LOSS_AGG_MODES if mode != "seq-mean-to
 class CriticOptimConfig(OptimConfig):
     """AdamW of the critic, which learns faster than the policy."""
 
-    lr: float = option(1e-5, "learning rate of AdamW", gt=0)
+    lr: float = option(1e-5, "learning rate of AdamW", gt=0, verl=".")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig(UpdateConfig):
     """The value function (only with algorithm.adv_estimator=gae)."""
 
-    optim: CriticOptimConfig = group(CriticOptimConfig, "optimizer of the critic", resume="free")
-    cliprange_value: float = option(0.5, "largest move of a value per step", gt=0)
+    optim: CriticOptimConfig = group(CriticOptimConfig, "optimizer of the critic", resume="free", verl=".")
+    cliprange_value: float = option(0.5, "largest move of a value per step", gt=0, verl=".")
     loss_agg_mode: str = option("token-mean", "how token losses become one number", choices=CRITIC_AGG_MODES)
-    warmup_steps: int = option(0, "first steps in which the critic alone is trained", ge=0)
+    warmup_steps: int = option(
+        0, "first steps in which the critic alone is trained", ge=0, verl="trainer.critic_warmup"
+    )

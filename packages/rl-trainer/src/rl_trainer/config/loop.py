@@ -15,12 +15,12 @@ class LoopConfig(Options):
         30, "steps to train; -1: as many as trainer.total_epochs has", ge=-1, resume="free"
     )
     test_freq: int = option(5, "validate every so many steps; 0: only before and after", ge=0, resume="free")
-    val_before_train: bool = option(True, "validate before the first step", resume="free")
+    val_before_train: bool = option(True, "validate before the first step", resume="free", verl=".")
     save_freq: int = option(
         10,
         "save a checkpoint to resume from every so many steps, and after the last; 0: after the last alone",
         ge=0,
         resume="free",
     )
-    seed: int = option(0, "everything random is derived from it", ge=0, lt=2**31)
+    seed: int = option(0, "everything random is derived from it", ge=0, lt=2**31, verl="data.seed")
     stage_timeout_s: float = option(600.0, "longest one stage of a step may take, seconds", gt=0, resume="free")

@@ -17,18 +17,31 @@ ALL_LINEAR = "all-linear"
 class LoraConfig(Options):
     """Low-rank adapters (arXiv:2106.09685): W x + scale B A x, with only A and B trained."""
 
-    rank: int = option(0, "rank of the adapters; 0: no LoRA, all weights are trained", ge=0)
-    alpha: float = option(32.0, "numerator of their scale, alpha / rank", gt=0, lt=math.inf)
-    dropout: float = option(0.0, "probability with which an input of an adapter is zeroed in updates", ge=0, lt=1)
+    rank: int = option(
+        0, "rank of the adapters; 0: no LoRA, all weights are trained", ge=0, verl=(".lora_rank", ".lora.rank")
+    )
+    alpha: float = option(
+        32.0, "numerator of their scale, alpha / rank", gt=0, lt=math.inf, verl=(".lora_alpha", ".lora.alpha")
+    )
+    dropout: float = option(
+        0.0, "probability with which an input of an adapter is zeroed in updates", ge=0, lt=1, verl=".lora.dropout"
+    )
     target_modules: tuple[str, ...] = option(
-        (ALL_LINEAR,), f"modules that get one: {', '.join(LINEAR)}; all-linear: all of these"
+        (ALL_LINEAR,),
+        f"modules that get one: {', '.join(LINEAR)}; all-linear: all of these",
+        verl=(".target_modules", ".lora.target_modules"),
     )
     exclude: tuple[str, ...] = option(
-        (), "modules that get none: full names or their last parts, such as layers.0.mlp.up_proj"
+        (),
+        "modules that get none: full names or their last parts, such as layers.0.mlp.up_proj",
+        verl=(".exclude_modules", ".lora.exclude_modules"),
     )
     use_rslora: bool = option(False, "scale by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)")
     merge: bool = option(
-        False, "send the rollout whole weights with the adapter merged in, instead of the adapter alone", resume="free"
+        False,
+        "send the rollout whole weights with the adapter merged in, instead of the adapter alone",
+        resume="free",
+        verl=".lora.merge",
     )
     use_dora: bool = option(False, "use DoRA (arXiv:2402.09353): train weight magnitudes too")
 

@@ -13,15 +13,15 @@ LR_SCHEDULES = ("constant", "linear", "cosine")
 class OptimConfig(Options):
     """AdamW and its schedule."""
 
-    lr: float = option(1e-6, "learning rate of AdamW", gt=0)
-    weight_decay: float = option(0.01, "decoupled weight decay of AdamW", ge=0)
+    lr: float = option(1e-6, "learning rate of AdamW", gt=0, verl=".")
+    weight_decay: float = option(0.01, "decoupled weight decay of AdamW", ge=0, verl=".")
     beta1: float = option(0.9, "decay of the first moment", ge=0, lt=1)
     beta2: float = option(0.999, "decay of the second moment", ge=0, lt=1)
     lr_warmup_steps: int = option(0, "optimizer steps over which lr rises linearly from 0", ge=0)
     lr_scheduler_type: str = option("constant", "learning-rate schedule after warmup", choices=LR_SCHEDULES)
     lr_decay_steps: int = option(0, "linear, cosine: optimizer step at which lr reaches its minimum", ge=0)
     min_lr_ratio: float = option(0.0, "linear, cosine: the minimum, as a share of lr", ge=0, le=1)
-    grad_clip: float = option(1.0, "largest global gradient norm", gt=0)
+    grad_clip: float = option(1.0, "largest global gradient norm", gt=0, verl=(".clip_grad", ".grad_clip"))
 
     def check(self, path: str) -> None:
         decays = self.lr_scheduler_type != "constant"
@@ -38,9 +38,11 @@ class OptimConfig(Options):
 class UpdateConfig(Options):
     """How a model is updated in a step."""
 
-    optim: OptimConfig = group(OptimConfig, "optimizer", resume="free")
-    ppo_epochs: int = option(1, "passes over the batch per step", ge=1)
-    ppo_mini_batch_size: int = option(64, "prompts per optimizer step (each brings rollout.n responses)", ge=1)
+    optim: OptimConfig = group(OptimConfig, "optimizer", resume="free", verl=".")
+    ppo_epochs: int = option(1, "passes over the batch per step", ge=1, verl=".")
+    ppo_mini_batch_size: int = option(
+        64, "prompts per optimizer step (each brings rollout.n responses)", ge=1, verl="."
+    )
     ppo_micro_batch_size: int = option(0, "responses per forward pass; 0: the whole mini-batch", ge=0, resume="free")
     ppo_max_token_len: int = option(
         0,

@@ -13,7 +13,7 @@ ROUTERS = ("even", "least_loaded", "prefix_sticky")
 class ValidationSampling(Options):
     """How validation responses are sampled."""
 
-    n: int = option(1, "responses per validation prompt", ge=1)
+    n: int = option(1, "responses per validation prompt", ge=1, verl=".")
     temperature: float = option(0.0, "0: greedy", ge=0)
 
 
@@ -23,17 +23,19 @@ class RolloutConfig(Options):
 
     num_workers: int = option(2, "rollout replicas, one process each", ge=1, resume="free")
     router: str = option("even", "which replica gets which prompts", choices=ROUTERS, needs="num_workers>1")
-    n: int = option(8, "responses per prompt", ge=1)
-    temperature: float = option(1.0, "divides the logits before sampling", gt=0)
-    top_p: float = option(1.0, "sample from the smallest set of tokens with this much probability", gt=0, le=1)
+    n: int = option(8, "responses per prompt", ge=1, verl=".")
+    temperature: float = option(1.0, "divides the logits before sampling", gt=0, verl=".")
+    top_p: float = option(
+        1.0, "sample from the smallest set of tokens with this much probability", gt=0, le=1, verl="."
+    )
     top_k: int = option(0, "sample from this many most likely tokens; 0: all", ge=0)
-    response_length: int = option(512, "most tokens per response", ge=1)
+    response_length: int = option(512, "most tokens per response", ge=1, verl=(".", "data.max_response_length"))
     session: str = option("single_turn", "how a session runs: single_turn, or one installed under rl_trainer.sessions")
-    ignore_eos: bool = option(False, "do not stop at the end-of-sequence token")
+    ignore_eos: bool = option(False, "do not stop at the end-of-sequence token", verl=".")
     max_batch_size: int = option(512, "responses generated side by side in one replica", ge=1, resume="free")
     dtype: str = option(
         "float32",
         "what replicas compute in; weights are rounded to it before they are sent",
         choices=("float32", "bfloat16"),
     )
-    val_kwargs: ValidationSampling = group(ValidationSampling, "sampling for validation", resume="free")
+    val_kwargs: ValidationSampling = group(ValidationSampling, "sampling for validation", resume="free", verl=".")

@@ -89,19 +89,20 @@ class RolloutCorrectionConfig(Options):
     """Correction for the mismatch between the policies of rollout engine and trainer."""
 
     rollout_is: str = option(
-        "", "importance weights per token, sequence or geometric; empty: none", choices=("", *IS_LEVELS)
+        "", "importance weights per token, sequence or geometric; empty: none", choices=("", *IS_LEVELS), verl="."
     )
     rollout_is_threshold: str = option(
-        "2.0", "largest weight (truncated), or lower_upper: weights outside become 0", needs="rollout_is"
+        "2.0", "largest weight (truncated), or lower_upper: weights outside become 0", needs="rollout_is", verl="."
     )
-    rollout_is_batch_normalize: bool = option(False, "divide the weights by their mean over the batch")
-    rollout_rs: tuple[str, ...] = option((), "rejection criteria; empty: none", choices=RS_CRITERIA)
+    rollout_is_batch_normalize: bool = option(False, "divide the weights by their mean over the batch", verl=".")
+    rollout_rs: tuple[str, ...] = option((), "rejection criteria; empty: none", choices=RS_CRITERIA, verl=".")
     rollout_rs_threshold: tuple[str, ...] = option(
-        (), "its thresholds, one for all or one each; k1: number or lower_upper of the ratio, others: nats"
+        (), "its thresholds, one for all or one each; k1: number or lower_upper of the ratio, others: nats", verl="."
     )
     bypass_mode: bool = option(
         False,
         "take the rollout engine's log-probs for the old policy's, without the forward pass (correction moves into the loss)",
+        verl=".",
     )
 
     def check(self, path: str) -> None:

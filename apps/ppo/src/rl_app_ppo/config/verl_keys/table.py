@@ -1,16 +1,42 @@
 """The table of all keys of verl's PPO configuration; the first entry that matches a key applies.
 
-`tests/rl_app_ppo/verl_keys/test_table.py` compares it with `defaults.json`, verl's configuration.
+Options declare the keys whose values mean the same (`verl=` of `rl_protocol.support.options`); the
+tables have those that are converted, are refused, or have no effect.
+
+`tests/rl_app_ppo/config/verl_keys/test_table.py` compares it with verl's configuration.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
-from rl_app_ppo.verl_keys.entries import Entry
-from rl_app_ppo.verl_keys.tables import algorithm, data, models, rollout, run
+from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.config.verl_keys import conversions
+from rl_app_ppo.config.verl_keys.entries import Entry, converted, same
+from rl_app_ppo.config.verl_keys.tables import algorithm, data, models, rollout, run
+from rl_protocol.support.option_tree import list_options
 
-TABLE: tuple[Entry, ...] = (*models.ENTRIES, *rollout.ENTRIES, *data.ENTRIES, *algorithm.ENTRIES, *run.ENTRIES)
+
+def _declared() -> Iterator[Entry]:
+    """The keys that options declare as their spellings in verl."""
+    for option in list_options(AppConfig):
+        of_adapters = option.key.startswith("lora.") and option.key != "lora.merge"
+        for key in option.verl:
+            if of_adapters:
+                yield converted(key, option.key, conversions.lora(key, option.key))
+            else:
+                yield same(key, option.key)
+
+
+TABLE: tuple[Entry, ...] = (
+    *_declared(),
+    *models.ENTRIES,
+    *rollout.ENTRIES,
+    *data.ENTRIES,
+    *algorithm.ENTRIES,
+    *run.ENTRIES,
+)
 
 
 @functools.cache

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rl_app_ppo.verl_keys import conversions
-from rl_app_ppo.verl_keys.conversions import ROLLOUT
-from rl_app_ppo.verl_keys.entries import Entry, converted, no_effect, only, same, unsupported
+from rl_app_ppo.config.verl_keys import conversions
+from rl_app_ppo.config.verl_keys.conversions import ROLLOUT
+from rl_app_ppo.config.verl_keys.entries import Entry, converted, no_effect, only, unsupported
 
 _ENGINE = "the rollout engine's own settings are not passed on"
 _LAYOUT = "rollout.num_workers replicas of rollout.tensor_model_parallel_size processes generate"
@@ -13,14 +13,9 @@ _QUEUE = "the data plane is always used, on this host"
 
 ENTRIES: tuple[Entry, ...] = (
     converted(f"{ROLLOUT}.name", "rollout.name", conversions.rollout_name),
-    *(
-        same(f"{ROLLOUT}.{name}", f"rollout.{name}")
-        for name in ("n", "temperature", "top_p", "ignore_eos", "tensor_model_parallel_size", "response_length")
-    ),
     converted(f"{ROLLOUT}.top_k", "rollout.top_k", conversions.at_least_0("rollout.top_k")),
     converted(f"{ROLLOUT}.dtype", "rollout.dtype", conversions.one_of("rollout.dtype", conversions.DTYPES)),
     only(f"{ROLLOUT}.do_sample", True, why="greedy samples teach nothing; rollout.temperature is above 0"),
-    same(f"{ROLLOUT}.val_kwargs.n", "rollout.val_kwargs.n"),
     converted(f"{ROLLOUT}.val_kwargs.temperature", "rollout.val_kwargs.temperature", conversions.val_temperature),
     converted(f"{ROLLOUT}.val_kwargs.do_sample", "rollout.val_kwargs.temperature", lambda _v, _verl: {}),
     no_effect(

@@ -5,23 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import ConfigError
+from rl_protocol.support.option_tree import list_options
 from rl_protocol.support.options import items
 
-_FLAT = {
-    "lora_rank": "lora.rank",
-    "lora_alpha": "lora.alpha",
-    "target_modules": "lora.target_modules",
-    "exclude_modules": "lora.exclude",
-    "lora.rank": "lora.rank",
-    "lora.alpha": "lora.alpha",
-    "lora.dropout": "lora.dropout",
-    "lora.merge": "lora.merge",
-    "lora.target_modules": "lora.target_modules",
-    "lora.exclude_modules": "lora.exclude",
-}
 SPELLINGS: Mapping[str, str] = {
-    f"{prefix}model.{name}": key for prefix in ("", "actor_rollout_ref.") for name, key in _FLAT.items()
+    spelling: option.key
+    for option in list_options(AppConfig)
+    if option.key.startswith("lora.")
+    for verl in option.verl
+    for spelling in (verl, verl.removeprefix("actor_rollout_ref."))
 }
 """verl's key -> our key."""
 

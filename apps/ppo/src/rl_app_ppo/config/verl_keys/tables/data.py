@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_app_ppo.verl_keys import conversions
-from rl_app_ppo.verl_keys.entries import Entry, checked, converted, no_effect, only, same, unsupported
+from rl_app_ppo.config.verl_keys import conversions
+from rl_app_ppo.config.verl_keys.entries import Entry, checked, converted, no_effect, only, unsupported
 
 _CURRICULUM = "set data.curriculum to the name of a curriculum that an installed package offers"
 _FUNCTION = "write a reward function and set reward.function=path.py:name"
@@ -30,14 +30,6 @@ def _function(prefix: str) -> Iterator[Entry]:
 
 
 ENTRIES: tuple[Entry, ...] = (
-    *(
-        same(f"data.{name}", f"data.{name}")
-        for name in ("train_batch_size", "prompt_key", "max_prompt_length", "filter_overlong_prompts")
-    ),
-    converted("data.train_files", "data.train_files", conversions.text("data.train_files")),
-    converted("data.val_files", "data.val_files", conversions.text("data.val_files")),
-    same("data.max_response_length", "rollout.response_length"),
-    same("data.seed", "trainer.seed"),
     converted("data.shuffle", "data.curriculum", lambda v, _: {} if v else {"data.curriculum": "sequential"}),
     converted("data.reward_fn_key", "reward.function", conversions.reward_by_source),
     checked(

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from rl_app_ppo.verl_keys import conversions
-from rl_app_ppo.verl_keys.entries import Entry, converted, no_effect, only, unsupported
-
-_SAME = """gamma lam norm_adv_by_std_in_grpo use_kl_in_reward kl_penalty kl_ctrl.type kl_ctrl.kl_coef kl_ctrl.target_kl kl_ctrl.horizon
-    gdpo_reward_keys gdpo_reward_weights filter_groups.enable rollout_correction.rollout_is rollout_correction.rollout_is_threshold
-    rollout_correction.rollout_is_batch_normalize rollout_correction.rollout_rs rollout_correction.rollout_rs_threshold
-    rollout_correction.bypass_mode"""
+from rl_app_ppo.config.verl_keys import conversions
+from rl_app_ppo.config.verl_keys.entries import Entry, converted, no_effect, only, unsupported
 
 ENTRIES: tuple[Entry, ...] = (
     converted(
         "algorithm.adv_estimator",
         "algorithm.adv_estimator",
         conversions.one_of("algorithm.adv_estimator", conversions.ESTIMATORS),
-    ),
-    *(
-        converted(f"algorithm.{name}", f"algorithm.{name}", conversions.text(f"algorithm.{name}"))
-        for name in _SAME.split()
     ),
     converted(
         "algorithm.filter_groups.metric",

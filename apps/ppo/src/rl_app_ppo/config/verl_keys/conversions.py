@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-from rl_app_ppo.verl_keys.entries import Answer, Convert, Lost, Note, Value, Verl
+from rl_app_ppo.config.verl_keys.entries import Answer, Convert, Lost, Note, Value, Verl
 from rl_protocol.support.options import items, nearest
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl_trainer.config.critic import CRITIC_AGG_MODES
@@ -75,15 +75,6 @@ def unless(default: Value, key: str) -> Convert:
 
     def convert(value: Value, _: Verl) -> Answer:
         return {} if value == default else {key: value}
-
-    return convert
-
-
-def text(key: str) -> Convert:
-    """Same value; null is empty."""
-
-    def convert(value: Value, _: Verl) -> Answer:
-        return {key: "" if value is None else value}
 
     return convert
 
@@ -261,15 +252,16 @@ def reads_nested(verl: Verl) -> bool:
     return nested if nested != flat else verl.megatron
 
 
-def lora(name: str, key: str, *, nested: bool) -> Convert:
+def lora(verl_key: str, key: str) -> Convert:
     """A key of one of the two schemas; it is ignored if the other one applies."""
+    nested = verl_key.startswith(f"{MODEL}.lora.")
 
     def convert(value: Value, verl: Verl) -> Answer:
         if reads_nested(verl) != nested:
             used = f"{MODEL}.lora" if not nested else f"{MODEL}.lora_*"
             both = all(int(verl.get(f"{MODEL}.{rank}", 0)) > 0 for rank in ("lora.rank", "lora_rank"))
             return Lost(f"{used} is read, and is set as well") if both else Note(f"{used} is read")
-        if name in ("target_modules", "exclude_modules"):
+        if verl_key.endswith("_modules"):
             return {key: [part for name in items(value) for part in items(FUSED.get(name, name))]}
         return {key: "" if value is None else value}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_app_ppo.verl_keys import conversions
-from rl_app_ppo.verl_keys.conversions import ACTOR, MODEL
-from rl_app_ppo.verl_keys.entries import Entry, checked, converted, no_effect, only, same, unsupported
+from rl_app_ppo.config.verl_keys import conversions
+from rl_app_ppo.config.verl_keys.conversions import ACTOR, MODEL
+from rl_app_ppo.config.verl_keys.entries import Entry, checked, converted, no_effect, only, same, unsupported
 from rl_trainer.algorithms.losses import POLICY_LOSSES
 
 REF = "actor_rollout_ref.ref"
@@ -21,17 +21,9 @@ _VISION = "no part of a model is frozen"
 _MUON = "AdamW is the optimizer"
 _HALF = "cosine falls once, over half a period"
 
-_SAME_ACTOR = """ppo_mini_batch_size ppo_epochs clip_ratio_low clip_ratio_high clip_ratio_c loss_agg_mode loss_scale_factor entropy_coeff
-    use_kl_loss kl_loss_coef tau_pos tau_neg policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub
-    policy_loss.kl_cov_ratio policy_loss.ppo_kl_coef"""
-
 
 def _optimizer(role: str) -> Iterator[Entry]:
     optim, ours = f"{conversions.PREFIX[role]}.optim", f"{role}.optim"
-    yield same(f"{optim}.lr", f"{ours}.lr")
-    yield same(f"{optim}.weight_decay", f"{ours}.weight_decay")
-    yield same(f"{optim}.clip_grad", f"{ours}.grad_clip")
-    yield same(f"{optim}.grad_clip", f"{ours}.grad_clip")
     yield converted(
         f"{optim}.betas", f"{ours}.beta1 {ours}.beta2", lambda v, _: {f"{ours}.beta1": v[0], f"{ours}.beta2": v[1]}
     )
@@ -119,7 +111,6 @@ ENTRIES: tuple[Entry, ...] = (
     *_batches("actor"),
     *_batches("critic"),
     # -- loss of the policy
-    *(same(f"{ACTOR}.{name}", f"actor.{name}") for name in _SAME_ACTOR.split()),
     converted(f"{ACTOR}.clip_ratio", "actor.clip_ratio_low actor.clip_ratio_high", conversions.clip_ratio),
     converted(
         f"{ACTOR}.policy_loss.loss_mode",
@@ -143,8 +134,6 @@ ENTRIES: tuple[Entry, ...] = (
     converted(
         f"{ACTOR}.fsdp_config.dtype", "fsdp.param_dtype", conversions.one_of("fsdp.param_dtype", conversions.DTYPES)
     ),
-    same(f"{ACTOR}.fsdp_config.reshard_after_forward", "fsdp.reshard_after_forward"),
-    same(f"{ACTOR}.fsdp_config.offload_policy", "fsdp.cpu_offload"),
     converted(f"{ACTOR}.fsdp_config.fsdp_size", "fsdp.world_size", conversions.if_positive("fsdp.world_size")),
     no_effect("master weights are float32", f"{ACTOR}.fsdp_config.model_dtype"),
     no_effect(_OFFLOAD, "param_offload optimizer_offload grad_offload", prefix=f"{ACTOR}.fsdp_config."),
@@ -155,11 +144,6 @@ ENTRIES: tuple[Entry, ...] = (
         needs=f"{ACTOR}.fsdp_config.qat.enable",
     ),
     no_effect(_MEMORY, f"{ACTOR}.fsdp_config.*"),
-    *(
-        same(f"{ACTOR}.megatron.{name}", f"megatron.{name}")
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    ),
-    same(f"{ACTOR}.megatron.use_distributed_optimizer", "megatron.distributed_optimizer"),
     converted(
         f"{ACTOR}.megatron.dtype",
         "megatron.param_dtype",
@@ -194,29 +178,7 @@ ENTRIES: tuple[Entry, ...] = (
     no_effect(_MEMORY, f"{ACTOR}.megatron.*"),
     no_effect("verl reads it with an engine that is not supported", f"{ACTOR}.torchtitan.* {ACTOR}.veomni.*"),
     # -- the model
-    same(f"{MODEL}.path", "model.path"),
     same(f"{MODEL}.use_remove_padding", "actor.use_remove_padding"),
-    same(f"{MODEL}.enable_gradient_checkpointing", "fsdp.activation_checkpointing"),
-    *(
-        converted(f"{MODEL}.{name}", key, conversions.lora(name, key, nested=False))
-        for name, key in {
-            "lora_rank": "lora.rank",
-            "lora_alpha": "lora.alpha",
-            "target_modules": "lora.target_modules",
-            "exclude_modules": "lora.exclude",
-        }.items()
-    ),
-    *(
-        converted(f"{MODEL}.lora.{name}", key, conversions.lora(name, key, nested=True))
-        for name, key in {
-            "rank": "lora.rank",
-            "alpha": "lora.alpha",
-            "dropout": "lora.dropout",
-            "target_modules": "lora.target_modules",
-            "exclude_modules": "lora.exclude",
-        }.items()
-    ),
-    same(f"{MODEL}.lora.merge", "lora.merge"),
     converted(f"{MODEL}.lora.type", "lora.use_dora", conversions.lora_type),
     only(f"{MODEL}.lora.dropout_position", "pre", why="inputs of an adapter are dropped, not its outputs"),
     only(f"{MODEL}.lora.lora_A_init_method", "xavier", "kaiming", why="A starts as peft starts it"),
@@ -260,7 +222,6 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     no_effect(_MEMORY, "actor_rollout_ref.hybrid_engine actor_rollout_ref.nccl_timeout"),
     # -- the critic
-    *(same(f"critic.{name}", f"critic.{name}") for name in ("ppo_mini_batch_size", "ppo_epochs", "cliprange_value")),
     converted("critic.loss_agg_mode", "critic.loss_agg_mode", conversions.critic_agg_mode),
     checked("critic.enable", conversions.critic_enable, "algorithm.adv_estimator decides whether there is a critic"),
     checked("critic.model.path", conversions.critic_path, "the critic starts from model.path, the model of the policy"),

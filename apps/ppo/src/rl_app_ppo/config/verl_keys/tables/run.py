@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rl_app_ppo.verl_keys import conversions
-from rl_app_ppo.verl_keys.entries import Entry, checked, converted, no_effect, only, same, unsupported
+from rl_app_ppo.config.verl_keys import conversions
+from rl_app_ppo.config.verl_keys.entries import Entry, checked, converted, no_effect, only, unsupported
 
 _SAMPLES = "samples/ of the run folder holds what was generated"
 _LOCAL = "a run and its checkpoints are kept in its folder, trainer.output_dir/trainer.run_name"
@@ -20,10 +20,7 @@ def _skips() -> Iterator[Entry]:
 
 
 ENTRIES: tuple[Entry, ...] = (
-    same("trainer.total_epochs", "trainer.total_epochs"),
     converted("trainer.total_training_steps", "trainer.total_training_steps", conversions.total_steps, null=True),
-    same("trainer.val_before_train", "trainer.val_before_train"),
-    same("trainer.critic_warmup", "critic.warmup_steps"),
     converted("trainer.test_freq", "trainer.test_freq", conversions.at_least_0("trainer.test_freq")),
     converted("trainer.save_freq", "trainer.save_freq", conversions.at_least_0("trainer.save_freq")),
     converted("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep", conversions.keep, null=True),
@@ -52,7 +49,6 @@ ENTRIES: tuple[Entry, ...] = (
     unsupported("set data.curriculum", "trainer.v1.sampler.custom_sampler.path"),
     unsupported("a prompt whose sessions all fail is left out", "trainer.v1.sampler.sync_refill_failed_groups"),
     no_effect("verl reads it in asynchronous modes alone", "trainer.v1.*"),
-    converted("global_profiler.steps", "trainer.profile_steps", conversions.text("trainer.profile_steps")),
     no_effect(_PROFILE, "global_profiler.*"),
     *_skips(),
 )
