@@ -25,8 +25,9 @@ from rl_trainer.config.backends import (
 from rl_trainer.config.lora import LoraConfig
 from rl_trainer.data import Curriculum, CurriculumKind, Mixture, PromptDataset, PromptOrder, PromptRow
 from rl_trainer.driver.hooks import Hook
+from rl_trainer.driver.parts import TrainerParts
 from rl_trainer.driver.stage_calls import WorkerHandle, Workers
-from rl_trainer.driver.trainer import PPOTrainer, TrainerParts
+from rl_trainer.driver.trainer import PPOTrainer
 from rl_trainer.graph.config_checks import check_combination
 from rl_trainer.graph.stages import (
     StepGraph,

@@ -14,32 +14,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from rl_protocol import DataLostError, KVBatchMeta, RLError, RolloutError, RowKey
-from rl_protocol.ports import DataPlane, ReplayBuffer, SamplingParams, WeightSync
 from rl_protocol.rl_columns import TRAIN_PARTITION, VALIDATION_PARTITION
 from rl_protocol.support.options import require
-from rl_trainer.algorithms.dapo import Generate, GiveUp, Train, next_round
 from rl_trainer.asyncio_tasks import gather_or_cancel
 from rl_trainer.checkpoints.folder import Checkpoint, RunState
-from rl_trainer.config import ActorConfig, CriticConfig, FilterGroupsConfig, LoopConfig, ReplayConfig, RolloutConfig
-from rl_trainer.data import PromptOrder
 from rl_trainer.driver.checkpoint_writer import CheckpointWriter, SavedCheckpoint, load
-from rl_trainer.driver.hooks import Hook, notify
-from rl_trainer.driver.rollouts import RolledOut, Rollouts, Spare
-from rl_trainer.driver.stage_calls import StepRows, Workers, call, forward_calls, update_calls
+from rl_trainer.driver.hooks import notify
+from rl_trainer.driver.parts import TrainerParts
+from rl_trainer.driver.sampler import Sampled, Sampler
+from rl_trainer.driver.stage_calls import StepRows, call, forward_calls, update_calls
 from rl_trainer.driver.stage_runner import Clock, ModelStage, StageRunner, noted
-from rl_trainer.graph.stages import StepGraph
 from rl_trainer.rollout.stats import rollout_metrics
 from rl_trainer.workers.columns import BASELINE_PARTITION
 from rl_trainer.workers.messages import (
-    FilterResult,
     Partition,
     PromptRef,
     RewardResult,
@@ -51,38 +46,8 @@ from rl_trainer.workers.messages import (
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Scoring = TypeVar("Scoring", bound=RewardResult)
 ATTEMPTS = 4
 """How often the rows of a step or of a validation are generated, if storage units die with them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerParts:
-    """The parts that the loop composes."""
-
-    graph: StepGraph
-    plane: DataPlane
-    buffers: Mapping[str, ReplayBuffer]
-    """The open replay buffer of each of `rl_trainer.workers.columns.PARTITIONS`."""
-    workers: Workers
-    weight_sync: WeightSync | None
-    """None: rollout keeps the initial weights, and `training/policy_lag` grows."""
-    train_order: PromptOrder
-    validation_size: int
-    rollout: RolloutConfig
-    actor: ActorConfig
-    critic: CriticConfig
-    loop: LoopConfig
-    on_step: Callable[[int, Mapping[str, float]], None]
-    """Called with (step, metrics) after each step; step 0 is the validation before training."""
-    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
-    """Read only if the graph has the stage `filter`."""
-    replay: ReplayConfig = field(default_factory=ReplayConfig)
-    """What happens to prompts whose rollouts fail. The buffers must have the same settings."""
-    checkpoints: CheckpointWriter | None = None
-    """Writes a checkpoint every loop.save_freq steps and after the last step; None: none."""
-    hooks: Mapping[str, Hook] = field(default_factory=dict[str, Hook])
-    """Hooks by name, called at each event of the loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +70,6 @@ class Validation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sampled:
-    """Scored trajectories to train on, with tags; no rows if no prompt is informative."""
-
-    rows: KVBatchMeta
-    prompts: Sequence[PromptRef]
-    metrics: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
 class _Prepared:
     """The updates of a step, whose rows all ranks have read; none if no prompt is informative."""
 
@@ -121,6 +77,8 @@ class _Prepared:
     metrics: dict[str, float]
     tokens: int
     """Tokens of the trajectories, prompts and responses."""
+    position: int
+    """Prompts that were taken from the order, through this step."""
 
 
 class PPOTrainer:
@@ -137,14 +95,8 @@ class PPOTrainer:
         steps = parts.loop.total_training_steps
         require(steps >= 0, "trainer.total_training_steps", "at least 0 where training starts", steps)
         self._parts = parts
-        self._rollouts = Rollouts(
-            parts.plane,
-            parts.workers.rollout,
-            parts.buffers,
-            replay=parts.replay,
-            router=parts.rollout.router,
-            timeout_s=parts.loop.stage_timeout_s,
-        )
+        self._sampler = Sampler(parts)
+        self._rollouts = self._sampler.rollouts
         self._runner = StageRunner(parts.loop.stage_timeout_s)
         self._steps_done = 0
         self._version = 0
@@ -162,6 +114,7 @@ class PPOTrainer:
         await load(checkpoint, parts.workers, parts.loop.stage_timeout_s)
         self._steps_done, self._version = state.step, state.version
         self._critic_updates, self._prompts_taken = state.critic_updates, state.prompts_taken
+        self._sampler.position, self._sampler.version = self._prompts_taken, self._version
         if parts.weight_sync is not None and self._version:
             await parts.weight_sync.update_weights(self._version)
 
@@ -246,6 +199,7 @@ class PPOTrainer:
         bytes_before, cpu_before, start = self._driver_bytes(), time.process_time(), time.perf_counter()
         result = await self._train(clock, step)
         metrics |= result.metrics
+        self._sampler.version = self._version
         sync = self._parts.weight_sync
         if sync is not None and result.actor_updated:
             report = await clock.time("update_weights", sync.update_weights(self._version))
@@ -264,13 +218,13 @@ class PPOTrainer:
         self._notify("on_validate_begin", step)
         prompts = [PromptRef(f"v{step}-{row}", row) for row in range(self._parts.validation_size)]
         sampling = msgspec.structs.replace(
-            self._sampling(), temperature=settings.temperature, top_p=1.0, top_k=0, ignore_eos=False
+            self._sampler.sampling(), temperature=settings.temperature, top_p=1.0, top_k=0, ignore_eos=False
         )
         partition = Partition(name=VALIDATION_PARTITION, split="val", step=step, n=settings.n, sampling=sampling)
 
         async def evaluate() -> Validation:
-            rows = (await self._roll_out(partition, prompts)).rows
-            judged = await self._score("evaluate", ValidationResult, step, rows.without_tags())
+            rows = (await self._sampler.roll_out(partition, prompts)).rows
+            judged = await self._sampler.score("evaluate", ValidationResult, step, rows.without_tags())
             rolled = {f"val-aux/{name}": value for name, value in rollout_metrics(rows).items()}
             return Validation(judged.metrics | rolled, judged.accuracy)
 
@@ -290,11 +244,10 @@ class PPOTrainer:
     # -- the parts of a step
     async def _train(self, clock: Clock, step: int) -> StepResult:
         """Everything of a step but the weight sync."""
-        taken = self._prompts_taken
 
         async def prepare() -> _Prepared:
-            self._prompts_taken = taken
-            return await self._prepare(clock, step)
+            self._sampler.position = self._prompts_taken
+            return await self._prepare(clock, step, await self._sampler.sample(clock, step))
 
         async with self._rollouts.committed_after(TRAIN_PARTITION):
             prepared = await self._repeated(step, (TRAIN_PARTITION, BASELINE_PARTITION), prepare)
@@ -303,6 +256,7 @@ class PPOTrainer:
             updated = {stage.name for stage in prepared.updates}
             self._critic_updates += "update_critic" in updated
             self._version += "update_actor" in updated
+            self._prompts_taken = prepared.position
         return StepResult(metrics, actor_updated="update_actor" in updated, tokens=prepared.tokens)
 
     async def _repeated(self, step: int, partitions: Sequence[str], work: Callable[[], Awaitable[T]]) -> T:
@@ -322,77 +276,17 @@ class PPOTrainer:
                     await self._rollouts.clear(name)
         return await work()
 
-    async def _prepare(self, clock: Clock, step: int) -> _Prepared:
-        """Run everything before the updates."""
-        sampled = await self._sample(clock, step)
+    async def _prepare(self, clock: Clock, step: int, sampled: Sampled) -> _Prepared:
+        """Run everything between sampling and the updates."""
         if not sampled.rows:
-            return _Prepared((), sampled.metrics, tokens=0)
+            return _Prepared((), sampled.metrics, tokens=0, position=sampled.position)
         lag = self._version - _oldest_version(sampled.rows)
         rows = StepRows.of(sampled.rows)
         metrics = sampled.metrics | {"training/policy_lag": float(lag)}
         metrics |= await self._annotate(clock, step, rows, sampled.prompts)
         updates = self._updates(step, rows)
         await self._runner.read_ahead(clock, updates)
-        return _Prepared(updates, metrics, tokens=int(rows.lengths.sum()))
-
-    async def _sample(self, clock: Clock, step: int) -> _Sampled:
-        """Roll prompts out and score them, until there are enough informative ones."""
-        parts, wanted = self._parts, self._parts.train_order.batch_size
-        partition = Partition(
-            name=TRAIN_PARTITION, split="train", step=step, n=parts.rollout.n, sampling=self._sampling()
-        )
-        metrics, prompts, kept = dict[str, float](), list[PromptRef](), list[str]()
-        decision: Generate | Train | GiveUp = Generate(num_prompts=wanted)
-        rows = KVBatchMeta(partition=TRAIN_PARTITION, keys=())
-        rounds, generated, failed, truncated = 0, 0, set[str](), 0
-
-        def draw(count: int) -> Sequence[PromptRef]:
-            fresh = self._next_prompts(step, len(prompts), count)
-            prompts.extend(fresh)
-            return fresh
-
-        while isinstance(decision, Generate):
-            fresh = draw(decision.num_prompts)
-            rounds, generated = rounds + 1, generated + len(fresh)
-            self._notify("on_sample_begin", step, len(fresh))
-            rolled = await clock.time("gen", self._roll_out(partition, fresh, draw))
-            add_failures(metrics, rolled)
-            new, truncated = rolled.rows, truncated + rolled.truncated
-            self._notify("on_sample_end", step, new)
-            metrics["rollout/imbalance"] = max(rolled.imbalance, metrics.get("rollout/imbalance", 1.0))
-            rows = KVBatchMeta.concat([rows, new]) if rows else new
-            metrics |= rollout_metrics(rows) | {"response_length/truncated_ratio": truncated / len(rows)}
-            scored = await clock.time("reward", self._score("reward", RewardResult, step, new.without_tags()))
-            failed |= set(scored.failed)
-            metrics |= scored.metrics | {"reward/failures": float(len(failed))}
-            if "filter" not in parts.graph:
-                return _Sampled(_without(rows, failed), prompts, metrics)
-            if usable := _without(new, failed):
-                kept += await clock.time("filter", self._informative(step, usable.without_tags()))
-            decision = next_round(
-                kept,
-                wanted=wanted,
-                generated=generated,
-                rounds=rounds,
-                max_rounds=parts.filter_groups.max_num_gen_batches,
-            )
-        metrics |= {
-            "training/filter_groups/rounds": float(rounds),
-            "training/filter_groups/prompts_generated": float(generated),
-            "training/filter_groups/prompts_kept": float(len(decision.uids)),
-        }
-        chosen = set(decision.uids)
-        keep = [i for i, key in enumerate(rows.keys) if RowKey.parse(key).uid in chosen]
-        return _Sampled(_without(rows.select_rows(keep), failed), prompts, metrics)
-
-    async def _roll_out(
-        self, partition: Partition, prompts: Sequence[PromptRef], spare: Spare | None = None
-    ) -> RolledOut:
-        """Roll prompts out; notify hooks of failures."""
-        rolled = await self._rollouts.roll_out(partition, prompts, self._version, spare)
-        if rolled.failures:
-            self._notify("on_rollout_failure", partition.step, rolled.failures, rolled.replaced)
-        return rolled
+        return _Prepared(updates, metrics, tokens=int(rows.lengths.sum()), position=sampled.position)
 
     async def _annotate(
         self, clock: Clock, step: int, rows: StepRows, prompts: Sequence[PromptRef]
@@ -411,24 +305,14 @@ class PPOTrainer:
         metrics |= await self._runner.forward(clock, forwards)
         return metrics | await clock.time("adv", self._reward_stage("adv", step, rows.names))
 
-    def _next_prompts(self, step: int, known: int, count: int) -> list[PromptRef]:
-        rows = self._parts.train_order.take(self._prompts_taken, count)
-        self._prompts_taken += count
-        return [PromptRef(f"s{step}-{known + i}", row) for i, row in enumerate(rows)]
-
-    async def _informative(self, step: int, batch: KVBatchMeta) -> tuple[str, ...]:
-        """Uids of the prompts that are worth training on."""
-        message, timeout_s = StageCall(step=step, batch=batch), self._parts.loop.stage_timeout_s
-        return (await call(self._parts.workers.reward, "filter", message, FilterResult, timeout_s)).uids
-
     async def _baseline(self, step: int, batch: KVBatchMeta, prompts: Sequence[PromptRef]) -> dict[str, float]:
         """Score one greedy response per prompt: the baseline of its other responses."""
-        greedy = msgspec.structs.replace(self._sampling(), temperature=0.0)
+        greedy = msgspec.structs.replace(self._sampler.sampling(), temperature=0.0)
         partition = Partition(name=BASELINE_PARTITION, split="train", step=step, n=1, sampling=greedy)
         uids = {RowKey.parse(key).uid for key in batch.keys}
         async with self._rollouts.committed_after(BASELINE_PARTITION):
-            rows = (await self._roll_out(partition, [ref for ref in prompts if ref.uid in uids])).rows
-            await self._score("reward", RewardResult, step, rows.without_tags())
+            rows = (await self._sampler.roll_out(partition, [ref for ref in prompts if ref.uid in uids])).rows
+            await self._sampler.score("reward", RewardResult, step, rows.without_tags())
             return await self._reward_stage("baseline", step, batch)
 
     def _updates(self, step: int, rows: StepRows) -> list[ModelStage]:
@@ -446,49 +330,15 @@ class PPOTrainer:
             updates.append(ModelStage("update_actor", ranks, calls))
         return updates
 
-    async def _score(self, name: str, answer: type[Scoring], step: int, batch: KVBatchMeta) -> Scoring:
-        """Score responses, for training (`reward`) or validation (`evaluate`); notify hooks of
-        failures.
-        """
-        message, timeout_s = StageCall(step=step, batch=batch), self._parts.loop.stage_timeout_s
-        result = await call(self._parts.workers.reward, name, message, answer, timeout_s)
-        if result.failed:
-            self._notify("on_reward_failure", step, len(result.failed), len(batch), result.failure)
-        return result
-
     async def _reward_stage(self, name: str, step: int, batch: KVBatchMeta) -> dict[str, float]:
         message, timeout_s = StageCall(step=step, batch=batch), self._parts.loop.stage_timeout_s
         return (await call(self._parts.workers.reward, name, message, StageResult, timeout_s)).metrics
-
-    def _sampling(self) -> SamplingParams:
-        rollout = self._parts.rollout
-        return SamplingParams(
-            max_new_tokens=rollout.response_length,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            ignore_eos=rollout.ignore_eos,
-            seed=self._parts.loop.seed,
-        )
 
     def _driver_bytes(self) -> int:
         """Bytes through this process: worker calls and answers, and its data plane client's
         traffic.
         """
         return sum(w.bytes_moved for w in self._parts.workers.all()) + self._parts.plane.traffic().total
-
-
-def add_failures(metrics: dict[str, float], rolled: RolledOut) -> None:
-    """Add the failures of a rollout to those of earlier ones in `metrics`."""
-    outcomes = [failure.outcome for failure in rolled.failures]
-    counts = {
-        "replay/failed_sessions": sum(failure.sessions for failure in rolled.failures),
-        "replay/retried_prompts": outcomes.count("retried"),
-        "replay/partial_prompts": outcomes.count("partial"),
-        "replay/replaced_prompts": rolled.replaced,
-    }
-    for name, count in counts.items():
-        metrics[name] = metrics.get(name, 0.0) + count
 
 
 def _oldest_version(rows: KVBatchMeta) -> int:
@@ -503,8 +353,3 @@ def _oldest_version(rows: KVBatchMeta) -> int:
             raise RolloutError(f"Row {key!r} has no tag `version`: the weights that generated it are unknown.")
         versions.append(int(version))
     return min(versions)
-
-
-def _without(batch: KVBatchMeta, failed: set[str]) -> KVBatchMeta:
-    """The trajectories that have scores."""
-    return batch.select_keys([key for key in batch.keys if key not in failed]) if failed else batch

@@ -1,0 +1,43 @@
+"""The parts that the training loop composes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from rl_protocol.ports import DataPlane, ReplayBuffer, WeightSync
+from rl_trainer.config import ActorConfig, CriticConfig, FilterGroupsConfig, LoopConfig, ReplayConfig, RolloutConfig
+from rl_trainer.data import PromptOrder
+from rl_trainer.driver.checkpoint_writer import CheckpointWriter
+from rl_trainer.driver.hooks import Hook
+from rl_trainer.driver.stage_calls import Workers
+from rl_trainer.graph.stages import StepGraph
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerParts:
+    """The parts that the loop composes."""
+
+    graph: StepGraph
+    plane: DataPlane
+    buffers: Mapping[str, ReplayBuffer]
+    """The open replay buffer of each of `rl_trainer.workers.columns.PARTITIONS`."""
+    workers: Workers
+    weight_sync: WeightSync | None
+    """None: rollout keeps the initial weights, and `training/policy_lag` grows."""
+    train_order: PromptOrder
+    validation_size: int
+    rollout: RolloutConfig
+    actor: ActorConfig
+    critic: CriticConfig
+    loop: LoopConfig
+    on_step: Callable[[int, Mapping[str, float]], None]
+    """Called with (step, metrics) after each step; step 0 is the validation before training."""
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    """Read only if the graph has the stage `filter`."""
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    """What happens to prompts whose rollouts fail. The buffers must have the same settings."""
+    checkpoints: CheckpointWriter | None = None
+    """Writes a checkpoint every loop.save_freq steps and after the last step; None: none."""
+    hooks: Mapping[str, Hook] = field(default_factory=dict[str, Hook])
+    """Hooks by name, called at each event of the loop."""
