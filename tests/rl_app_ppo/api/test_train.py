@@ -63,6 +63,34 @@ def test_objects_become_paths_in_the_cache(launched, tmp_path: Path):
     assert variables["RL_REWARD_PATH"].endswith(str(Path(config.reward.function.partition(":")[0]).parent))
 
 
+class Saved:
+    """A model or tokenizer that writes one file."""
+
+    def save_pretrained(self, folder: str) -> None:
+        (Path(folder) / "saved").write_text("")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kinds"),
+    [
+        ({"model": Saved(), "tokenizer": Saved()}, {"model"}),
+        ({"model": "my-model", "reward": exact_match}, {"reward"}),
+        ({"model": "my-model", "reward": ["exact_match", exact_match]}, {"reward"}),
+    ],
+)
+def test_the_cache_of_objects_may_be_set_with_the_demo_data(launched, tmp_path: Path, arguments, kinds):
+    train(**arguments, options={HOME: tmp_path, "rollout.response_length": 8})
+    assert launched[0][0].model.cache_dir == str(tmp_path)
+    assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == kinds
+
+
+@pytest.mark.parametrize("arguments", [{"model": "my-model"}, {"model": "my-model", "reward": "exact_match"}])
+def test_a_cache_into_which_nothing_is_written_is_refused(launched, tmp_path: Path, arguments):
+    with pytest.raises(ConfigError, match=f"{HOME}=.* has no effect"):
+        train(**arguments, options={HOME: tmp_path})
+    assert launched == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -30,6 +30,7 @@ from rl_protocol import ConfigError
 Options = Mapping[str, Any] | Sequence[str]
 """Settings by key, dotted or nested, or `key=value` strings as on the command line."""
 _ARGUMENTS = "arguments of train()"
+_CACHE = "model.cache_dir"
 
 
 def train(
@@ -79,11 +80,12 @@ def train(
     # checks the settings before anything is written; objects stand for their paths by their names
     keys = arguments.values(modules.written(None), None)
     _refuse_both(keys, layers)
-    config = load_config(given=[*layers, (_ARGUMENTS, keys)])
+    used = (_CACHE,) if arguments.has_objects else ()
+    config = load_config(given=[*layers, (_ARGUMENTS, keys)], used=used)
     _check_ray(config.ray)
     cache = Path(config.model.cache_dir).expanduser().absolute()
     files = modules.written(cache)
-    config = load_config(given=[*layers, (_ARGUMENTS, arguments.values(files, cache))])
+    config = load_config(given=[*layers, (_ARGUMENTS, arguments.values(files, cache))], used=used)
     return launch(config, load_policy(), Console(highlight=False, quiet=quiet), reward_variables(files))
 
 
@@ -136,6 +138,13 @@ class _Arguments:
         if self.reward is not None:
             values["reward.function"] = reward_function(self.reward, self.reward_weights, files)
         return values
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether there is an argument that `values` writes into the cache."""
+        rewards = self.reward if isinstance(self.reward, Sequence) else [self.reward]
+        functions = self.reward is not None and not all(isinstance(one, str) for one in rewards)
+        return functions or not (self.model is None or isinstance(self.model, str | Path))
 
     def _datasets(self) -> dict[str, tuple[str, Data]]:
         """Key -> argument and its value."""

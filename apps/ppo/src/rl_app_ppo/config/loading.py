@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -67,15 +67,20 @@ class Resolved:
 
 
 def load_config(
-    overrides: Sequence[str] = (), config_file: Path | None = None, given: Sequence[Source] = ()
+    overrides: Sequence[str] = (),
+    config_file: Path | None = None,
+    given: Sequence[Source] = (),
+    used: Collection[str] = (),
 ) -> AppConfig:
-    """Resolve and check the configuration of a run; the arguments are those of `resolve`.
+    """Resolve and check the configuration of a run; `used` has keys that the caller itself uses.
+
+    The other arguments are those of `resolve`.
 
     Raises:
         ConfigError: see `resolve`; or a value has no effect, or the engine does not support it.
     """
     resolved = resolve(overrides, config_file, given)
-    refuse_unused(resolved.config, resolved.changed)
+    refuse_unused(resolved.config, {key: value for key, value in resolved.changed.items() if key not in used})
     check_engine(resolved.config)
     check_placement(resolved.config)
     return resolved.config
