@@ -167,8 +167,8 @@ def test_help_lists_every_key_with_its_meaning():
     text = help_text()
     for option in options():
         assert option.key in text
-        assert option.help, f"{option.key} has no help text"
-        assert option.help in text
+        assert option.spec.help, f"{option.key} has no help text"
+        assert option.spec.help in text
 
 
 def test_flags():

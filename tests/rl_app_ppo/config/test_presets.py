@@ -10,6 +10,7 @@ import yaml
 from rl_app_ppo.checks.preflight import preflight
 from rl_app_ppo.cli.explain import explain
 from rl_app_ppo.cli.main import help_text, main
+from rl_app_ppo.cli.option_names import help_of
 from rl_app_ppo.config.loading import flat_settings, load_config, options, resolve, to_yaml
 from rl_app_ppo.config.presets import algorithms, layer_text, presets
 from rl_ckpt_engine import PluginPolicy
@@ -160,7 +161,7 @@ def test_a_wrong_preset_file_is_refused(text, message, tmp_path):
 def test_help_lists_algorithms_and_presets_with_what_they_are():
     text = help_text()
     (option,) = [option for option in options() if option.key == "preset"]
-    assert all(name in option.help for name in presets())
+    assert all(name in help_of(option) for name in presets())
     for described in (algorithms(), presets()):
         for name, what in described.items():
             assert f"{name} " in text

@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from rl_protocol.support import option_tree
-from rl_protocol.support.option_tree import list_options, unmet_need
+from rl_protocol.support.option_tree import list_groups, list_options, unmet_need
 from rl_protocol.support.options import Options, condition, group, option
 
 
@@ -34,6 +34,8 @@ class Lora(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Options):
+    """A run."""
+
     engine: str = option("small", "engine", choices=("small", "big"), resume="silent")
     files: str = option("", "files")
     use_kl: bool = option(False, "kl")
@@ -56,7 +58,6 @@ def test_options_have_full_keys_in_order_and_the_rules_of_their_groups():
     found = {one.key: one for one in list_options(Run)}
     assert list(found)[:5] == ["engine", "files", "use_kl", "slow", "actor.weight"]
     assert found["actor.loss.tau"].type == "float"
-    assert found["engine"].help == "engine: small, big"
     rules = {key: found[key].resume for key in ("engine", "files", "actor.weight", "lora.rank", "lora.alpha")}
     assert rules == {
         "engine": "silent",
@@ -82,6 +83,10 @@ def test_options_have_full_keys_in_order_and_the_rules_of_their_groups():
 def test_what_nothing_reads_names_what_it_needs(key, without, with_it, words):
     assert need(key, Run(**without)) == words
     assert need(key, Run(**with_it)) == ""
+
+
+def test_groups_have_full_keys_in_order_and_a_meaning():
+    assert list_groups(Run) == {"": "A run.", "actor": "actor", "actor.loss": "loss", "lora": "adapters"}
 
 
 def test_verls_keys_of_an_option_are_in_verls_counterparts_of_its_groups():

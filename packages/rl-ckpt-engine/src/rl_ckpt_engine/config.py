@@ -23,7 +23,8 @@ class CheckpointEngineConfig(Options):
 
     backend: str = option(
         "shm",
-        "short name of an engine: naive, shm, tcp, disk, gloo, nccl, ray, nixl, mooncake, cuda_ipc, that of a package, or delta-<engine>",
+        "short name of an engine, or delta-<engine>, which sends changes alone",
+        plugins="rl_ckpt_engine.backends",
     )
     enabled: bool = option(True, "false: rollout keeps the initial weights; the run says so")
     timeout_s: float = option(60.0, "deadline in seconds of each phase: send, receive, activate", gt=0, lt=math.inf)

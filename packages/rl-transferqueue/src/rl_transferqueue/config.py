@@ -32,8 +32,8 @@ class TransferQueueConfig(Options):
 
     backend: str = option(
         "simple",
-        "Where the bytes lie: simple (shared memory of storage units), memory (threads of this process), ray, mooncake, or what "
-        "another package offers.",
+        "Where the bytes lie (simple: shared memory of storage units; memory: threads of this process)",
+        plugins="rl_transferqueue.backends",
     )
     backend_address: str = option(
         "", "Where the backend is: a Ray cluster (empty: the one Ray finds), host:port of mooncake_master."

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import cast
 
+from rl_app_ppo.cli.option_names import help_of
 from rl_app_ppo.config.loading import Resolved, options, resolve, unknown_key
 from rl_app_ppo.config.verl_keys.aliases import SPELLINGS
 from rl_protocol.support.option_tree import Option
@@ -29,7 +30,7 @@ def _explained(option: Option, resolved: Resolved) -> str:
     setting = resolved.settings[option.key]
     return (
         f"{option.key} = {shown(setting.value)}   ({setting.origin})\n"
-        f"    {option.help}\n    {option.type}, default {shown(option.default)}\n"
+        f"    {help_of(option)}\n    {option.type}, default {shown(option.default)}\n"
     )
 
 

@@ -17,13 +17,15 @@ from rich.text import Text
 
 from rl_app_ppo.api.launch import launch
 from rl_app_ppo.cli.explain import difference, explain, read_side
+from rl_app_ppo.cli.json_schema import schema_text
+from rl_app_ppo.cli.option_names import help_of
 from rl_app_ppo.config.loading import load_config, options, resolve, to_yaml
 from rl_app_ppo.config.presets import algorithms, presets
 from rl_ckpt_engine import load_policy
 from rl_protocol import ConfigError, OutputError, RLError
 
 USAGE = """\
-usage: uv run apps/ppo [--help] [--cfg] [--explain KEY] [--diff A B] [--from-verl FILE [--accept-losses]]
+usage: uv run apps/ppo [--help] [--cfg] [--schema] [--explain KEY] [--diff A B] [--from-verl FILE [--accept-losses]]
                         [--config FILE] [--allow-unsafe-plugins] [key=value ...]
 
 Trains a language model with PPO or GRPO. Without arguments: the demo, on this machine, without a GPU.
@@ -35,6 +37,7 @@ Trains a language model with PPO or GRPO. Without arguments: the demo, on this m
   key=value        set any key below, for instance actor.optim.lr=1e-5 rollout.n=8
   --config FILE    read settings from YAML (overrides win)
   --cfg            print the resolved configuration and exit
+  --schema         print a JSON schema of --config files, with which editors complete and check them, and exit
   --explain KEY    print the meaning, value and origin of a key, or of each key of a group, and exit
   --diff A B       print the differences of two configurations and exit; each is a YAML file, or overrides such as "algorithm=ppo rollout.n=4"
   --from-verl FILE convert a verl 0.9 configuration (YAML, a list of overrides, or a shell script), print the result and exit;
@@ -54,6 +57,7 @@ FLAGS = {
     "--help": 0,
     "-h": 0,
     "--cfg": 0,
+    "--schema": 0,
     "--explain": 1,
     "--diff": 2,
     "--from-verl": 1,
@@ -108,7 +112,7 @@ def help_text() -> str:
     lines = [USAGE.format(algorithms=_listed(algorithms()), presets=_listed(presets()))]
     listed = list(options())
     width = max(len(option.key) for option in listed)
-    lines += [f"  {o.key:<{width}}  {o.type:<5}  {_shown(o.default):<9}  {o.help}\n" for o in listed]
+    lines += [f"  {o.key:<{width}}  {o.type:<5}  {_shown(o.default):<9}  {help_of(o)}\n" for o in listed]
     return "".join(lines)
 
 
@@ -170,6 +174,8 @@ def _answer(arguments: Arguments) -> str | None:
     flags = arguments.flags
     if "--help" in flags:
         return help_text()
+    if "--schema" in flags:
+        return schema_text()
     if "--diff" in flags:
         a, b = flags["--diff"]
         return difference(read_side(a), read_side(b)) + "\n"

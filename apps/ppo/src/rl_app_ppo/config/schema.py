@@ -56,7 +56,8 @@ class DataConfig(Options):
     )
     curriculum: str = option(
         "",
-        "order of prompts: sequential, or one installed under rl_trainer.curricula; empty: shuffled each epoch, with the shares of train_files",
+        "order of prompts; empty: shuffled each epoch, with the shares of train_files",
+        plugins="rl_trainer.curricula",
     )
     prompt_key: str = option(
         "prompt", "field of a row with the prompt: a list of messages, or a text", needs="train_files", verl="."
@@ -150,9 +151,8 @@ class RewardConfig(Options):
 
     function: str = option(
         "exact_match",
-        "exact_match, math, gsm8k, countdown, by_data_source, one installed under rl_trainer.rewards, path.py:function, path.toml "
-        "(a service or a reward model), or a sum: "
-        "0.8*math,0.2*my.py:brief",
+        "reward function: a name, path.py:function, path.toml (a service or a reward model), or a sum such as 0.8*math,0.2*my.py:brief",
+        plugins="rl_trainer.rewards",
     )
     timeout_s: float = option(
         10.0, "longest duration of one call, seconds; then its process is killed and replaced", gt=0, needs="timed"
@@ -186,7 +186,7 @@ class RewardConfig(Options):
 class GenerationConfig(RolloutConfig):
     """How responses are generated, and by which engine."""
 
-    name: str = option("hf", "rollout engine: hf (transformers), or vllm (an extra)", choices=("hf", "vllm"))
+    name: str = option("hf", "rollout engine (hf is transformers, vllm an extra)", choices=("hf", "vllm"))
     kv_cache_mb: int = option(256, "KV cache of each vLLM replica, MiB", ge=1, needs="name=vllm")
     tensor_model_parallel_size: int = option(
         1, "tensor-parallel processes of each vLLM replica", ge=1, needs="name=vllm", resume="free", verl="."
@@ -216,10 +216,11 @@ class TrainerConfig(LoopConfig):
     )
     logger: tuple[str, ...] = option(
         ("console", "tensorboard"),
-        "loggers besides metrics.jsonl: console, tensorboard, wandb, mlflow, trackio, or installed under rl_app_ppo.sinks",
+        "loggers besides metrics.jsonl",
+        plugins="rl_app_ppo.sinks",
         resume="free",
     )
-    hooks: tuple[str, ...] = option((), "hooks into the training loop, installed under rl_trainer.hooks", resume="free")
+    hooks: tuple[str, ...] = option((), "hooks into the training loop", plugins="rl_trainer.hooks", resume="free")
     profile_steps: tuple[int, ...] = option(
         (),
         "steps to profile with torch in every process with a model, into profile/ of the run folder; the first is 1",
@@ -279,11 +280,13 @@ class AppConfig(Options):
 
     preset: tuple[str, ...] = option(
         (),
-        f"demo, demo-ppo or demo-calculator: values for the model and task of that demo; {NO_PRESET}; or YAML files of your own. Later ones "
-        f"override earlier ones. Empty: the demo of the algorithm if data.train_files is empty, else {NO_PRESET}",
+        f"values for the model and task of a demo, {NO_PRESET}, or YAML files of your own; later ones override earlier ones. "
+        f"Empty: the demo of the algorithm if data.train_files is empty, else {NO_PRESET}",
         resume="silent",
     )
-    model_engine: str = option("torch", "engine that trains the models: " + ", ".join(TRAINING_BACKENDS), resume="free")
+    model_engine: str = option(
+        "torch", "engine that trains the models", choices=tuple(TRAINING_BACKENDS), resume="free"
+    )
     placement: str = option(
         "separate",
         f"roles that share a process: {' or '.join(NAMED)} ({NAMED['fused']}), or groups such as actor+ref,critic+reward; "
@@ -347,7 +350,6 @@ class AppConfig(Options):
         )
 
     def check(self, path: str) -> None:
-        get_training_backend(self.model_engine)
         parse_placement(self.placement)
         check_combination(self.algorithm, self.actor, self.rollout.n)
         self._check_batches(path)

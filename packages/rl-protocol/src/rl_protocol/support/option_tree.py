@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Any, cast
 
@@ -35,17 +35,26 @@ class Option:
         """Whether its value is a tuple."""
         return isinstance(self.default, tuple)
 
-    @property
-    def help(self) -> str:
-        """Its meaning and its choices."""
-        choices = ", ".join(filter(None, self.spec.choices))
-        return f"{self.spec.help}: {choices}" if choices else self.spec.help
-
 
 @functools.cache
 def list_options(kind: type[Any]) -> tuple[Option, ...]:
     """Every option of a dataclass and its groups, in order."""
     return tuple(_walk(kind, "", (), "fixed", ()))
+
+
+@functools.cache
+def list_groups(kind: type[Any]) -> Mapping[str, str]:
+    """Key of every group in order -> its meaning; that of the root is empty."""
+    return dict(_walk_groups(kind, "", (kind.__doc__ or "").partition("\n")[0]))
+
+
+def _walk_groups(kind: type[Any], path: str, help: str) -> Iterator[tuple[str, str]]:
+    yield path, help
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(hints[field.name]):
+            key = f"{path}.{field.name}" if path else field.name
+            yield from _walk_groups(cast(type[Any], hints[field.name]), key, spec_of(field).help)
 
 
 def _walk(

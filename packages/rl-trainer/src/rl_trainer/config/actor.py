@@ -17,7 +17,7 @@ class PolicyLossConfig(Options):
 
     loss_mode: str = option(
         "vanilla",
-        "policy loss: vanilla (PPO), gspo, geo_mean (GMPO), cispo, sapo, gpg, clip_cov, kl_cov, dppo_tv, dppo_kl, or an installed one",
+        "policy loss (vanilla is that of PPO, geo_mean that of GMPO)",
         plugins="rl_trainer.policy_losses",
     )
     clip_cov_ratio: float = option(

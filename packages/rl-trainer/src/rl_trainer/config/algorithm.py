@@ -65,11 +65,11 @@ class OverlongConfig(Options):
 class AlgorithmConfig(Options):
     """How advantages come from rewards."""
 
-    name: str = option("grpo", "algorithm whose defaults apply: algorithm=grpo or algorithm=ppo", resume="silent")
+    name: str = option("grpo", "algorithm whose defaults apply; algorithm=NAME is short for it", resume="silent")
     adv_estimator: str = option(
         "grpo",
-        "advantage estimator: gae, grpo, dr_grpo, grpo_passk, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo, gpg, gdpo, "
-        "optimal_token_baseline, or an installed one",
+        "advantage estimator",
+        plugins="rl_trainer.advantage_estimators",
     )
     gamma: float = option(1.0, "discount per token", ge=0, le=1, verl=".")
     lam: float = option(1.0, "lambda of GAE", ge=0, le=1, needs="trains_critic", verl=".")

@@ -30,7 +30,7 @@ class RolloutConfig(Options):
     )
     top_k: int = option(0, "sample from this many most likely tokens; 0: all", ge=0)
     response_length: int = option(512, "most tokens per response", ge=1, verl=(".", "data.max_response_length"))
-    session: str = option("single_turn", "how a session runs: single_turn, or one installed under rl_trainer.sessions")
+    session: str = option("single_turn", "how a session runs", plugins="rl_trainer.sessions")
     ignore_eos: bool = option(False, "do not stop at the end-of-sequence token", verl=".")
     max_batch_size: int = option(512, "responses generated side by side in one replica", ge=1, resume="free")
     dtype: str = option(

@@ -100,6 +100,11 @@ def load_reward(name: str, environment: Mapping[str, str] = os.environ) -> Calla
         raise ConfigError(f"reward.function={name!r} can't be loaded: {type(error).__name__}: {error}.") from error
 
 
+def reward_names() -> list[str]:
+    """The names of the built-in reward functions, and of those that installed packages offer."""
+    return sorted({*BUILT_IN, *(entry.name for entry in installed(ENTRY_POINTS))})
+
+
 def _find(name: str, environment: Mapping[str, str]) -> EntryPoint | Path:
     if ":" in name:
         return _allowed_file(name, environment)
@@ -112,7 +117,7 @@ def _find(name: str, environment: Mapping[str, str]) -> EntryPoint | Path:
     if found:
         where = ", ".join(entry.value for entry in found)
         raise ConfigError(f"reward.function={name!r} is offered by several packages: {where}. Uninstall all but one.")
-    known = sorted({*BUILT_IN, *(entry.name for entry in offered)})
+    known = reward_names()
     raise ConfigError(
         f"reward.function={name!r} is not known; known are {', '.join(known)}.{nearest(name, known)} Write path.py:function to use your own, "
         f"or install a package with an entry point in {ENTRY_POINTS!r}."

@@ -1,0 +1,63 @@
+"""The names that an option may have as its value, from the registries that look them up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from rl_app_ppo.config.presets import ALGORITHM, PRESET, algorithms, presets
+from rl_app_ppo.outputs.metric_sinks import CONSOLE, SINKS
+from rl_ckpt_engine import CheckpointEngineRegistry
+from rl_protocol.support.option_tree import Option
+from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from rl_trainer.algorithms.losses import POLICY_LOSSES
+from rl_trainer.data.curriculum import CURRICULA
+from rl_trainer.driver.hooks import HOOKS
+from rl_trainer.rewards.loading import reward_names
+from rl_trainer.rollout.session_turns import SESSIONS
+from rl_transferqueue.backends import backend_names
+
+PLUGINS: Mapping[str, Callable[[], Iterable[str]]] = {
+    "rl_trainer.advantage_estimators": ADVANTAGE_ESTIMATORS.names,
+    "rl_trainer.policy_losses": POLICY_LOSSES.names,
+    "rl_trainer.curricula": CURRICULA.names,
+    "rl_trainer.hooks": HOOKS.names,
+    "rl_trainer.rewards": reward_names,
+    "rl_trainer.sessions": SESSIONS.names,
+    "rl_app_ppo.sinks": lambda: (CONSOLE, *SINKS.names()),
+    "rl_ckpt_engine.backends": lambda: CheckpointEngineRegistry().names(),
+    "rl_transferqueue.backends": backend_names,
+}
+"""Entry point group of an option (`plugins=`) -> the names that exist on this machine."""
+LAYERS: Mapping[str, Callable[[], Iterable[str]]] = {f"{ALGORITHM}.name": algorithms, PRESET: presets}
+"""Option that names a layer of settings -> the layers."""
+_FREE_FORMS = ("rl_trainer.rewards", "rl_ckpt_engine.backends")
+"""Groups of options that also have values of another form, such as `path.py:function`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names that an option may have as its value."""
+
+    known: tuple[str, ...]
+    closed: bool
+    """Whether no other value is valid."""
+
+
+def names_of(option: Option) -> Names:
+    """The names of an option; none if it holds no name."""
+    spec = option.spec
+    if option.key in LAYERS:
+        return Names(tuple(LAYERS[option.key]()), closed=option.key != PRESET)
+    if spec.plugins:
+        empty = ("",) if option.default == "" else ()
+        return Names((*empty, *PLUGINS[spec.plugins]()), closed=spec.plugins not in _FREE_FORMS)
+    return Names(spec.choices, closed=bool(spec.choices))
+
+
+def help_of(option: Option) -> str:
+    """The meaning of an option, the names of its values, and where packages offer more."""
+    names = ", ".join(filter(None, names_of(option).known))
+    group = f"packages offer more under {option.spec.plugins}" if option.spec.plugins else ""
+    listed = "; ".join(filter(None, (names, group)))
+    return f"{option.spec.help}: {listed}" if listed else option.spec.help
