@@ -24,6 +24,7 @@ def test_a_killed_rollout_worker_is_replaced_and_the_run_continues(tmp_path, bas
         "data.val_size=16",
         "data.train_batch_size=8",
         "actor.ppo_mini_batch_size=8",
+        "rollout.num_workers=2",
         "actor.use_kl_loss=false",
         "actor.optim.lr=1e-3",
         lines=3,

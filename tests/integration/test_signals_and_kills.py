@@ -26,6 +26,7 @@ def long_run(tmp_path, base_model, mark):
         "data.train_batch_size=8",
         "actor.ppo_mini_batch_size=8",
         "rollout.num_workers=1",
+        "placement=separate",
         "actor.use_kl_loss=false",
         "trainer.stage_timeout_s=60",
         "transfer_queue.timeout_s=8",

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.slow
 def test_a_run_leaves_traces_samples_and_mlflow(app):
-    small = ("trainer.total_training_steps=1", "rollout.n=4", "rollout.num_workers=1", "data.val_size=8")
+    small = ("trainer.total_training_steps=1", "rollout.n=4", "placement=separate", "data.val_size=8")
     done = app("trainer.profile_steps=1", "trainer.test_freq=1", "trainer.logger=console,mlflow", *small)
     assert done.code == 0, done.err
     (folder,) = (done.folder / "profile").glob("step-*")

@@ -16,8 +16,11 @@ def processes(*overrides):
     return {group.process_name(rank): group.roles for group in groups for rank in range(group.ranks)}
 
 
-def test_without_placement_every_role_and_replica_has_a_process():
-    assert processes("algorithm=ppo", "actor.use_kl_loss=true") == {
+SEPARATE = "placement=separate"
+
+
+def test_with_separate_every_role_and_replica_has_a_process():
+    assert processes(SEPARATE, "algorithm=ppo", "actor.use_kl_loss=true") == {
         "actor": ("actor",),
         "ref": ("ref",),
         "critic": ("critic",),
@@ -25,8 +28,38 @@ def test_without_placement_every_role_and_replica_has_a_process():
         "rollout-1": ("rollout",),
         "reward": ("reward",),
     }
-    assert processes("actor.use_kl_loss=false", "rollout.num_workers=1").keys() == {"actor", "rollout-0", "reward"}
-    assert "ref" not in processes("lora.rank=4")  # the actor without its adapter
+    assert processes(SEPARATE, "actor.use_kl_loss=false", "rollout.num_workers=1").keys() == {
+        "actor",
+        "rollout-0",
+        "reward",
+    }
+    assert "ref" not in processes(SEPARATE, "lora.rank=4")  # the actor without its adapter
+
+
+@pytest.mark.parametrize(
+    ("overrides", "chosen", "origin"),
+    [
+        ([], "fused", "placement=auto with one actor rank and rollout.name=hf"),
+        (
+            ["placement=auto", "rollout.num_workers=1"],
+            "fused",
+            "placement=auto with one actor rank and rollout.name=hf",
+        ),
+        (["rollout.num_workers=3"], "separate", "placement=auto with rollout.num_workers=3"),
+        (["rollout.name=vllm"], "separate", "placement=auto with rollout.name=vllm"),
+        (["model_engine=fsdp"], "separate", "placement=auto with model_engine=fsdp"),
+        (["checkpoint_engine.backend=tcp"], "separate", "placement=auto with checkpoint_engine.backend=tcp"),
+        (["placement=actor+ref"], "actor+ref", "command line"),
+    ],
+)
+def test_auto_is_fused_unless_a_key_asks_for_more_processes(overrides, chosen, origin):
+    setting = resolve(overrides).settings["placement"]
+    assert (setting.value, setting.origin) == ((chosen,), origin)
+
+
+def test_a_placement_is_a_list():
+    for written in ("[actor+ref,critic+reward]", "actor+ref,critic+reward"):
+        assert load_config([f"placement={written}", "algorithm=ppo"]).placement == ("actor+ref", "critic+reward")
 
 
 def test_fused_puts_all_models_into_one_process():
@@ -67,7 +100,7 @@ def test_a_rollout_in_the_actors_process_is_one_and_gets_its_weights_there():
     [
         (
             "together",
-            r"placement must be separate, fused, or groups .* got 'together', and 'together' is none of actor",
+            r"placement must be auto, separate, fused, or groups .* got 'together', and 'together' is none of actor",
         ),
         ("actor+judge", r"'judge' is none of actor, ref, critic, rollout, reward"),
         ("actor+ref,ref+critic", r"placement must name each role once; .* names ref twice"),
@@ -75,7 +108,7 @@ def test_a_rollout_in_the_actors_process_is_one_and_gets_its_weights_there():
 )
 def test_other_placements_are_refused(placement, words):
     with pytest.raises(ConfigError, match=words):
-        parse_placement(placement)
+        parse_placement([placement])
     with pytest.raises(ConfigError, match=words):
         load_config([f"placement={placement}"])
 
@@ -102,7 +135,7 @@ def test_what_does_not_work_in_one_process_is_refused_by_name(overrides, words):
 
 
 def test_memory_counts_the_weights_of_a_group_once():
-    apart = needed_bytes(1000, load_config(["rollout.num_workers=1"]))
+    apart = needed_bytes(1000, load_config([SEPARATE, "rollout.num_workers=1"]))
     fused = needed_bytes(1000, load_config(["placement=fused"]))
     assert apart.keys() - fused.keys() == {"rollout", "weight sync"}
     assert fused == {role: size for role, size in apart.items() if role in fused}
@@ -111,8 +144,10 @@ def test_memory_counts_the_weights_of_a_group_once():
     assert needed_bytes(1000, copied).keys() == apart.keys()
 
 
-def test_the_banner_names_the_roles_that_share_a_process():
-    workers = described(load_config(["placement=fused"]))["workers"]
-    assert workers == "1 rollout, reward, actor, reference (in one process: actor, ref, rollout); Ray (local)"
+def test_the_banner_names_the_placement_and_the_roles_that_share_a_process():
+    workers = described(load_config(["placement=auto"]))["workers"]
+    together = "placement fused (in one process: actor+ref+rollout)"
+    assert workers == f"1 rollout, reward, actor, reference; {together}; Ray (local)"
     groups = described(load_config(["placement=actor+ref,critic+reward", "algorithm=ppo"]))["workers"]
-    assert groups.endswith("(in one process: actor, ref; critic, reward); Ray (local)")
+    assert "; placement actor+ref,critic+reward (in one process: actor+ref, critic+reward); " in groups
+    assert described(load_config([SEPARATE]))["workers"].endswith("; placement separate; Ray (local)")

@@ -33,6 +33,7 @@ def test_with_data_no_value_of_a_demo_applies(algorithm):
     assert {s.origin for s in settings.values()} <= {
         "default",
         "default of model_engine=torch",
+        "placement=auto with one actor rank and rollout.name=hf",
         f"algorithm={algorithm}",
         "command line",
     }
@@ -126,7 +127,8 @@ def test_presets_compose_in_their_order(tmp_path):
         assert (config.actor.optim.lr, config.rollout.n, config.lora.rank) == (0.5, 6, 2)
         assert resolved.settings["actor.optim.lr"].origin == f"preset={mine}"
         assert explain("rollout.n", resolved).endswith(
-            f"layers, weakest first: defaults, algorithm=ppo, preset=demo-ppo, preset={mine}, command line\n"
+            "layers, weakest first: defaults, placement=auto with one actor rank and rollout.name=hf, "
+            f"algorithm=ppo, preset=demo-ppo, preset={mine}, command line\n"
         )
     demo = resolve(["preset=demo-ppo"]).config.actor.optim.lr
     assert resolve([f"preset={mine},demo-ppo"]).config.actor.optim.lr == demo

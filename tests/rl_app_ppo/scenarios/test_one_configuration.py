@@ -47,7 +47,9 @@ def test_the_resolved_configuration_of_each_engine_is_the_committed_one(engine):
 @pytest.mark.parametrize("preset", ["grpo", "ppo"])
 def test_an_engine_changes_its_own_defaults_and_nothing_else(engine, preset):
     """In verl each engine has its own YAML file, and the defaults of the same key differ."""
-    plain, other = (resolve([f"algorithm={preset}", f"model_engine={name}"]) for name in ("torch", engine))
+    plain, other = (
+        resolve([f"algorithm={preset}", "placement=separate", f"model_engine={name}"]) for name in ("torch", engine)
+    )
     differ = {key for key, setting in other.settings.items() if setting.value != plain.settings[key].value}
     assert differ - {"model_engine"} == set(TRAINING_BACKENDS[engine].defaults)
 
@@ -305,10 +307,11 @@ def test_a_critic_that_is_not_there_does_not_ask_for_divisibility():
 
 
 def test_memory_by_hand():
-    full, lora = load_config(), load_config(["lora.rank=4", "rollout.num_workers=1"])
+    apart = ["placement=separate"]
+    full, lora = load_config(apart), load_config([*apart, "lora.rank=4", "rollout.num_workers=1"])
     assert needed_bytes(10, full) == {"actor": 160, "rollout": 160, "weight sync": 40, "ref": 40}
     assert needed_bytes(10, lora) == {"actor": 40, "rollout": 80}
-    merged = load_config(["lora.rank=4", "rollout.num_workers=1", "lora.merge=true"])
+    merged = load_config([*apart, "lora.rank=4", "rollout.num_workers=1", "lora.merge=true"])
     assert needed_bytes(10, merged) == {"actor": 40, "rollout": 80, "weight sync": 40}
     assert needed_bytes(10, load_config(["algorithm=ppo"]))["critic"] == 160
     check_memory(10, full, 400)
@@ -345,7 +348,8 @@ def test_explain_says_meaning_default_and_origin(tmp_path):
     resolved = resolve(["model_engine=fsdp", "actor.optim.lr=1e-3"], file)
     assert explain("rollout.n", resolved) == (
         f"rollout.n = 4   (--config {file})\n    responses per prompt\n    int, default 8\n\n"
-        "layers, weakest first: defaults, default of model_engine=fsdp, algorithm=grpo, preset=demo, "
+        "layers, weakest first: defaults, default of model_engine=fsdp, "
+        "placement=auto with model_engine=fsdp, algorithm=grpo, preset=demo, "
         f"--config {file}, command line\n"
     )
     origins = {

@@ -33,7 +33,7 @@ def described(config: AppConfig) -> dict[str, str]:
         "rollout": f"{rollout.name} in {rollout.dtype}, {rollout.session}, at most {rollout.response_length} tokens per response, "
         f"temperature {rollout.temperature:g}",
         "step": f"{data.train_batch_size} prompts x {n} responses = {responses}, {_length(config)}",
-        "workers": f"{_workers(config)}{_shared(config)}; Ray ({config.ray.address})",
+        "workers": f"{_workers(config)}; {_placed(config)}; Ray ({config.ray.address})",
         "data plane": f"rl-transferqueue, {config.transfer_queue.num_storage_units} storage units, "
         + {"simple": "shared memory"}.get(config.transfer_queue.backend, config.transfer_queue.backend),
         "weights": f"rl-ckpt-engine ({config.checkpoint_engine.backend}), after every step"
@@ -89,10 +89,11 @@ def _workers(config: AppConfig) -> str:
     return ", ".join(parts)
 
 
-def _shared(config: AppConfig) -> str:
-    """The roles that share a process; empty: none do."""
-    shared = [group.roles for group in worker_groups(config) if len(group.roles) > 1]
-    return f" (in one process: {'; '.join(', '.join(roles) for roles in shared)})" if shared else ""
+def _placed(config: AppConfig) -> str:
+    """The placement, and the roles that share a process."""
+    shared = ["+".join(group.roles) for group in worker_groups(config) if len(group.roles) > 1]
+    together = f" (in one process: {', '.join(shared)})" if shared else ""
+    return f"placement {','.join(config.placement)}{together}"
 
 
 def _length(config: AppConfig) -> str:

@@ -18,7 +18,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl_app_ppo.config.placement import check_placement, placement_defaults
+from rl_app_ppo.config.placement import AUTO, check_placement, placement_defaults, resolved_placement
 from rl_app_ppo.config.plain_yaml import flatten, parse_yaml, read_yaml
 from rl_app_ppo.config.presets import ALGORITHM, NO_PRESET, PRESET, Source, choose, is_file, layer_text, named_presets
 from rl_app_ppo.config.schema import AppConfig
@@ -106,12 +106,21 @@ def resolve(overrides: Sequence[str] = (), config_file: Path | None = None, give
     node = _editable(OmegaConf.structured(AppConfig))
     _lay(node, settings, below)
     base = {key: _get(node, key) for key in settings}
-    _lay(node, settings, [(origin, {k: v for k, v in values.items() if k not in _NAMES}) for origin, values in spelled])
+    _lay(node, settings, [(origin, _values(layer)) for origin, layer in spelled])
     settings = {key: Setting(_get(node, key), setting.origin) for key, setting in settings.items()}
     config = build(AppConfig, cast(dict[str, Any], OmegaConf.to_container(node, resolve=True)))
     changed = {key: setting.value for key, setting in settings.items() if setting.value != base[key]}
-    layers = [origin for origin, values in [*below, *spelled] if values.keys() - set(_NAMES)]
+    layers = [origin for origin, layer in [*below, *spelled] if layer.keys() - set(_NAMES)]
     return Resolved(config, settings, changed, ("defaults", *layers))
+
+
+def _values(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """What a layer sets itself: no names of layers, and no `placement=auto`."""
+    return {
+        key: value
+        for key, value in layer.items()
+        if key not in _NAMES and not (key == "placement" and items(value) == [AUTO])
+    }
 
 
 def _checked(sources: Sequence[Source]) -> list[Source]:
@@ -134,14 +143,14 @@ def _layers_below(given: Sequence[Source]) -> list[Source]:
     read |= {name: _preset(name) for name in choice.presets if name not in read}
     named = [
         (f"algorithm={choice.algorithm.name}", _layer("algorithms", choice.algorithm.name)),
-        *((f"preset={name}", {k: v for k, v in read[name].items() if k not in _NAMES}) for name in choice.presets),
+        *((f"preset={name}", _values(read[name])) for name in choice.presets),
     ]
     chosen = {key: value for _, values in [*named, *given] for key, value in values.items()}
     engine = get_training_backend(str(chosen.get("model_engine", AppConfig().model_engine)))
-    placement = str(chosen.get("placement", AppConfig().placement))
+    placement, why = resolved_placement(chosen)
     return [
         (f"default of model_engine={engine.name}", engine.defaults),
-        (f"default of placement={placement}", placement_defaults(placement)),
+        (why, {"placement": placement, **placement_defaults(placement)}),
         *named,
         (choice.algorithm.origin, {"algorithm.name": choice.algorithm.name}),
         (choice.preset_origin, {PRESET: choice.presets}),

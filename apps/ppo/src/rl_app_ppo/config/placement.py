@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from rl_protocol import ConfigError
+from rl_protocol.support.options import items
 from rl_trainer import needs_critic, needs_reference
 
 if TYPE_CHECKING:
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
 
 Role = Literal["actor", "ref", "critic", "rollout", "reward"]
 ROLES: tuple[Role, ...] = get_args(Role)
+AUTO = "auto"
+"""Value of `placement` that `resolved_placement` replaces."""
 NAMED = {"separate": "", "fused": "actor+ref+rollout+critic"}
 """Value of `placement` -> the groups that it stands for."""
 IN_PROCESS = "naive"
@@ -38,29 +42,53 @@ class WorkerGroup:
         return name if rank == 0 and self.roles != ("rollout",) else f"{name}-{rank}"
 
 
-def parse_placement(text: str) -> tuple[tuple[Role, ...], ...]:
+def resolved_placement(chosen: Mapping[str, object]) -> tuple[tuple[str, ...], str]:
+    """The placement that the options of a run ask for, and why.
+
+    Args:
+        chosen: dotted key -> value of everything that presets and the user set.
+    """
+    given = tuple(items(chosen.get("placement", AUTO)))
+    if given != (AUTO,):
+        return given, f"default of placement={','.join(given)}"
+    one_process = {
+        "model_engine": "torch",
+        "rollout.name": "hf",
+        "rollout.num_workers": 1,
+        "checkpoint_engine.backend": IN_PROCESS,
+    }
+    for key, needed in one_process.items():
+        if chosen.get(key, needed) != needed:
+            return ("separate",), f"placement={AUTO} with {key}={chosen[key]}"
+    return ("fused",), f"placement={AUTO} with one actor rank and rollout.name=hf"
+
+
+def parse_placement(placement: Sequence[str]) -> tuple[tuple[Role, ...], ...]:
     """The groups of several roles that `placement` names.
 
-    >>> parse_placement("actor+ref,critic+reward")
+    >>> parse_placement(["actor+ref", "critic+reward"])
     (('actor', 'ref'), ('critic', 'reward'))
 
     Raises:
         ConfigError: an unknown role, or one that is in two groups.
     """
-    groups = [group.split("+") for group in NAMED.get(text, text).replace(" ", "").split(",") if group]
+    text = ",".join(NAMED.get(name, name) for name in placement).replace(" ", "")
+    groups = [group.split("+") for group in text.split(",") if group]
     named = [role for group in groups for role in group]
     for role in named:
         if role not in ROLES:
             raise ConfigError(
-                f"placement must be {', '.join(NAMED)}, or groups of roles such as actor+ref+rollout,critic; "
-                f"got {text!r}, and {role!r} is none of {', '.join(ROLES)}."
+                f"placement must be {AUTO}, {', '.join(NAMED)}, or groups of roles such as actor+ref+rollout,critic; "
+                f"got {','.join(placement)!r}, and {role!r} is none of {', '.join(ROLES)}."
             )
         if named.count(role) > 1:
-            raise ConfigError(f"placement must name each role once; got {text!r}, which names {role} twice.")
+            raise ConfigError(
+                f"placement must name each role once; got {','.join(placement)!r}, which names {role} twice."
+            )
     return tuple(tuple(role for role in ROLES if role in group) for group in groups)
 
 
-def rollout_in_actor(placement: str) -> bool:
+def rollout_in_actor(placement: Sequence[str]) -> bool:
     """Whether the rollout is in the process of the actor."""
     return any({"actor", "rollout"} <= set(group) for group in parse_placement(placement))
 
@@ -84,7 +112,7 @@ def worker_groups(config: AppConfig) -> tuple[WorkerGroup, ...]:
     return tuple(WorkerGroup(group, _ranks(group, config)) for group in groups)
 
 
-def placement_defaults(placement: str) -> dict[str, object]:
+def placement_defaults(placement: Sequence[str]) -> dict[str, object]:
     """Values of other keys that a placement needs."""
     return {"rollout.num_workers": 1, "checkpoint_engine.backend": IN_PROCESS} if rollout_in_actor(placement) else {}
 
@@ -101,7 +129,7 @@ def check_placement(config: AppConfig) -> None:
 
 
 def _check_group(group: WorkerGroup, config: AppConfig) -> None:
-    shared = f"placement={config.placement} puts {' and '.join(group.roles)} into one process"
+    shared = f"placement={','.join(config.placement)} puts {' and '.join(group.roles)} into one process"
     wanted: dict[str, tuple[object, object]] = {}
     if config.model_engine == "megatron":
         wanted["model_engine"] = ("megatron", "torch or fsdp")

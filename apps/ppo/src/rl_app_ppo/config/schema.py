@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from rl_app_ppo.config.placement import NAMED, parse_placement
+from rl_app_ppo.config.placement import AUTO, NAMED, parse_placement
 from rl_app_ppo.config.presets import NO_PRESET
 from rl_app_ppo.demo.demos import DEMOS
 from rl_ckpt_engine import CheckpointEngineConfig
@@ -232,7 +232,7 @@ class TrainerConfig(LoopConfig):
         100, "refuse to start with less free space than this in output_dir", ge=0, resume="free"
     )
     threads_per_worker: int = option(
-        1,
+        0,
         "compute threads of each worker process; 0: all cores, shared by the workers that compute at the same time",
         ge=0,
         resume="free",
@@ -287,10 +287,11 @@ class AppConfig(Options):
     model_engine: str = option(
         "torch", "engine that trains the models", choices=tuple(TRAINING_BACKENDS), resume="free"
     )
-    placement: str = option(
-        "separate",
+    placement: tuple[str, ...] = option(
+        (AUTO,),
         f"roles that share a process: {' or '.join(NAMED)} ({NAMED['fused']}), or groups such as actor+ref,critic+reward; "
-        "roles that it does not name have a process each",
+        f"roles that it does not name have a process each; {AUTO}: fused with model_engine=torch and rollout.name=hf unless "
+        "rollout.num_workers or checkpoint_engine.backend ask for more processes",
         resume="free",
     )
     algorithm: AlgorithmConfig = group(AlgorithmConfig, "advantages", verl="algorithm")
@@ -350,7 +351,8 @@ class AppConfig(Options):
         )
 
     def check(self, path: str) -> None:
-        parse_placement(self.placement)
+        if self.placement != (AUTO,):
+            parse_placement(self.placement)
         check_combination(self.algorithm, self.actor, self.rollout.n)
         self._check_batches(path)
         longest = self.rollout.response_length
