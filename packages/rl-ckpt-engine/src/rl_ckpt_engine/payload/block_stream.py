@@ -116,13 +116,13 @@ async def emit(weights: Iterable[WeightTensor], target: Target, deadline: Deadli
     with ThreadTeam() as crew:
         for weight, offset in plan(weights):
             target.start(weight, offset)
+            data, nbytes = weight.data.data, weight.nbytes
             digests: list[bytes] = []
-            for start in range(0, weight.nbytes, CHUNK_BYTES):
-                chunk = weight.data.data[start : start + CHUNK_BYTES]
+            for start in range(0, nbytes, CHUNK_BYTES):
+                chunk = data[start : start + CHUNK_BYTES]
                 digests += _take(chunk, offset + start, target, crew)
                 await pacer.advance(chunk.nbytes)
-            digest = combined(digests)
-            entries.append(TensorEntry(weight.name, weight.dtype, weight.shape, offset, weight.nbytes, digest))
+            entries.append(TensorEntry(weight.name, weight.dtype, weight.shape, offset, nbytes, combined(digests)))
             deadline.check()
     if not entries:
         raise WeightSyncError("The source of the weights yielded no tensor; a version needs at least one.")

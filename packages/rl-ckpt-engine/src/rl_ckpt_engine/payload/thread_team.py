@@ -40,6 +40,9 @@ class ThreadTeam:
 
         The first error is raised after all threads have stopped.
         """
+        helpers = min(self._helpers, count - 1)
+        if helpers < 1:
+            return [work(number) for number in range(count)]
         results: dict[int, T] = {}
         numbers = iter(range(count))  # its next() is atomic
 
@@ -47,7 +50,7 @@ class ThreadTeam:
             for number in numbers:
                 results[number] = work(number)
 
-        helping = [self._pool.submit(run) for _ in range(min(self._helpers, count - 1))]
+        helping = [self._pool.submit(run) for _ in range(helpers)]
         try:
             run()
         finally:

@@ -109,9 +109,11 @@ class Slot:
                 overwrite others.
         """
         self._reserve(offset + weight.nbytes)
-        distance = _address(weight.data) - _address(self._bytes)
-        self._in_place = distance == PAYLOAD_START + offset
-        if weight.nbytes and 0 <= distance < self._bytes.nbytes and not self._in_place:
+        if not np.may_share_memory(weight.data, self._bytes):  # compares addresses only
+            self._in_place = False
+            return
+        self._in_place = _address(weight.data) - _address(self._bytes) == PAYLOAD_START + offset
+        if weight.nbytes and not self._in_place:
             raise WeightSyncError(
                 f"Tensor {weight.name!r} is in the memory of this version, but at the offset of another tensor. Send all tensors of the layout "
                 "given to `room`, in its order."
