@@ -10,10 +10,13 @@ from rl_ckpt_engine.engines.one_host.naive import NaiveEngine
 from rl_ckpt_engine.testing import make_weights
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
+from rl_protocol.ports import WeightCapabilities
 
 
 class Source:
     """A model whose weights can be replaced."""
+
+    capabilities = WeightCapabilities()
 
     def __init__(self, weights: Sequence[WeightTensor]) -> None:
         self.weights = list(weights)
@@ -24,6 +27,8 @@ class Source:
 
 class Sink:
     """An engine that checks names, dtypes and shapes, and loads all weights or none."""
+
+    capabilities = WeightCapabilities()
 
     def __init__(self, model: Sequence[WeightTensor]) -> None:
         self._want = {w.name: (w.dtype, w.shape) for w in model}

@@ -20,6 +20,7 @@ from rl_ckpt_engine import (
 )
 from rl_ckpt_engine.endpoints.operations import METHODS
 from rl_protocol import WeightSyncError, WeightTensor, WorkerDiedError, WorkerError
+from rl_protocol.ports import WeightCapabilities
 from rl_rollout_vllm import EngineDiedError
 
 NONE = PluginPolicy()
@@ -28,6 +29,7 @@ NONE = PluginPolicy()
 class Policy:
     """100 numbers, all equal to the version."""
 
+    capabilities = WeightCapabilities()
     version = 0
 
     def named_weights(self) -> Iterator[WeightTensor]:
@@ -36,6 +38,7 @@ class Policy:
 
 
 class Rollout:
+    capabilities = WeightCapabilities()
     weight_version = 0
     held = 0.0
 

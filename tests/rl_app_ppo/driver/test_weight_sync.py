@@ -30,6 +30,7 @@ from rl_ckpt_engine import (
 from rl_ckpt_engine.endpoints.operations import METHODS, Endpoint
 from rl_ckpt_engine.sync import progress
 from rl_protocol import ConfigError, WeightSyncError, WeightTensor, WorkerError
+from rl_protocol.ports import WeightCapabilities
 from rl_protocol.support.plugins import ALLOW_FILE
 
 NONE = PluginPolicy()
@@ -37,6 +38,8 @@ NONE = PluginPolicy()
 
 class Policy:
     """1000 bfloat16 elements, as their bits; each step changes the first ten."""
+
+    capabilities = WeightCapabilities()
 
     def __init__(self) -> None:
         self.bits = np.arange(1000, dtype=np.uint16)
@@ -50,6 +53,7 @@ class Policy:
 
 
 class Rollout:
+    capabilities = WeightCapabilities()
     weight_version = 0
     bits: np.ndarray
 
@@ -216,12 +220,15 @@ def test_a_replica_that_missed_a_version_generates_nothing_until_it_has_caught_u
 @pytest.mark.parametrize("backend", ["shm", "delta-shm"])
 def test_weights_are_cast_to_what_the_rollout_computes_in(backend):
     class Trained:
+        capabilities = WeightCapabilities()
+
         def named_weights(self):
             numbers = np.array([1.0, 1.00390625, -3.0e-3], np.float32)
             yield WeightTensor("w", "float32", (3,), numbers.view(np.uint8))
             yield WeightTensor("position", "int64", (3,), np.arange(3).view(np.uint8))
 
     class Taken:
+        capabilities = WeightCapabilities()
         weight_version = 0
 
         def load_weights(self, weights, version):

@@ -16,6 +16,7 @@ from rl_ckpt_engine.engines.one_host.shm import ShmEngine
 from rl_ckpt_engine.testing import make_weights
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import ConfigError, WeightSyncError
+from rl_protocol.ports import WeightCapabilities
 
 ENGINES = [NaiveEngine, ShmEngine]
 T = 120.0
@@ -214,6 +215,45 @@ def test_engines_that_can_not_be_brought_together_are_refused() -> None:
         SenderEndpoint(Fixed(), Source(model(1)))
     with pytest.raises(ConfigError, match="declares elastic=False but has no method 'join'"):
         ReceiverEndpoint(Fixed(), Sink(model(0)))
+
+
+@pytest.mark.parametrize(
+    ("declared", "missing"),
+    [("adapters", "load_adapter"), ("adopts", "adopt_weights"), ("pauses", "pause"), ("sleeps", "sleep")],
+)
+def test_a_sink_without_the_methods_that_it_declares_is_refused(declared: str, missing: str) -> None:
+    sink = Sink(model(0))
+    sink.capabilities = WeightCapabilities(**{declared: True})
+    with pytest.raises(ConfigError, match=f"Sink declares {declared} but has no method '{missing}'"):
+        ReceiverEndpoint(NaiveEngine(), sink)
+
+
+def test_a_source_or_sink_must_declare_its_capabilities() -> None:
+    source, sink = Source(model(1)), Sink(model(0))
+    source.capabilities = sink.capabilities = None
+    with pytest.raises(ConfigError, match=r"Source\.capabilities must be a WeightCapabilities; got None"):
+        SenderEndpoint(NaiveEngine(), source)
+    with pytest.raises(ConfigError, match=r"Sink\.capabilities must be a WeightCapabilities; got None"):
+        ReceiverEndpoint(NaiveEngine(), sink)
+
+
+class Undeclared(Sink):
+    """Has all optional methods, and declares none."""
+
+    load_adapter = adopt_weights = pause = resume = sleep = wake = property(lambda _: pytest.fail("was called"))
+
+
+def test_methods_that_a_sink_does_not_declare_are_not_called() -> None:
+    _, sink, sender, receiver = pair(NaiveEngine, Undeclared(model(0)))
+
+    async def run() -> None:
+        await receiver.pause(T)
+        await receiver.receive((await sender.send(1, T)).manifest, T)
+        await receiver.activate(1, T)
+        await receiver.resume(T)
+
+    asyncio.run(run())
+    assert sink.loaded == {w.name: w.data.tobytes() for w in model(1)}
 
 
 def test_engine_naive_refuses_another_process() -> None:

@@ -8,17 +8,20 @@ from collections.abc import Iterable, Iterator
 import pytest
 from ckpt_fakes import Sink, Source
 
-from rl_ckpt_engine import AdapterReceiver, CheckpointEngineRegistry, Manifest, ReceiverEndpoint, SenderEndpoint
+from rl_ckpt_engine import CheckpointEngineRegistry, Manifest, ReceiverEndpoint, SenderEndpoint
 from rl_ckpt_engine.engines.one_host.naive import NaiveEngine
 from rl_ckpt_engine.testing import make_weights
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
+from rl_protocol.ports import WeightCapabilities
 
 T = 120.0
 BASE = make_weights([(10, 10)], seed=0)
 
 
 class AdapterSink(Sink):
+    capabilities = WeightCapabilities(adapters=True)
+
     def __init__(self) -> None:
         super().__init__(BASE)
         self.adapter: dict[str, bytes] = {}
@@ -31,7 +34,6 @@ class AdapterSink(Sink):
 @pytest.mark.parametrize("engine", ["naive", "shm", "tcp", "delta-shm", "delta-tcp"])
 def test_an_adapter_goes_alone_and_must_have_changed(engine: str) -> None:
     source, sink = Source(make_weights([(2, 10), (10, 2)], seed=1)), AdapterSink()
-    assert isinstance(sink, AdapterReceiver)
     create = CheckpointEngineRegistry().create
     sender, receiver = SenderEndpoint(create(engine), source, kind="lora"), ReceiverEndpoint(create(engine), sink)
 
@@ -61,9 +63,8 @@ def test_a_sink_without_adapters_refuses_and_stays_whole() -> None:
     receiver = ReceiverEndpoint(NaiveEngine(), Sink(BASE))
 
     async def run() -> None:
-        await receiver.receive((await sender.send(1, T)).manifest, T)
-        with pytest.raises(WeightSyncError, match="Sink has no load_adapter"):
-            await receiver.activate(1, T)
+        with pytest.raises(WeightSyncError, match="version 1, an adapter: Sink does not declare adapters"):
+            await receiver.receive((await sender.send(1, T)).manifest, T)
         await receiver.resume(T)
 
     asyncio.run(run())
@@ -71,6 +72,8 @@ def test_a_sink_without_adapters_refuses_and_stays_whole() -> None:
 
 class Merging:
     """A source whose weights are merged only while its generator runs."""
+
+    capabilities = WeightCapabilities()
 
     def __init__(self, *, fails: bool) -> None:
         self.merged = False

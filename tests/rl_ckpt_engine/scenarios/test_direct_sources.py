@@ -25,6 +25,7 @@ from rl_ckpt_engine.engines.one_host.shm import ShmEngine
 from rl_ckpt_engine.testing import assert_same, make_weights
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
+from rl_protocol.ports import WeightCapabilities
 
 SHAPES = [(300, 7), (), (0,), (33,)]
 LAYOUT = [TensorSpec(f"w{number}", "float32", shape) for number, shape in enumerate(SHAPES)]
@@ -33,6 +34,8 @@ T = 120.0
 
 class Trainer:
     """Writes weights that depend on the seed, or fails midway."""
+
+    capabilities = WeightCapabilities(direct=True)
 
     def __init__(self) -> None:
         self.seed = 1

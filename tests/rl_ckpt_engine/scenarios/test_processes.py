@@ -14,6 +14,7 @@ from rl_ckpt_engine import CheckpointEngineConfig, CheckpointEngineManager, Mani
 from rl_ckpt_engine.engines.one_host.shm import ShmEngine
 from rl_ckpt_engine.testing import assert_same, make_weights
 from rl_protocol.errors import WeightSyncError
+from rl_protocol.ports import WeightCapabilities
 
 
 def test_manager_moves_weights_between_processes_and_survives_the_death_of_one() -> None:
@@ -69,6 +70,7 @@ def test_receiver_notices_a_killed_sender() -> None:
 
 def test_endpoint_of_another_process_joins_by_the_manifest_alone() -> None:
     class Loaded:
+        capabilities = WeightCapabilities()
         weight_version = 0
 
         def load_weights(self, weights: object, version: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from ckpt_fakes import Sink, Source, model
 
-from rl_ckpt_engine import AdoptingReceiver, CheckpointEngineManager, Manifest, ReceiverEndpoint, SenderEndpoint
+from rl_ckpt_engine import CheckpointEngineManager, Manifest, ReceiverEndpoint, SenderEndpoint
 from rl_ckpt_engine.engines.base import memfd
 from rl_ckpt_engine.engines.base.memfd import PAYLOAD_START, SlotPlacement
 from rl_ckpt_engine.engines.network.tcp import TcpEngine
@@ -22,12 +22,15 @@ from rl_ckpt_engine.engines.one_host.naive import NaiveEngine
 from rl_ckpt_engine.engines.one_host.shm import ShmEngine
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
+from rl_protocol.ports import WeightCapabilities
 
 T = 120.0
 
 
 class Borrower(Sink):
     """Keeps references to the weights it adopts."""
+
+    capabilities = WeightCapabilities(adopts=True)
 
     def __init__(self) -> None:
         super().__init__(model(0))
@@ -142,7 +145,6 @@ def test_in_one_process_the_sink_uses_the_tensors_of_the_source_and_detects_thei
 
 def test_an_engine_whose_memory_is_written_during_the_next_sync_is_copied_from() -> None:
     sink = Borrower()
-    assert isinstance(sink, AdoptingReceiver)
     source = Source(model(1))
     manager = CheckpointEngineManager(SenderEndpoint(TcpEngine(), source), [ReceiverEndpoint(TcpEngine(), sink)])
     asyncio.run(manager.update_weights(1))

@@ -12,6 +12,7 @@ from rl_ckpt_engine import CheckpointEngine, CheckpointEngineManager, ReceiverEn
 from rl_ckpt_engine.engines.network.tcp import TcpEngine
 from rl_ckpt_engine.engines.one_host.shm import ShmEngine
 from rl_protocol.batch.weight_tensor import WeightTensor
+from rl_protocol.ports import WeightCapabilities
 from rl_protocol.torch import from_weight, to_weight
 
 
@@ -32,6 +33,8 @@ class Model(torch.nn.Module):
 
 class Ends:
     """The model as a source and as a sink."""
+
+    capabilities = WeightCapabilities()
 
     def __init__(self, model: Model) -> None:
         self.model = model

@@ -11,6 +11,7 @@ from rl_ckpt_engine import CheckpointEngineManager, ReceiverEndpoint
 from rl_ckpt_engine.engines.one_host.naive import NaiveEngine
 from rl_ckpt_engine.testing import refusal
 from rl_protocol.errors import WeightSyncError, WorkerError
+from rl_protocol.ports import WeightCapabilities
 
 
 def test_generation_stops_everywhere_until_it_is_resumed_also_for_newcomers_and_across_a_sync() -> None:
@@ -61,6 +62,8 @@ def test_one_that_does_not_stop_is_quarantined_and_when_none_does_it_is_an_error
 
 class SleepySink(Sink):
     """Logs its calls."""
+
+    capabilities = WeightCapabilities(pauses=True, sleeps=True)
 
     def __init__(self) -> None:
         super().__init__(model(0))
@@ -123,6 +126,6 @@ def test_weights_that_were_given_up_are_sent_before_anything_is_generated() -> N
 
 def test_who_can_not_sleep_says_so() -> None:
     _, receivers, manager = system(None)
-    assert "Sink has no methods sleep" in refusal(manager.generation.sleep())
+    assert "Sink does not declare sleeps" in refusal(manager.generation.sleep())
     assert "levels are 1 and 2" in refusal(manager.generation.sleep(3))
     assert receivers[0].admitting

@@ -216,7 +216,8 @@ def test_an_engine_that_merges_adapters_copies_weights_that_it_is_lent(model_pat
     policy, engine = policy_with(model_path, lora), HFRolloutEngine(model_path, lora=lora)
     whole = list(policy.named_weights())
     before = [weight.data.tobytes() for weight in whole]
-    engine.adopt_weights(whole, 1, lambda: None)
+    assert not engine.capabilities.adopts
+    engine.load_weights(whole, 1)
     engine.load_adapter([replace(w, data=np.full_like(w.data, 1)) for w in policy.adapter_weights()], 2)
     assert [weight.data.tobytes() for weight in whole] == before
 

@@ -15,6 +15,7 @@ from rl_ckpt_engine import (
 from rl_ckpt_engine.endpoints.operations import Endpoint
 from rl_protocol import WorkerError
 from rl_protocol.batch.weight_tensor import WeightTensor
+from rl_protocol.ports import WeightCapabilities
 
 
 def make_engine(config: CheckpointEngineConfig, plugins: PluginPolicy) -> CheckpointEngine:
@@ -36,6 +37,8 @@ class AdapterSource(Protocol):
 
 class AdapterOnly:
     """WeightSender of a policy's adapter."""
+
+    capabilities = WeightCapabilities()
 
     def __init__(self, source: AdapterSource) -> None:
         self._source = source

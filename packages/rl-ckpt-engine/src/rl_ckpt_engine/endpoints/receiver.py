@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import msgspec
 
@@ -17,6 +17,7 @@ from rl_ckpt_engine.endpoints.weight_sinks import (
     Memory,
     PausableReceiver,
     SleepingReceiver,
+    check_methods,
 )
 from rl_ckpt_engine.engines.contract import CheckpointEngine
 from rl_ckpt_engine.payload.manifest import Manifest
@@ -45,21 +46,22 @@ class ReceiverEndpoint(EngineEndpoint):
     The replica checks `admitting` before it accepts a request. It is false while a version is
     loaded, after a failed load, and while the endpoint is paused. A load that fails midway leaves
     weights of mixed versions; then `resume` raises until a later activation succeeds. Pausing and
-    sleeping are forwarded to a sink that is a PausableReceiver or SleepingReceiver. With a
-    engine that shares its memory, an AdoptingReceiver uses the tensors in place.
+    sleeping are forwarded to a sink that declares `pauses` or `sleeps`. With an engine that shares
+    its memory, a sink that declares `adopts` uses the tensors in place.
 
     Args:
         engine: used by this endpoint only and closed with it.
-        sink: must copy the tensors it loads (except AdoptingReceiver): the sender overwrites their
+        sink: must copy the tensors it loads (except those it adopts): the sender overwrites their
             memory later.
         name: unique name of the replica.
 
     Raises:
-        ConfigError: the engine lacks what it declares.
+        ConfigError: the engine or the sink lacks what it declares.
     """
 
     def __init__(self, engine: CheckpointEngine, sink: WeightReceiver, *, name: str = "receiver") -> None:
         super().__init__(engine)
+        check_methods(sink)
         self._sink = sink
         self._name = name
         self._sender = b""
@@ -83,17 +85,18 @@ class ReceiverEndpoint(EngineEndpoint):
     async def pause(self, timeout_s: float) -> None:
         """Stop admitting requests, and abort running ones if the sink can."""
         self._paused = True
-        if isinstance(self._sink, PausableReceiver):
+        if self._sink.capabilities.pauses:
             async with asyncio.timeout(timeout_s):
-                await self._sink.pause()
+                await cast("PausableReceiver", self._sink).pause()
 
     @operation
     async def receive(self, manifest: bytes, timeout_s: float) -> ReceiveAck:
         """Receive and verify the weights of the manifest without activating them.
 
         Raises:
-            WeightSyncError: the manifest is damaged, from another engine, or older than the active
-                weights; see also CheckpointEngine.receive_weights. The active weights stay.
+            WeightSyncError: the manifest is damaged, from another engine, older than the active
+                weights, or of an adapter that the sink can't load; see also
+                CheckpointEngine.receive_weights. The active weights stay.
         """
         start = time.monotonic()
         self._staged = None
@@ -102,6 +105,11 @@ class ReceiverEndpoint(EngineEndpoint):
             raise WeightSyncError(
                 f"Replica {self._name!r} receives with engine {self._engine.name!r}, the sender sent with {wanted.engine!r}; "
                 "set the same checkpoint_engine.backend for both."
+            )
+        if wanted.kind == "lora" and not self._sink.capabilities.adapters:
+            raise WeightSyncError(
+                f"Replica {self._name!r} can't load version {wanted.version}, an adapter: {type(self._sink).__name__} does not declare adapters "
+                "in its capabilities. Merge the adapter into the weights before sending."
             )
         if wanted.version < self._sink.weight_version:
             raise WeightSyncError(
@@ -163,9 +171,9 @@ class ReceiverEndpoint(EngineEndpoint):
             raise WeightSyncError(f"Replica {self._name!r} {self._unfit}; it admits nothing until a sync succeeds.")
         if self._watch is not None:
             self._watch()
-        if self._paused and isinstance(self._sink, PausableReceiver):
+        if self._paused and self._sink.capabilities.pauses:
             async with asyncio.timeout(timeout_s):
-                await self._sink.resume()
+                await cast("PausableReceiver", self._sink).resume()
         self._paused = self._behind = False
 
     @operation
@@ -193,11 +201,11 @@ class ReceiverEndpoint(EngineEndpoint):
 
     @property
     def _sleeper(self) -> SleepingReceiver:
-        if not isinstance(self._sink, SleepingReceiver):
+        if not self._sink.capabilities.sleeps:
             raise WeightSyncError(
-                f"Replica {self._name!r} can't sleep or wake: {type(self._sink).__name__} has no methods sleep and wake."
+                f"Replica {self._name!r} can't sleep or wake: {type(self._sink).__name__} does not declare sleeps in its capabilities."
             )
-        return self._sink
+        return cast("SleepingReceiver", self._sink)
 
     @operation
     async def republish(self, timeout_s: float) -> bytes:
@@ -228,20 +236,14 @@ class ReceiverEndpoint(EngineEndpoint):
         before, self._unfit = self._unfit, _TORN
         version = manifest.version
         try:
-            if manifest.kind == "full":
-                if self._engine.capabilities.shares and isinstance(self._sink, AdoptingReceiver):
-                    watch = self._engine.watch(manifest)
-                    self._sink.adopt_weights(weights, version, watch)
-                    self._watch = watch
-                else:
-                    self._sink.load_weights(weights, version)
-            elif isinstance(self._sink, AdapterReceiver):
-                self._sink.load_adapter(weights, version)
+            if manifest.kind == "lora":
+                cast("AdapterReceiver", self._sink).load_adapter(weights, version)
+            elif self._engine.capabilities.shares and self._sink.capabilities.adopts:
+                watch = self._engine.watch(manifest)
+                cast("AdoptingReceiver", self._sink).adopt_weights(weights, version, watch)
+                self._watch = watch
             else:
-                raise WeightSyncError(
-                    f"Replica {self._name!r} can't load version {version}, an adapter: {type(self._sink).__name__} has no load_adapter. Merge "
-                    "the adapter into the weights before sending."
-                )
+                self._sink.load_weights(weights, version)
             self._unfit = ""
         except WeightSyncError:  # the port guarantees that the old weights stay
             self._unfit = before

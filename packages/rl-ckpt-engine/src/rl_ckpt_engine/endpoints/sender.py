@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from rl_ckpt_engine.endpoints.base import EngineEndpoint
 from rl_ckpt_engine.endpoints.cast_dtype import cast_all, check_cast
 from rl_ckpt_engine.endpoints.operations import Endpoint, operation
+from rl_ckpt_engine.endpoints.weight_sinks import check_methods
 from rl_ckpt_engine.engines.contract import CheckpointEngine, TensorSpec
 from rl_ckpt_engine.payload.manifest import Manifest, WeightKind
 from rl_protocol.batch.weight_tensor import WeightTensor
@@ -21,9 +22,8 @@ from rl_protocol.errors import WeightSyncError
 from rl_protocol.ports import WeightSender
 
 
-@runtime_checkable
 class DirectSender(Protocol):
-    """A source that writes its tensors directly into the engine's memory, which saves a copy."""
+    """`direct`: a source that writes its tensors into the engine's memory, which saves a copy."""
 
     def layout(self) -> Sequence[TensorSpec]:
         """All tensors, in order."""
@@ -49,8 +49,8 @@ class SenderEndpoint(EngineEndpoint):
 
     Args:
         engine: used by this endpoint only and closed with it.
-        source: read once per send. A DirectSender writes the weights itself if the engine is
-            direct and nothing is cast. The iterator is closed before `send` returns, so a
+        source: read once per send. It writes the weights itself if source and engine declare
+            `direct` and nothing is cast. The iterator is closed before `send` returns, so a
             context held open by it (such as adapters merged into the weights) covers exactly the
             reading.
         kind: `lora` if the source yields an adapter.
@@ -58,7 +58,7 @@ class SenderEndpoint(EngineEndpoint):
         dtype: cast floating-point tensors to this type (see `cast_dtype`); empty: no cast.
 
     Raises:
-        ConfigError: the engine lacks what it declares, or `dtype` is unknown.
+        ConfigError: the engine or the source lacks what it declares, or `dtype` is unknown.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class SenderEndpoint(EngineEndpoint):
         must_change: bool = True,
     ) -> None:
         super().__init__(engine)
+        check_methods(source)
         check_cast(dtype)
         self._dtype = dtype
         self._source = source
@@ -103,11 +104,12 @@ class SenderEndpoint(EngineEndpoint):
     def _weights(self) -> Generator[WeightTensor]:
         if self._dtype:
             return cast_all(self._source.named_weights(), self._dtype)
-        if not (self._engine.capabilities.direct and isinstance(self._source, DirectSender)):
+        if not (self._engine.capabilities.direct and self._source.capabilities.direct):
             return _iterated(self._source.named_weights())
-        layout = self._source.layout()
+        source = cast("DirectSender", self._source)
+        layout = source.layout()
         room = self._engine.room(layout)
-        self._source.write_weights(room)
+        source.write_weights(room)
         return _iterated([WeightTensor(*spec, data) for spec, data in zip(layout, room, strict=True)])
 
     @operation

@@ -1,19 +1,20 @@
-"""Optional interfaces of sinks: adapters, weights in shared memory, pause, sleep."""
+"""Optional methods of sources and sinks, each with the capability that declares it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Literal, Protocol, TypeAlias
 
 from rl_protocol.batch.weight_tensor import WeightTensor
+from rl_protocol.errors import ConfigError
+from rl_protocol.ports import WeightCapabilities
 
 Memory: TypeAlias = Literal["weights", "kv_cache"]
 """The parts of device memory that a sleeping replica frees, in the order of restoring them."""
 
 
-@runtime_checkable
 class AdapterReceiver(Protocol):
-    """A sink that loads LoRA adapters separately from the base weights."""
+    """`adapters`: a sink that loads LoRA adapters separately from the base weights."""
 
     def load_adapter(self, weights: Iterable[WeightTensor], version: int) -> None:
         """Copy a verified LoRA adapter in place of the previous one and make it active. Raises like
@@ -21,9 +22,8 @@ class AdapterReceiver(Protocol):
         ...
 
 
-@runtime_checkable
 class AdoptingReceiver(Protocol):
-    """A sink that can compute with weights in shared memory instead of copying them."""
+    """`adopts`: a sink that can compute with weights in shared memory instead of copying them."""
 
     def adopt_weights(self, weights: Iterable[WeightTensor], version: int, watch: Callable[[], None]) -> None:
         """Like `load_weights`, but use the tensors in place. They are read-only.
@@ -37,9 +37,8 @@ class AdoptingReceiver(Protocol):
         ...
 
 
-@runtime_checkable
 class PausableReceiver(Protocol):
-    """A sink that can abort running requests."""
+    """`pauses`: a sink that can abort running requests."""
 
     async def pause(self) -> None:
         """Abort running requests and admit none."""
@@ -50,10 +49,36 @@ class PausableReceiver(Protocol):
         ...
 
 
-@runtime_checkable
 class SleepingReceiver(Protocol):
-    """A sink that can free device memory."""
+    """`sleeps`: a sink that can free device memory."""
 
     async def sleep(self, level: Literal[1, 2]) -> None: ...
 
     async def wake(self, part: Memory | None = None) -> None: ...
+
+
+_METHODS = {
+    "direct": ("layout", "write_weights"),
+    "adapters": ("load_adapter",),
+    "adopts": ("adopt_weights",),
+    "pauses": ("pause", "resume"),
+    "sleeps": ("sleep", "wake"),
+}
+
+
+def check_methods(end: object) -> None:
+    """Check that a source or sink declares its capabilities, and has the methods of each.
+
+    Raises:
+        ConfigError: it does not; names what is missing.
+    """
+    kind = type(end).__name__
+    declared = getattr(end, "capabilities", None)
+    if not isinstance(declared, WeightCapabilities):
+        raise ConfigError(f"{kind}.capabilities must be a WeightCapabilities; got {declared!r}.")
+    for capability, methods in _METHODS.items():
+        for method in methods if getattr(declared, capability) else ():
+            if not hasattr(end, method):
+                raise ConfigError(
+                    f"{kind} declares {capability} but has no method {method!r}. Implement it, or do not declare it in its capabilities."
+                )

@@ -20,6 +20,7 @@ from rl_megatron_peft.backend.train.forward_backward import log_probs
 from rl_megatron_peft.peft.adapter import Adapter, peft_tensors, read_adapter, write_adapter_files
 from rl_megatron_peft.peft.lora_config import LoraConfig
 from rl_protocol import BatchData, ConfigError, WeightTensor
+from rl_protocol.ports import WeightCapabilities
 from rl_protocol.torch import to_weight
 
 
@@ -45,6 +46,8 @@ class PolicyLoss(Protocol):
 
 class MegatronPolicyBackend(MegatronLearner[PolicyLoss]):
     """PolicyBackend over Megatron-Core. For the arguments see MegatronLearner."""
+
+    capabilities = WeightCapabilities()
 
     def compute_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
         def read_columns(micro: BatchData, logits: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from rl_protocol.ports.replay import GroupFailure, GroupStatus, Lease, ReplayBuf
 from rl_protocol.ports.reward import RewardFunction
 from rl_protocol.ports.rollout import Generation, GenerationRequest, ImageInput, RolloutEngine, SamplingParams
 from rl_protocol.ports.training import CriticBackend, PolicyBackend
-from rl_protocol.ports.weights import WeightReceiver, WeightSender, WeightSync, WeightSyncReport
+from rl_protocol.ports.weights import WeightCapabilities, WeightReceiver, WeightSender, WeightSync, WeightSyncReport
 
 __all__ = [
     "CriticBackend",
@@ -32,6 +32,7 @@ __all__ = [
     "SamplingParams",
     "SessionResult",
     "Traffic",
+    "WeightCapabilities",
     "WeightReceiver",
     "WeightSender",
     "WeightSync",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -10,9 +11,35 @@ import msgspec
 from rl_protocol.batch.weight_tensor import WeightTensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class WeightCapabilities:
+    """What a WeightSender or WeightReceiver can do beyond the methods of its port.
+
+    The weight engine defines the optional methods, and calls only those that are declared.
+
+    Attributes:
+        direct: a sender writes its weights into given memory: `layout`, `write_weights`.
+        adapters: a receiver loads LoRA adapters: `load_adapter`.
+        adopts: a receiver computes with weights in shared memory: `adopt_weights`.
+        pauses: a receiver aborts running requests: `pause`, `resume`.
+        sleeps: a receiver frees device memory: `sleep`, `wake`.
+    """
+
+    direct: bool = False
+    adapters: bool = False
+    adopts: bool = False
+    pauses: bool = False
+    sleeps: bool = False
+
+
 @runtime_checkable
 class WeightSender(Protocol):
     """Source of the newest weights: a policy under training."""
+
+    @property
+    def capabilities(self) -> WeightCapabilities:
+        """What it can do beyond this port."""
+        ...
 
     def named_weights(self) -> Iterable[WeightTensor]:
         """Yield every parameter and buffer the rollout engine needs, under Hugging Face names, in a
@@ -23,6 +50,11 @@ class WeightSender(Protocol):
 @runtime_checkable
 class WeightReceiver(Protocol):
     """Sink of weights: a rollout engine."""
+
+    @property
+    def capabilities(self) -> WeightCapabilities:
+        """What it can do beyond this port."""
+        ...
 
     @property
     def weight_version(self) -> int:

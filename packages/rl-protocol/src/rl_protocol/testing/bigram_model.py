@@ -17,7 +17,7 @@ from rl_protocol.batch.batch_data import BatchData
 from rl_protocol.batch.columns import RaggedColumn
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import RolloutError, WeightSyncError
-from rl_protocol.ports import Generation, GenerationRequest, SamplingParams
+from rl_protocol.ports import Generation, GenerationRequest, SamplingParams, WeightCapabilities
 
 VOCABULARY = 8
 EOS = 1
@@ -48,6 +48,8 @@ def transitions(batch: BatchData) -> tuple[npt.NDArray[np.int64], npt.NDArray[np
 
 class BigramPolicy:
     """PolicyBackend: one policy-gradient step per update."""
+
+    capabilities = WeightCapabilities()
 
     def __init__(self, *, learning_rate: float = 0.1, seed: int = 0) -> None:
         self._table = initial_table(seed)
@@ -110,6 +112,8 @@ class BigramCritic:
 
 class BigramEngine:
     """RolloutEngine over the same table."""
+
+    capabilities = WeightCapabilities()
 
     def __init__(self, *, seed: int = 0) -> None:
         self._table = initial_table(seed)

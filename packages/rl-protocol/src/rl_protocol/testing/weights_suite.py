@@ -11,7 +11,7 @@ import pytest
 
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
-from rl_protocol.ports import WeightReceiver, WeightSender
+from rl_protocol.ports import WeightCapabilities, WeightReceiver, WeightSender
 
 
 def bytes_of(weights: Sequence[WeightTensor]) -> list[tuple[str, str, tuple[int, ...], bytes]]:
@@ -25,6 +25,10 @@ class WeightSenderSuite:
     def open_sender(self) -> AbstractContextManager[WeightSender]:
         """A sender with at least one weight, released when the context ends."""
         raise NotImplementedError
+
+    def test_declares_what_it_can_do(self) -> None:
+        with self.open_sender() as sender:
+            assert isinstance(sender.capabilities, WeightCapabilities)
 
     def test_names_are_unique_and_come_in_a_fixed_order(self) -> None:
         with self.open_sender() as sender:
@@ -51,6 +55,10 @@ class WeightReceiverSuite:
         with pytest.raises(WeightSyncError, match=name.replace(".", r"\.")):
             receiver.load_weights(weights, before + 1)
         assert receiver.weight_version == before
+
+    def test_declares_what_it_can_do(self) -> None:
+        with self.open_receiver() as (receiver, _):
+            assert isinstance(receiver.capabilities, WeightCapabilities)
 
     def test_a_version_becomes_active(self) -> None:
         with self.open_receiver() as (receiver, weights):

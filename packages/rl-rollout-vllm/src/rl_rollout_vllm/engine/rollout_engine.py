@@ -1,4 +1,4 @@
-"""VLLMRolloutEngine: the ports RolloutEngine, WeightReceiver and AdapterReceiver over vLLM."""
+"""VLLMRolloutEngine: the port RolloutEngine over vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import ConfigError
-from rl_protocol.ports import Generation, GenerationRequest, SamplingParams
+from rl_protocol.ports import Generation, GenerationRequest, SamplingParams, WeightCapabilities
 from rl_rollout_vllm.config import VLLMConfig
 from rl_rollout_vllm.engine.admission import AdmissionControl
 from rl_rollout_vllm.engine.engine_client import EngineClient, MemoryPart
@@ -75,6 +75,13 @@ class VLLMRolloutEngine:
         self._control = EngineControl(self._client, admission, self._requests, self._loader, self._active)
 
     # -- generation
+
+    @property
+    def capabilities(self) -> WeightCapabilities:
+        """It pauses, takes adapters if memory is reserved for them, and sleeps if vLLM can."""
+        return WeightCapabilities(
+            pauses=True, adapters=self._config.adapter is not None, sleeps=bool(self._client.sleep_levels)
+        )
 
     @property
     def weight_version(self) -> int:

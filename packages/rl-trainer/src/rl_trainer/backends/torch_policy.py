@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
 from rl_protocol import BatchData, ConfigError, OutputError, WeightTensor
+from rl_protocol.ports import WeightCapabilities
 from rl_protocol.torch import to_weight
 from rl_trainer.algorithms.batching import schedule_rows
 from rl_trainer.algorithms.log_probs import sum_pi_squared, token_log_probs
@@ -61,6 +62,8 @@ class TorchPolicyBackend:
         strategy: how the model is spread over ranks; None: not at all, it is in this process.
         options: see PolicyOptions.
     """
+
+    capabilities = WeightCapabilities()
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from rl_protocol import RolloutError, WeightSyncError, WeightTensor
-from rl_protocol.ports import Generation, GenerationRequest, SamplingParams
+from rl_protocol.ports import Generation, GenerationRequest, SamplingParams, WeightCapabilities
 from rl_protocol.torch import TORCH_DTYPES, lent_weight, torch_dtype_name
 from rl_trainer.backends.loading import Facts, load_model
 from rl_trainer.backends.token_batch import image_inputs
@@ -111,6 +111,11 @@ class HFRolloutEngine:
         self._facts = Facts.of(self._model)
 
     @property
+    def capabilities(self) -> WeightCapabilities:
+        """It adopts weights; with `lora` it takes adapters, and copies the weights they change."""
+        return WeightCapabilities(adapters=self._merged is not None, adopts=self._merged is None)
+
+    @property
     def weight_version(self) -> int:
         """Version of the active weights."""
         return self._version
@@ -127,8 +132,6 @@ class HFRolloutEngine:
     def adopt_weights(self, weights: Iterable[WeightTensor], version: int, watch: Callable[[], None]) -> None:
         """Generate with the given memory, read-only, instead of a copy.
 
-        An engine that takes adapters copies the weights, since it merges adapters into its own.
-
         Args:
             weights: as for `load_weights`.
             version: their version.
@@ -138,9 +141,6 @@ class HFRolloutEngine:
         Raises:
             WeightSyncError: as for `load_weights`.
         """
-        if self._merged is not None:
-            self.load_weights(weights, version)
-            return
         self._model.load_state_dict(self._whole(weights, version), assign=True)
         self._version, self._watch = version, watch
 
