@@ -12,15 +12,15 @@ import secrets
 import signal
 import threading
 from collections.abc import AsyncGenerator, Generator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray._private import ray_constants
 
 from rl_app_ppo.cluster.environment import environment
+from rl_app_ppo.cluster.head_node import head_node
 from rl_app_ppo.config.schema import LOCAL, RayConfig, TrainerConfig
 from rl_protocol import ConfigError, WorkerError
 from rl_protocol.support.temporary_folders import temporary_folder
@@ -59,8 +59,6 @@ TASK_EVENTS = "RAY_task_events_report_interval_ms"
 """0: Ray keeps no record of calls. Profiled steps need it for the timeline; it costs time per step.
 """
 
-OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MiB; batches do not pass through the object store
-
 
 def write_timeline(path: Path) -> None:
     """Write Ray's timeline of all calls so far, for chrome://tracing and Perfetto.
@@ -98,35 +96,33 @@ async def ray_session(config: RayConfig, trainer: TrainerConfig) -> AsyncGenerat
     Raises:
         WorkerError: Ray did not start in time, or the cluster can't be joined.
     """
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         threads = str(trainer.threads_per_worker or 1)
         stack.enter_context(environment({"OMP_NUM_THREADS": threads}))  # the workers inherit it
-        own: dict[str, Any] = {}
+        folder: Path | None = None
         if config.address == LOCAL:
             if not trainer.profile_steps:
                 stack.enter_context(environment({TASK_EVENTS: os.environ.get(TASK_EVENTS, "0")}))
-            own = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
-            own["_temp_dir"] = str(stack.enter_context(private_folder()))
-        await _init(config, own)
-        stack.callback(ray.shutdown)
+            folder = stack.enter_context(private_folder())
+        starting = asyncio.create_task(asyncio.to_thread(_start, config.address, folder, stack))
+        stack.push_async_callback(asyncio.wait, [starting])  # if it is late or cancelled: stop it once it has started
+        try:
+            async with asyncio.timeout(config.start_timeout_s):
+                await asyncio.shield(starting)
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            raise WorkerError(
+                f"Ray did not start ({config.address}): {error}. Stop a stale session with 'ray stop', or set ray.address to a running "
+                "cluster."
+            ) from error
         if threading.current_thread() is threading.main_thread():
             # Restore our handler: that of Ray prints a stack and aborts the process 3 s later.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         yield
 
 
-async def _init(config: RayConfig, own: dict[str, Any]) -> None:
-    try:
-        async with asyncio.timeout(config.start_timeout_s):
-            await asyncio.to_thread(
-                ray.init,
-                address=config.address,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                configure_logging=True,
-                **own,
-            )
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        raise WorkerError(
-            f"Ray did not start ({config.address}): {error}. Stop a stale session with 'ray stop', or set ray.address to a running cluster."
-        ) from error
+def _start(address: str, folder: Path | None, stack: AsyncExitStack) -> None:
+    """Connect to the Ray at an address, or start one in `folder`; `stack` shuts it down."""
+    if folder is not None:
+        address = stack.enter_context(head_node(folder))
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
+    stack.callback(ray.shutdown)
