@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_app_ppo.demo import cache
+from rl_app_ppo.demo.cache import entry_path
 from rl_app_ppo.demo.settings import ModelSettings, WarmUpSettings
-from rl_app_ppo.demo.warmup import cached_base_model, entry_path, warm_up
+from rl_app_ppo.demo.warmup import cached_base_model, warm_up
 
 TINY = WarmUpSettings(
     train_size=50,

@@ -55,15 +55,24 @@ def _recorder(tmp_path, sinks):
     return Recorder(screen, sinks, 5, warnings, startup), warnings
 
 
-def test_the_first_line_of_metrics_holds_the_times_of_the_start_and_no_other_does(tmp_path):
+def test_the_first_lines_of_metrics_hold_the_times_of_the_start_and_no_other_does(tmp_path):
     sink = Sink()
     recorder, _ = _recorder(tmp_path, [sink])
-    recorder.on_step(0, {"a": 1.0})
-    recorder.on_step(1, {"a": 2.0})
-    (_, first), second = sink.lines
-    assert first.keys() == {"a", "startup_s/ray", "startup_s/total"}
-    assert 0 <= first["startup_s/ray"] <= first["startup_s/total"]
-    assert second == (1, {"a": 2.0})
+    for step in range(3):
+        recorder.on_step(step, {"a": 1.0})
+    (_, validation), (_, first), second = sink.lines
+    assert validation.keys() == {"a", "startup_s/ray", "startup_s/total"}
+    assert first.keys() == {"a", "startup_s/first_step"}
+    assert 0 <= validation["startup_s/ray"] <= validation["startup_s/total"] <= first["startup_s/first_step"]
+    assert second == (2, {"a": 1.0})
+
+
+def test_without_a_validation_the_first_step_holds_all_times_of_the_start(tmp_path):
+    sink = Sink()
+    recorder, _ = _recorder(tmp_path, [sink])
+    recorder.on_step(3, {})
+    ((_, first),) = sink.lines
+    assert first.keys() == {"startup_s/ray", "startup_s/total", "startup_s/first_step"}
 
 
 def test_the_curve_is_a_png(tmp_path):

@@ -15,7 +15,12 @@ from rl_ckpt_engine import PluginPolicy
 
 
 def launch(
-    config: AppConfig, plugins: PluginPolicy, out: Console, variables: Mapping[str, str] | None = None
+    config: AppConfig,
+    plugins: PluginPolicy,
+    out: Console,
+    variables: Mapping[str, str] | None = None,
+    *,
+    before_s: float | None = None,
 ) -> TrainResult:
     """Train as configured, and print progress and outcome.
 
@@ -24,13 +29,14 @@ def launch(
         plugins: which plug-ins of the weight synchronization the operator allows.
         out: where to print.
         variables: environment variables of the run, besides Ray's.
+        before_s: seconds since the command was given; None: the call is the start.
 
     Raises:
         RLError: as `training.run_training`.
         KeyboardInterrupt: the run was interrupted; its processes have ended.
     """
     settings = ray_settings(local=config.ray.address == LOCAL)
-    startup = Startup(lambda line: out.print(Text(line), soft_wrap=True))
+    startup = Startup(lambda line: out.print(Text(line), soft_wrap=True), before_s=before_s)
     with environment(settings | dict(variables or {})):
         try:
             with startup.phase("imports", "importing libraries"):

@@ -21,6 +21,7 @@ from rl_app_ppo.cli.json_schema import schema_text
 from rl_app_ppo.cli.option_names import help_of
 from rl_app_ppo.config.loading import load_config, options, resolve, to_yaml
 from rl_app_ppo.config.presets import algorithms, presets
+from rl_app_ppo.outputs.startup_times import command_age
 from rl_ckpt_engine import load_policy
 from rl_protocol import ConfigError, OutputError, RLError
 
@@ -137,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             out.print(Text(answer), end="", soft_wrap=True)
             return 0
         plugins = load_policy(allow_unsafe_plugins=UNSAFE_PLUGINS in arguments.flags)
-        launch(load_config(arguments.overrides, arguments.config_file), plugins, out)
+        launch(load_config(arguments.overrides, arguments.config_file), plugins, out, before_s=command_age())
         return 0
     except RLError as error:
         wrong_input = isinstance(error, ConfigError | OutputError)

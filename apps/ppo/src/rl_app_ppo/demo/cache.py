@@ -17,12 +17,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_app_ppo.demo.settings import WarmUpSettings, content_hash
 from rl_protocol.support.temporary_folders import temporary_folder
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 UNFINISHED = ".unfinished-"
 """Prefix of the names of unfinished entries."""
+
+
+def entry_path(cache_dir: Path, settings: WarmUpSettings) -> Path:
+    """Folder of the base model of these settings in the cache."""
+    return cache_dir / f"base-{content_hash(settings)[:16]}"
 
 
 def is_whole(entry: Path) -> bool:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from transformers.utils import logging
 
 from rl_app_ppo.demo.addition import Problem
-from rl_app_ppo.demo.cache import UNFINISHED, is_whole, publish
+from rl_app_ppo.demo.cache import UNFINISHED, entry_path, is_whole, publish
 from rl_app_ppo.demo.demos import DEMOS, Demo, Piece
 from rl_app_ppo.demo.model import build_tokenizer, fresh_model
 from rl_app_ppo.demo.settings import WarmUpSettings, content_hash
@@ -31,7 +31,6 @@ __all__ = [
     "WarmUpResult",
     "cached_base_model",
     "content_hash",
-    "entry_path",
     "right_answers",
     "warm_up",
 ]
@@ -170,11 +169,6 @@ class _Targets:
             torch.where(careless, self.careless.tokens[rows], self.right.tokens[rows]),
             torch.where(careless, self.careless.taught[rows], self.right.taught[rows]),
         )
-
-
-def entry_path(cache_dir: Path, settings: WarmUpSettings) -> Path:
-    """Folder of the base model of these settings in the cache."""
-    return cache_dir / f"base-{content_hash(settings)[:16]}"
 
 
 def cached_base_model(cache_dir: Path, settings: WarmUpSettings, on_step: OnStep | None = None) -> Path:

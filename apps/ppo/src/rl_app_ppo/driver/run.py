@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass, replace
@@ -13,10 +14,12 @@ from rl_app_ppo.cluster.lost_processes import fate, named_losses, ray_servers
 from rl_app_ppo.cluster.ray_session import ray_session, write_timeline
 from rl_app_ppo.config.loading import flat_settings, to_yaml
 from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.demo.cache import read_facts
 from rl_app_ppo.driver.replicas import Replica, ReplicaSync
 from rl_app_ppo.driver.weight_sync import OnStep, make_sync, measured
 from rl_app_ppo.driver.workers import WorkerPool
 from rl_app_ppo.inputs.data import about_validation, open_data, train_order
+from rl_app_ppo.inputs.demo_model import cached_demo_model
 from rl_app_ppo.inputs.model_path import given_model
 from rl_app_ppo.outputs.console import LossNotes, Screen
 from rl_app_ppo.outputs.metric_sinks import CONSOLE, logger_names, open_sinks
@@ -83,14 +86,11 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
         recorder = Recorder(
             screen, sinks, config.trainer.total_training_steps, warnings, startup, lines=CONSOLE in loggers
         )
-        with startup.phase("data_plane", "starting the data plane"):
-            local_plane = await stack.enter_async_context(_local_plane(config, files.logs, screen))
+        local_plane = await _start_servers(config, files.logs, stack, screen, startup)
+        servers = ray_servers()
+        stack.enter_context(named_losses(_plane_servers(local_plane) | servers))
         pool = WorkerPool(config, files)
-        with startup.phase("ray", "starting Ray"):
-            await stack.enter_async_context(ray_session(config.ray, config.trainer))
-            servers = ray_servers()
-            stack.enter_context(named_losses(_plane_servers(local_plane) | servers))
-            await pool.require_cpus()
+        await pool.require_cpus()
         stack.enter_context(closing(pool))
         pool.start()
         store = stack.enter_context(temporary_folder("rl-app-ppo-"))
@@ -133,19 +133,46 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
     return recorder
 
 
+async def _start_servers(
+    config: AppConfig, logs: Path, stack: AsyncExitStack, screen: Screen, startup: Startup
+) -> LocalPlane:
+    """Start the data plane and Ray side by side; `stack` stops them."""
+
+    async def start_plane() -> LocalPlane:
+        with startup.phase("data_plane", "starting the data plane"):
+            return await stack.enter_async_context(_local_plane(config, logs, screen))
+
+    plane = asyncio.create_task(start_plane())
+    try:
+        with startup.phase("ray", "starting Ray"):
+            await stack.enter_async_context(ray_session(config.ray, config.trainer))
+    finally:
+        local_plane = await plane
+    return local_plane
+
+
 async def _load_models(
     plan: RunPlan, pool: WorkerPool, plane: LocalPlane, store: Path, screen: Screen, startup: Startup
 ) -> Path:
     """Wait for the processes and load their models; returns the folder of the initial policy."""
-    model_path = given_model(plan.config)
-    if model_path is None:
-        with startup.phase("base_model", "making or finding the demo's base model"):
-            model_path = await pool.demo_model(screen, startup)
+    model_path = given_model(plan.config) or await _demo_model(plan.config, pool, screen, startup)
     with startup.phase("workers", f"starting {len(pool)} worker processes"):
         await pool.ready()
     with startup.phase("models", "workers load their models"):
         await pool.build(model_path, plane.descriptor, store, plan.plugins)
     return model_path
+
+
+async def _demo_model(config: AppConfig, pool: WorkerPool, screen: Screen, startup: Startup) -> Path:
+    """Find the demo's base model in the cache, or make it; returns its folder."""
+    path, how = cached_demo_model(config), "from the cache, no warm-up"
+    if path is None:
+        began = time.perf_counter()
+        with startup.phase("base_model", "making the demo's base model"):
+            path = await pool.make_demo_model(screen, startup)
+        how = f"supervised warm-up took {time.perf_counter() - began:.0f} s with the start of the workers"
+    screen.note(f"base model: {how}; accuracy {read_facts(path)['accuracy']:.3f} ({path})")
+    return path
 
 
 async def _connect_plane(

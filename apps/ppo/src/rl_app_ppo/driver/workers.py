@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from rl_app_ppo.cluster.ray_actor import RayProcess, RayWorker
 from rl_app_ppo.config.loading import to_yaml
 from rl_app_ppo.config.placement import Role, WorkerGroup, worker_groups
 from rl_app_ppo.config.schema import AppConfig
-from rl_app_ppo.demo.cache import read_facts
 from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_app_ppo.outputs.startup_times import Startup
@@ -99,24 +97,16 @@ class WorkerPool:
         timeout_s = self._config.ray.start_timeout_s
         await asyncio.gather(*(process.ready(timeout_s) for process in self.processes))
 
-    async def demo_model(self, screen: Screen, startup: Startup) -> Path:
-        """Have the first actor make or find the demo's base model; returns its folder."""
-        start, path, warmed_up = time.perf_counter(), "", False
+    async def make_demo_model(self, screen: Screen, startup: Startup) -> Path:
+        """Have the first actor make the demo's base model; returns its folder."""
+        path = ""
         async for progress in self._of("actor")[0].process.warm_up(to_yaml(self._config)):
             if progress.path:
                 path = progress.path
                 continue
-            warmed_up = True
             startup.describe(f"warm-up of the demo's base model, step {progress.step} of at most {progress.total}")
             screen.bar("warm-up", progress.step, progress.total)
         screen.clear_bar()
-        how = (
-            f"supervised warm-up took {time.perf_counter() - start:.0f} s with the start of the workers"
-            if warmed_up
-            else "from the cache, no warm-up"
-        )
-        accuracy = read_facts(Path(path))["accuracy"]
-        screen.note(f"base model: {how}; accuracy {accuracy:.3f} ({path})")
         return Path(path)
 
     async def build(self, model_path: Path, plane: PlaneDescriptor, store: Path, plugins: PluginPolicy) -> None:

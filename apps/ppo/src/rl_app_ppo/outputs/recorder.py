@@ -31,19 +31,19 @@ class Recorder:
         self._total = total
         self._warnings = warnings
         self._startup: Startup | None = startup
-        """None: its metrics have been recorded."""
+        """None: the first training step is done."""
+        self._first = True
         self.reward: list[tuple[int, float]] = []
         self.validation: list[tuple[int, float]] = []
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one step; step 0 is the validation before training.
 
-        The first step also has the times of the start.
+        The first one also has the times of the start, and the first training step the time from the
+        command to its end.
         """
         if self._startup is not None:
-            self._startup.end()
-            metrics = {**metrics, **self._startup.metrics()}
-            self._startup = None
+            metrics = {**metrics, **self._start_times(self._startup, step)}
         accuracy = self.remember(step, metrics)
         for sink in self._sinks:
             sink.log(step, metrics)
@@ -53,6 +53,18 @@ class Recorder:
             self._screen.note(f"before training: validation accuracy {accuracy:.3f}")
         self._warnings.look(step, metrics)
         self._screen.bar("training", step, self._total)
+
+    def _start_times(self, startup: Startup, step: int) -> dict[str, float]:
+        startup.end()
+        times = startup.metrics() if self._first else {}
+        self._first = False
+        if step:
+            metric, line = startup.first_step()
+            self._startup = None
+            times |= metric
+            if self._lines:
+                self._screen.note(line)
+        return times
 
     def remember(self, step: int, metrics: Mapping[str, float]) -> float | None:
         """Add one step to the curves; returns its validation accuracy, or None."""

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 EVERY_S = 4.0
 """Seconds between two lines."""
 
 
+def command_age() -> float:
+    """Seconds since the command of this process was given: its start, or that of its `uv run`."""
+    pid = os.getppid() if Path(f"/proc/{os.getppid()}/comm").read_text().strip() == "uv" else os.getpid()
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    started = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # field 22, starttime in ticks since boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+@dataclass(eq=False, slots=True)
+class _Phase:
+    what: str
+    began: float
+
+
 class Startup:
     """Times phases and reports the current one from a thread, also while the caller is blocked.
+
+    Args:
+        say: prints a line.
+        every_s: seconds between two lines.
+        before_s: seconds since the command was given, the phase `process`; None: the start is the
+            call of train().
 
     Lifecycle: `phase` or `begin` as often as needed; `end` after the last one. Safe to end twice.
 
@@ -24,33 +47,36 @@ class Startup:
         startup.metrics()   # {"startup_s/ray": 2.1, "startup_s/total": 2.1}
     """
 
-    def __init__(self, say: Callable[[str], None], every_s: float = EVERY_S) -> None:
+    def __init__(self, say: Callable[[str], None], every_s: float = EVERY_S, *, before_s: float | None = None) -> None:
         self._say = say
         self._every_s = every_s
-        self._start = self._began = time.perf_counter()
-        self._seconds: dict[str, float] = {}
+        self._start = time.perf_counter() - (before_s or 0.0)
+        self._seconds: dict[str, float] = {} if before_s is None else {"process": before_s}
         self._total: float | None = None
-        self._what = ""
+        self._running: list[_Phase] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._report, name="startup", daemon=True)
         self._thread.start()
 
     @contextmanager
     def phase(self, name: str, what: str) -> Generator[None]:
-        """Time a phase; `what` is the text of its lines."""
-        self.begin(what)
+        """Time a phase; `what` is the text of its lines. Phases may overlap."""
+        phase = self.begin(what)
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - self._began
+            self._running.remove(phase)
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - phase.began
 
-    def begin(self, what: str) -> None:
+    def begin(self, what: str) -> _Phase:
         """Name the phase that starts now."""
-        self._what, self._began = what, time.perf_counter()
+        phase = _Phase(what, time.perf_counter())
+        self._running.append(phase)
+        return phase
 
     def describe(self, what: str) -> None:
-        """Change the text of the current phase without restarting its time."""
-        self._what = what
+        """Change the text of the newest phase without restarting its time."""
+        self._running[-1].what = what
 
     def done(self) -> None:
         """End the start: later phases do not count in the total."""
@@ -67,7 +93,13 @@ class Startup:
         total = time.perf_counter() - self._start if self._total is None else self._total
         return {f"startup_s/{name}": seconds for name, seconds in self._seconds.items()} | {"startup_s/total": total}
 
+    def first_step(self) -> tuple[dict[str, float], str]:
+        """The metric of the first training step, which has ended now, and a line of all phases."""
+        seconds = time.perf_counter() - self._start
+        phases = ", ".join(f"{name} {duration:.1f}" for name, duration in self._seconds.items())
+        return {"startup_s/first_step": seconds}, f"start: first step done after {seconds:.1f} s ({phases})"
+
     def _report(self) -> None:
         while not self._ended.wait(self._every_s):
-            if self._what:
-                self._say(f"  {self._what} ({time.perf_counter() - self._began:.0f} s)")
+            for phase in self._running[-1:]:
+                self._say(f"  {phase.what} ({time.perf_counter() - phase.began:.0f} s)")

@@ -9,9 +9,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from rl_app_ppo.config.loading import from_yaml
-from rl_app_ppo.demo.demos import DEMOS
-from rl_app_ppo.demo.settings import WarmUpSettings
-from rl_app_ppo.demo.warmup import cached_base_model
+from rl_app_ppo.inputs.demo_model import warm_up_settings
 from rl_app_ppo.worker.cores import cores_of_each
 
 
@@ -36,21 +34,13 @@ def share_cores(processes: int) -> None:
 def demo_model(config: str, report: Callable[[int, int, float], None]) -> Path:
     """Make the demo model of this configuration, or find it in the cache; returns its folder."""
     app = from_yaml(config)
-    demo = DEMOS[app.data.demo]
-    settings = WarmUpSettings(
-        demo=app.data.demo,
-        careless_share=demo.careless_share,
-        target_probability=demo.target_probability,
-        seed=app.data.seed,
-        data_seed=app.data.seed,
-        train_size=app.data.train_size,
-        validation_size=app.data.val_size,
-    )
+    from rl_app_ppo.demo.warmup import cached_base_model  # transformers' model classes
+
     threads = torch.get_num_threads()
     torch.set_num_threads(max(threads, 2))  # the other processes wait for this one
     try:
         return cached_base_model(
-            Path(app.model.cache_dir).expanduser(), settings, lambda s, t, loss, _: report(s, t, loss)
+            Path(app.model.cache_dir).expanduser(), warm_up_settings(app), lambda s, t, loss, _: report(s, t, loss)
         )
     finally:
         torch.set_num_threads(threads)
