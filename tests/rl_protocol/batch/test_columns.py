@@ -193,6 +193,15 @@ def test_object_bytes_that_are_not_msgpack_are_a_wire_error_when_read(raw: bytes
         column.row(0)
 
 
+def test_reading_all_values_names_the_row_that_is_not_msgpack():
+    good = ObjectColumn.from_values(["a", {"b": 1}])
+    assert good.values() == ["a", {"b": 1}]
+    raw = bytes(good.data) + b"\xc1"
+    broken = ObjectColumn(np.frombuffer(raw, np.uint8), np.array([*good.offsets, len(raw)]))
+    with pytest.raises(WireError, match="Row 2"):
+        broken.values()
+
+
 def test_row_numbers_past_the_end_are_an_error():
     with pytest.raises(IndexError):
         ragged([[1]], "int8").row(1)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -192,7 +193,9 @@ class RaggedColumn:
 
     def rows(self) -> list[AnyArray]:
         """All rows as views."""
-        return [self.row(i) for i in range(len(self))]
+        ends = self.offsets.tolist()
+        rows = [self.values[start:stop] for start, stop in pairwise(ends)]
+        return [np.moveaxis(row, 0, self.ragged_dim) for row in rows] if self.ragged_dim else rows
 
     def take(self, rows: npt.NDArray[np.int64]) -> RaggedColumn:
         flat, offsets = gather_ranges(self.offsets, rows)
@@ -293,8 +296,16 @@ class ObjectColumn:
             raise WireError(f"Row {i} of an object column is not msgpack: {error}.") from error
 
     def values(self) -> list[Any]:
-        """Every row decoded."""
-        return [self.row(i) for i in range(len(self))]
+        """Every row decoded.
+
+        Raises:
+            WireError: the bytes of a row are not msgpack.
+        """
+        data, decode = self.data.data, msgspec.msgpack.Decoder[Any]().decode
+        try:
+            return [decode(data[start:stop]) for start, stop in pairwise(self.offsets.tolist())]
+        except UNREADABLE:
+            return [self.row(i) for i in range(len(self))]  # raises with the number of the row
 
     def take(self, rows: npt.NDArray[np.int64]) -> ObjectColumn:
         flat, offsets = gather_ranges(self.offsets, rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from rl_protocol.errors import BatchError
@@ -9,6 +11,8 @@ from rl_protocol.errors import BatchError
 SEPARATOR = "/"
 MAX_DIGITS = 18
 """Most digits of a number in the text form; keeps both numbers within int64."""
+_NUMBER = f"(0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})"
+_CANONICAL = re.compile(f"([^{SEPARATOR}]+){SEPARATOR}{_NUMBER}{SEPARATOR}{_NUMBER}")
 
 
 class RowKey(msgspec.Struct, frozen=True, order=True):
@@ -49,9 +53,10 @@ class RowKey(msgspec.Struct, frozen=True, order=True):
     @classmethod
     def parse(cls, text: str) -> RowKey:
         """Parse the canonical text form."""
-        uid, *numbers = text.split(SEPARATOR)
-        if len(numbers) == 2 and all(n.isascii() and n.isdigit() and len(n) <= MAX_DIGITS for n in numbers):
-            key = cls(uid, int(numbers[0]), int(numbers[1]))
-            if key.text == text:
-                return key
-        raise BatchError(f"Not a row key: {text!r}; expected 'uid{SEPARATOR}session{SEPARATOR}index' such as 'p7/3/0'.")
+        found = _CANONICAL.fullmatch(text)
+        if found is None:
+            raise BatchError(
+                f"Not a row key: {text!r}; expected 'uid{SEPARATOR}session{SEPARATOR}index' such as 'p7/3/0'."
+            )
+        uid, session, index = found.groups()
+        return cls(uid, int(session), int(index))
