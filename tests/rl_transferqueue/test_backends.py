@@ -246,7 +246,7 @@ def test_a_full_backend_makes_puts_wait_and_loses_nothing(installed: Path) -> No
     async def main(plane: LocalPlane) -> None:
         async with await connect(plane.descriptor) as client:
             first = await client.put("p", ["a"], rows_of(1, 2 * MIB))
-            with pytest.raises(CapacityTimeout, match=r"transfer_queue\.capacity_mb"):
+            with pytest.raises(CapacityTimeout, match=r"TransferQueueConfig\.capacity_mb"):
                 await client.put("p", ["b"], rows_of(2, 2 * MIB), timeout_s=0.1)
             waiting = asyncio.ensure_future(client.put("p", ["b"], rows_of(2, 2 * MIB), timeout_s=60))
             await asyncio.sleep(0.05)
@@ -389,7 +389,9 @@ class TestMooncakeBackend(StoredSuite):
         asyncio.run(main())
 
     def test_without_a_master_the_start_says_what_to_set(self, tmp_path: Path) -> None:
-        with pytest.raises((ConfigError, PlaneLostError, DataPlaneError), match=r"transfer_queue\.backend_address"):
+        with pytest.raises(
+            (ConfigError, PlaneLostError, DataPlaneError), match=r"TransferQueueConfig\.backend_address"
+        ):
             start_local_plane(TransferQueueConfig(backend="mooncake"), tmp_path)
 
 

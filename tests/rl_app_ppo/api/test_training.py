@@ -65,6 +65,12 @@ def test_a_run_that_fails_has_the_reason_in_its_log(launch, tmp_path):
     )
 
 
+def test_an_error_of_a_package_and_the_log_have_the_keys_of_the_app(launch, tmp_path):
+    with pytest.raises(WorkerError, match=r"raise transfer_queue\.capacity_mb"):
+        launch(WorkerError("raise TransferQueueConfig.capacity_mb"))
+    assert "raise transfer_queue.capacity_mb" in (tmp_path / "out" / "a" / "logs" / "driver.log").read_text()
+
+
 def test_a_finished_run_is_not_touched(launch, tmp_path, monkeypatch):
     from rl_app_ppo.outputs.resume import Start
 

@@ -477,7 +477,7 @@ def test_requests_that_cannot_be_served_are_named(opened):
     engine, client = opened(max_model_len=16)
     for prompt, message in (
         ((), r"'p', session 0: the prompt has no tokens"),
-        ((2,) * 11, r"'p', session 0.*11 tokens.*rollout\.response_length=6.*17.*16 \(max_model_len\)"),
+        ((2,) * 11, r"'p', session 0.*11 tokens.*SamplingParams\.max_new_tokens=6.*17.*16 \(max_model_len\)"),
         ((2, 8), r"'p', session 0: token ids must lie in 0\.\.7; got 2 to 8"),
     ):
         with pytest.raises(RolloutError, match=message):

@@ -179,7 +179,7 @@ def test_what_was_taken_and_not_committed_is_finished_after_a_restore() -> None:
     [("groups_per_version", 0), ("max_staleness", -1), ("min_sessions", 0), ("max_attempts", 0), ("lease_s", 0.0)],
 )
 def test_settings_out_of_range_are_named(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"replay\.{name}"):
+    with pytest.raises(ConfigError, match=rf"ReplayConfig\.{name}"):
         ReplayConfig(**({"groups_per_version": 1} | {name: value}))  # type: ignore[arg-type]
 
 

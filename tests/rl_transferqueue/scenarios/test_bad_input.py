@@ -115,7 +115,7 @@ MATRIX: dict[str, tuple[Call, type[Exception], str]] = {
     "a-row-larger-than-a-unit": (
         lambda plane: plane.put("large", ["new0"], BatchData({"x": dense(np.zeros((1, 17 * MIB), np.uint8))})),
         BatchError,
-        r"can never fit .*transfer_queue\.capacity_mb",
+        r"can never fit .*TransferQueueConfig\.capacity_mb",
     ),
     "get-unknown-key": (lambda plane: plane.get(meta("old", "ghost"), ["score"]), MissingDataError, "first is 'ghost'"),
     "get-unknown-partition": (

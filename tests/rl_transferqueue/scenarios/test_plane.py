@@ -157,7 +157,9 @@ def test_a_full_plane_makes_puts_wait_and_says_what_is_missing() -> None:
             for i in range(2):
                 await one.put("p", [f"a{i}", f"b{i}"], rows_of(i, 2, 2 * MIB))
             began = time.monotonic()
-            with pytest.raises(CapacityTimeout, match=r"65536 bytes.* 0 of 4194304 bytes.*transfer_queue\.capacity_mb"):
+            with pytest.raises(
+                CapacityTimeout, match=r"65536 bytes.* 0 of 4194304 bytes.*TransferQueueConfig\.capacity_mb"
+            ):
                 await two.put("p", ["c"], rows_of(3, 1, 65536), timeout_s=0.2)
             assert time.monotonic() - began > 0.15
             assert (await two.list_rows("p")).keys == ("a0", "b0", "a1", "b1")
@@ -180,7 +182,7 @@ def test_a_full_plane_makes_puts_wait_and_says_what_is_missing() -> None:
 def test_a_batch_no_unit_could_hold_is_refused_at_once(plane: LocalPlane) -> None:
     async def main() -> None:
         async with await connect(plane.descriptor) as client:
-            with pytest.raises(BatchError, match=r"transfer_queue\.capacity_mb"):
+            with pytest.raises(BatchError, match=r"TransferQueueConfig\.capacity_mb"):
                 await client.put("p", ["a"], rows_of(1, 1, 17 * MIB))
 
     asyncio.run(main())

@@ -123,8 +123,8 @@ class CheckpointEngineRegistry:
             return self.get(config.backend)
         if config.backend in _BUILT_IN:
             raise ConfigError(
-                f"checkpoint_engine.custom_backend_module={custom} can't replace the engine {config.backend!r} of this package; set "
-                "checkpoint_engine.backend to the name of the plug-in's engine."
+                f"CheckpointEngineConfig.custom_backend_module={custom} can't replace the engine {config.backend!r} of this package; set "
+                "CheckpointEngineConfig.backend to the name of the plug-in's engine."
             )
         if config.backend not in self._loaded:
             offered = load_plugin("backends", custom, self._allowed())
@@ -197,8 +197,8 @@ def _check_registers(module: str, name: str) -> None:
     if base not in _REGISTERED:
         found = ", ".join(sorted(_REGISTERED)) or "none"
         raise ConfigError(
-            f"checkpoint_engine.custom_backend_module={module} is a module that registers no engine {name!r}; registered "
-            f"are {found}. Decorate the class with @CheckpointEngineRegistry.register({base!r}), or change checkpoint_engine.backend."
+            f"CheckpointEngineConfig.custom_backend_module={module} is a module that registers no engine {name!r}; registered "
+            f"are {found}. Decorate the class with @CheckpointEngineRegistry.register({base!r}), or change CheckpointEngineConfig.backend."
         )
 
 

@@ -272,7 +272,7 @@ def test_cuda_is_called_as_it_wants_to_be(monkeypatch: pytest.MonkeyPatch) -> No
 def test_without_a_device_or_the_bindings_the_error_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", Runtime(device=Code.cudaErrorNoDevice))
     with pytest.raises(
-        ConfigError, match=r"no CUDA device here: cudaErrorNoDevice\. Set checkpoint_engine\.backend to shm"
+        ConfigError, match=r"no CUDA device here: cudaErrorNoDevice\. Set CheckpointEngineConfig\.backend to shm"
     ):
         CheckpointEngineRegistry().create("cuda_ipc")
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)

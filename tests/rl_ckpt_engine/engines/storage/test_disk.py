@@ -102,7 +102,7 @@ def test_many_tensors_take_several_files(tmp_path: Path) -> None:
 
 
 def test_disk_says_what_to_set() -> None:
-    with pytest.raises(ConfigError, match=r"set checkpoint_engine\.directory"):
+    with pytest.raises(ConfigError, match=r"set CheckpointEngineConfig\.directory"):
         DiskEngine()
 
 

@@ -33,7 +33,7 @@ class SpaceMachine(RuleBasedStateMachine):
     @rule(session=SESSIONS, nbytes=SIZES)
     def reserve(self, session: bytes, nbytes: int) -> None:
         if nbytes > CAPACITY:
-            with pytest.raises(BatchError, match=r"transfer_queue\.capacity_mb"):
+            with pytest.raises(BatchError, match=r"TransferQueueConfig\.capacity_mb"):
                 self.capacity.reserve(session, nbytes)
             return
         span = self.capacity.reserve(session, nbytes)

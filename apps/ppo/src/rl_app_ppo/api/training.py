@@ -16,6 +16,7 @@ from rl_app_ppo.api.banner import described
 from rl_app_ppo.api.event_loop import run_interruptibly
 from rl_app_ppo.api.result import TrainResult
 from rl_app_ppo.checks.preflight import preflight
+from rl_app_ppo.config.full_keys import full_keys_in_errors
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.driver.run import RunPlan, run
 from rl_app_ppo.inputs.epochs import with_length
@@ -60,7 +61,7 @@ def run_training(config: AppConfig, plugins: PluginPolicy, out: Console, startup
     with occupied(files.folder), _removed_if_refused(created, files):
         notes = [*start.notes, *(set_aside(created.path) if start.set_aside else [])]
         write_config(written, files)
-        with _logged(files.logs / "driver.log"):
+        with _logged(files.logs / "driver.log"), full_keys_in_errors():
             logger.info("run %s starts", files.folder)
             screen = Screen(out)
             screen.header(described(config), files.folder)

@@ -8,6 +8,7 @@ from rl_app_ppo.checks.machine import check_gpus, check_installed_engines
 from rl_app_ppo.checks.memory import available_bytes, check_memory, check_plane_size, parameters, step_bytes
 from rl_app_ppo.checks.rewards import check_rewards, check_source
 from rl_app_ppo.checks.weight_engine import check_sync
+from rl_app_ppo.config.full_keys import full_keys_in_errors
 from rl_app_ppo.config.placement import rollout_in_actor
 from rl_app_ppo.config.presets import NO_PRESET, is_file
 from rl_app_ppo.config.schema import AppConfig
@@ -28,6 +29,7 @@ from rl_trainer.rollout.session_turns import SESSIONS
 from rl_transferqueue import check_plane
 
 
+@full_keys_in_errors()
 def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
     """Check a configuration; returns the graph of its steps.
 

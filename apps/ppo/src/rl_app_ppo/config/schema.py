@@ -327,6 +327,11 @@ class AppConfig(Options):
         """Whether a critic is trained."""
         return needs_critic(self.algorithm)
 
+    @condition("model_engine=" + " or ".join(name for name, spec in TRAINING_BACKENDS.items() if spec.packs_sequences))
+    def packs_sequences(self) -> bool:
+        """Whether the engine joins sequences, and cuts batches by tokens."""
+        return get_training_backend(self.model_engine).packs_sequences
+
     @property
     def ranks(self) -> int:
         """Processes that share each trained model."""

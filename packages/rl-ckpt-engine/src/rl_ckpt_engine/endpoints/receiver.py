@@ -104,7 +104,7 @@ class ReceiverEndpoint(EngineEndpoint):
         if wanted.engine != self._engine.name:
             raise WeightSyncError(
                 f"Replica {self._name!r} receives with engine {self._engine.name!r}, the sender sent with {wanted.engine!r}; "
-                "set the same checkpoint_engine.backend for both."
+                "set the same CheckpointEngineConfig.backend for both."
             )
         if wanted.kind == "lora" and not self._sink.capabilities.adapters:
             raise WeightSyncError(

@@ -317,5 +317,5 @@ def check_capabilities(engine: type[CheckpointEngine]) -> None:
             if getattr(engine, method) is getattr(CheckpointEngine, method):
                 raise ConfigError(
                     f"Engine {engine.name!r} declares {capability} but has no method {method!r}. Implement it, or set "
-                    "checkpoint_engine.backend to shm or tcp."
+                    "CheckpointEngineConfig.backend to shm or tcp."
                 )

@@ -60,7 +60,7 @@ class Deadline:
             raise WeightSyncError(f"{self._what} was stopped: {self._cancelled}.")
         if time.monotonic() >= self._end:
             raise WeightSyncError(
-                f"{self._what} did not finish within {self._timeout_s} s; raise checkpoint_engine.timeout_s or check the peer."
+                f"{self._what} did not finish within {self._timeout_s} s; raise CheckpointEngineConfig.timeout_s or check the peer."
             )
 
 

@@ -220,6 +220,6 @@ class CheckpointEngineManager:
         if not self._said_disabled:
             self._said_disabled = True
             _log.warning(
-                "Weight synchronization is disabled (checkpoint_engine.enabled): rollout keeps its initial weights."
+                "Weight synchronization is disabled (CheckpointEngineConfig.enabled is false): rollout keeps its initial weights."
             )
         return WeightSyncReport(version=version, num_bytes=0, seconds=0.0, receivers=())

@@ -24,6 +24,8 @@ class Option:
     type: str
     default: object
     spec: OptionSpec
+    kind: type[Any]
+    """The dataclass of its group."""
     needs: tuple[tuple[str, str], ...]
     """Conditions of its groups and its own: (group that it is seen from, condition)."""
     resume: Resume
@@ -75,6 +77,7 @@ def _walk(
                 type=_name(hint),
                 default=field.default,
                 spec=spec,
+                kind=kind,
                 needs=own,
                 resume=spec.resume or resume,
                 verl=same,

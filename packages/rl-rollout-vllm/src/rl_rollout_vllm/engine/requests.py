@@ -44,10 +44,12 @@ def _check_prompt(request: GenerationRequest, wanted: int, context: int, vocabul
     if not ids:
         raise RolloutError(f"{name}: the prompt has no tokens; every prompt needs at least one.")
     if request.images:
-        raise RolloutError(f"{name}: it has images, which this engine does not support; set rollout.name=hf.")
+        raise RolloutError(
+            f"{name}: it has images, which this engine does not support; use a rollout engine that reads images."
+        )
     if len(ids) + wanted > context:
         raise RolloutError(
-            f"{name}: the prompt has {len(ids)} tokens; with rollout.response_length={wanted} (max_new_tokens) that is "
+            f"{name}: the prompt has {len(ids)} tokens; with SamplingParams.max_new_tokens={wanted} that is "
             f"{len(ids) + wanted}, more than the engine's context of {context} (max_model_len)."
         )
     if not 0 <= min(ids) <= max(ids) < vocabulary:

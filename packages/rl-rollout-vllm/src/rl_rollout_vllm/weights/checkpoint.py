@@ -102,7 +102,7 @@ def require_shards(model: Mapping[str, Any], size: int) -> None:
     if heads % size or (shared % size and size % shared):
         raise ConfigError(
             f"The model has {heads} attention heads and {shared} for keys and values, which can't be divided over {size} processes: change "
-            "VLLMConfig.tensor_parallel_size (rollout.tensor_model_parallel_size)."
+            "VLLMConfig.tensor_parallel_size."
         )
 
 

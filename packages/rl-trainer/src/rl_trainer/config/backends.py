@@ -105,6 +105,7 @@ class TrainingBackendSpec:
         defaults: dotted keys whose default differs with this backend. Only keys that change how a
             step is computed: results are the same with every backend.
         sum_pi_squared: its policies can compute that column.
+        packs_sequences: it joins the sequences of a forward pass, or cuts batches by tokens.
         state: engines of one kind of state read each other's checkpoints; empty: its own kind.
 
     Raises:
@@ -115,6 +116,7 @@ class TrainingBackendSpec:
     group: str = ""
     defaults: Mapping[str, object] = field(default_factory=dict[str, object])
     sum_pi_squared: bool = True
+    packs_sequences: bool = True
     state: str = ""
 
     def reads_state_of(self, other: TrainingBackendSpec) -> bool:
@@ -141,7 +143,7 @@ TRAINING_BACKENDS: Mapping[str, TrainingBackendSpec] = {
             state="torch",
             defaults={"actor.use_remove_padding": True, "critic.use_remove_padding": True},
         ),
-        TrainingBackendSpec(name="megatron", group="megatron", sum_pi_squared=False),
+        TrainingBackendSpec(name="megatron", group="megatron", sum_pi_squared=False, packs_sequences=False),
     )
 }
 """By name: torch is one process on the CPU, fsdp is FSDP2, megatron is Megatron-Core."""

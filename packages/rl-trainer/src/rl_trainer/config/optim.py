@@ -48,13 +48,13 @@ class UpdateConfig(Options):
         0,
         "most tokens per forward pass, prompts included, instead of that; 0: not used",
         ge=0,
-        needs="model_engine!=megatron",
+        needs="packs_sequences",
         resume="free",
     )
     use_remove_padding: bool = option(
         False,
         "join the sequences of a forward pass end to end instead of padding them",
-        needs="model_engine!=megatron",
+        needs="packs_sequences",
         resume="free",
     )
 

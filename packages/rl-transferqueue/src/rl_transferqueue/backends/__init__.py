@@ -132,6 +132,6 @@ def _offered(name: str) -> EntryPoint:
     close = difflib.get_close_matches(name, names, 1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise ConfigError(
-        f"transfer_queue.backend: there is no backend {name!r}.{hint} Installed are {', '.join(names)}; others come with packages that "
+        f"TransferQueueConfig.backend: there is no backend {name!r}.{hint} Installed are {', '.join(names)}; others come with packages that "
         f"offer an entry point in group {ENTRY_POINT_GROUP}."
     )

@@ -34,7 +34,7 @@ class MooncakeStore:
     def __init__(self, share: Share, provide: int) -> None:
         if not share.address:
             raise ConfigError(
-                "transfer_queue.backend=mooncake needs transfer_queue.backend_address: host:port of mooncake_master."
+                "TransferQueueConfig.backend=mooncake needs TransferQueueConfig.backend_address: host:port of mooncake_master."
             )
         self._prefix = share.plane
         self._buffers = ReceivePool()
@@ -45,7 +45,7 @@ class MooncakeStore:
         if code:
             raise ConfigError(
                 f"Mooncake answered {code} at start with {protocol} from {host}: is mooncake_master at {share.address}, and can it reach "
-                f"{host}? Set transfer_queue.backend_address, {HOST} and {PROTOCOL}."
+                f"{host}? Set TransferQueueConfig.backend_address, {HOST} and {PROTOCOL}."
             )
 
     def put_block(self, key: str, parts: Sequence[Buffer]) -> None:
@@ -92,7 +92,7 @@ class MooncakeStore:
     def _check(self, what: str, code: int) -> None:
         if code:
             raise DataPlaneError(
-                f"Mooncake answered {code} to a {what}; its log says why (-200: no room, raise transfer_queue.capacity_mb)."
+                f"Mooncake answered {code} to a {what}; its log says why (-200: no room, raise TransferQueueConfig.capacity_mb)."
             )
 
 

@@ -72,7 +72,7 @@ class RayStore:
             raise DataPlaneError(f"Ray did not answer within {_WAIT_S:g} s: {error}.") from error
         except ObjectStoreFullError as error:
             raise DataPlaneError(
-                f"Ray's object store is full: raise object_store_memory of the Ray cluster, or lower transfer_queue.capacity_mb: {error}."
+                f"Ray's object store is full: raise object_store_memory of the Ray cluster, or lower TransferQueueConfig.capacity_mb: {error}."
             ) from error
         except RayError as error:
             raise PlaneLostError(f"The owner of the blocks in Ray is gone: {type(error).__name__}: {error}.") from error

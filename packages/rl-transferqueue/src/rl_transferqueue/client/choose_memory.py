@@ -107,7 +107,7 @@ def route(descriptor: PlaneDescriptor, session: bytes) -> LocalRoute | RemoteRou
     if not descriptor.controller.control:
         raise ConfigError(
             "The data plane runs on another host (or in another pid namespace) and serves only its own host: set "
-            "transfer_queue.listen to an address of that host."
+            "TransferQueueConfig.listen to an address of that host."
         )
     return RemoteRoute(descriptor, load_key(), session)
 

@@ -56,9 +56,9 @@ class ReplayConfig:
     def __post_init__(self) -> None:
         for name, low in (("groups_per_version", 1), ("max_staleness", 0), ("min_sessions", 1), ("max_attempts", 1)):
             if getattr(self, name) < low:
-                raise ConfigError(f"replay.{name} must be at least {low}; got {getattr(self, name)}.")
+                raise ConfigError(f"ReplayConfig.{name} must be at least {low}; got {getattr(self, name)}.")
         if not 0 < self.lease_s < float("inf"):
-            raise ConfigError(f"replay.lease_s must be a positive number of seconds; got {self.lease_s}.")
+            raise ConfigError(f"ReplayConfig.lease_s must be a positive number of seconds; got {self.lease_s}.")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -197,7 +197,7 @@ class GroupBook:
         if failed := self._with("failed"):
             raise RolloutError(
                 f"{len(failed)} groups have failed, the first is {failed[0].uid!r} after {failed[0].attempt + 1} attempts: "
-                f"{failed[0].reason}. Discard them, or set replay.on_failure or replay.max_attempts."
+                f"{failed[0].reason}. Discard them, or set ReplayConfig.on_failure or ReplayConfig.max_attempts."
             )
         self._version, self._taken = max((self._version, self._taken), (version, 0))
         for group in self._with("finished"):

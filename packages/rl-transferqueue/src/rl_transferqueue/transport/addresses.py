@@ -34,14 +34,14 @@ def listen_address(listen: str, key: PlaneKey) -> Address:
         found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
         address = ipaddress.ip_address(found)
     except (OSError, UnicodeError, ValueError) as error:
-        raise ConfigError(f"transfer_queue.listen={listen!r} is no address: {error}. {_FORMS}") from None
+        raise ConfigError(f"TransferQueueConfig.listen={listen!r} is no address: {error}. {_FORMS}") from None
     if address.is_unspecified:
         raise ConfigError(
-            f"transfer_queue.listen={listen!r} stands for every address of this host; name the one that clients on other hosts reach it by."
+            f"TransferQueueConfig.listen={listen!r} stands for every address of this host; name the one that clients on other hosts reach it by."
         )
     if not address.is_loopback and not key:
         raise ConfigError(
-            f"transfer_queue.listen={listen!r} can be reached from other hosts and needs a key: {HOW_TO_SET}."
+            f"TransferQueueConfig.listen={listen!r} can be reached from other hosts and needs a key: {HOW_TO_SET}."
         )
     return Address(found, port)
 
@@ -58,7 +58,7 @@ def _split(listen: str) -> tuple[str, int]:
     if port is None:
         return host, 0
     if not (port.isascii() and port.isdecimal() and 1 <= int(port) <= 65535):
-        raise ConfigError(f"transfer_queue.listen={listen!r} must have a port in 1..65535; got {port!r}. {_FORMS}")
+        raise ConfigError(f"TransferQueueConfig.listen={listen!r} must have a port in 1..65535; got {port!r}. {_FORMS}")
     return host, int(port)
 
 
@@ -72,7 +72,7 @@ def check_ports(listen: str, address: Address, count: int) -> None:
     ports = range(address.port, address.port + count) if address.port else range(1)
     if ports[-1] > 65535:
         raise ConfigError(
-            f"transfer_queue.listen={listen!r} begins {count} ports, two of the controller and one of each storage unit; set a port of at "
+            f"TransferQueueConfig.listen={listen!r} begins {count} ports, two of the controller and one of each storage unit; set a port of at "
             f"most {65536 - count}."
         )
     for port in ports:
@@ -81,7 +81,7 @@ def check_ports(listen: str, address: Address, count: int) -> None:
         except OSError as error:
             what = f"port {port} can't be used" if port else "the address is not one of this host"
             raise ConfigError(
-                f"transfer_queue.listen={listen!r}: {what}: {error.strerror}. Set another address, or another port, or no port for free ones."
+                f"TransferQueueConfig.listen={listen!r}: {what}: {error.strerror}. Set another address, or another port, or no port for free ones."
             ) from None
 
 

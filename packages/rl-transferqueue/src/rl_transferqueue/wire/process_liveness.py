@@ -85,6 +85,6 @@ def lifeline(plane: str) -> int:
     """
     if plane not in _lifelines:
         raise PlaneLostError(
-            "The data plane has ended, or lives in the memory of another process (transfer_queue.backend=memory)."
+            "The data plane has ended, or lives in the memory of another process (TransferQueueConfig.backend=memory)."
         )
     return os.dup(_lifelines[plane])

@@ -100,7 +100,7 @@ class MooncakeAgent:
     def _check(self, what: str, code: int) -> None:
         if code:
             raise WeightSyncError(
-                f"Mooncake could not {what}: {code}; see its log on standard error. Set checkpoint_engine.listen to an address of this host, "
+                f"Mooncake could not {what}: {code}; see its log on standard error. Set CheckpointEngineConfig.listen to an address of this host, "
                 f"and {PROTOCOL} to a protocol that its devices support."
             )
 
@@ -128,7 +128,7 @@ class MooncakeEngine(RemoteReadEngine[Transfer]):
         if os.environ.get(TRUSTED) != "1":
             raise ConfigError(
                 "Engine 'mooncake' listens on all addresses of this host without authentication: any process that reaches it can read and write "
-                f"the weights. Set the environment variable {TRUSTED}=1 if only the run reaches this host, or set checkpoint_engine.backend to "
+                f"the weights. Set the environment variable {TRUSTED}=1 if only the run reaches this host, or set CheckpointEngineConfig.backend to "
                 "tcp, which has keys."
             )
 

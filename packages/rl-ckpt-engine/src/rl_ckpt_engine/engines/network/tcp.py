@@ -90,9 +90,15 @@ def _listen_address(listen: str, key: Secret) -> str:
     try:
         address = ipaddress.ip_address(listen)
     except ValueError:
-        raise ConfigError(f"checkpoint_engine.listen must be an IP address of this host; got {listen!r}.") from None
+        raise ConfigError(
+            f"CheckpointEngineConfig.listen must be an IP address of this host; got {listen!r}."
+        ) from None
     if address.is_unspecified:
-        raise ConfigError(f"checkpoint_engine.listen must name one address that receivers can reach; got {listen!r}.")
+        raise ConfigError(
+            f"CheckpointEngineConfig.listen must name one address that receivers can reach; got {listen!r}."
+        )
     if not address.is_loopback and not key:
-        raise ConfigError(f"checkpoint_engine.listen={listen} accepts other hosts, which needs a key: {HOW_TO_SET}.")
+        raise ConfigError(
+            f"CheckpointEngineConfig.listen={listen} accepts other hosts, which needs a key: {HOW_TO_SET}."
+        )
     return listen

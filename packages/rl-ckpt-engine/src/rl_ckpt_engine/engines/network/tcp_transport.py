@@ -120,7 +120,7 @@ class TcpTransport:
         if self._server is None:
             raise WeightSyncError(
                 f"Engine {self._engine!r} can't send from here: {self._host} is not an address of this host. "
-                "Set checkpoint_engine.listen to an address of the sender."
+                "Set CheckpointEngineConfig.listen to an address of the sender."
             )
         return member
 

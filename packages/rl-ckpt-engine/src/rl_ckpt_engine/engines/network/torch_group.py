@@ -295,7 +295,9 @@ class NcclEngine(TorchGroupEngine):
 
     def __init__(self, config: CheckpointEngineConfig | None = None) -> None:
         if not (torch.cuda.is_available() and dist.is_nccl_available()):
-            raise ConfigError("Engine 'nccl' needs a GPU and a torch with NCCL; set checkpoint_engine.backend to gloo.")
+            raise ConfigError(
+                "Engine 'nccl' needs a GPU and a torch with NCCL; set CheckpointEngineConfig.backend to gloo."
+            )
         super().__init__(config)
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._buckets = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(2)]

@@ -84,7 +84,7 @@ class CudaIpcEngine(PublishingEngine[Slot]):
             if (node := read_member(metadata, cls.name).node) != mine.node:
                 raise WeightSyncError(
                     f"Engine 'cuda_ipc' works within one host and container; the sender is on {mine.node}, a receiver on {node}. Place them "
-                    "together or set another checkpoint_engine.backend."
+                    "together or set another CheckpointEngineConfig.backend."
                 )
 
     def _new_republisher(self) -> Self:

@@ -70,7 +70,7 @@ class CudaDevice:
         error, number = self._cuda.cudaGetDevice()
         if error != self._cuda.cudaError_t.cudaSuccess:
             raise ConfigError(
-                f"There is no CUDA device here: {error.name}. Set checkpoint_engine.backend to shm, which needs none."
+                f"There is no CUDA device here: {error.name}. Set CheckpointEngineConfig.backend to shm, which needs none."
             )
         self._number = number
 

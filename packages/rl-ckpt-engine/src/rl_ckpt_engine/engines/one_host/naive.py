@@ -100,7 +100,7 @@ class NaiveEngine(PublishingEngine[TensorList]):
             if receiver.pid != mine.pid:
                 raise WeightSyncError(
                     f"Engine 'naive' works within one process; the sender is process {mine.pid}, a receiver {receiver.pid}. "
-                    "Set checkpoint_engine.backend to shm."
+                    "Set CheckpointEngineConfig.backend to shm."
                 )
 
     def _new_store(self) -> TensorList:

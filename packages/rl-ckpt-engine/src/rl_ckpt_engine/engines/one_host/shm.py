@@ -75,7 +75,7 @@ class ShmEngine(PublishingEngine[SealedSlot]):
             if receiver.host != mine.host:
                 raise WeightSyncError(
                     f"Engine 'shm' works within one host and container; sender process {mine.pid} is on {mine.host}, receiver process "
-                    f"{receiver.pid} on {receiver.host}. Place them together or set another checkpoint_engine.backend."
+                    f"{receiver.pid} on {receiver.host}. Place them together or set another CheckpointEngineConfig.backend."
                 )
 
     def _forget_sender(self) -> None:

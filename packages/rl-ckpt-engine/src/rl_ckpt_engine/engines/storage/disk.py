@@ -62,7 +62,7 @@ class DiskEngine(PublishingEngine[Folder]):
         super().__init__(config)
         if not self._config.directory:
             raise ConfigError(
-                "Engine 'disk' needs a directory shared by the sender and all receivers; set checkpoint_engine.directory."
+                "Engine 'disk' needs a directory shared by the sender and all receivers; set CheckpointEngineConfig.directory."
             )
         self._directory = Path(self._config.directory).absolute()
 

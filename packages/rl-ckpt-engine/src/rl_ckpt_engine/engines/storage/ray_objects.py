@@ -155,7 +155,7 @@ class RayEngine(PublishingEngine[ObjectsOfVersion]):
         if not ray.is_initialized():
             raise ConfigError(
                 "Engine 'ray' needs a Ray cluster, but this process is not part of one: call ray.init() first, or set "
-                "checkpoint_engine.backend to shm or tcp."
+                "CheckpointEngineConfig.backend to shm or tcp."
             )
         self._me = RayMember(board=f"weights-{secrets.token_hex(DIGEST_BYTES)}")
         self._board: Any = None

@@ -125,7 +125,7 @@ def _read_state(file: Path, manifest_fields: Mapping[str, object]) -> Counters:
         state = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise bad_file(
-            file, "file", f"can't be read: {error}. The state of model_engine=torch or fsdp has another format"
+            file, "file", f"can't be read: {error}. The state of another training engine has another format"
         ) from error
     for field, want in manifest_fields.items():
         if not isinstance(state, dict) or state.get(field) != want:

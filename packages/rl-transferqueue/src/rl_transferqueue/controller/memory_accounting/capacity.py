@@ -92,7 +92,7 @@ class Capacity:
         if rounded(nbytes) > self.capacity:
             raise BatchError(
                 f"A block of {nbytes} bytes can never fit a storage unit of {self.capacity} bytes: put fewer rows at a "
-                "time, or raise transfer_queue.capacity_mb or lower transfer_queue.num_storage_units."
+                "time, or raise TransferQueueConfig.capacity_mb or lower TransferQueueConfig.num_storage_units."
             )
 
     def spare(self, session: bytes, nbytes: int) -> Span | None:
@@ -160,7 +160,7 @@ class Capacity:
         largest = max((unit.largest for unit in self._free.values()), default=0)
         return CapacityTimeout(
             f"A put needs {rounded(nbytes)} bytes; the storage units have {free} of {self.total} bytes available, {largest} in one piece, "
-            f"and not enough became free within {timeout_s:g} s. {held} Clear rows that are done with, or raise transfer_queue.capacity_mb."
+            f"and not enough became free within {timeout_s:g} s. {held} Clear rows that are done with, or raise TransferQueueConfig.capacity_mb."
         )
 
     def _find(self, session: bytes, span: Span) -> _Gap | None:
