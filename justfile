@@ -89,7 +89,7 @@ imports:
 signatures:
     {{ dev }} python tests/helpers/signatures.py
 
-# write the golden configurations of the app that tests compare
+# write the golden configurations and the table of options (apps/ppo/OPTIONS.md) that tests compare
 golden:
     {{ dev }} python tests/helpers/golden.py
 
