@@ -257,6 +257,22 @@ def test_a_step_goes_through_all_stages_and_leaves_the_plane_empty(model_path):
     assert all(type(v) is float for _, metrics in setup.steps for v in metrics.values())
 
 
+def test_the_rows_of_a_step_are_removed_while_its_weights_are_sent(model_path):
+    setup = Setup(model_path, steps=1)
+    send = setup.sync.update_weights
+
+    async def send_once_the_rows_are_gone(version):
+        async with asyncio.timeout(60):
+            while (await setup.plane.stats()).rows.get("train"):  # noqa: ASYNC110 - the plane has no such event
+                await asyncio.sleep(0.001)
+        return await send(version)
+
+    setup.sync.update_weights = send_once_the_rows_are_gone
+    setup.fit()
+    assert setup.sync.versions == [1]
+    assert setup.plane.most["train"] == 32
+
+
 def test_without_validation_rows_nothing_is_validated(model_path):
     setup = Setup(model_path, validate=True, validation_size=0)
     assert setup.fit() == {}

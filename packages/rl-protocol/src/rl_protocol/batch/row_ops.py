@@ -69,6 +69,8 @@ def balanced_parts(weights: Sequence[int] | npt.NDArray[np.integer], parts: int)
     counts = np.asarray(weights, dtype=np.int64)
     if (counts < 0).any():
         raise BatchError(f"Weights must be >= 0; row {int(counts.argmin())} has {int(counts.min())}.")
+    if parts == 1:
+        return [list(range(counts.size))]
     heap = [(0, 0, part) for part in range(parts)]
     plan: list[list[int]] = [[] for _ in range(parts)]
     order = np.argsort(-counts, kind="stable")

@@ -95,6 +95,10 @@ class Rollouts:
         rows stay for inspection.
         """
         yield
+        await self.commit(name)
+
+    async def commit(self, name: str) -> None:
+        """Commit the groups taken from the partition, which removes their rows and prompts."""
         uids = self._taken.pop(name, [])
         await self._buffers[name].commit(uids)
         await self.plane.clear(prompt_partition(name))

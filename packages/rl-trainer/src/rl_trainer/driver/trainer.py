@@ -200,17 +200,26 @@ class PPOTrainer:
         result = await self._train(clock, step)
         metrics |= result.metrics
         self._sampler.version = self._version
-        sync = self._parts.weight_sync
-        if sync is not None and result.actor_updated:
-            report = await clock.time("update_weights", sync.update_weights(self._version))
-            metrics |= {"weight_sync/bytes": float(report.num_bytes), "weight_sync/version": float(report.version)}
-            metrics["weight_sync/receivers"] = float(len(report.receivers))
+        synced, _ = await gather_or_cancel(self._update_weights(clock, result), self._rollouts.commit(TRAIN_PARTITION))
+        metrics |= synced or {}
         elapsed = time.perf_counter() - start
         metrics |= clock.seconds | {"timing_s/step": elapsed, "perf/time_per_step": elapsed}
         metrics["perf/throughput"] = result.tokens / elapsed
         metrics["perf/driver_cpu_s"] = time.process_time() - cpu_before
         metrics["perf/driver_bytes"] = float(self._driver_bytes() - bytes_before)
         return metrics
+
+    async def _update_weights(self, clock: Clock, result: StepResult) -> dict[str, float]:
+        """Send the new weights to the rollout replicas, if there are any; returns metrics."""
+        sync = self._parts.weight_sync
+        if sync is None or not result.actor_updated:
+            return {}
+        report = await clock.time("update_weights", sync.update_weights(self._version))
+        return {
+            "weight_sync/bytes": float(report.num_bytes),
+            "weight_sync/version": float(report.version),
+            "weight_sync/receivers": float(len(report.receivers)),
+        }
 
     async def validate(self, step: int) -> Validation:
         """Roll out the validation set with rollout.val_kwargs; report accuracy by data source."""
@@ -243,20 +252,19 @@ class PPOTrainer:
 
     # -- the parts of a step
     async def _train(self, clock: Clock, step: int) -> StepResult:
-        """Everything of a step but the weight sync."""
+        """Everything of a step but the weight sync and the commit of its rows."""
 
         async def prepare() -> _Prepared:
             self._sampler.position = self._prompts_taken
             return await self._prepare(clock, step, await self._sampler.sample(clock, step))
 
-        async with self._rollouts.committed_after(TRAIN_PARTITION):
-            prepared = await self._repeated(step, (TRAIN_PARTITION, BASELINE_PARTITION), prepare)
-            # from here on the step is not repeated: the same rows again would be a second update
-            metrics = prepared.metrics | await self._runner.update(clock, prepared.updates)
-            updated = {stage.name for stage in prepared.updates}
-            self._critic_updates += "update_critic" in updated
-            self._version += "update_actor" in updated
-            self._prompts_taken = prepared.position
+        prepared = await self._repeated(step, (TRAIN_PARTITION, BASELINE_PARTITION), prepare)
+        # from here on the step is not repeated: the same rows again would be a second update
+        metrics = prepared.metrics | await self._runner.update(clock, prepared.updates)
+        updated = {stage.name for stage in prepared.updates}
+        self._critic_updates += "update_critic" in updated
+        self._version += "update_actor" in updated
+        self._prompts_taken = prepared.position
         return StepResult(metrics, actor_updated="update_actor" in updated, tokens=prepared.tokens)
 
     async def _repeated(self, step: int, partitions: Sequence[str], work: Callable[[], Awaitable[T]]) -> T:
