@@ -144,6 +144,10 @@ def test_memory_counts_the_weights_of_a_group_once():
     assert needed_bytes(1000, copied).keys() == apart.keys()
 
 
+def test_memory_counts_the_base_of_adapters_once():
+    assert needed_bytes(1000, load_config(["placement=fused", "lora.rank=4"])) == {"actor": 4000, "rollout": 4000}
+
+
 def test_the_banner_names_the_placement_and_the_roles_that_share_a_process():
     workers = described(load_config(["placement=auto"]))["workers"]
     together = "placement fused (in one process: actor+ref+rollout)"

@@ -16,6 +16,8 @@ from rl_app_ppo.worker.build import build_workers
 from rl_app_ppo.worker.messages import BuildCall
 from rl_protocol import BatchData, RolloutError, ragged
 from rl_protocol.ports import GenerationRequest, SamplingParams
+from rl_trainer import LoraConfig
+from rl_trainer.rollout.hf_engine import HFRolloutEngine
 from rl_transferqueue import TransferQueueConfig, start_local_plane
 
 ROLES = ("actor", "ref", "rollout")
@@ -35,7 +37,7 @@ def built(base_model, monkeypatch):
     monkeypatch.setattr(build, "connect", connect)
     plane = start_local_plane(TransferQueueConfig(backend="memory", capacity_mb=8, segment_mb=1))
 
-    def run(body, *overrides):
+    def run(body, *overrides, roles=ROLES):
         config = load_config([f"model.path={base_model}", "placement=fused", *overrides])
 
         async def with_workers():
@@ -43,7 +45,7 @@ def built(base_model, monkeypatch):
                 config=to_yaml(config), model_path=str(base_model), plane=msgspec.json.encode(plane.descriptor)
             )
             try:
-                await body(await build_workers(ROLES, call))
+                await body(await build_workers(roles, call))
             finally:
                 assert len(clients) == 1, "the roles of a process share a client"
                 await clients[0].close()
@@ -112,6 +114,36 @@ def test_nothing_is_returned_that_was_generated_with_weights_of_no_version(built
             await engine.generate(ASKED, SAMPLING)
 
     built(body, "actor.optim.lr=1e-2", "actor.optim.lr_warmup_steps=0")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_are_merged_into_the_actors_base_as_into_a_copy(built, base_model, dtype):
+    lora = LoraConfig(rank=4)
+
+    async def body(workers):
+        (actor, sender), (rollout, receiver) = (workers[role] for role in ("actor", "rollout"))
+        policy, engine = actor._backend, rollout._engine
+        base, held = places(policy._model), places(engine._model)
+        merged = {f"{name}.weight": weight.data_ptr() for name, weight in engine._merged._base.items()}
+        assert merged, "no module has an adapter"
+        for name, place in merged.items():
+            assert place == base[f"base_model.model.{name.removesuffix('.weight')}.base_layer.weight"]
+            assert held[name] not in base.values(), "the merged weights are not the base"
+        shared = {name for name in held if name not in merged and held[name] in base.values()}
+        assert shared == (held.keys() - merged.keys() if dtype == "float32" else set())
+        train(policy)
+        sent = await sender.send(1, 60.0)
+        await receiver.receive(sent.manifest, 60.0)
+        await receiver.activate(1, 60.0)
+        copied = HFRolloutEngine(base_model, dtype=dtype, lora=lora)
+        copied.load_adapter(list(policy.adapter_weights()), 1)
+        initial = HFRolloutEngine(base_model, dtype=dtype)._model.state_dict()
+        assert any(not weight.equal(initial[name]) for name, weight in copied._model.state_dict().items())
+        for name, weight in copied._model.state_dict().items():
+            assert weight.equal(engine._model.state_dict()[name]), name
+
+    learns = ("actor.optim.lr=1e-2", "actor.optim.lr_warmup_steps=0")
+    built(body, "lora.rank=4", f"rollout.dtype={dtype}", *learns, roles=("actor", "rollout"))
 
 
 @pytest.mark.parametrize("override", ["rollout.dtype=bfloat16", "checkpoint_engine.enabled=false"])

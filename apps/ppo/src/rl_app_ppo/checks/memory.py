@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_app_ppo.config.placement import shares_weights
+from rl_app_ppo.config.placement import shares_base, shares_weights
 from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import ConfigError
 from rl_trainer import StepGraph, needs_critic, needs_reference
@@ -52,7 +52,8 @@ def needed_bytes(count: int, config: AppConfig) -> dict[str, int]:
     shares = shares_weights(config)
     needed = {"actor": trained * count}
     if not shares:
-        needed["rollout"] = 2 * WEIGHTS * count * config.rollout.num_workers
+        copies = 1 if shares_base(config) else 2 * config.rollout.num_workers
+        needed["rollout"] = copies * WEIGHTS * count
     if config.checkpoint_engine.enabled and not config.sends_adapters and not shares:
         needed["weight sync"] = WEIGHTS * count
     if needs_reference(config.algorithm, config.actor) and not config.lora.rank:

@@ -99,6 +99,15 @@ def shares_weights(config: AppConfig) -> bool:
     return rollout_in_actor(config.placement) and not copied
 
 
+def shares_base(config: AppConfig) -> bool:
+    """Whether the rollout merges adapters into the actor's own base weights, without a copy.
+
+    The merged weights are the rollout's own: the policy computes with adapters beside the base,
+    which rounds differently, and subtracting an adapter does not restore the base bit by bit.
+    """
+    return rollout_in_actor(config.placement) and config.sends_adapters and config.model_engine == "torch"
+
+
 def worker_groups(config: AppConfig) -> tuple[WorkerGroup, ...]:
     """The worker groups of a run; that of the actor is the first."""
     used: list[Role] = [role for role in ROLES if _used(role, config)]

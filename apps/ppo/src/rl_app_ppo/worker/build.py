@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from rl_app_ppo.config.loading import from_yaml
-from rl_app_ppo.config.placement import Role, shares_weights
+from rl_app_ppo.config.placement import Role, shares_base, shares_weights
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.demo.demos import DEMOS
 from rl_app_ppo.inputs.data import open_data
@@ -63,15 +63,17 @@ async def build_workers(roles: Sequence[Role], call: BuildCall) -> dict[Role, Bu
     columns = step_columns(config.algorithm, config.actor, images=vision_of(path) is not None)
     strategy = _strategy(config, call) if set(roles) & set(TRAINED) and config.model_engine != "megatron" else None
     built: dict[Role, Built] = {}
+    generator: RolloutEngine | None = None
     for role in reversed(roles):  # the actor last: the generators continue from its seed
         if role == "reward":
             built[role] = await _reward(config, call, plane, columns), None
         elif role == "rollout":
-            built[role] = _rollout(config, call, plane)
+            generator = _generator(config, path)
+            built[role] = _rollout(config, call, plane, generator)
         elif strategy is None:
             built[role] = _megatron(role, config, call, plane, columns)
         else:
-            built[role] = _trained(role, config, call, plane, columns, strategy)
+            built[role] = _trained(role, config, call, plane, columns, strategy, generator)
     if shares_weights(config) and "actor" in built and "rollout" in built:
         await _share_weights(built["actor"][1], built["rollout"][1], config.checkpoint_engine.timeout_s)
     return built
@@ -108,9 +110,8 @@ async def _reward(config: AppConfig, call: BuildCall, plane: DataPlane, columns:
     )
 
 
-def _rollout(config: AppConfig, call: BuildCall, plane: DataPlane) -> Built:
+def _rollout(config: AppConfig, call: BuildCall, plane: DataPlane, engine: RolloutEngine) -> Built:
     path = Path(call.model_path)
-    engine = _generator(config, path)
     receiver = ReceiverEndpoint(make_engine(config.checkpoint_engine, call.plugins), engine)
     data, session = open_data(config, path), config.rollout.session
     return RolloutWorker(plane, engine, data, session, session_tokenizer(load_tokenizer(path)), _reader(path)), receiver
@@ -179,11 +180,19 @@ def _megatron(role: Role, config: AppConfig, call: BuildCall, plane: DataPlane, 
 
 
 def _trained(
-    role: Role, config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns, strategy: ParallelStrategy
+    role: Role,
+    config: AppConfig,
+    call: BuildCall,
+    plane: DataPlane,
+    columns: StepColumns,
+    strategy: ParallelStrategy,
+    generator: RolloutEngine | None,
 ) -> Built:
+    """The worker of a trained role; `generator` is the rollout engine in this process, if any."""
     from rl_trainer.backends.snapshot import seed_generators  # torch: the reward process needs none
     from rl_trainer.backends.torch_critic import TorchCriticBackend
     from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
+    from rl_trainer.rollout.hf_engine import HFRolloutEngine
 
     path, temperature = Path(call.model_path), config.rollout.temperature
     n, seed = config.rollout.n, config.trainer.seed
@@ -206,6 +215,8 @@ def _trained(
             sum_pi_squared=needs_sum_pi_squared(config.algorithm),
         ),
     )
+    if shares_base(config) and isinstance(generator, HFRolloutEngine):
+        generator.share_base(policy.base_weights())
     return ActorWorker(plane, columns, policy, temperature), _sender(config, call, policy)
 
 

@@ -72,6 +72,15 @@ def adapter_weights(
             yield name.replace(f".{ADAPTER}.", "."), full_tensor(tensor)
 
 
+def base_weights(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The frozen weights in the state of a model with adapters, under their checkpoint's names."""
+    return {_plain(name): tensor for name, tensor in state.items() if ".lora_" not in name}
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix(PREFIX).replace(".base_layer.", ".")
+
+
 class MergedAdapter:
     """The base weights of the modules with adapters, and their values with an adapter merged in.
 
@@ -87,6 +96,15 @@ class MergedAdapter:
             for name, module in model.named_modules()
             if isinstance(module, torch.nn.Linear) and config.covers(name)
         }
+
+    @property
+    def merged(self) -> frozenset[str]:
+        """Names of the weights that an adapter changes."""
+        return frozenset(f"{name}.weight" for name in self._base)
+
+    def share(self, base: Mapping[str, torch.Tensor]) -> None:
+        """Merge into these weights, which equal the copies and never change; drop the copies."""
+        self._base = {name: base[f"{name}.weight"] for name in self._base}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor of an adapter, by name."""
@@ -121,7 +139,7 @@ def merged_weights(
     for name, tensor in state.items():
         if ".lora_" in name:
             continue
-        plain, weight = name.removeprefix(PREFIX).replace(".base_layer.", "."), full_tensor(tensor)
+        plain, weight = _plain(name), full_tensor(tensor)
         module, is_weight = name.removesuffix(".base_layer.weight"), name.endswith(".base_layer.weight")
         if is_weight:
             a, b = (full_tensor(state[f"{module}.lora_{side}.{ADAPTER}.weight"]) for side in "AB")

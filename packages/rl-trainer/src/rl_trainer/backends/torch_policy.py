@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,6 +172,18 @@ class TorchPolicyBackend:
 
         for name, tensor in adapter_weights(self._model.state_dict(), full_tensor):
             yield to_weight(name, tensor)
+
+    def base_weights(self) -> Mapping[str, torch.Tensor]:
+        """The memory of the frozen weights, under their checkpoint's names; read-only.
+
+        Raises:
+            ConfigError: the policy has no LoRA, so its weights change.
+        """
+        if self._lora is None:
+            raise ConfigError("Without LoRA (lora.rank=0) the policy has no frozen weights to share.")
+        from rl_trainer.backends.peft_lora import base_weights  # needs the extra `lora`
+
+        return base_weights(self._model.state_dict())
 
     def save_pretrained(self, path: Path) -> None:
         """Write model and tokenizer like transformers; with LoRA only the adapter, like peft.

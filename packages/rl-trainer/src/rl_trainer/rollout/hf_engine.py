@@ -144,6 +144,29 @@ class HFRolloutEngine:
         self._model.load_state_dict(self._whole(weights, version), assign=True)
         self._version, self._watch = version, watch
 
+    def share_base(self, base: Mapping[str, torch.Tensor]) -> None:
+        """Use the frozen weights of a policy with adapters in this process, instead of copies.
+
+        Weights that an adapter changes stay in memory of this engine. An adapter is merged into
+        them from `base`, as from the copy, so the result is the same bit by bit.
+
+        Args:
+            base: every weight of version 0, by name; it never changes.
+
+        Raises:
+            WeightSyncError: the engine takes no adapters.
+        """
+        if self._merged is None:
+            raise WeightSyncError("Only a rollout engine made with `lora` shares base weights.")
+        self._merged.share(base)
+        state: dict[str, torch.Tensor] = self._model.state_dict()
+        same = {
+            name: weight
+            for name, weight in base.items()
+            if name not in self._merged.merged and weight.dtype == state[name].dtype
+        }
+        self._model.load_state_dict(same, strict=False, assign=True)
+
     def _whole(self, weights: Iterable[WeightTensor], version: int) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self._model.state_dict()
         wanted = {name: (torch_dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in state.items()}
