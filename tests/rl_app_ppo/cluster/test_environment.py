@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from rl_app_ppo.cluster.environment import environment, ray_settings
+from rl_app_ppo.cluster.environment import compute_settings, environment, ray_settings
 
 
 def test_variables_are_restored_also_after_an_error(monkeypatch: pytest.MonkeyPatch):
@@ -33,3 +33,10 @@ def test_the_users_ray_settings_win_but_not_over_those_that_keep_ray_private(mon
     assert settings["RAY_USAGE_STATS_ENABLED"] == "1"
     assert settings["RAY_AUTH_MODE"] == "token"
     assert "RAY_AUTH_MODE" not in ray_settings(local=False)
+
+
+def test_compute_threads_sleep_while_they_wait_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert compute_settings(0) == {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert compute_settings(4) == {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "ACTIVE"}

@@ -19,7 +19,7 @@ from pathlib import Path
 import ray
 from ray._private import ray_constants
 
-from rl_app_ppo.cluster.environment import environment
+from rl_app_ppo.cluster.environment import compute_settings, environment
 from rl_app_ppo.cluster.head_node import head_node
 from rl_app_ppo.config.schema import LOCAL, RayConfig, TrainerConfig
 from rl_protocol import ConfigError, WorkerError
@@ -97,8 +97,7 @@ async def ray_session(config: RayConfig, trainer: TrainerConfig) -> AsyncGenerat
         WorkerError: Ray did not start in time, or the cluster can't be joined.
     """
     async with AsyncExitStack() as stack:
-        threads = str(trainer.threads_per_worker or 1)
-        stack.enter_context(environment({"OMP_NUM_THREADS": threads}))  # the workers inherit it
+        stack.enter_context(environment(compute_settings(trainer.threads_per_worker)))  # the workers inherit it
         folder: Path | None = None
         if config.address == LOCAL:
             if not trainer.profile_steps:
