@@ -12,6 +12,8 @@ _RAY_SETTINGS = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray runs workers at niceness 15, so that any other process of the machine goes before them.
+    "RAY_worker_niceness": "0",
 }
 """Settings that the environment may override."""
 _LOCAL_RAY_SETTINGS = {
