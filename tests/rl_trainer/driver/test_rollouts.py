@@ -83,7 +83,7 @@ def roll_out(monkeypatch):
             hosted = workers(plane) if workers else [Hosted(plane)]
             rollouts = Rollouts(plane, hosted, buffers, replay=replay, router="even", timeout_s=60)
             async with opened(buffers), asyncio.timeout(60):
-                async with rollouts.committed_after("train"):
+                async with rollouts.committed_after("train", 1):
                     result = await rollouts.roll_out(PARTITION, PROMPTS, 0, spare(drawn), **kwargs)
                     stored = set((await plane.list_rows("train")).keys)
                     assert stored == set(result.rows.keys)

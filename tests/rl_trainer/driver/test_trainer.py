@@ -58,6 +58,7 @@ from rl_trainer.algorithms.losses import POLICY_LOSSES
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
 from rl_trainer.config import (
+    AsyncConfig,
     FilterGroupsConfig,
     KLControlConfig,
     PolicyLossConfig,
@@ -65,6 +66,7 @@ from rl_trainer.config import (
     RolloutCorrectionConfig,
 )
 from rl_trainer.driver.hooks import Hook
+from rl_trainer.driver.pumps import BatchQueue
 from rl_trainer.graph.config_checks import check_combination
 from rl_trainer.rewards import Failure, InlineScorer, Scored
 from rl_trainer.rollout.agents import Call, Limits, ToolAgent
@@ -163,6 +165,7 @@ class Setup:
         plane=None,
         hooks=None,
         replay=None,
+        async_rl=None,
     ):
         algorithm = AlgorithmConfig(adv_estimator=estimator, **(algorithm or {}))
         defaults = {"optim": OptimConfig(lr=3e-3), "ppo_mini_batch_size": 4, "use_kl_loss": True}
@@ -233,6 +236,7 @@ class Setup:
                 ),
                 on_step=lambda step, metrics: self.steps.append((step, dict(metrics))),
                 hooks=hooks or {},
+                async_rl=async_rl or AsyncConfig(),
             )
         )
 
@@ -926,3 +930,41 @@ def test_with_lora_the_actor_is_the_reference(model_path):
     assert metrics[-1]["actor/ref_kl"] != pytest.approx(0, abs=1e-5)
     # the engines have the merged weights
     assert max(m["training/rollout_log_probs_diff_max"] for m in metrics) < 1e-4
+
+
+def numbers_of(setup):
+    return [{k: v for k, v in metrics.items() if not k.startswith(("timing", "perf"))} for _, metrics in setup.steps]
+
+
+def test_without_staleness_the_pumps_do_what_one_loop_does(model_path):
+    """The loop samples a step, then trains it: bit-equal weights, and the same metrics."""
+    pumps, loop = (Setup(model_path, estimator="gae", steps=3, validation_size=0) for _ in range(2))
+    pumps.fit()
+
+    async def main():
+        trainer = loop.trainer
+        trainer._batches = queue = BatchQueue(1, 3)
+        async with opened(loop.buffers):
+            for step in (1, 2, 3):
+                await queue.admit(step)
+                await queue.begin()
+                await queue.finish(await trainer._sampler.sample(step))
+                loop.steps.append((step, await trainer._step(step)))
+
+    asyncio.run(main())
+    assert numbers_of(pumps) == numbers_of(loop)
+    one, other = (
+        {weight.name: weight.data.tobytes() for weight in setup.policy.named_weights()} for setup in (pumps, loop)
+    )
+    assert one == other
+
+
+def test_one_step_off_trains_on_what_the_weights_before_generated(model_path):
+    setup = Setup(model_path, steps=4, async_rl=AsyncConfig(max_staleness=1))
+    setup.fit()
+    steps = [metrics for _, metrics in setup.steps]
+    assert [m["training/off_policy/trajectory_staleness/mean"] for m in steps] == [0, 1, 1, 1]
+    assert steps[0]["training/rollout_log_probs_diff_max"] < 1e-4 < steps[1]["training/rollout_log_probs_diff_max"]
+    assert setup.sync.versions == [1, 2, 3, 4]
+    assert_documented(steps[-1])
+    assert not any(asyncio.run(setup.plane.stats()).rows.values())

@@ -5,6 +5,7 @@ Types are plain, so that any YAML reader can fill them.
 
 from rl_trainer.config.actor import ActorConfig, PolicyLossConfig
 from rl_trainer.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControlConfig, OverlongConfig
+from rl_trainer.config.async_rl import AsyncConfig
 from rl_trainer.config.critic import CriticConfig, CriticOptimConfig
 from rl_trainer.config.loop import LoopConfig
 from rl_trainer.config.optim import OptimConfig
@@ -15,6 +16,7 @@ from rl_trainer.config.rollout_correction import RolloutCorrectionConfig
 __all__ = [
     "ActorConfig",
     "AlgorithmConfig",
+    "AsyncConfig",
     "CriticConfig",
     "CriticOptimConfig",
     "FilterGroupsConfig",

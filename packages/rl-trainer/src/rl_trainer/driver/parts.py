@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rl_protocol.ports import DataPlane, ReplayBuffer, WeightSync
-from rl_trainer.config import ActorConfig, CriticConfig, FilterGroupsConfig, LoopConfig, ReplayConfig, RolloutConfig
+from rl_trainer.config import (
+    ActorConfig,
+    AsyncConfig,
+    CriticConfig,
+    FilterGroupsConfig,
+    LoopConfig,
+    ReplayConfig,
+    RolloutConfig,
+)
 from rl_trainer.data import PromptOrder
 from rl_trainer.driver.checkpoint_writer import CheckpointWriter
 from rl_trainer.driver.hooks import Hook
@@ -37,6 +45,8 @@ class TrainerParts:
     """Read only if the graph has the stage `filter`."""
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     """What happens to prompts whose rollouts fail. The buffers must have the same settings."""
+    async_rl: AsyncConfig = field(default_factory=AsyncConfig)
+    """How far generation may run ahead."""
     checkpoints: CheckpointWriter | None = None
     """Writes a checkpoint every loop.save_freq steps and after the last step; None: none."""
     hooks: Mapping[str, Hook] = field(default_factory=dict[str, Hook])

@@ -25,6 +25,7 @@ class RolledOut:
 
     Attributes:
         rows: the new trajectories, with tags, sorted by key.
+        groups: how many prompts have any.
         imbalance: response tokens of the busiest replica over the mean.
         truncated: trajectories that reached rollout.response_length.
         failures: failed attempts at a prompt.
@@ -32,6 +33,7 @@ class RolledOut:
     """
 
     rows: KVBatchMeta
+    groups: int
     imbalance: float
     truncated: int
     failures: Sequence[GroupFailure]
@@ -66,7 +68,9 @@ class Rollouts:
         self.router = router
         self.timeout_s = timeout_s
         self._buffers = buffers
-        self._taken: dict[str, list[str]] = {}
+        self._open: dict[tuple[str, int], list[_Rollout]] = {}
+        """Rollouts by partition and step, until their groups are committed."""
+        self._taken: dict[tuple[str, int], list[str]] = {}
 
     async def roll_out(
         self, partition: Partition, prompts: Sequence[PromptRef], version: int, spare: Spare | None = None
@@ -84,28 +88,36 @@ class Rollouts:
             RolloutError: the rollouts of a prompt failed, or those of more prompts than these.
             RLError: a replica failed, and replay.on_failure is `fail`.
         """
+        batch = partition.name, partition.step
         running = _Rollout(self, self._buffers[partition.name], partition, version)
+        self._open.setdefault(batch, []).append(running)
         result = await running.run(prompts, spare if self.replay.on_failure != "fail" else None)
-        self._taken.setdefault(partition.name, []).extend(dict.fromkeys(map(str, result.rows.tag_values("uid"))))
+        self._taken.setdefault(batch, []).extend(dict.fromkeys(map(str, result.rows.tag_values("uid"))))
         return result
 
     @asynccontextmanager
-    async def committed_after(self, name: str) -> AsyncGenerator[None]:
-        """Commit the groups taken from the partition on normal exit; after a failure they and their
-        rows stay for inspection.
+    async def committed_after(self, name: str, step: int) -> AsyncGenerator[None]:
+        """Commit the groups of this step that were taken from the partition on normal exit; after a
+        failure they and their rows stay for inspection.
         """
         yield
-        await self.commit(name)
+        await self.commit(name, step)
 
-    async def commit(self, name: str) -> None:
-        """Commit the groups taken from the partition, which removes their rows and prompts."""
-        uids = self._taken.pop(name, [])
-        await self._buffers[name].commit(uids)
-        await self.plane.clear(prompt_partition(name))
+    async def commit(self, name: str, step: int) -> None:
+        """Commit the groups of this step that were taken from the partition, which removes their
+        rows and prompts.
+        """
+        await self._buffers[name].commit(self._taken.pop((name, step), []))
+        rollouts = self._open.pop((name, step), [])
+        others = any(partition == name for partition, _ in self._open)
+        prompts = [uid for rollout in rollouts for uid in rollout.prompts] if others else None
+        await self.plane.clear(prompt_partition(name), prompts)
 
     async def clear(self, name: str) -> None:
         """Remove all groups and rows of the partition, and of its prompts."""
-        self._taken.pop(name, None)
+        for batch in [batch for batch in self._open if batch[0] == name]:
+            del self._open[batch]
+            self._taken.pop(batch, None)
         await self._buffers[name].clear()
         await self.plane.clear(prompt_partition(name))
 
@@ -118,7 +130,7 @@ class _Rollout:
         self._buffer = buffer
         self._partition = partition
         self._version = version
-        self._row: dict[str, int] = {}
+        self.prompts: dict[str, int] = {}
         """Row in the data set of each prompt."""
         self._attempt: dict[str, int] = {}
         """Newest attempt at each prompt."""
@@ -144,6 +156,7 @@ class _Rollout:
             raise failed.exceptions[0] from None
         return RolledOut(
             rows.select_keys(sorted(rows.keys)),  # by name, not by arrival: the same batch in every run
+            len(set(rows.tag_values("uid"))),
             imbalance(self._tokens),
             self._truncated,
             self._buffer.failures(),
@@ -151,16 +164,16 @@ class _Rollout:
         )
 
     async def _add(self, prompts: Sequence[PromptRef]) -> None:
-        self._row |= {prompt.uid: prompt.row for prompt in prompts}
+        self.prompts |= {prompt.uid: prompt.row for prompt in prompts}
         await self._buffer.add([prompt.uid for prompt in prompts], self._partition.n)
 
     async def _dispatch(self, tasks: asyncio.TaskGroup) -> None:
         """Send prompts to the replicas whenever some may start."""
         while True:
             with suppress(PlaneTimeout):  # nothing may start; `_take` has the deadline
-                leases = await self._buffer.lease(len(self._row), version=self._version, timeout_s=self._deadline_s)
+                leases = await self._buffer.lease(len(self.prompts), version=self._version, timeout_s=self._deadline_s)
                 self._attempt |= {lease.uid: lease.attempt for lease in leases}
-                prompts = tuple(LeasedPrompt(lease, self._row[lease.uid]) for lease in leases)
+                prompts = tuple(LeasedPrompt(lease, self.prompts[lease.uid]) for lease in leases)
                 whole = RolloutCall(partition=self._partition, prompts=prompts)
                 self._calls[tasks.create_task(self._run_call(whole))] = leases
 

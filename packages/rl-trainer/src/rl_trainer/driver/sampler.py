@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -28,12 +29,14 @@ class Sampled:
     Attributes:
         rows: scored trajectories to train on, with tags; none if no prompt is informative.
         prompts: all prompts that were rolled out.
+        groups: how many prompts have responses in the data plane.
         position: prompts that were taken from the order so far.
         metrics: of the step.
     """
 
     rows: KVBatchMeta
     prompts: Sequence[PromptRef]
+    groups: int
     position: int
     metrics: dict[str, float]
 
@@ -44,7 +47,9 @@ class Sampler:
     Attributes:
         rollouts: the rollout workers.
         position: prompts taken from the order so far.
+        replicas: held by those who generate, and by those who change the weights.
         version: of the weights of the replicas.
+        finished: prompts that were rolled out for training.
     """
 
     def __init__(self, parts: TrainerParts) -> None:
@@ -58,18 +63,20 @@ class Sampler:
             timeout_s=parts.loop.stage_timeout_s,
         )
         self.position = 0
+        self.replicas = asyncio.Lock()
         self.version = 0
+        self.finished = 0
 
-    async def sample(self, clock: Clock, step: int) -> Sampled:
+    async def sample(self, step: int) -> Sampled:
         """Roll prompts out and score them, until there are enough informative ones."""
-        parts, wanted = self._parts, self._parts.train_order.batch_size
+        clock, parts, wanted = Clock(), self._parts, self._parts.train_order.batch_size
         partition = Partition(
             name=TRAIN_PARTITION, split="train", step=step, n=parts.rollout.n, sampling=self.sampling()
         )
         metrics, prompts, kept = dict[str, float](), list[PromptRef](), list[str]()
         decision: Generate | Train | GiveUp = Generate(num_prompts=wanted)
         rows = KVBatchMeta(partition=TRAIN_PARTITION, keys=())
-        rounds, generated, failed, truncated = 0, 0, set[str](), 0
+        rounds, generated, groups, failed, truncated = 0, 0, 0, set[str](), 0
 
         def draw(count: int) -> Sequence[PromptRef]:
             fresh = self._next_prompts(step, len(prompts), count)
@@ -82,6 +89,8 @@ class Sampler:
             self._notify("on_sample_begin", step, len(fresh))
             rolled = await clock.time("gen", self.roll_out(partition, fresh, draw))
             add_failures(metrics, rolled)
+            groups += rolled.groups
+            self.finished += rolled.groups
             new, truncated = rolled.rows, truncated + rolled.truncated
             self._notify("on_sample_end", step, new)
             metrics["rollout/imbalance"] = max(rolled.imbalance, metrics.get("rollout/imbalance", 1.0))
@@ -91,7 +100,7 @@ class Sampler:
             failed |= set(scored.failed)
             metrics |= scored.metrics | {"reward/failures": float(len(failed))}
             if "filter" not in parts.graph:
-                return Sampled(_without(rows, failed), prompts, self.position, metrics)
+                return Sampled(_without(rows, failed), prompts, groups, self.position, metrics | clock.seconds)
             if usable := _without(new, failed):
                 kept += await clock.time("filter", self._informative(step, usable.without_tags()))
             decision = next_round(
@@ -101,20 +110,21 @@ class Sampler:
                 rounds=rounds,
                 max_rounds=parts.filter_groups.max_num_gen_batches,
             )
-        metrics |= {
+        metrics |= clock.seconds | {
             "training/filter_groups/rounds": float(rounds),
             "training/filter_groups/prompts_generated": float(generated),
             "training/filter_groups/prompts_kept": float(len(decision.uids)),
         }
         chosen = set(decision.uids)
         keep = [i for i, key in enumerate(rows.keys) if RowKey.parse(key).uid in chosen]
-        return Sampled(_without(rows.select_rows(keep), failed), prompts, self.position, metrics)
+        return Sampled(_without(rows.select_rows(keep), failed), prompts, groups, self.position, metrics)
 
     async def roll_out(
         self, partition: Partition, prompts: Sequence[PromptRef], spare: Spare | None = None
     ) -> RolledOut:
-        """Roll prompts out; notify hooks of failures."""
-        rolled = await self.rollouts.roll_out(partition, prompts, self.version, spare)
+        """Roll prompts out, when the replicas are free; notify hooks of failures."""
+        async with self.replicas:
+            rolled = await self.rollouts.roll_out(partition, prompts, self.version, spare)
         if rolled.failures:
             self._notify("on_rollout_failure", partition.step, rolled.failures, rolled.replaced)
         return rolled

@@ -1,8 +1,12 @@
 """The training loop: the driver names rows and waits; it never reads a tensor.
 
-prompts -> rollout workers -> (replay buffer) -> reward -> filter? -> old_log_prob | ref | values
-        -> adv -> update_critic | update_actor -> update_weights -> clear
-                                                        (stages joined by | run side by side)
+rollouts: prompts -> rollout workers -> (replay buffer) -> reward -> filter?
+training: old_log_prob | ref | values -> adv -> update_critic | update_actor -> clear
+        -> update_weights                               (stages joined by | run side by side)
+
+Two pumps run in one TaskGroup. The rollouts sample a step once the training admits it: with
+async_rl.max_staleness=0 when the training waits for it, otherwise so many steps before. A weight
+update waits for the running generation, so every batch is generated with one version.
 
 When a storage unit dies with rows of the step, everything before the updates is repeated with the
 same prompts. All ranks read the rows of the updates before the first update begins. From then on
@@ -24,11 +28,13 @@ import msgspec
 from rl_protocol import DataLostError, KVBatchMeta, RLError, RolloutError, RowKey
 from rl_protocol.rl_columns import TRAIN_PARTITION, VALIDATION_PARTITION
 from rl_protocol.support.options import require
+from rl_trainer.algorithms.metrics import stats
 from rl_trainer.asyncio_tasks import gather_or_cancel
 from rl_trainer.checkpoints.folder import Checkpoint, RunState
 from rl_trainer.driver.checkpoint_writer import CheckpointWriter, SavedCheckpoint, load
 from rl_trainer.driver.hooks import notify
 from rl_trainer.driver.parts import TrainerParts
+from rl_trainer.driver.pumps import BatchQueue, GroupCounts, staleness
 from rl_trainer.driver.sampler import Sampled, Sampler
 from rl_trainer.driver.stage_calls import StepRows, call, forward_calls, update_calls
 from rl_trainer.driver.stage_runner import Clock, ModelStage, StageRunner, noted
@@ -75,10 +81,11 @@ class _Prepared:
 
     updates: Sequence[ModelStage]
     metrics: dict[str, float]
+    sampled: Sampled
     tokens: int
     """Tokens of the trajectories, prompts and responses."""
-    position: int
-    """Prompts that were taken from the order, through this step."""
+    groups: int
+    """Prompts with a trajectory to train on."""
 
 
 class PPOTrainer:
@@ -102,6 +109,9 @@ class PPOTrainer:
         self._version = 0
         self._prompts_taken = 0
         self._critic_updates = 0
+        self._batches = BatchQueue[Sampled](1, 0)
+        self._trained = 0
+        self._dropped = 0
 
     async def resume(self, checkpoint: Checkpoint) -> None:
         """Restore the workers' state, the rollout weights and the place in the run.
@@ -127,7 +137,7 @@ class PPOTrainer:
         checkpoints = self._parts.checkpoints
         try:
             self._notify("on_train_begin", self._steps_done)
-            last = await self._fit()
+            last = await self._run_pumps()
             if checkpoints is not None:
                 with noted("stage save_checkpoint"):
                     self._published(checkpoints, await checkpoints.finish())
@@ -138,7 +148,37 @@ class PPOTrainer:
             raise
         return last
 
-    async def _fit(self) -> dict[str, float]:
+    async def _run_pumps(self) -> dict[str, float]:
+        """Run both pumps; the first failure ends both."""
+        self._batches = BatchQueue(self._steps_done + 1, self._parts.loop.total_training_steps)
+        try:
+            async with asyncio.TaskGroup() as pumps:
+                rollouts = pumps.create_task(self._run_rollouts())
+                last = await self._run_training()
+                rollouts.cancel()
+        except* RLError as failed:
+            raise failed.exceptions[0] from None
+        counts = self.group_counts()
+        logger.info("%s", counts)
+        counts.check()
+        return last
+
+    async def _run_rollouts(self) -> None:
+        """Sample one step after the other, each once it is admitted."""
+        while True:
+            step = await self._batches.begin()
+            try:
+                sampled = await self._sampler.sample(step)
+            except DataLostError as error:
+                await self._batches.finish(error)
+            except RLError as error:
+                error.add_note(f"step {step}")
+                raise
+            else:
+                await self._batches.finish(sampled)
+
+    async def _run_training(self) -> dict[str, float]:
+        """Train on one batch after the other; returns the metrics of the last validation."""
         loop = self._parts.loop
         last: dict[str, float] = {}
         validates = self._parts.validation_size > 0
@@ -148,7 +188,7 @@ class PPOTrainer:
         for step in range(self._steps_done + 1, loop.total_training_steps + 1):
             self._notify("on_step_begin", step)
             with noted(f"step {step}"):
-                metrics = await self.step(step)
+                metrics = await self._step(step)
             final, accuracy = step == loop.total_training_steps, None
             if validates and (final or (loop.test_freq and step % loop.test_freq == 0)):
                 start = time.perf_counter()
@@ -193,14 +233,26 @@ class PPOTrainer:
     def _notify(self, event: str, *facts: object) -> None:
         notify(self._parts.hooks, event, *facts)
 
-    async def step(self, step: int) -> dict[str, float]:
-        """Run one step; returns its metrics."""
+    def group_counts(self) -> GroupCounts:
+        """What has become of the prompts that were rolled out for training."""
+        held = self._parts.buffers[TRAIN_PARTITION].counts()
+        return GroupCounts(
+            finished=self._sampler.finished,
+            trained=self._trained,
+            dropped=self._dropped,
+            held=held["finished"] + held["taken"],
+        )
+
+    async def _step(self, step: int) -> dict[str, float]:
+        """Train one step; returns its metrics."""
         clock, metrics = Clock(), {"training/global_step": float(step)}
         bytes_before, cpu_before, start = self._driver_bytes(), time.process_time(), time.perf_counter()
+        await self._batches.admit(step + self._parts.async_rl.max_staleness)
         result = await self._train(clock, step)
         metrics |= result.metrics
-        self._sampler.version = self._version
-        synced, _ = await gather_or_cancel(self._update_weights(clock, result), self._rollouts.commit(TRAIN_PARTITION))
+        synced, _ = await gather_or_cancel(
+            self._update_weights(clock, result), self._rollouts.commit(TRAIN_PARTITION, step)
+        )
         metrics |= synced or {}
         elapsed = time.perf_counter() - start
         metrics |= clock.seconds | {"timing_s/step": elapsed, "perf/time_per_step": elapsed}
@@ -210,16 +262,24 @@ class PPOTrainer:
         return metrics
 
     async def _update_weights(self, clock: Clock, result: StepResult) -> dict[str, float]:
-        """Send the new weights to the rollout replicas, if there are any; returns metrics."""
+        """Send the new weights to the replicas, if there are any, once the running generation has
+        ended; returns metrics.
+        """
         sync = self._parts.weight_sync
         if sync is None or not result.actor_updated:
+            self._sampler.version = self._version
             return {}
-        report = await clock.time("update_weights", sync.update_weights(self._version))
-        return {
+        start = time.perf_counter()
+        async with self._sampler.replicas:
+            waited = time.perf_counter() - start
+            report = await clock.time("update_weights", sync.update_weights(self._version))
+            self._sampler.version = self._version
+        metrics = {
             "weight_sync/bytes": float(report.num_bytes),
             "weight_sync/version": float(report.version),
             "weight_sync/receivers": float(len(report.receivers)),
         }
+        return metrics | ({"idle/trainer/refit": waited} if self._parts.async_rl.max_staleness else {})
 
     async def validate(self, step: int) -> Validation:
         """Roll out the validation set with rollout.val_kwargs; report accuracy by data source."""
@@ -238,8 +298,8 @@ class PPOTrainer:
             return Validation(judged.metrics | rolled, judged.accuracy)
 
         with noted(f"validation after step {step}"):
-            async with self._rollouts.committed_after(VALIDATION_PARTITION):
-                validation = await self._repeated(step, (VALIDATION_PARTITION,), evaluate)
+            async with self._rollouts.committed_after(VALIDATION_PARTITION, step):
+                validation = await self._repeated(step, evaluate, lambda: self._rollouts.clear(VALIDATION_PARTITION))
         self._notify("on_validate_end", step, validation.metrics)
         return validation
 
@@ -255,19 +315,32 @@ class PPOTrainer:
         """Everything of a step but the weight sync and the commit of its rows."""
 
         async def prepare() -> _Prepared:
-            self._sampler.position = self._prompts_taken
-            return await self._prepare(clock, step, await self._sampler.sample(clock, step))
+            start = time.perf_counter()
+            sampled = await self._batches.get(step)
+            starved = time.perf_counter() - start
+            if self._parts.async_rl.max_staleness:
+                sampled.metrics["idle/trainer/starved"] = starved
+            return await self._prepare(clock, step, sampled)
 
-        prepared = await self._repeated(step, (TRAIN_PARTITION, BASELINE_PARTITION), prepare)
+        async def rewind() -> None:
+            async with self._batches.rewound(step):
+                for name in (TRAIN_PARTITION, BASELINE_PARTITION):
+                    await self._rollouts.clear(name)
+                self._sampler.position = self._prompts_taken
+                self._dropped = self._sampler.finished - self._trained
+
+        prepared = await self._repeated(step, prepare, rewind)
         # from here on the step is not repeated: the same rows again would be a second update
         metrics = prepared.metrics | await self._runner.update(clock, prepared.updates)
         updated = {stage.name for stage in prepared.updates}
         self._critic_updates += "update_critic" in updated
         self._version += "update_actor" in updated
-        self._prompts_taken = prepared.position
+        self._prompts_taken = prepared.sampled.position
+        self._trained += prepared.groups
+        self._dropped += prepared.sampled.groups - prepared.groups
         return StepResult(metrics, actor_updated="update_actor" in updated, tokens=prepared.tokens)
 
-    async def _repeated(self, step: int, partitions: Sequence[str], work: Callable[[], Awaitable[T]]) -> T:
+    async def _repeated(self, step: int, work: Callable[[], Awaitable[T]], clear: Callable[[], Awaitable[None]]) -> T:
         """Fill partitions; when a storage unit dies with their rows, clear them and repeat the
         work.
 
@@ -280,21 +353,37 @@ class PPOTrainer:
             except DataLostError as error:
                 logger.warning("step %d begins again, attempt %d of %d: %s", step, attempt, ATTEMPTS, error)
                 self._notify("on_data_lost", step, attempt, ATTEMPTS)
-                for name in partitions:
-                    await self._rollouts.clear(name)
+                await clear()
         return await work()
 
     async def _prepare(self, clock: Clock, step: int, sampled: Sampled) -> _Prepared:
         """Run everything between sampling and the updates."""
         if not sampled.rows:
-            return _Prepared((), sampled.metrics, tokens=0, position=sampled.position)
-        lag = self._version - _oldest_version(sampled.rows)
+            return _Prepared((), sampled.metrics, sampled, tokens=0, groups=0)
+        ages = self._staleness(sampled.rows)
         rows = StepRows.of(sampled.rows)
-        metrics = sampled.metrics | {"training/policy_lag": float(lag)}
+        metrics = sampled.metrics | {"training/policy_lag": float(max(ages))}
+        metrics |= stats("training/off_policy/trajectory_staleness", ages)
         metrics |= await self._annotate(clock, step, rows, sampled.prompts)
         updates = self._updates(step, rows)
         await self._runner.read_ahead(clock, updates)
-        return _Prepared(updates, metrics, tokens=int(rows.lengths.sum()), position=sampled.position)
+        groups = len(set(sampled.rows.tag_values("uid")))
+        return _Prepared(updates, metrics, sampled, tokens=int(rows.lengths.sum()), groups=groups)
+
+    def _staleness(self, rows: KVBatchMeta) -> list[int]:
+        """[N] versions between the weights that generated each trajectory and those it trains.
+
+        Raises:
+            RolloutError: a trajectory has no version, or is older than async_rl.max_staleness.
+        """
+        ages = staleness(rows, self._version)
+        bound, oldest = self._parts.async_rl.max_staleness, max(ages)
+        if self._parts.weight_sync is not None and oldest > bound:
+            raise RolloutError(
+                f"Trajectory {rows.keys[ages.index(oldest)]!r} was generated with version {self._version - oldest} of the weights and would "
+                f"train version {self._version}; async_rl.max_staleness={bound} allows {bound} versions between them."
+            )
+        return ages
 
     async def _annotate(
         self, clock: Clock, step: int, rows: StepRows, prompts: Sequence[PromptRef]
@@ -318,7 +407,7 @@ class PPOTrainer:
         greedy = msgspec.structs.replace(self._sampler.sampling(), temperature=0.0)
         partition = Partition(name=BASELINE_PARTITION, split="train", step=step, n=1, sampling=greedy)
         uids = {RowKey.parse(key).uid for key in batch.keys}
-        async with self._rollouts.committed_after(BASELINE_PARTITION):
+        async with self._rollouts.committed_after(BASELINE_PARTITION, step):
             rows = (await self._sampler.roll_out(partition, [ref for ref in prompts if ref.uid in uids])).rows
             await self._sampler.score("reward", RewardResult, step, rows.without_tags())
             return await self._reward_stage("baseline", step, batch)
@@ -347,17 +436,3 @@ class PPOTrainer:
         traffic.
         """
         return sum(w.bytes_moved for w in self._parts.workers.all()) + self._parts.plane.traffic().total
-
-
-def _oldest_version(rows: KVBatchMeta) -> int:
-    """The oldest weight version among the rows' tags.
-
-    Raises:
-        RolloutError: a row has no version.
-    """
-    versions: list[int] = []
-    for key, version in zip(rows.keys, rows.tag_values("version"), strict=True):
-        if version is None:
-            raise RolloutError(f"Row {key!r} has no tag `version`: the weights that generated it are unknown.")
-        versions.append(int(version))
-    return min(versions)
