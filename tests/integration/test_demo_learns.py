@@ -22,8 +22,14 @@ def cache(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_the_default_run_learns(algorithm, tmp_path, cache, mark):
+@pytest.mark.parametrize(
+    ("algorithm", "more"),
+    [("grpo", []), ("ppo", []), ("grpo", ["async_rl.max_staleness=1"])],
+    ids=["grpo", "ppo", "async"],
+)
+def test_the_default_run_learns(algorithm, more, tmp_path, cache, mark):
+    """Also one step off: with responses that the weights before the last update generated."""
+
     def run(*overrides: str) -> tuple[str, list[dict[str, float]]]:
         arguments = command(
             f"algorithm={algorithm}", f"model.cache_dir={cache}", f"trainer.output_dir={tmp_path}", *overrides
@@ -38,9 +44,12 @@ def test_the_default_run_learns(algorithm, tmp_path, cache, mark):
         ]
 
     is_first = not any(cache.iterdir())
-    out, metrics = run("trainer.run_name=run")
+    out, metrics = run("trainer.run_name=run", *more)
     assert ("supervised warm-up" in out) == is_first
     assert ("from the cache, no warm-up" in out) == (not is_first)
     accuracies = [m[ACCURACY] for m in metrics if ACCURACY in m]
     assert 0.15 <= accuracies[0] <= 0.45
     assert accuracies[-1] >= 0.90
+    ages = [m["training/off_policy/trajectory_staleness/max"] for m in metrics if m["step"] > 1]
+    assert set(ages) == {float(bool(more))}
+    assert ("rollouts: 1920 prompts finished = 1920 trained + 0 dropped + 0 held" in out) == bool(more)

@@ -73,3 +73,8 @@ def test_each_ends_with_exit_code_2_and_leaves_nothing(tmp_path, monkeypatch, ca
     for word in words:
         assert word in error
     assert not (tmp_path / "outputs").exists()
+
+
+def test_batches_that_are_generated_ahead_need_room_beside_a_validation():
+    batch, validated = bytes_of(), bytes_of(validation_rows=10**6)
+    assert bytes_of("async_rl.max_staleness=2", validation_rows=10**6) == 3 * batch + validated

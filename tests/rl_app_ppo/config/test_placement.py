@@ -49,6 +49,7 @@ def test_with_separate_every_role_and_replica_has_a_process():
         (["rollout.name=vllm"], "separate", "placement=auto with rollout.name=vllm"),
         (["model_engine=fsdp"], "separate", "placement=auto with model_engine=fsdp"),
         (["checkpoint_engine.backend=tcp"], "separate", "placement=auto with checkpoint_engine.backend=tcp"),
+        (["async_rl.max_staleness=1"], "separate", "placement=auto with async_rl.max_staleness=1"),
         (["placement=actor+ref"], "actor+ref", "command line"),
     ],
 )
@@ -132,6 +133,24 @@ def test_other_placements_are_refused(placement, words):
 def test_what_does_not_work_in_one_process_is_refused_by_name(overrides, words):
     with pytest.raises(ConfigError, match=words):
         load_config(["placement=fused", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["placement=fused"],
+            r"max_staleness=1 .*puts actor and ref and rollout into one process.* set placement=separate",
+        ),
+        (["placement=rollout+reward", "rollout.num_workers=1"], r"puts rollout and reward into one process"),
+        (["checkpoint_engine.enabled=false"], r"set checkpoint_engine\.enabled=true, or async_rl\.max_staleness=0"),
+        (["actor.policy_loss.loss_mode=gpg"], r"loss_mode=gpg has neither"),
+    ],
+)
+def test_what_can_not_run_beside_generation_is_refused_by_name(overrides, words):
+    load_config(overrides)
+    with pytest.raises(ConfigError, match=words):
+        load_config(["async_rl.max_staleness=1", *overrides])
 
 
 def test_memory_counts_the_weights_of_a_group_once():

@@ -81,6 +81,9 @@ def check_memory(count: int, config: AppConfig, available: int) -> None:
 def step_bytes(config: AppConfig, graph: StepGraph, longest: int, validation_rows: int) -> int:
     """Most bytes that a step can take in the data plane, without images.
 
+    With async_rl.max_staleness above 0, batches that were generated ahead are there, too, and
+    during validation.
+
     Args:
         config: the configuration of the run.
         graph: the stages of a step.
@@ -100,7 +103,8 @@ def step_bytes(config: AppConfig, graph: StepGraph, longest: int, validation_row
     )
     train += batch * rounds * longest * _PROMPT_TOKEN
     validated = rollout.val_kwargs.n * rollout.response_length * widths["rollout"] + longest * _PROMPT_TOKEN
-    return max(train, validation_rows * validated)
+    ahead = config.async_rl.max_staleness
+    return train * (1 + ahead) + validation_rows * validated if ahead else max(train, validation_rows * validated)
 
 
 def _token_bytes(columns: Sequence[str]) -> int:

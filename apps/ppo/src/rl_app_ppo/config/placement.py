@@ -56,6 +56,7 @@ def resolved_placement(chosen: Mapping[str, object]) -> tuple[tuple[str, ...], s
         "rollout.name": "hf",
         "rollout.num_workers": 1,
         "checkpoint_engine.backend": IN_PROCESS,
+        "async_rl.max_staleness": 0,
     }
     for key, needed in one_process.items():
         if chosen.get(key, needed) != needed:
@@ -135,6 +136,23 @@ def check_placement(config: AppConfig) -> None:
     for group in worker_groups(config):
         if len(group.roles) > 1:
             _check_group(group, config)
+    if bound := config.async_rl.max_staleness:
+        _check_beside(bound, config)
+
+
+def _check_beside(bound: int, config: AppConfig) -> None:
+    """Check that generation can run beside training."""
+    setting = f"async_rl.max_staleness={bound} generates while the models train"
+    for group in worker_groups(config):
+        if "rollout" in group.roles and len(group.roles) > 1:
+            raise ConfigError(
+                f"{setting}, but placement={','.join(config.placement)} puts {' and '.join(group.roles)} into one process, which does one at a time; "
+                "set placement=separate, or async_rl.max_staleness=0."
+            )
+    if not config.checkpoint_engine.enabled:
+        raise ConfigError(
+            f"{setting}, and bounds how old the weights of the rollout get; set checkpoint_engine.enabled=true, or async_rl.max_staleness=0."
+        )
 
 
 def _check_group(group: WorkerGroup, config: AppConfig) -> None:

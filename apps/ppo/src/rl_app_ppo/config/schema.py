@@ -15,6 +15,7 @@ from rl_trainer import needs_critic
 from rl_trainer.config import (
     ActorConfig,
     AlgorithmConfig,
+    AsyncConfig,
     CriticConfig,
     LoopConfig,
     OverlongConfig,
@@ -23,7 +24,7 @@ from rl_trainer.config import (
 )
 from rl_trainer.config.backends import TRAINING_BACKENDS, FsdpConfig, MegatronConfig, get_training_backend
 from rl_trainer.config.lora import LoraConfig
-from rl_trainer.graph.config_checks import check_combination
+from rl_trainer.graph.config_checks import check_combination, check_staleness
 from rl_trainer.rewards import parse_terms
 from rl_trainer.rewards.loading import HARMLESS
 from rl_trainer.rewards.scorer_toml import is_scorer_toml
@@ -291,7 +292,7 @@ class AppConfig(Options):
         (AUTO,),
         f"roles that share a process: {' or '.join(NAMED)} ({NAMED['fused']}), or groups such as actor+ref,critic+reward; "
         f"roles that it does not name have a process each; {AUTO}: fused with model_engine=torch and rollout.name=hf unless "
-        "rollout.num_workers or checkpoint_engine.backend ask for more processes",
+        "rollout.num_workers, checkpoint_engine.backend or async_rl.max_staleness ask for more processes",
         resume="free",
     )
     algorithm: AlgorithmConfig = group(AlgorithmConfig, "advantages", verl="algorithm")
@@ -314,6 +315,7 @@ class AppConfig(Options):
     actor: ActorConfig = group(ActorConfig, "policy training", verl="actor_rollout_ref.actor")
     critic: CriticConfig = group(CriticConfig, "value training", needs="trains_critic", verl="critic")
     rollout: GenerationConfig = group(GenerationConfig, "generation", verl="actor_rollout_ref.rollout")
+    async_rl: AsyncConfig = group(AsyncConfig, "generation beside training", resume="free")
     replay: ReplayConfig = group(ReplayConfig, "prompts whose rollouts fail", resume="free")
     transfer_queue: TransferQueueConfig = group(TransferQueueConfig, "data plane", resume="free")
     checkpoint_engine: CheckpointEngineConfig = group(
@@ -359,6 +361,7 @@ class AppConfig(Options):
         if self.placement != (AUTO,):
             parse_placement(self.placement)
         check_combination(self.algorithm, self.actor, self.rollout.n)
+        check_staleness(self.async_rl, self.algorithm, self.actor)
         self._check_batches(path)
         longest = self.rollout.response_length
         require(

@@ -123,7 +123,7 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
                     await trainer.resume(plan.start.checkpoint)
             startup.done()
             startup.begin("first validation" if config.trainer.val_before_train and last_step is None else "first step")
-            await trainer.fit()
+            await _fit(trainer, screen if config.async_rl.max_staleness else None)
         finally:
             startup.end()
             recorder.write_curve(files.curve)
@@ -149,6 +149,13 @@ async def _start_servers(
     finally:
         local_plane = await plane
     return local_plane
+
+
+async def _fit(trainer: PPOTrainer, screen: Screen | None) -> None:
+    """Train; then say on the screen what became of the prompts that were rolled out."""
+    await trainer.fit()
+    if screen is not None:
+        screen.note(f"rollouts: {trainer.group_counts()}")
 
 
 async def _load_models(
@@ -241,6 +248,7 @@ def _trainer_parts(
         plane=plane,
         buffers=buffers,
         replay=config.replay,
+        async_rl=config.async_rl,
         workers=rollout.workers,
         weight_sync=rollout.sync,
         train_order=train_order(config, data["train"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rl_protocol import ConfigError
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl_trainer.algorithms.losses import POLICY_LOSSES
-from rl_trainer.config import ActorConfig, AlgorithmConfig
+from rl_trainer.config import ActorConfig, AlgorithmConfig, AsyncConfig
 
 WRITABLE = ("values", "old_log_probs", "sum_pi_squared", "reward_components", "reward_baselines")
 """Columns beyond scores and masks that an estimator can read."""
@@ -19,6 +19,28 @@ def check_combination(algorithm: AlgorithmConfig, actor: ActorConfig, rollout_n:
     """
     _check_estimator(algorithm, rollout_n)
     _check_loss(algorithm, actor)
+
+
+def check_staleness(async_rl: AsyncConfig, algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
+    """Refuse to train on responses of older weights where nothing limits or corrects the
+    difference.
+
+    Raises:
+        ConfigError: names the settings, and what to set.
+    """
+    bound, loss = async_rl.max_staleness, actor.policy_loss.loss_mode
+    if not bound:
+        return
+    if not POLICY_LOSSES.get(loss).off_policy and not algorithm.rollout_correction.rollout_is:
+        raise ConfigError(
+            f"async_rl.max_staleness={bound} trains on responses of older weights, and actor.policy_loss.loss_mode={loss} has neither a ratio to "
+            "the old policy nor a correction; set algorithm.rollout_correction.rollout_is=token, another loss_mode, or async_rl.max_staleness=0."
+        )
+    if "reward_baselines" in ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator).reads:
+        raise ConfigError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator} generates its greedy responses when it trains, with newer weights than the responses "
+            f"it compares them with; set async_rl.max_staleness=0 (got {bound}), or another estimator."
+        )
 
 
 def _check_estimator(algorithm: AlgorithmConfig, rollout_n: int) -> None:
