@@ -163,6 +163,14 @@ GRPO_STEPS = {
     "tokens/response": "tokens_per_response",
     "pairs": "pairs",
 }
+PLACEMENTS = {
+    "placement": "placement",
+    "s to the end of step 1": "first_step_s",
+    "s/step": "step_s",
+    "CPU s/step": "cpu_s_per_step",
+    "peak MiB (PSS)": "peak_pss_mib",
+    "pairs": "pairs",
+}
 HEADLINE = {
     "plane": "plane",
     "who carries the rows": "who",
@@ -187,6 +195,7 @@ PLAIN = {
     "prediction": PREDICTION,
     "changes": CHANGES,
     "grpo step": GRPO_STEPS,
+    "placement": PLACEMENTS,
 }
 
 

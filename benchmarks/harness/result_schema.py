@@ -92,6 +92,12 @@ KINDS = (
         better={"step_s": "lower", "cpu_s_per_step": "lower", "peak_pss_mib": "lower", "command_s": "lower"},
         needed=("step_s", "cpu_s_per_step", "peak_pss_mib", "command_s", "tokens_per_response", "pairs"),
     ),
+    Kind(
+        name="placement",
+        identity=("placement",),
+        better={"first_step_s": "lower", "step_s": "lower", "cpu_s_per_step": "lower", "peak_pss_mib": "lower"},
+        needed=("first_step_s", "step_s", "cpu_s_per_step", "peak_pss_mib", "pairs"),
+    ),
     Kind(name="parity", identity=("pair",), better={"largest_difference": "lower"}),
 )
 """The first whose identity a row has is its kind."""

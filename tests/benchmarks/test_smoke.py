@@ -18,7 +18,7 @@ NO_MEASUREMENT = {"compare.py", "report.py", "scale_model.py"}
 """Scripts that work on results; other tests run them."""
 BY_NAME = {"bench_controller_bottleneck.py", "bench_same_training.py", "choose_backend.py"}
 """Scripts with their own test below."""
-OF_THE_APP = {"bench_delta_in_training.py", "bench_learning.py", "bench_trainer.py"}
+OF_THE_APP = {"bench_delta_in_training.py", "bench_learning.py", "bench_placement.py", "bench_trainer.py"}
 """Scripts that run the app, here with few steps and a cached model."""
 LITTLE = (
     "data.val_size=32",
