@@ -17,7 +17,8 @@ from rl_protocol.ports import GenerationRequest, RolloutEngine, SamplingParams
 from rl_protocol.torch import to_weight
 from rl_trainer import ActorConfig, OptimConfig
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
-from rl_trainer.rollout.hf_engine import HFRolloutEngine, uniforms
+from rl_trainer.rollout.hf_engine import HFRolloutEngine
+from rl_trainer.rollout.sampling import uniforms
 
 pytestmark = pytest.mark.numeric
 

@@ -1,83 +1,24 @@
-"""Rollout engine over transformers' own generation: KV cache, left padding, seeds by counter."""
+"""Rollout engine over a transformers model in this process."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from rl_protocol import RolloutError, WeightSyncError, WeightTensor
 from rl_protocol.ports import Generation, GenerationRequest, SamplingParams, WeightCapabilities
 from rl_protocol.torch import TORCH_DTYPES, lent_weight, torch_dtype_name
 from rl_trainer.backends.loading import Facts, load_model
-from rl_trainer.backends.token_batch import image_inputs
 from rl_trainer.config.lora import LoraConfig
+from rl_trainer.rollout.decoding import DecodingBatch, read_prompts
+from rl_trainer.rollout.sampling import Sampler
 
 if TYPE_CHECKING:
     from rl_trainer.backends.peft_lora import MergedAdapter
-
-
-def uniforms(seed: int, request: GenerationRequest, count: int) -> np.ndarray[Any, Any]:
-    """[count] random numbers in [0, 1) for one response, drawn by Philox from (seed, uid, session).
-
-    They depend neither on the batch, nor on the worker, nor on the order of arrival.
-    """
-    digest = hashlib.sha256(f"{seed}/{request.uid}/{request.session}".encode()).digest()
-    key = np.frombuffer(digest[:16], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key)).random(count)
-
-
-class InverseCDFSampler(LogitsProcessor):
-    """Turns greedy search into exact sampling by inverse transform.
-
-    Only the token whose share of the unit interval contains the row's number keeps its logit.
-
-    Args:
-        numbers: [B, max_new_tokens] in [0, 1).
-        prompt_width: tokens before the first generated one.
-    """
-
-    def __init__(self, numbers: torch.Tensor, prompt_width: int) -> None:
-        self._numbers = numbers
-        self._prompt_width = prompt_width
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        step = input_ids.shape[1] - self._prompt_width
-        cumulative = torch.softmax(scores.double(), dim=-1).cumsum(-1)
-        target = self._numbers[:, step : step + 1] * cumulative[:, -1:]
-        token = torch.searchsorted(cumulative, target, right=True).clamp(max=scores.shape[-1] - 1)
-        only = torch.full_like(scores, float("-inf"))
-        return cast(torch.FloatTensor, only.scatter_(1, token, 0.0))
-
-
-class TemperatureScaler(LogitsProcessor):
-    """Divides the logits by the temperature."""
-
-    def __init__(self, temperature: float) -> None:
-        self._temperature = temperature
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        del input_ids
-        return cast(torch.FloatTensor, scores / self._temperature)
-
-
-class BannedTokens(LogitsProcessor):
-    """Bans placeholder tokens of images from responses. Log-probs are unaffected."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens = list(tokens)
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        del input_ids
-        left = scores.clone()
-        left[:, self._tokens] = float("-inf")
-        return cast(torch.FloatTensor, left)
 
 
 class HFRolloutEngine:
@@ -235,53 +176,15 @@ class HFRolloutEngine:
             )
 
     def _generate_batch(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Generation]:
-        width = max(len(r.prompt_ids) for r in requests)
-        ids = torch.full((len(requests), width), self._facts.pad_id, dtype=torch.int64)
-        attention = torch.zeros_like(ids)
-        for i, request in enumerate(requests):
-            ids[i, width - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
-            attention[i, width - len(request.prompt_ids) :] = 1
-        with torch.no_grad():
-            output = self._model.generate(
-                input_ids=ids,
-                attention_mask=attention,
-                do_sample=False,
-                max_new_tokens=params.max_new_tokens,
-                eos_token_id=None if params.ignore_eos else self._eos_id,
-                pad_token_id=self._facts.pad_id,
-                logits_processor=self._processors(requests, params, width),
-                return_dict_in_generate=True,
-                output_logits=True,
-                **self._images(requests, ids),
-            )
-            tokens: torch.Tensor = output.sequences[:, width:]
-            logits = torch.stack(output.logits, dim=1).float()
-            log_probs = torch.log_softmax(logits / (params.temperature or 1.0), dim=-1)
-            chosen = log_probs.gather(-1, tokens[..., None]).squeeze(-1)
-        return [self._generation(t, p, params) for t, p in zip(tokens.tolist(), chosen.tolist(), strict=True)]
-
-    def _images(self, requests: Sequence[GenerationRequest], ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        images = [image for request in requests for image in request.images]
-        if not images or self._facts.image_token is None:
-            return {}
-        patches = np.concatenate([image.pixel_values for image in images])
-        grids = np.array([image.grid_thw for image in images], np.int64)
-        return image_inputs(patches, grids, ids.numpy(), self._facts.image_token)
-
-    def _processors(
-        self, requests: Sequence[GenerationRequest], params: SamplingParams, width: int
-    ) -> LogitsProcessorList:
-        processors = LogitsProcessorList([BannedTokens(self._facts.banned)] if self._facts.banned else [])
-        if params.temperature == 0:
-            return processors
-        processors.append(TemperatureScaler(params.temperature))
-        if params.top_k:
-            processors.append(TopKLogitsWarper(params.top_k))
-        if params.top_p < 1:
-            processors.append(TopPLogitsWarper(params.top_p))
-        numbers = np.stack([uniforms(params.seed, request, params.max_new_tokens) for request in requests])
-        processors.append(InverseCDFSampler(torch.from_numpy(numbers), width))
-        return processors
+        batch = DecodingBatch(
+            self._model,
+            read_prompts(self._model, self._facts, requests),
+            Sampler(requests, params, self._facts.banned),
+            max_new_tokens=params.max_new_tokens,
+            eos_id=None if params.ignore_eos else self._eos_id,
+        )
+        tokens, log_probs = batch.run()
+        return [self._generation(t, p, params) for t, p in zip(tokens.tolist(), log_probs.tolist(), strict=True)]
 
     def _generation(self, tokens: list[int], log_probs: list[float], params: SamplingParams) -> Generation:
         stop = not params.ignore_eos and self._eos_id in tokens

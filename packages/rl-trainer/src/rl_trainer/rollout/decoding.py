@@ -1,0 +1,171 @@
+"""Generates responses side by side: prompts once, finished rows leave the batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_protocol.ports import GenerationRequest
+from rl_trainer.backends.loading import Facts
+from rl_trainer.backends.token_batch import image_inputs
+from rl_trainer.rollout.kv_cache import keep_rows, new_cache
+from rl_trainer.rollout.sampling import Sampler
+
+LEAVE = 32
+"""Finished rows leave the batch once they are at least one in so many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """Different prompts of a batch, padded on the left.
+
+    Attributes:
+        ids: int64 [P, L].
+        attention_mask: int64 [P, L], 0 at padding; None if all have the same length.
+        position_ids: int64 [P, L], or [3, P, L] for a model that sees images.
+        images: further arguments of the model.
+        source: int64 [B], the prompt of each request.
+    """
+
+    ids: torch.Tensor
+    attention_mask: torch.Tensor | None
+    position_ids: torch.Tensor
+    images: dict[str, torch.Tensor]
+    source: torch.Tensor
+
+
+def read_prompts(model: Any, facts: Facts, requests: Sequence[GenerationRequest]) -> Prompts:
+    """The prompts of the requests, each once."""
+    place: dict[Any, int] = {}
+    different: list[GenerationRequest] = []
+    source: list[int] = []
+    for request in requests:
+        key = (request.prompt_ids, tuple(map(id, request.images)))
+        if key not in place:
+            place[key] = len(different)
+            different.append(request)
+        source.append(place[key])
+    lengths = [len(request.prompt_ids) for request in different]
+    width = max(lengths)
+    rows = [[facts.pad_id] * (width - len(r.prompt_ids)) + list(r.prompt_ids) for r in different]
+    ids = torch.tensor(rows, dtype=torch.int64)
+    mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    images = _images(facts, different, ids)
+    if images:
+        positions, _ = model.model.get_rope_index(
+            ids,
+            mm_token_type_ids=images["mm_token_type_ids"],
+            image_grid_thw=images["image_grid_thw"],
+            attention_mask=mask,
+        )
+    return Prompts(
+        ids=ids,
+        attention_mask=mask if min(lengths) < width else None,
+        position_ids=positions,
+        images=images,
+        source=torch.tensor(source),
+    )
+
+
+def _images(facts: Facts, requests: Sequence[GenerationRequest], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    images = [image for request in requests for image in request.images]
+    if not images or facts.image_token is None:
+        return {}
+    patches = np.concatenate([image.pixel_values for image in images])
+    grids = np.array([image.grid_thw for image in images], np.int64)
+    return image_inputs(patches, grids, ids.numpy(), facts.image_token)
+
+
+class DecodingBatch:
+    """Rows that are generated together; `run` is called once.
+
+    Args:
+        model: a transformers causal language model.
+        prompts: of the rows.
+        sampler: chooses the tokens.
+        max_new_tokens: of each row.
+        eos_id: token that ends a row; None: no token does.
+    """
+
+    def __init__(
+        self, model: Any, prompts: Prompts, sampler: Sampler, *, max_new_tokens: int, eos_id: int | None
+    ) -> None:
+        self._model, self._sampler, self._eos_id = model, sampler, eos_id
+        self._prompts = prompts
+        self._rows = torch.arange(len(prompts.source))  # the request of each row that is still in the batch
+        self._alive = torch.ones(len(self._rows), dtype=torch.bool)
+        self._cache: Any = new_cache(model.config, prompts.ids.shape[1] + max_new_tokens)
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._tokens = torch.zeros((len(self._rows), max_new_tokens), dtype=torch.int64)
+        self._log_probs = torch.zeros((len(self._rows), max_new_tokens))
+        self._mask: torch.Tensor | None = None
+        if prompts.attention_mask is not None:
+            responses = torch.ones((len(self._rows), max_new_tokens), dtype=torch.int64)
+            self._mask = torch.cat([prompts.attention_mask[prompts.source], responses], dim=-1)
+        self._positions = prompts.position_ids.amax(0) if prompts.position_ids.ndim == 3 else prompts.position_ids
+        self._positions = self._positions[prompts.source].amax(-1, keepdim=True)
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and log-probs, both [requests, max_new_tokens]; what follows `eos_id` has no
+        meaning."""
+        with torch.no_grad():
+            logits = self._prefill()
+            for step in range(self._tokens.shape[1]):
+                if step:
+                    logits = self._decode(step)
+                if self._choose(logits, step):
+                    break
+        return self._tokens, self._log_probs
+
+    def _prefill(self) -> torch.Tensor:
+        prompts = self._prompts
+        logits = self._forward(
+            prompts.ids, prompts.attention_mask, prompts.position_ids, is_first_iteration=True, **prompts.images
+        )
+        self._cache.reorder_cache(prompts.source)
+        return logits[prompts.source]
+
+    def _decode(self, step: int) -> torch.Tensor:
+        """Logits of the token after number `step`."""
+        positions = self._positions + step
+        if self._prompts.position_ids.ndim == 3:
+            positions = positions.expand(3, -1, -1)
+        mask = None if self._mask is None else self._mask[:, : self._prompts.ids.shape[1] + step]
+        return self._forward(self._tokens[self._rows, step - 1, None], mask, positions)
+
+    def _forward(
+        self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, **arguments: Any
+    ) -> torch.Tensor:
+        if self._takes_positions:
+            arguments["position_ids"] = positions
+        inputs = self._model.prepare_inputs_for_generation(
+            ids, past_key_values=self._cache, attention_mask=mask, use_cache=True, logits_to_keep=1, **arguments
+        )
+        return self._model(**inputs).logits[:, -1]
+
+    def _choose(self, logits: torch.Tensor, step: int) -> bool:
+        """Choose one token for each row; true if no row needs another."""
+        tokens, log_probs = self._sampler(logits, self._rows, step)
+        self._tokens[self._rows, step] = tokens
+        self._log_probs[self._rows, step] = log_probs
+        if self._eos_id is not None:
+            self._alive &= tokens != self._eos_id
+            left = int(self._alive.sum())
+            if not left:
+                return True
+            if (len(self._alive) - left) * LEAVE >= len(self._alive):
+                self._drop_finished()
+        return False
+
+    def _drop_finished(self) -> None:
+        order = keep_rows(self._alive)
+        self._cache.reorder_cache(order)
+        self._rows, self._positions = self._rows[order], self._positions[order]
+        self._mask = self._mask[order] if self._mask is not None else None
+        self._alive = self._alive[order]

@@ -1,0 +1,82 @@
+"""Chooses the next tokens of a batch: temperature, top-k, top-p, random numbers by request."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+
+from rl_protocol.ports import GenerationRequest, SamplingParams
+
+
+def uniforms(seed: int, request: GenerationRequest, count: int) -> np.ndarray[Any, Any]:
+    """[count] random numbers in [0, 1) for one response, drawn by Philox from (seed, uid, session).
+
+    They depend neither on the batch, nor on the worker, nor on the order of arrival.
+    """
+    digest = hashlib.sha256(f"{seed}/{request.uid}/{request.session}".encode()).digest()
+    key = np.frombuffer(digest[:16], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).random(count)
+
+
+class Sampler:
+    """Samples by inverse transform: a row's random number selects the token whose share of the unit
+    interval contains it.
+
+    Args:
+        requests: one per row.
+        params: temperature 0 takes the most probable tokens.
+        banned: tokens that are never chosen. Log-probs are unaffected.
+    """
+
+    def __init__(self, requests: Sequence[GenerationRequest], params: SamplingParams, banned: Sequence[int]) -> None:
+        self._temperature = params.temperature
+        self._banned = list(banned)
+        self._warpers = LogitsProcessorList()
+        self._numbers: torch.Tensor | None = None
+        if params.temperature == 0:
+            return
+        if params.top_k:
+            self._warpers.append(TopKLogitsWarper(params.top_k))
+        if params.top_p < 1:
+            self._warpers.append(TopPLogitsWarper(params.top_p))
+        numbers = np.stack([uniforms(params.seed, request, params.max_new_tokens) for request in requests])
+        self._numbers = torch.from_numpy(numbers)
+
+    def __call__(self, logits: torch.Tensor, rows: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose a token for each row.
+
+        Args:
+            logits: [B, vocabulary].
+            rows: int64 [B], the request of each row.
+            step: how many tokens the rows have already.
+
+        Returns:
+            tokens: int64 [B].
+            log_probs: float32 [B], under softmax(logits / temperature).
+        """
+        scores = logits.float()
+        if self._temperature not in (0, 1):
+            scores = scores / self._temperature
+        log_probs = torch.log_softmax(scores, dim=-1)
+        allowed = self._allowed(scores, log_probs)
+        if self._numbers is None:
+            tokens = allowed.argmax(-1)
+        else:
+            cumulative = allowed.exp().cumsum(-1, dtype=torch.float64)
+            target = self._numbers[rows, step, None] * cumulative[:, -1:]
+            tokens = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=scores.shape[-1] - 1)
+        return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
+
+    def _allowed(self, scores: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
+        """Log-probs after bans, top-k and top-p, up to a constant per row."""
+        if not self._banned and not self._warpers:
+            return log_probs
+        if self._banned:
+            scores = scores.index_fill(-1, torch.tensor(self._banned), float("-inf"))
+        unused = cast(torch.LongTensor, torch.empty((len(scores), 0), dtype=torch.int64))
+        return torch.log_softmax(self._warpers(unused, cast(torch.FloatTensor, scores)), dim=-1)
