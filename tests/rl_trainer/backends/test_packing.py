@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -72,22 +73,29 @@ def test_the_layout_of_packed_tokens_by_hand():
     assert (packed.row.tolist(), packed.line.tolist(), packed.targets.tolist()) == ([0, 0, 1], [0, 0, 0], [8, 9, 4])
 
 
-def test_attention_stays_within_each_sequence():
+@pytest.mark.parametrize("starts", [[0, 3, 4, 7], [0, 3, 6], [0, 5]], ids=["ragged", "equal", "one"])
+def test_attention_stays_within_each_sequence(starts):
     torch.manual_seed(0)
-    q, k, v = torch.randn(1, 4, 7, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8)
+    tokens, sequences = starts[-1], list(pairwise(starts))
+    q, k, v = torch.randn(1, 4, tokens, 8), torch.randn(1, 2, tokens, 8), torch.randn(1, 2, tokens, 8)
+    longest = max(stop - start for start, stop in sequences)
     out, none = packed_attention(
-        torch.nn.Identity(), q, k, v, None, 0.3, cu_seq_lens_q=torch.tensor([0, 3, 4, 7]), max_length_q=3
+        torch.nn.Identity(), q, k, v, None, 0.3, cu_seq_lens_q=torch.tensor(starts), max_length_q=longest
     )
     assert none is None
-    for start, stop in ((0, 3), (3, 4), (4, 7)):
+    for start, stop in sequences:
         for head in range(4):
             own = (q[0, head, start:stop] @ k[0, head // 2, start:stop].T) * 0.3
             own = own.masked_fill(torch.ones_like(own).triu(1).bool(), -math.inf)
             want = torch.softmax(own, -1) @ v[0, head // 2, start:stop]
             assert torch.allclose(out[0, start:stop, head], want, atol=1e-6)
+
+
+def test_a_sliding_window_is_refused():
+    x = torch.randn(1, 2, 7, 8)
     with pytest.raises(ConfigError, match="sliding window of 2 tokens"):
         packed_attention(
-            torch.nn.Identity(), q, k, v, None, cu_seq_lens_q=torch.tensor([0, 7]), max_length_q=7, sliding_window=2
+            torch.nn.Identity(), x, x, x, None, cu_seq_lens_q=torch.tensor([0, 7]), max_length_q=7, sliding_window=2
         )
 
 

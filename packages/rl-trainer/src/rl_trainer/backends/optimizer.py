@@ -41,7 +41,11 @@ class MiniBatchOptimizer:
         self._named = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         self._weights = list(self._named.values())
         self._adam = torch.optim.AdamW(
-            self._weights, lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay
+            self._weights,
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            weight_decay=config.weight_decay,
+            fused=True,  # one pass over weights and moments instead of one per operation
         )
         self.steps = 0
         """Optimizer steps made; the learning-rate schedule depends on it."""
@@ -65,7 +69,8 @@ class MiniBatchOptimizer:
             name, _, what = moment.rpartition("/")
             weight = self._named.get(name)
             if weight is not None:
-                self._adam.state[weight][what] = torch.tensor(0.0) if what == "step" else torch.zeros_like(weight)
+                fresh = torch.tensor(0.0, device=weight.device) if what == "step" else torch.zeros_like(weight)
+                self._adam.state[weight][what] = fresh
 
     def run(self, batch: BatchData, mini_batches: Sequence[Sequence[int]], loss: MicroLoss) -> dict[str, float]:
         """Make one optimizer step per mini-batch; all ranks call it with equally many.

@@ -1,8 +1,9 @@
 """Attention for sequences joined end to end (packed).
 
-The tokens are laid out as [sequences, longest] for attention and gathered afterwards. Padding comes
-after the real tokens, where causal attention never looks, so no mask is needed. The rest of the
-model, which is most of its work, computes real tokens only.
+The tokens are laid out as [sequences, longest] for attention and gathered afterwards; sequences of
+equal length are only viewed so. Padding comes after the real tokens, where causal attention never
+looks, so no mask is needed. The rest of the model, which is most of its work, computes real tokens
+only.
 """
 
 from __future__ import annotations
@@ -54,25 +55,32 @@ def packed_attention(
             f"use_remove_padding=true does not know this model's sliding window of {sliding_window} tokens; set it to false."
         )
     tokens, sequences = query.shape[2], cu_seq_lens_q.numel() - 1
+    if tokens == sequences * max_length_q:
+        out = _attend(_cut(query, sequences), _cut(key, sequences), _cut(value, sequences), scaling)
+        return out.transpose(1, 2).flatten(0, 1)[None], None
     lengths = cu_seq_lens_q[1:] - cu_seq_lens_q[:-1]
-    start = torch.repeat_interleave(cu_seq_lens_q[:-1], lengths, output_size=tokens)
-    row = torch.repeat_interleave(torch.arange(sequences, device=query.device), lengths, output_size=tokens)
-    place = row * max_length_q + torch.arange(tokens, device=query.device) - start
+    shift = torch.arange(sequences, device=query.device) * max_length_q - cu_seq_lens_q[:-1]
+    place = torch.repeat_interleave(shift, lengths, output_size=tokens) + torch.arange(tokens, device=query.device)
 
     def apart(x: torch.Tensor) -> torch.Tensor:
         heads, depth = x.shape[1], x.shape[3]
         laid_out = x.new_zeros(sequences * max_length_q, heads, depth).index_copy(0, place, x[0].transpose(0, 1))
         return laid_out.view(sequences, max_length_q, heads, depth).transpose(1, 2)
 
-    out = torch.nn.functional.scaled_dot_product_attention(
-        apart(query),
-        apart(key),
-        apart(value),
-        is_causal=True,
-        scale=scaling,
-        enable_gqa=key.shape[1] != query.shape[1],
+    out = _attend(apart(query), apart(key), apart(value), scaling)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, place)[None], None
+
+
+def _cut(x: torch.Tensor, sequences: int) -> torch.Tensor:
+    """View [1, heads, T, D] as [sequences, heads, T / sequences, D]: all lengths are equal."""
+    return x[0].unflatten(1, (sequences, -1)).transpose(0, 1)
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
+    """Causal attention over [sequences, heads, length, D]."""
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
     )
-    return out.transpose(1, 2).flatten(0, 1)[place][None], None
 
 
 def register_packed_attention() -> None:
