@@ -19,6 +19,7 @@ from rl_trainer.config.backends import (
     TRAINING_BACKENDS,
     FsdpConfig,
     MegatronConfig,
+    TorchConfig,
     TrainingBackendSpec,
     get_training_backend,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "StepColumns",
     "StepGraph",
     "Tokenizer",
+    "TorchConfig",
     "TrainerParts",
     "TrainingBackendSpec",
     "Trajectory",

@@ -57,9 +57,8 @@ def _trained(config: AppConfig) -> str:
 
 
 def _dtype(config: AppConfig) -> str:
-    return {"fsdp": config.fsdp.param_dtype, "megatron": config.megatron.param_dtype}.get(
-        config.model_engine, "float32"
-    )
+    group = {"torch": config.torch, "fsdp": config.fsdp, "megatron": config.megatron}[config.model_engine]
+    return group.param_dtype
 
 
 def _device(config: AppConfig) -> str:

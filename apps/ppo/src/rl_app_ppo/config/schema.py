@@ -22,7 +22,7 @@ from rl_trainer.config import (
     ReplayConfig,
     RolloutConfig,
 )
-from rl_trainer.config.backends import TRAINING_BACKENDS, FsdpConfig, MegatronConfig, get_training_backend
+from rl_trainer.config.backends import TRAINING_BACKENDS, FsdpConfig, MegatronConfig, TorchConfig, get_training_backend
 from rl_trainer.config.lora import LoraConfig
 from rl_trainer.graph.config_checks import check_combination, check_staleness
 from rl_trainer.rewards import parse_terms
@@ -301,6 +301,7 @@ class AppConfig(Options):
     lora: LoraConfig = group(
         LoraConfig, "adapters instead of all weights", needs="rank>0", verl="actor_rollout_ref.model"
     )
+    torch: TorchConfig = group(TorchConfig, "one process on the CPU", needs="model_engine=torch", resume="free")
     fsdp: FsdpConfig = group(
         FsdpConfig, "FSDP2", needs="model_engine=fsdp", resume="free", verl="actor_rollout_ref.actor.fsdp_config"
     )

@@ -238,7 +238,7 @@ def _strategy(config: AppConfig, call: BuildCall) -> ParallelStrategy:
     from rl_trainer.backends.world import join_world
 
     if config.model_engine == "torch":
-        return PlainStrategy()
+        return PlainStrategy(config.torch)
     world = join_world(
         call.rank,
         config.ranks,

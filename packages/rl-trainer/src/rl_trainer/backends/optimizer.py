@@ -123,3 +123,6 @@ class MiniBatchOptimizer:
         for weights in self._adam.param_groups:
             weights["lr"] = config.lr * factor
         self._adam.step()
+        for weight in self._weights:
+            if not isinstance(weight, DTensor):
+                torch.autograd.graph.increment_version(weight)  # the fused step does not; ComputeWeights reads it

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from rl_protocol import ConfigError
+from rl_trainer.backends.compute_weights import ComputeWeights, warn_if_slow
 from rl_trainer.backends.world import World
-from rl_trainer.config.backends import FsdpConfig
+from rl_trainer.config.backends import FsdpConfig, TorchConfig
 
 
 class ParallelStrategy(Protocol):
@@ -33,12 +34,17 @@ class ParallelStrategy(Protocol):
 class PlainStrategy:
     """The whole model in this process, on the CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: TorchConfig = TorchConfig()) -> None:  # noqa: B008 (frozen)
         self.world = World()
         self.device = torch.device("cpu")
+        self._config = config
 
     def prepare(self, model: torch.nn.Module, layers: tuple[str, ...]) -> None:
-        """Do nothing."""
+        """Let bfloat16 copies of the weights compute, if the settings say so."""
+        del layers
+        if self._config.param_dtype == "bfloat16":
+            warn_if_slow("torch.param_dtype")
+            ComputeWeights(model, torch.bfloat16)
 
 
 class FsdpStrategy:

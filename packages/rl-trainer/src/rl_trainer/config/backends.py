@@ -13,6 +13,17 @@ DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
+class TorchConfig(Options):
+    """One process on the CPU (model_engine=torch)."""
+
+    param_dtype: str = option(
+        "float32",
+        "float32, or bfloat16: computes in it; master weights, gradient sums and optimizer stay float32",
+        choices=DTYPES,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class FsdpConfig(Options):
     """FSDP2 (model_engine=fsdp): weights, gradients and optimizer state sharded over ranks."""
 
@@ -136,7 +147,7 @@ class TrainingBackendSpec:
 TRAINING_BACKENDS: Mapping[str, TrainingBackendSpec] = {
     engine.name: engine
     for engine in (
-        TrainingBackendSpec(name="torch", state="torch"),
+        TrainingBackendSpec(name="torch", group="torch", state="torch"),
         TrainingBackendSpec(
             name="fsdp",
             group="fsdp",

@@ -1,0 +1,82 @@
+"""Mixed precision in one process: bfloat16 copies compute, float32 master weights are trained."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+
+_logger = logging.getLogger(__name__)
+
+
+class ComputeWeights:
+    """A model's forward pass with copies of its weights in another element type.
+
+    A copy is made again only after its master weight has changed (an optimizer step, a restored
+    checkpoint). Gradients of the copies are added to those of the master weights, in their element
+    type, as soon as they are complete. Everything outside the forward pass (optimizer, state_dict)
+    sees the master weights.
+
+    Args:
+        model: its `forward` is replaced.
+        dtype: element type of the copies.
+    """
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        self._forward = model.forward
+        self._dtype = dtype
+        self._places: list[tuple[Any, str, torch.nn.Parameter]] = [
+            (module, name, weight)
+            for module in model.modules()
+            for name, weight in module.named_parameters(recurse=False)
+            if weight.is_floating_point()
+        ]
+        self._copies = dict[torch.nn.Parameter, torch.Tensor]()
+        self._versions = dict[torch.nn.Parameter, int]()
+        model.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass with the copies in place of the weights."""
+        for _, _, weight in self._places:
+            self._refresh(weight)
+        try:
+            for module, name, weight in self._places:
+                module._parameters[name] = self._copies[weight]
+            return self._forward(*args, **kwargs)
+        finally:
+            for module, name, weight in self._places:
+                module._parameters[name] = weight
+
+    def _refresh(self, weight: torch.nn.Parameter) -> None:
+        if self._versions.get(weight) == weight._version:
+            return
+        copy = self._copies.get(weight)
+        if copy is None:
+            copy = self._copies[weight] = weight.detach().to(self._dtype, copy=True)
+            if weight.requires_grad:
+                copy.requires_grad_().register_post_accumulate_grad_hook(partial(_add_gradient, weight))
+        else:
+            with torch.no_grad():
+                copy.copy_(weight)
+        self._versions[weight] = weight._version
+
+
+def _add_gradient(weight: torch.nn.Parameter, copy: torch.Tensor) -> None:
+    """Move the gradient of the copy to its master weight."""
+    gradient, copy.grad = copy.grad, None
+    assert gradient is not None
+    if weight.grad is None:
+        weight.grad = gradient.to(weight.dtype)
+    else:
+        weight.grad.add_(gradient)
+
+
+def warn_if_slow(setting: str) -> None:
+    """Log a warning where the CPU has no instructions for bfloat16."""
+    if not any(has for name, has in torch.cpu.get_capabilities().items() if "bf16" in name):
+        _logger.warning(
+            "%s=bfloat16 is slower than float32 on this CPU, which has no bfloat16 instructions (avx512_bf16, amx_bf16).",
+            setting,
+        )
