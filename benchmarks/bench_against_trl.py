@@ -244,7 +244,7 @@ def our_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         },
         "adamw": "torch's default",
         "advantage_eps": 1e-6,
-        "old_log_prob_pass": not config["algorithm"]["rollout_correction"]["bypass_mode"],
+        "old_log_prob_pass": config["algorithm"]["old_log_prob"],
     }
 
 

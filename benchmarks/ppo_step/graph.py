@@ -11,7 +11,7 @@ from rl_trainer.config import ActorConfig, AlgorithmConfig
 from rl_trainer.graph.stages import StepGraph, build_graph, check_graph
 from rl_trainer.workers.columns import TRAINER_SCHEMA
 
-ALGORITHM = AlgorithmConfig()
+ALGORITHM = AlgorithmConfig(old_log_prob="recompute")
 ACTOR = ActorConfig(use_kl_loss=True)
 MODEL_STAGES = ("old_log_prob", "ref", "update_actor")
 """Stages that run a model over all trajectories; they also read the family's columns."""

@@ -23,6 +23,7 @@ def test_the_banner_of_the_demo_says_preset_task_and_how_answers_are_written():
         == "1 rollout, reward, actor, reference; placement fused (in one process: actor+ref+rollout); Ray (local)"
     )
     assert said["data plane"] == "rl-transferqueue, 2 storage units, shared memory"
+    assert said["old log-probs"] == "those of the rollout engine where they agree within 0.001 nats, else recomputed"
     assert "critic" not in said
     assert "calculator" in described(load_config(["preset=demo-calculator"]))["task"]
 
@@ -39,6 +40,21 @@ def test_the_banner_of_the_demo_says_preset_task_and_how_answers_are_written():
 )
 def test_the_banner_names_the_workers_there_are(overrides, workers):
     assert described(load_config(overrides))["workers"].startswith(f"{workers}placement ")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["algorithm.old_log_prob=recompute"], "recomputed in every step"),
+        (["algorithm.old_log_prob=rollout"], "those of the rollout engine"),
+        (
+            ["algorithm.rollout_correction.rollout_is=token"],
+            "recomputed in every step, since algorithm.rollout_correction.rollout_is compares them with those of the rollout engine",
+        ),
+    ],
+)
+def test_the_banner_says_where_old_log_probs_come_from(overrides, said):
+    assert described(load_config(overrides))["old log-probs"] == said
 
 
 def test_the_banner_names_engine_device_adapter_and_dtype():

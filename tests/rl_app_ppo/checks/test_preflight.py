@@ -43,7 +43,7 @@ def check(*overrides):
 def test_only_the_models_of_a_step_read_pixels(overrides):
     graph = check(*overrides)
     seeing = {stage.name for stage in graph.stages if set(IMAGE_COLUMNS) <= set(stage.reads)}
-    assert seeing == {"old_log_prob", "ref", "update_actor"}
+    assert seeing == {"log_prob_gap", "old_log_prob", "ref", "update_actor"}
     assert {name for stage in graph.stages for name in stage.reads} & set(IMAGE_COLUMNS) == set(IMAGE_COLUMNS)
     assert set(IMAGE_COLUMNS) <= set(graph["rollout"].writes)
     assert "reward" not in seeing

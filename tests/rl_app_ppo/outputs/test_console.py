@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
-from rl_app_ppo.outputs.console import LossNotes, step_line, validation_accuracy
+from rl_app_ppo.outputs.console import LossNotes, OldLogProbNotes, step_line, validation_accuracy
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_protocol.ports import GroupFailure
 
@@ -37,6 +37,27 @@ def test_the_step_line_keeps_its_columns():
     assert "lag 2" in step_line(3, 30, {**metrics, "training/policy_lag": 2.0})
     assert validation_accuracy({"val-core/x/acc/mean@1": 0.5, "val-core/y/acc/mean@1": 1.0}) == 0.75
     assert validation_accuracy(metrics) is None
+
+
+def test_the_step_line_has_no_entropy_that_was_not_computed():
+    assert "  entropy 0.250  " in step_line(1, 2, {"actor/entropy": 0.25})
+    assert "entropy" not in step_line(1, 2, {})
+
+
+def test_a_changed_choice_of_old_log_probs_is_said_once():
+    said = []
+    notes = OldLogProbNotes(said.append, 1e-3)
+    gap, lag = "training/rollout_log_probs_diff_mean", "training/policy_lag"
+    for step, (difference, steps_old) in enumerate([(2e-7, 0), (1e-3, 0), (0.02, 0), (0.03, 0), (0.5, 1), (0.0, 0)]):
+        notes.on_step_end(step, {gap: difference, lag: float(steps_old)})
+    notes.on_step_end(6, {})
+    assert said == [
+        "step 0: log-probs of rollout engine and actor agree (mean difference 2e-07 nats): old log-probs are the engine's",
+        "step 2: log-probs of rollout engine and actor differ by 0.02 nats on average, more than "
+        "algorithm.old_log_prob_tolerance=0.001: old log-probs are recomputed",
+        "step 4: rows are from older weights (training/policy_lag 1): old log-probs are recomputed",
+        "step 5: log-probs of rollout engine and actor agree (mean difference 0 nats): old log-probs are the engine's",
+    ]
 
 
 def test_failed_rollouts_are_said_with_what_became_of_their_prompts():

@@ -59,7 +59,7 @@ def test_auto_takes_the_newest_whole_one_and_says_which_it_passed_over(folder):
     (folder / "checkpoints" / step_name(4) / "trainer.json").write_text("{")
     start = find_start(config(), folder)
     assert start.checkpoint.manifest.step == 2
-    assert start.notes[0] == "checkpoint step-000004 is skipped: trainer.json has 1 bytes, and the manifest says 59"
+    assert start.notes[0] == "checkpoint step-000004 is skipped: trainer.json has 1 bytes, and the manifest says 82"
 
 
 def test_without_a_checkpoint_auto_begins_and_disable_never_looks(folder, tmp_path):

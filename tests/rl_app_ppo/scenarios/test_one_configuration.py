@@ -218,6 +218,20 @@ def test_spellings_that_agree_are_the_same_setting(tmp_path):
         load_config(["lora.rank=4"], file)
 
 
+# -- verl's bypass_mode
+@pytest.mark.parametrize(("value", "ours"), [("true", "rollout"), ("false", "recompute")])
+def test_bypass_mode_is_a_spelling_of_old_log_prob(value, ours):
+    alias = f"algorithm.rollout_correction.bypass_mode={value}"
+    assert load_config([alias]).algorithm.old_log_prob == ours
+    assert load_config([alias, f"algorithm.old_log_prob={ours}"]).algorithm.old_log_prob == ours
+    with pytest.raises(ConfigError, match=r"bypass_mode=\w+ and algorithm\.old_log_prob=auto are the same setting"):
+        load_config([alias, "algorithm.old_log_prob=auto"])
+    with pytest.raises(ConfigError, match="bypass_mode must be true or false; got 'perhaps'"):
+        load_config(["algorithm.rollout_correction.bypass_mode=perhaps"])
+    with pytest.raises(ConfigError, match=r"old_log_prob_tolerance=0\.1 has no effect"):
+        load_config([alias, "algorithm.old_log_prob_tolerance=0.1"])
+
+
 def test_every_spelling_is_of_a_key_there_is():
     assert set(SPELLINGS.values()) <= {option.key for option in options()}
 
@@ -342,6 +356,12 @@ def test_a_typo_in_any_of_fifty_sampled_keys_is_refused_with_the_right_suggestio
 
 
 # -- --explain and --diff
+def test_explain_says_where_old_log_probs_are_recomputed_anyway():
+    anyway = "here recompute in every step, since algorithm.rollout_correction.rollout_is compares them"
+    assert anyway in explain("algorithm.old_log_prob", resolve(["algorithm.rollout_correction.rollout_is=token"]))
+    assert "here recompute" not in explain("algorithm.old_log_prob", resolve([]))
+
+
 def test_explain_says_meaning_default_and_origin(tmp_path):
     file = tmp_path / "my.yaml"
     file.write_text("rollout: {n: 4}\n")

@@ -476,3 +476,15 @@ def test_nothing_else_may_be_given_beside(tmp_path, capsys):
     (tmp_path / "verl.txt").write_text("")
     assert main(["--from-verl", str(tmp_path / "verl.txt"), "rollout.n=2"]) == 2
     assert "--from-verl takes no overrides" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [
+        ("algorithm.adv_estimator=gae", "recompute"),
+        ("algorithm.rollout_correction.bypass_mode=True", "rollout"),
+        ("algorithm.rollout_correction.bypass_mode=False", "recompute"),
+    ],
+)
+def test_verl_computes_old_log_probs_unless_it_bypasses_them(convert, text, ours):
+    assert convert(f"{text} data.train_files=a.parquet")[2]["algorithm"]["old_log_prob"] == ours

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -158,3 +158,27 @@ def test_replicas_receive_the_columns_or_an_error_of_the_same_class() -> None:
     broadcast(group, SchemaError("not an error of the plane"))
     with pytest.raises(WorkerError, match="not an error of the plane"):
         receive(group, "stage")
+
+
+@dataclass(frozen=True)
+class SettingsOfBatches(Settings):
+    """Reads x or w as x, as the rows say."""
+
+    def for_batch(self, meta: KVBatchMeta) -> Settings:
+        return Settings(source=("w",)) if meta.extra_info.get("from") == "w" else Settings()
+
+
+def test_settings_can_choose_the_columns_of_each_batch() -> None:
+    async def body() -> None:
+        plane = CountingPlane()
+        columns = {"x": ragged([[1.0]], "float32"), "w": ragged([[2.0]], "float32")}
+        batch = await plane.put("train", ["a"], BatchData(columns))
+        other = replace(batch, extra_info={"from": "w"})
+        worker = Worker(plane, SettingsOfBatches())
+        await worker.negate(batch)
+        ahead = await fetch(worker, worker.negate, other)
+        await worker.negate(ahead)
+        assert plane.asked == [("x",), ("w",)]
+        assert (await plane.get(batch, ["y"])).ragged("y").values.tolist() == [-2.0]
+
+    asyncio.run(body())

@@ -143,7 +143,7 @@ def correction(**settings):
             "set it to false and actor.use_kl_loss to true",
         ),
         (
-            {"adv_estimator": "optimal_token_baseline", "rollout_correction": correction(bypass_mode=True)},
+            {"adv_estimator": "optimal_token_baseline", "old_log_prob": "rollout"},
             {},
             4,
             "needs the old_log_prob stage",
@@ -155,9 +155,17 @@ def correction(**settings):
             4,
             "rollout_is to sequence or geometric",
         ),
-        ({"rollout_correction": correction(rollout_is="token", bypass_mode=True)}, {}, 4, "would count it twice"),
         (
-            {"rollout_correction": correction(rollout_is="token", rollout_is_batch_normalize=True, bypass_mode=True)},
+            {"rollout_correction": correction(rollout_is="token"), "old_log_prob": "rollout"},
+            {},
+            4,
+            "would count it twice",
+        ),
+        (
+            {
+                "rollout_correction": correction(rollout_is="token", rollout_is_batch_normalize=True),
+                "old_log_prob": "rollout",
+            },
             {"policy_loss": PolicyLossConfig(loss_mode="gpg")},
             4,
             "needs the weights of the whole batch",

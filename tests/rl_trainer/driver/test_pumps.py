@@ -61,7 +61,8 @@ class World:
         self.calls, self.turn = Counter(), 0
         self.version, self.generating = 0, 0
         self.rolled, self.trained, self.steps = [], [], []
-        algorithm = AlgorithmConfig(filter_groups=FilterGroupsConfig(enable=kept is not None, max_num_gen_batches=9))
+        filtering = FilterGroupsConfig(enable=kept is not None, max_num_gen_batches=9)
+        algorithm = AlgorithmConfig(filter_groups=filtering, old_log_prob="recompute")
         rollout, reward, actor = (StandIn(self, name) for name in ("rollout", "reward", "actor"))
         self.workers = Workers(rollout=[rollout], reward=reward, actor=[actor])
         self.plane = MemoryDataPlane()

@@ -55,6 +55,7 @@ from rl_trainer import (
 )
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl_trainer.algorithms.losses import POLICY_LOSSES
+from rl_trainer.algorithms.old_log_prob import LogProbGap, loss_correction
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
 from rl_trainer.config import (
@@ -182,7 +183,7 @@ class Setup:
             rollout_n=4,
             seed=0,
             options=PolicyOptions(
-                correction=algorithm.rollout_correction,
+                correction=loss_correction(algorithm),
                 sum_pi_squared=needs_sum_pi_squared(algorithm),
             ),
         )
@@ -254,7 +255,8 @@ def test_a_step_goes_through_all_stages_and_leaves_the_plane_empty(model_path):
     assert [step for step, _ in setup.steps] == [0, 1, 2]
     assert last == {k: v for k, v in setup.steps[-1][1].items() if k.startswith("val-")}
     assert set(last) == {"val-core/digits/acc/mean@1", "val-aux/digits/score/mean@1"}
-    assert setup.workers.actor[0].calls == ["old_log_prob", "read_ahead", "update_actor"] * 2
+    updates = ["read_ahead", "update_actor"]
+    assert setup.workers.actor[0].calls == ["old_log_prob", *updates, "log_prob_gap", *updates]
     assert setup.workers.critic[0].calls == ["values", "read_ahead", "update_critic"] * 2
     assert setup.sync.versions == [1, 2]
     assert not any(asyncio.run(setup.plane.stats()).rows.values())
@@ -425,33 +427,85 @@ def test_the_baseline_of_remax_is_the_score_of_the_greedy_answer(model_path):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("old_log_prob", "settings"),
     [
-        {"rollout_is": "sequence", "rollout_rs": ("token_k1",), "rollout_rs_threshold": ("1.00001",)},
-        {"rollout_is": "token", "rollout_is_threshold": "0.5_2", "rollout_is_batch_normalize": True},
-        {"bypass_mode": True, "rollout_rs": ("seq_mean_k3",), "rollout_rs_threshold": ("0.01",)},
+        ("auto", {"rollout_is": "sequence", "rollout_rs": ("token_k1",), "rollout_rs_threshold": ("1.00001",)}),
+        (
+            "recompute",
+            {"rollout_is": "token", "rollout_is_threshold": "0.5_2", "rollout_is_batch_normalize": True},
+        ),
+        ("rollout", {"rollout_rs": ("seq_mean_k3",), "rollout_rs_threshold": ("0.01",)}),
     ],
 )
-def test_the_rollout_correction_runs_in_and_outside_of_the_loss(model_path, settings):
+def test_the_rollout_correction_runs_in_and_outside_of_the_loss(model_path, old_log_prob, settings):
     """The engines keep the first weights, so the policies differ more with every step."""
     correction = RolloutCorrectionConfig(**settings)
-    setup = Setup(model_path, estimator="gae", steps=3, sync=False, algorithm={"rollout_correction": correction})
+    setup = Setup(
+        model_path,
+        estimator="gae",
+        steps=3,
+        sync=False,
+        algorithm={"rollout_correction": correction, "old_log_prob": old_log_prob},
+    )
     setup.fit()
     metrics = setup.steps[-1][1]
     assert metrics["rollout_corr/kl"] != 0
-    assert ("old_log_prob" in setup.workers.actor[0].calls) != correction.bypass_mode
+    assert ("old_log_prob" in setup.workers.actor[0].calls) == (old_log_prob != "rollout")
+    assert "log_prob_gap" not in setup.workers.actor[0].calls
+    assert metrics["old_log_prob/recomputed"] == float(old_log_prob != "rollout")
     if correction.rollout_rs:
         assert 0 <= metrics["rollout_corr/rollout_rs_masked_fraction"] <= 1
     if correction.rollout_is:
         assert metrics["rollout_corr/rollout_is_mean"] > 0
 
 
-def test_with_synchronised_weights_bypass_mode_takes_the_same_first_step(model_path):
+def test_auto_takes_the_log_probs_of_the_engine_where_they_agree(model_path):
+    """The first step compares all rows, the others a sample of them, with about the same result."""
+    recomputed, auto = (Setup(model_path, steps=3, algorithm={"old_log_prob": name}) for name in ("recompute", "auto"))
+    recomputed.fit()
+    auto.fit()
+    assert [m["old_log_prob/recomputed"] for _, m in recomputed.steps] == [1.0, 1.0, 1.0]
+    assert [m["old_log_prob/recomputed"] for _, m in auto.steps] == [1.0, 0.0, 0.0]
+    assert auto.workers.actor[0].calls.count("log_prob_gap") == 2
+    for (_, one), (_, other) in zip(recomputed.steps, auto.steps, strict=True):
+        for name in ("actor/pg_loss", "actor/grad_norm", "actor/ref_kl", "critic/score/mean"):
+            assert other[name] == pytest.approx(one[name], rel=1e-2, abs=1e-4)
+        assert other["actor/entropy"] == pytest.approx(one["actor/entropy"], rel=0.1)
+        assert other["training/rollout_log_probs_diff_mean"] < 1e-5
+        assert_documented(other)
+    asked = [fields for fields in auto.plane.asked if "old_log_probs" in fields]
+    assert len(asked) == 2  # adv and update_actor of the first step
+
+
+def test_auto_recomputes_what_old_weights_generated(model_path):
+    setup = Setup(model_path, steps=3, sync=False)
+    setup.fit()
+    assert [m["old_log_prob/recomputed"] for _, m in setup.steps] == [1.0, 1.0, 1.0]
+    assert "log_prob_gap" not in setup.workers.actor[0].calls[3:]
+
+
+def test_auto_recomputes_where_a_sample_disagrees(model_path, monkeypatch):
+    """The engine of the second step reports other log-probs, and that of the third does not."""
+    setup = Setup(model_path, steps=4)
+    compare = ActorWorker.log_prob_gap
+    seen = []
+
+    async def differs(worker, rows, call):
+        seen.append((call.step, len(rows)))
+        found = await compare(worker, rows, call)
+        return LogProbGap(tokens=1, log_prob_sum=0.1) if call.step == 2 else found
+
+    monkeypatch.setattr(ActorWorker, "log_prob_gap", differs)
+    setup.fit()
+    assert [m["old_log_prob/recomputed"] for _, m in setup.steps] == [1.0, 1.0, 0.0, 0.0]
+    assert seen == [(2, 1), (3, 1), (4, 1)]
+    assert setup.steps[1][1]["training/rollout_log_probs_diff_mean"] < 1e-5  # of all rows
+
+
+def test_with_synchronised_weights_the_log_probs_of_the_engine_take_the_same_first_step(model_path):
     """Trainer and engine have the same weights, so old log-probs make no difference."""
-    correction = RolloutCorrectionConfig(bypass_mode=True)
     decoupled, bypass = (
-        Setup(model_path, steps=1),
-        Setup(model_path, steps=1, algorithm={"rollout_correction": correction}),
+        Setup(model_path, steps=1, algorithm={"old_log_prob": choice}) for choice in ("recompute", "rollout")
     )
     decoupled.fit()
     bypass.fit()
@@ -585,7 +639,10 @@ def test_prompts_are_dealt_evenly_in_every_step_and_round(model_path):
 def test_while_the_critic_warms_up_the_actor_stays_and_nothing_is_sent(model_path):
     setup = Setup(model_path, estimator="gae", steps=3, critic_warmup=2)
     setup.fit()
-    assert setup.workers.actor[0].calls == ["old_log_prob"] * 3 + ["read_ahead", "update_actor"]
+    assert setup.workers.actor[0].calls == [
+        *("old_log_prob", "log_prob_gap", "log_prob_gap"),
+        *("read_ahead", "update_actor"),
+    ]
     assert setup.sync.versions == [1]
 
 
@@ -785,7 +842,8 @@ def test_a_worker_refuses_what_it_does_not_know(model_path):
         (
             "launch",
             call,
-            "ActorWorker has no handler 'launch'; it has old_log_prob, ref, update_actor, save, read_ahead, save_state, finish_save, load_state",
+            "ActorWorker has no handler 'launch'; it has log_prob_gap, old_log_prob, ref, update_actor, save, read_ahead, "
+            "save_state, finish_save, load_state",
         ),
         ("old_log_prob", b"\xff", "not a StageCall"),
         ("old_log_prob", b"\x81\xa4\xff\xff\xff\xff\x01", "not a StageCall"),
@@ -925,7 +983,11 @@ def test_with_lora_the_actor_is_the_reference(model_path):
     setup = Setup(model_path, steps=3, lora=LoraConfig(rank=4))
     setup.fit()
     metrics = [m for step, m in setup.steps if step]
-    assert setup.workers.actor[0].calls == ["old_log_prob", "ref", "read_ahead", "update_actor"] * 3
+    assert setup.workers.actor[0].calls == [
+        name
+        for first in ("old_log_prob", "log_prob_gap", "log_prob_gap")
+        for name in (first, "ref", "read_ahead", "update_actor")
+    ]
     assert metrics[0]["actor/ref_kl"] == pytest.approx(0, abs=1e-6)
     assert metrics[-1]["actor/ref_kl"] != pytest.approx(0, abs=1e-5)
     # the engines have the merged weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl_protocol import BatchData, ConfigError, ragged
+from rl_protocol import BatchData, ConfigError, KVBatchMeta, ragged
 from rl_protocol.bridge import Declaration
 from rl_trainer import (
     ActorConfig,
@@ -15,29 +15,49 @@ from rl_trainer import (
     RolloutConfig,
     build_graph,
     check_graph,
+    step_columns,
 )
 from rl_trainer.config import PolicyLossConfig, RolloutCorrectionConfig
 
 
 def test_the_graph_of_grpo_and_ppo():
     plain = build_graph(AlgorithmConfig(), ActorConfig())
-    assert [s.name for s in plain.stages] == ["rollout", "reward", "old_log_prob", "adv", "update_actor"]
+    assert [s.name for s in plain.stages] == [
+        "rollout",
+        "reward",
+        "log_prob_gap",
+        "old_log_prob",
+        "adv",
+        "update_actor",
+    ]
     full = build_graph(AlgorithmConfig(adv_estimator="gae"), ActorConfig(use_kl_loss=True))
     assert [s.name for s in full.stages] == [
-        "rollout", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor",
+        "rollout", "reward", "log_prob_gap", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor",
     ]  # fmt: skip
     assert "values" in full["adv"].reads
     assert "ref_log_prob" in full["update_actor"].reads
     assert "data_source" not in full["update_actor"].reads
 
 
-def test_bypass_mode_leaves_the_old_log_prob_stage_out():
-    graph = build_graph(AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(bypass_mode=True)), ActorConfig())
+def test_with_log_probs_of_the_engine_the_old_log_prob_stage_is_left_out():
+    graph = build_graph(AlgorithmConfig(old_log_prob="rollout"), ActorConfig())
+    assert "log_prob_gap" not in graph
     assert "old_log_prob" not in graph
     for name in ("adv", "update_actor"):
         assert "old_log_probs" not in graph[name].reads
         renamed = graph[name].rename(BatchData({"rollout_log_probs": ragged([[-1.0]], "float32")}))
         assert renamed.field_names == ("old_log_probs",)
+
+
+def test_auto_has_the_columns_of_both_kinds_of_steps():
+    graph = build_graph(AlgorithmConfig(), ActorConfig())
+    assert graph["log_prob_gap"].reads == ("prompts", "responses", "response_mask", "rollout_log_probs")
+    assert graph["log_prob_gap"].writes == ()
+    columns = step_columns(AlgorithmConfig(), ActorConfig())
+    batch = KVBatchMeta(partition="train", keys=())
+    from_engine = KVBatchMeta(partition="train", keys=(), extra_info={"old_log_prob": "rollout"})
+    assert columns.for_batch(batch) == columns
+    assert columns.for_batch(from_engine) == step_columns(AlgorithmConfig(old_log_prob="rollout"), ActorConfig())
 
 
 def test_rejection_reaches_actor_and_critic_under_the_name_they_know():

@@ -21,7 +21,6 @@ from rl_trainer.config.actor import LOSS_AGG_MODES
 pytestmark = pytest.mark.numeric
 
 NAMES = POLICY_LOSSES.names()
-NONE = RolloutCorrectionConfig()
 
 
 class Batch:
@@ -78,8 +77,8 @@ class Batch:
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("name", NAMES)
 @settings(deadline=None, max_examples=5)
-@given(seed=st.integers(0, 1000), part_of=st.lists(st.integers(0, 3), min_size=7, max_size=7), bypass=st.booleans())
-def test_no_split_changes_the_result(name, mode, seed, part_of, bypass):
+@given(seed=st.integers(0, 1000), part_of=st.lists(st.integers(0, 3), min_size=7, max_size=7), in_loss=st.booleans())
+def test_no_split_changes_the_result(name, mode, seed, part_of, in_loss):
     """Shares of micro-batches add up to the loss, gradient and metrics of the whole batch.
 
     This holds for rejection inside the loss, too.
@@ -94,12 +93,11 @@ def test_no_split_changes_the_result(name, mode, seed, part_of, bypass):
         kl_loss_type="k3+",
     )
     correction = RolloutCorrectionConfig(
-        bypass_mode=bypass,
         rollout_rs=("seq_mean_k1", "token_k1"),
         rollout_rs_threshold=("1.4", "2.0"),
         rollout_is="sequence",
     )
-    objective, batch = PolicyObjective(config, correction), Batch(seed)
+    objective, batch = PolicyObjective(config, correction if in_loss else None), Batch(seed)
     whole = batch.loss(objective, [range(7)])
     parts = batch.loss(objective, [[i for i in range(7) if part_of[i] == number] for number in range(4)])
     assert parts[0] == pytest.approx(whole[0], abs=1e-9)
@@ -117,7 +115,7 @@ def test_the_parts_of_the_loss_by_hand():
         kl_loss_type="k2",
     )
     means = WeightedMeans()
-    loss = PolicyObjective(config, NONE)(
+    loss = PolicyObjective(config)(
         torch.tensor([-1.0, -2.0]),
         torch.tensor([0.3, 0.7]),
         TokenColumns(
@@ -137,10 +135,10 @@ def test_the_parts_of_the_loss_by_hand():
     assert means.result() == pytest.approx({"pg_loss": 0.5, "ppo_kl": -0.25, "entropy_loss": 0.5, "kl_loss": 0.25})
 
 
-def test_bypass_mode_weights_the_plain_policy_gradient():
+def test_a_correction_in_the_loss_weights_the_plain_policy_gradient():
     """The importance weight, current over rollout policy, is truncated at 2 and has no gradient."""
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="gpg"), loss_agg_mode="token-sum")
-    correction = RolloutCorrectionConfig(bypass_mode=True, rollout_is="token", rollout_is_threshold="2")
+    correction = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold="2")
     log_prob = torch.tensor([math.log(0.6), math.log(0.9)], requires_grad=True)
     loss = PolicyObjective(config, correction)(
         log_prob,
@@ -161,9 +159,9 @@ def test_bypass_mode_weights_the_plain_policy_gradient():
     assert means.result()["rollout_corr/rollout_is_mean"] == pytest.approx(1.6)
 
 
-def test_bypass_mode_rejects_without_shrinking_the_denominator():
+def test_a_correction_in_the_loss_rejects_without_shrinking_the_denominator():
     config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="gpg"))
-    correction = RolloutCorrectionConfig(bypass_mode=True, rollout_rs=("token_k2",), rollout_rs_threshold=("0.01",))
+    correction = RolloutCorrectionConfig(rollout_rs=("token_k2",), rollout_rs_threshold=("0.01",))
     log_prob = torch.tensor([-1.0, -1.0], requires_grad=True)
     PolicyObjective(config, correction)(
         log_prob,
@@ -185,4 +183,4 @@ def test_bypass_mode_rejects_without_shrinking_the_denominator():
 
 def test_an_unknown_policy_loss_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match=r"got 'gsp0'\. Did you mean 'gspo'\?"):
-        PolicyObjective(ActorConfig(policy_loss=PolicyLossConfig(loss_mode="gsp0")), NONE)
+        PolicyObjective(ActorConfig(policy_loss=PolicyLossConfig(loss_mode="gsp0")))

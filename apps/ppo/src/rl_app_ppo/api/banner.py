@@ -9,7 +9,8 @@ from rl_app_ppo.config.placement import worker_groups
 from rl_app_ppo.config.presets import NO_PRESET, presets
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.demo.demos import DEMOS
-from rl_trainer import OptimConfig, needs_critic, needs_reference
+from rl_trainer import AlgorithmConfig, OptimConfig, needs_critic, needs_reference
+from rl_trainer.algorithms.old_log_prob import recompute_reason
 
 _DRIVER = Path("/proc/driver/nvidia")
 """Exists if NVIDIA's driver is installed; without it there is no GPU, and torch is not imported."""
@@ -28,6 +29,7 @@ def described(config: AppConfig) -> dict[str, str]:
         "actor": f"{_optimizer(config.actor.optim)}, mini-batches of {config.actor.ppo_mini_batch_size} prompts, "
         f"clip {config.actor.clip_ratio_low:g} / {config.actor.clip_ratio_high:g}",
         **({"critic": _optimizer(config.critic.optim)} if needs_critic(config.algorithm) else {}),
+        "old log-probs": _old_log_probs(config.algorithm),
         "task": _task(config),
         "reward": config.reward.function,
         "rollout": f"{rollout.name} in {rollout.dtype}, {rollout.session}, at most {rollout.response_length} tokens per response, "
@@ -69,6 +71,17 @@ def _device(config: AppConfig) -> str:
     if config.ray.address != "local":
         return "cuda where there is a GPU, otherwise cpu"
     return "cuda" if _DRIVER.exists() and gpu_count() else "cpu"
+
+
+def _old_log_probs(algorithm: AlgorithmConfig) -> str:
+    reason = recompute_reason(algorithm)
+    return {
+        "recompute": "recomputed in every step",
+        "rollout": "those of the rollout engine",
+        "auto": f"recomputed in every step, since {reason}"
+        if reason
+        else f"those of the rollout engine where they agree within {algorithm.old_log_prob_tolerance:g} nats, else recomputed",
+    }[algorithm.old_log_prob]
 
 
 def _optimizer(optim: OptimConfig) -> str:

@@ -8,8 +8,9 @@ from typing import cast
 
 from rl_app_ppo.cli.option_names import help_of
 from rl_app_ppo.config.loading import Resolved, options, resolve, unknown_key
-from rl_app_ppo.config.verl_keys.aliases import SPELLINGS
+from rl_app_ppo.config.verl_keys.aliases import OLD_LOG_PROB, SPELLINGS
 from rl_protocol.support.option_tree import Option
+from rl_trainer.algorithms.old_log_prob import recompute_reason
 
 
 def explain(key: str, resolved: Resolved) -> str:
@@ -30,8 +31,16 @@ def _explained(option: Option, resolved: Resolved) -> str:
     setting = resolved.settings[option.key]
     return (
         f"{option.key} = {shown(setting.value)}   ({setting.origin})\n"
-        f"    {help_of(option)}\n    {option.type}, default {shown(option.default)}\n"
+        f"    {help_of(option)}\n    {option.type}, default {shown(option.default)}\n{_consequence(option, resolved)}"
     )
+
+
+def _consequence(option: Option, resolved: Resolved) -> str:
+    """A line on what other settings make of this one; empty: nothing."""
+    algorithm = resolved.config.algorithm
+    if option.key != OLD_LOG_PROB or algorithm.old_log_prob != "auto" or not recompute_reason(algorithm):
+        return ""
+    return f"    here recompute in every step, since {recompute_reason(algorithm)}\n"
 
 
 def shown(value: object) -> str:

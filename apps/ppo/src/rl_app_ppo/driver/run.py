@@ -21,7 +21,7 @@ from rl_app_ppo.driver.workers import WorkerPool
 from rl_app_ppo.inputs.data import about_validation, open_data, train_order
 from rl_app_ppo.inputs.demo_model import cached_demo_model
 from rl_app_ppo.inputs.model_path import given_model
-from rl_app_ppo.outputs.console import LossNotes, Screen
+from rl_app_ppo.outputs.console import LossNotes, OldLogProbNotes, Screen
 from rl_app_ppo.outputs.metric_sinks import CONSOLE, logger_names, open_sinks
 from rl_app_ppo.outputs.metrics_file import JSONLSink, kept_metrics
 from rl_app_ppo.outputs.profiling import Profiling
@@ -108,7 +108,7 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
             screen.note(about)
         hooks = {
             **named_hooks(config.trainer.hooks),
-            "the console": LossNotes(screen),
+            **_console_hooks(plan, screen),
             "reward failures": RewardFailures(warnings),
         }
         if config.trainer.profile_steps:
@@ -257,11 +257,19 @@ def _trainer_parts(
         actor=config.actor,
         critic=config.critic,
         filter_groups=config.algorithm.filter_groups,
+        old_log_prob_tolerance=config.algorithm.old_log_prob_tolerance,
         loop=config.trainer,
         on_step=rollout.on_step,
         checkpoints=checkpoints,
         hooks=hooks,
     )
+
+
+def _console_hooks(plan: RunPlan, screen: Screen) -> dict[str, Hook]:
+    hooks: dict[str, Hook] = {"the console": LossNotes(screen)}
+    if "log_prob_gap" in plan.graph:
+        hooks["old log-probs"] = OldLogProbNotes(screen.note, plan.config.algorithm.old_log_prob_tolerance)
+    return hooks
 
 
 def _profiling(plan: RunPlan, pool: WorkerPool) -> Profiling:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import plotext
@@ -16,6 +16,7 @@ from rich.text import Text
 from rl_ckpt_engine.sync.progress import PHASES, SyncProgress
 from rl_protocol.ports import GroupFailure
 from rl_trainer import Hook
+from rl_trainer.algorithms.old_log_prob import GAP
 
 ACCURACY = "acc/mean@"
 
@@ -27,10 +28,12 @@ def validation_accuracy(metrics: Mapping[str, float]) -> float | None:
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
-    """One line about one step, with the same columns for every step.
+    """One line about one step.
 
-    `kl` is the divergence from the reference, nats per token; absent without a reference.
+    `kl` is the divergence from the reference, nats per token; absent without a reference. `entropy`
+    is absent where no pass computed it: the critic warms up, and old log-probs are the engine's.
     """
+    entropy = metrics.get("actor/entropy")
     kl = metrics.get("actor/ref_kl", metrics.get("actor/reward_kl_penalty"))
     parts = [
         f"step {step:>{len(str(total))}}/{total}",
@@ -38,7 +41,7 @@ def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
         f"accuracy {metrics.get('critic/acc/mean', 0.0):5.3f}",
         f"length {metrics.get('response_length/mean', 0.0):5.2f}",
         *([f"kl {kl:7.4f}"] if kl is not None else []),
-        f"entropy {metrics.get('actor/entropy', 0.0):5.3f}",
+        *([f"entropy {entropy:5.3f}"] if entropy is not None else []),
         f"{metrics.get('timing_s/step', 0.0):5.2f} s",
     ]
     accuracy = validation_accuracy(metrics)
@@ -120,6 +123,42 @@ class Screen:
         """List the files of the run."""
         for name, path in entries.items():
             self._console.print(Text(f"  {name:<12} {path}"), soft_wrap=True)
+
+
+class OldLogProbNotes(Hook):
+    """Hook that reports when algorithm.old_log_prob=auto changes what it does, and why.
+
+    Args:
+        say: prints one line.
+        tolerance: algorithm.old_log_prob_tolerance, nats.
+    """
+
+    def __init__(self, say: Callable[[str], None], tolerance: float) -> None:
+        self._say = say
+        self._tolerance = tolerance
+        self._said = ""
+
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        if GAP not in metrics:
+            return
+        gap, lag = metrics[GAP], metrics.get("training/policy_lag", 0.0)
+        if lag:
+            what, text = (
+                "lag",
+                f"rows are from older weights (training/policy_lag {lag:.0f}): old log-probs are recomputed",
+            )
+        elif gap <= self._tolerance:
+            what = "agree"
+            text = f"log-probs of rollout engine and actor agree (mean difference {gap:.1g} nats): old log-probs are the engine's"
+        else:
+            what = "differ"
+            text = (
+                f"log-probs of rollout engine and actor differ by {gap:.2g} nats on average, more than "
+                f"algorithm.old_log_prob_tolerance={self._tolerance:g}: old log-probs are recomputed"
+            )
+        if what != self._said:
+            self._said = what
+            self._say(f"step {step}: {text}")
 
 
 class LossNotes(Hook):

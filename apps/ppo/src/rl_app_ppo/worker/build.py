@@ -35,6 +35,7 @@ from rl_trainer import (
     needs_sum_pi_squared,
     step_columns,
 )
+from rl_trainer.algorithms.old_log_prob import loss_correction
 from rl_trainer.data.image_columns import ImageReader
 from rl_trainer.workers.sample_log import SampleLog, TrainSamples
 from rl_transferqueue import PlaneDescriptor, connect
@@ -211,7 +212,7 @@ def _trained(
         seed=seed,
         strategy=strategy,
         options=PolicyOptions(
-            correction=config.algorithm.rollout_correction,
+            correction=loss_correction(config.algorithm),
             sum_pi_squared=needs_sum_pi_squared(config.algorithm),
         ),
     )

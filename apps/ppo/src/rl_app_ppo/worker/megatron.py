@@ -24,6 +24,7 @@ from rl_trainer.algorithms.losses.policy_objective import PolicyObjective
 from rl_trainer.algorithms.losses.value_loss import ValueObjective, value_fit
 from rl_trainer.algorithms.lr_schedule import lr_factor
 from rl_trainer.algorithms.metrics import WeightedMeans
+from rl_trainer.algorithms.old_log_prob import loss_correction
 from rl_trainer.backends.parallel_strategy import resolve_device
 from rl_trainer.backends.token_batch import lengths_of, token_columns, value_columns
 from rl_trainer.backends.world import join_world
@@ -91,7 +92,7 @@ def megatron_policy(config: AppConfig, path: Path, *, rank: int, store: Path) ->
     return MegatronPolicyBackend(
         path,
         lora=_adapters(config.lora) if config.lora.rank else None,
-        loss=TrainerLoss(PolicyObjective(actor, config.algorithm.rollout_correction)),
+        loss=TrainerLoss(PolicyObjective(actor, loss_correction(config.algorithm))),
         ranks=_join(config, rank, store),
         settings=TrainSettings(
             fused=False,  # one A per module, as in the other engines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from rl_protocol.batch.batch_data import BatchData
 from rl_protocol.batch.kv_batch_meta import KVBatchMeta, Tag
@@ -70,6 +70,15 @@ class Output(Generic[T_co]):
     tags: Sequence[Tag] | None = None
 
 
+@runtime_checkable
+class BatchSettings(Protocol):
+    """Settings of a run whose columns are not the same for every batch."""
+
+    def for_batch(self, meta: KVBatchMeta, /) -> object:
+        """The settings for these rows."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Columns:
     """The arguments of `tqbridge`: a declaration before the settings of the run are known."""
@@ -79,6 +88,11 @@ class Columns:
     writes: Names
     reads_as: Renames
     schema: BatchSchema | None
+
+    def of(self, worker: object, meta: KVBatchMeta) -> Declaration:
+        """The declaration under `worker.columns`, for these rows."""
+        settings = getattr(worker, "columns", None)
+        return self.under(settings.for_batch(meta) if isinstance(settings, BatchSettings) else settings)
 
     def under(self, settings: object) -> Declaration:
         """The declaration under these settings.

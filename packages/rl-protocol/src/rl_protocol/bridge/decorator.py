@@ -122,7 +122,8 @@ def tqbridge(
 
     Args:
         reads: columns to get. These and the next two are given as names, or as a function of
-            `self.columns`, the settings of the run that decide on columns.
+            `self.columns`, the settings of the run that decide on columns. Where these have
+            `for_batch`, it is called with the rows, and its result decides.
         reads_as: name in the plane -> name in the method, where they differ.
         writes: columns to put.
         schema: what the columns to put must satisfy, together with those of `reads` that it has.
@@ -151,7 +152,7 @@ async def fetch(worker: object, method: Method, meta: KVBatchMeta) -> Fetched:
     Raises:
         DataPlaneError: the columns can't be fetched, on every replica.
     """
-    declared = columns_of(method).under(getattr(worker, "columns", None))
+    declared = columns_of(method).of(worker, meta)
     return Fetched(meta, declared, await _get(worker, declared, meta))
 
 
@@ -159,8 +160,7 @@ def _bridge(method: Method, columns: Columns) -> Method:
     @functools.wraps(method)
     def call(self: Any, rows: Rows, *args: Any, **kwargs: Any) -> Any:
         plane, replicas = cast("BlockingPlane", self.plane), _replicas(self)
-        declared = columns.under(getattr(self, "columns", None))
-        meta, data = _opened(rows, declared)
+        declared, meta, data = _opened(self, rows, columns)
         if data is None and _leads(replicas):
             try:
                 data = plane.get(meta, declared.reads)
@@ -189,8 +189,7 @@ def _async_bridge(
 ) -> Callable[..., Coroutine[Any, Any, Any]]:
     @functools.wraps(method)
     async def call(self: Any, rows: Rows, *args: Any, **kwargs: Any) -> Any:
-        declared = columns.under(getattr(self, "columns", None))
-        meta, data = _opened(rows, declared)
+        declared, meta, data = _opened(self, rows, columns)
         if data is None:
             data = await _get(self, declared, meta)
         result = await method(self, declared.rename(data), *args, **kwargs)
@@ -230,13 +229,13 @@ def _leads(replicas: Replicas | None) -> bool:
     return replicas is None or replicas.leader
 
 
-def _opened(rows: object, declared: Declaration) -> tuple[KVBatchMeta, BatchData | None]:
-    """The names of the rows, and their columns if they were fetched ahead for this declaration."""
-    if isinstance(rows, Fetched):
-        return rows.meta, rows.data if rows.declared == declared else None
-    if not isinstance(rows, KVBatchMeta):
-        raise BatchError(f"{declared.name} is bridged: call it with a KVBatchMeta, not a {type(rows).__name__}.")
-    return rows, None
+def _opened(worker: object, rows: object, columns: Columns) -> tuple[Declaration, KVBatchMeta, BatchData | None]:
+    """What is declared for the rows, their names, and their columns if they were fetched ahead."""
+    meta = rows.meta if isinstance(rows, Fetched) else rows
+    if not isinstance(meta, KVBatchMeta):
+        raise BatchError(f"{columns.name} is bridged: call it with a KVBatchMeta, not a {type(rows).__name__}.")
+    declared = columns.of(worker, meta)
+    return declared, meta, rows.data if isinstance(rows, Fetched) and rows.declared == declared else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from rl_trainer.algorithms.covariance_tokens import clip_cov_tokens, kl_cov_toke
 from rl_trainer.algorithms.kl import kl_penalty
 from rl_trainer.algorithms.losses import POLICY_LOSSES
 from rl_trainer.algorithms.metrics import length_stats, stats
+from rl_trainer.algorithms.old_log_prob import LogProbGap
 from rl_trainer.algorithms.rollout_correction import MaskedRows, importance_weights, offpolicy_metrics, reject
 from rl_trainer.config import AlgorithmConfig, PolicyLossConfig, RolloutCorrectionConfig
 
@@ -105,10 +106,10 @@ def _corrected(
 ) -> tuple[BoolArray, FloatArray | None, dict[str, float]]:
     """Mask after rejection, importance weights, and rollout_corr/* metrics.
 
-    In bypass mode the loss computes them.
+    Without log-probs of both policies there is nothing to correct here.
     """
     mask = data.ragged("response_mask").values.astype(np.bool_)
-    if config.bypass_mode:
+    if "rollout_log_probs" not in data:
         return mask, None, {}
     train, rollout = _flat(data, "old_log_probs"), _flat(data, "rollout_log_probs")
     rows = MaskedRows.of(mask, data.ragged("responses").offsets)
@@ -193,12 +194,9 @@ def batch_metrics(
         metrics |= stats("critic/values", _flat(data, "values"), mask)
     if mask.any() and "entropy" in data:
         metrics["actor/entropy"] = float(_flat(data, "entropy")[mask].mean())
-    if mask.any() and "rollout_log_probs" in data:
-        rollout, old = _flat(data, "rollout_log_probs")[mask], _flat(data, "old_log_probs")[mask]
-        difference = np.abs(np.exp(rollout) - np.exp(old))
-        metrics["training/rollout_probs_diff_mean"] = float(difference.mean())
-        metrics["training/rollout_probs_diff_max"] = float(difference.max())
-        metrics["training/rollout_log_probs_diff_max"] = float(np.abs(rollout - old).max())
+    if "rollout_log_probs" in data:
+        gap = LogProbGap.of(_flat(data, "rollout_log_probs"), _flat(data, "old_log_probs"), mask)
+        metrics |= gap.metrics()
     return metrics
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,13 @@ class PolicyOptions:
     """What a run asks of the policy beside its own settings.
 
     Attributes:
-        correction: settings of the rollout correction; the loss reads them in bypass mode.
+        correction: rollout correction that the loss makes; None: none.
         sum_pi_squared: `compute_log_probs` also returns that column.
         forward_rows: responses per forward pass when no gradient is needed.
         frozen: the policy is a reference: `update` is refused, and no optimizer is built.
     """
 
-    correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    correction: RolloutCorrectionConfig | None = None
     sum_pi_squared: bool = False
     forward_rows: int = 512
     frozen: bool = False

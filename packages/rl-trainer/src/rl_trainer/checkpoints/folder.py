@@ -90,6 +90,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     critic_updates: int = 0
     prompts_taken: int = 0
     """Prompts taken from the endless sequence so far."""
+    log_probs_agree: bool = True
+    """Whether log-probs of rollout engine and actor agreed in the last step that compared them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,9 @@ KL_CONTROLLERS = ("fixed", "adaptive")
 FILTER_METRICS = ("acc", "score")
 
 
+OLD_LOG_PROBS = ("auto", "recompute", "rollout")
+
+
 @dataclass(frozen=True, kw_only=True)
 class KLControlConfig(Options):
     """The weight of the KL divergence in the reward."""
@@ -87,6 +90,18 @@ class AlgorithmConfig(Options):
         "k1", "its estimator: " + ", ".join(KL_PENALTIES), needs="use_kl_in_reward or actor.use_kl_loss", verl="."
     )
     kl_ctrl: KLControlConfig = group(KLControlConfig, "weight of that divergence", needs="use_kl_in_reward", verl=".")
+    old_log_prob: str = option(
+        "auto",
+        "log-probs that the ratio of the policy loss is to: recompute (a pass of the actor), rollout (those of the rollout engine; the "
+        "rollout correction moves into the loss), or auto (the engine's in each step in which they agree with the actor's)",
+        choices=OLD_LOG_PROBS,
+    )
+    old_log_prob_tolerance: float = option(
+        1e-3,
+        "auto: largest mean difference between log-probs of rollout engine and actor at which they agree, nats per token",
+        gt=0,
+        needs="old_log_prob=auto",
+    )
     rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig, "train/rollout mismatch", verl=".")
     filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "dynamic sampling", needs="enable", verl=".")
 

@@ -99,11 +99,6 @@ class RolloutCorrectionConfig(Options):
     rollout_rs_threshold: tuple[str, ...] = option(
         (), "its thresholds, one for all or one each; k1: number or lower_upper of the ratio, others: nats", verl="."
     )
-    bypass_mode: bool = option(
-        False,
-        "take the rollout engine's log-probs for the old policy's, without the forward pass (correction moves into the loss)",
-        verl=".",
-    )
 
     def check(self, path: str) -> None:
         require(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rl_protocol.ports import DataPlane, ReplayBuffer, WeightSync
 from rl_trainer.config import (
     ActorConfig,
+    AlgorithmConfig,
     AsyncConfig,
     CriticConfig,
     FilterGroupsConfig,
@@ -47,6 +48,8 @@ class TrainerParts:
     """What happens to prompts whose rollouts fail. The buffers must have the same settings."""
     async_rl: AsyncConfig = field(default_factory=AsyncConfig)
     """How far generation may run ahead."""
+    old_log_prob_tolerance: float = AlgorithmConfig.old_log_prob_tolerance
+    """Read only if the graph has the stage `log_prob_gap`."""
     checkpoints: CheckpointWriter | None = None
     """Writes a checkpoint every loop.save_freq steps and after the last step; None: none."""
     hooks: Mapping[str, Hook] = field(default_factory=dict[str, Hook])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -14,6 +14,7 @@ from rl_trainer.algorithms.arrays import IntArray
 from rl_trainer.algorithms.batching import split_over_ranks
 from rl_trainer.asyncio_tasks import gather_or_cancel
 from rl_trainer.config.optim import Schedule
+from rl_trainer.workers.columns import OLD_LOG_PROB, ROLLOUT
 from rl_trainer.workers.messages import ReadAheadCall, StageCall, StageResult
 
 T = TypeVar("T")
@@ -93,6 +94,20 @@ class StepRows:
             for p, r in zip(tagged.tag_values("prompt_len"), tagged.tag_values("response_len"), strict=True)
         ]
         return cls(names=tagged.without_tags(), lengths=np.array(lengths, dtype=np.int64))
+
+    def select(self, rows: Sequence[int]) -> StepRows:
+        """Some of them, by number."""
+        return StepRows(names=self.names.select_rows(rows), lengths=self.lengths[list(rows)])
+
+    @property
+    def has_rollout_log_probs(self) -> bool:
+        """Whether the step takes the rollout engine's log-probs for the old ones."""
+        return self.names.extra_info.get(OLD_LOG_PROB) == ROLLOUT
+
+    def with_rollout_log_probs(self) -> StepRows:
+        """The rows of a step that takes the rollout engine's log-probs for the old ones."""
+        names = replace(self.names, extra_info={**self.names.extra_info, OLD_LOG_PROB: ROLLOUT})
+        return replace(self, names=names)
 
 
 async def call(
@@ -184,7 +199,17 @@ async def run_stage(
     Raises:
         RLError: a rank failed; the first failure ends the stage.
     """
-    answers = await gather_or_cancel(
-        *(call(rank, name, message, StageResult, timeout_s) for rank, message in zip(ranks, calls, strict=True))
+    return (await call_ranks(ranks, name, calls, StageResult, timeout_s))[0].metrics
+
+
+async def call_ranks(
+    ranks: Sequence[WorkerHandle], name: str, calls: Sequence[StageCall], answer: type[Answer], timeout_s: float
+) -> list[Answer]:
+    """Run a stage; returns the answer of each rank.
+
+    Raises:
+        RLError: a rank failed; the first failure ends the stage.
+    """
+    return await gather_or_cancel(
+        *(call(rank, name, message, answer, timeout_s) for rank, message in zip(ranks, calls, strict=True))
     )
-    return answers[0].metrics

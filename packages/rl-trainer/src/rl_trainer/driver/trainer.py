@@ -1,8 +1,8 @@
 """The training loop: the driver names rows and waits; it never reads a tensor.
 
 rollouts: prompts -> rollout workers -> (replay buffer) -> reward -> filter?
-training: old_log_prob | ref | values -> adv -> update_critic | update_actor -> clear
-        -> update_weights                               (stages joined by | run side by side)
+training: log_prob_gap? -> old_log_prob? | ref | values -> adv -> update_critic | update_actor
+        -> clear -> update_weights                      (stages joined by | run side by side)
 
 Two pumps run in one TaskGroup. The rollouts sample a step once the training admits it: with
 async_rl.max_staleness=0 when the training waits for it, otherwise so many steps before. A weight
@@ -33,6 +33,7 @@ from rl_trainer.asyncio_tasks import gather_or_cancel
 from rl_trainer.checkpoints.folder import Checkpoint, RunState
 from rl_trainer.driver.checkpoint_writer import CheckpointWriter, SavedCheckpoint, load
 from rl_trainer.driver.hooks import notify
+from rl_trainer.driver.old_log_prob import STAGE, AutoOldLogProb
 from rl_trainer.driver.parts import TrainerParts
 from rl_trainer.driver.pumps import BatchQueue, GroupCounts, staleness
 from rl_trainer.driver.sampler import Sampled, Sampler
@@ -105,6 +106,7 @@ class PPOTrainer:
         self._sampler = Sampler(parts)
         self._rollouts = self._sampler.rollouts
         self._runner = StageRunner(parts.loop.stage_timeout_s)
+        self._old_log_prob = AutoOldLogProb(parts.old_log_prob_tolerance, parts.loop.seed, parts.loop.stage_timeout_s)
         self._steps_done = 0
         self._version = 0
         self._prompts_taken = 0
@@ -125,6 +127,7 @@ class PPOTrainer:
         self._steps_done, self._version = state.step, state.version
         self._critic_updates, self._prompts_taken = state.critic_updates, state.prompts_taken
         self._sampler.position, self._sampler.version = self._prompts_taken, self._version
+        self._old_log_prob.agree = state.log_probs_agree
         if parts.weight_sync is not None and self._version:
             await parts.weight_sync.update_weights(self._version)
 
@@ -219,6 +222,7 @@ class PPOTrainer:
             version=self._version,
             critic_updates=self._critic_updates,
             prompts_taken=self._prompts_taken,
+            log_probs_agree=self._old_log_prob.agree,
         )
         await writer.begin(state, score)
         return metrics | {"timing_s/save_checkpoint": time.perf_counter() - start}
@@ -331,7 +335,10 @@ class PPOTrainer:
 
         prepared = await self._repeated(step, prepare, rewind)
         # from here on the step is not repeated: the same rows again would be a second update
+        self._old_log_prob.note(prepared.metrics)
         metrics = prepared.metrics | await self._runner.update(clock, prepared.updates)
+        if "actor/entropy_loss" in metrics:  # the old_log_prob stage computes the entropy, if it runs
+            metrics.setdefault("actor/entropy", metrics["actor/entropy_loss"])
         updated = {stage.name for stage in prepared.updates}
         self._critic_updates += "update_critic" in updated
         self._version += "update_actor" in updated
@@ -361,10 +368,10 @@ class PPOTrainer:
         if not sampled.rows:
             return _Prepared((), sampled.metrics, sampled, tokens=0, groups=0)
         ages = self._staleness(sampled.rows)
-        rows = StepRows.of(sampled.rows)
         metrics = sampled.metrics | {"training/policy_lag": float(max(ages))}
         metrics |= stats("training/off_policy/trajectory_staleness", ages)
-        metrics |= await self._annotate(clock, step, rows, sampled.prompts)
+        rows, compared = await self._choose_log_probs(clock, step, StepRows.of(sampled.rows), max(ages))
+        metrics |= compared | await self._annotate(clock, step, rows, sampled.prompts)
         updates = self._updates(step, rows)
         await self._runner.read_ahead(clock, updates)
         groups = len(set(sampled.rows.tag_values("uid")))
@@ -385,6 +392,20 @@ class PPOTrainer:
             )
         return ages
 
+    async def _choose_log_probs(
+        self, clock: Clock, step: int, rows: StepRows, lag: int
+    ) -> tuple[StepRows, dict[str, float]]:
+        """The rows with the choice of their old log-probs, and its metrics."""
+        graph, workers, auto = self._parts.graph, self._parts.workers, self._old_log_prob
+        metrics = {"old_log_prob/recomputed": float("old_log_prob" in graph)}
+        if STAGE not in graph or not auto.samples(step, lag):
+            return rows, metrics
+        ranks = workers.actor
+        gap = await clock.time(STAGE, auto.gap(step, rows, ranks, workers.dp_ranks_of(ranks)))
+        if not auto.agrees(gap.metrics()):
+            return rows, metrics
+        return rows.with_rollout_log_probs(), {"old_log_prob/recomputed": 0.0, **gap.metrics()}
+
     async def _annotate(
         self, clock: Clock, step: int, rows: StepRows, prompts: Sequence[PromptRef]
     ) -> dict[str, float]:
@@ -397,7 +418,7 @@ class PPOTrainer:
         forwards = [
             ModelStage(name, ranks, forward_calls(name, step, rows, len(ranks), workers.dp_ranks_of(ranks)))
             for name, ranks in stages
-            if ranks and name in graph
+            if ranks and name in graph and not (name == "old_log_prob" and rows.has_rollout_log_probs)
         ]
         metrics |= await self._runner.forward(clock, forwards)
         return metrics | await clock.time("adv", self._reward_stage("adv", step, rows.names))

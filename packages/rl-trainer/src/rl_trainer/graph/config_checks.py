@@ -44,7 +44,7 @@ def check_staleness(async_rl: AsyncConfig, algorithm: AlgorithmConfig, actor: Ac
 
 
 def _check_estimator(algorithm: AlgorithmConfig, rollout_n: int) -> None:
-    name, correction = algorithm.adv_estimator, algorithm.rollout_correction
+    name = algorithm.adv_estimator
     estimator = ADVANTAGE_ESTIMATORS.get(name)
     if estimator.compares and rollout_n < 2:
         raise ConfigError(
@@ -65,15 +65,16 @@ def _check_estimator(algorithm: AlgorithmConfig, rollout_n: int) -> None:
             f"algorithm.adv_estimator={name} looks at the parts of the reward alone, not at algorithm.use_kl_in_reward=true; "
             "set it to false and actor.use_kl_loss to true."
         )
-    if "sum_pi_squared" in estimator.reads and correction.bypass_mode:
+    if "sum_pi_squared" in estimator.reads and algorithm.old_log_prob == "rollout":
         raise ConfigError(
-            f"algorithm.adv_estimator={name} needs the old_log_prob stage, which algorithm.rollout_correction.bypass_mode=true leaves out; "
-            "set it to false."
+            f"algorithm.adv_estimator={name} needs the old_log_prob stage, which algorithm.old_log_prob=rollout leaves out; "
+            "set it to auto or recompute."
         )
 
 
 def _check_loss(algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
     name, correction = actor.policy_loss.loss_mode, algorithm.rollout_correction
+    in_loss = algorithm.old_log_prob == "rollout"
     loss = POLICY_LOSSES.get(name)
     if loss.per_sequence and actor.loss_agg_mode != "seq-mean-token-mean":
         raise ConfigError(
@@ -84,13 +85,13 @@ def _check_loss(algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
             f"actor.policy_loss.loss_mode={name} is one loss per response, which can't be weighted per token; "
             "set algorithm.rollout_correction.rollout_is to sequence or geometric."
         )
-    if correction.bypass_mode and correction.rollout_is and loss.off_policy:
+    if in_loss and correction.rollout_is and loss.off_policy:
         raise ConfigError(
-            f"With algorithm.rollout_correction.bypass_mode=true the ratio of loss_mode={name} is to the rollout engine's policy already, so "
+            f"With algorithm.old_log_prob=rollout the ratio of loss_mode={name} is to the rollout engine's policy already, so "
             "importance weights would count it twice; leave rollout_is empty, or set actor.policy_loss.loss_mode=gpg."
         )
-    if correction.bypass_mode and correction.rollout_is_batch_normalize:
+    if in_loss and correction.rollout_is_batch_normalize:
         raise ConfigError(
-            "algorithm.rollout_correction.rollout_is_batch_normalize needs the weights of the whole batch at once, which bypass_mode=true "
-            "never has; set one of them to false."
+            "algorithm.rollout_correction.rollout_is_batch_normalize needs the weights of the whole batch at once, which "
+            "algorithm.old_log_prob=rollout never has; set it to recompute, or rollout_is_batch_normalize to false."
         )

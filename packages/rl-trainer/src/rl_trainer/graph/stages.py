@@ -2,8 +2,8 @@
 
 It is checked before any model loads.
 
-rollout -> reward -> filter? -> baseline? -> old_log_prob? -> ref? -> values? -> adv
-        -> update_critic? -> update_actor -> update_weights -> clear
+rollout -> reward -> filter? -> baseline? -> log_prob_gap? -> old_log_prob? -> ref? -> values?
+        -> adv -> update_critic? -> update_actor -> update_weights -> clear
                                                     (? if the configuration needs it)
 """
 
@@ -17,10 +17,11 @@ from rl_protocol import BatchSchema, ConfigError
 from rl_protocol.bridge import Declaration, check_flow, declaration
 from rl_protocol.rl_columns import PROMPT_SCHEMA
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from rl_trainer.algorithms.old_log_prob import old_log_prob_mode
 from rl_trainer.config import ActorConfig, AlgorithmConfig
 from rl_trainer.workers.actor import ActorWorker, ReferenceWorker
 from rl_trainer.workers.advantage import AdvantageStages
-from rl_trainer.workers.columns import TRAINER_SCHEMA, step_columns
+from rl_trainer.workers.columns import TRAINER_SCHEMA, StepColumns, step_columns
 from rl_trainer.workers.critic import CriticWorker
 from rl_trainer.workers.reward import RewardWorker
 from rl_trainer.workers.rollout import RolloutWorker
@@ -78,25 +79,37 @@ def needs_reference(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
 def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig, *, images: bool = False) -> StepGraph:
     """The checked graph of a step; with `images`, for a policy that sees images.
 
+    With algorithm.old_log_prob=auto, its stage `old_log_prob` runs in some steps, and the graph of
+    the others is checked as well.
+
     Raises:
         ConfigError: the advantage estimator or policy loss is unknown, or columns do not fit
             together.
     """
-    columns = step_columns(algorithm, actor, images=images)
+    columns, mode = step_columns(algorithm, actor, images=images), old_log_prob_mode(algorithm)
+    if mode == "auto":
+        check_graph(_stages(algorithm, actor, columns.with_rollout_log_probs(), samples=True, recomputes=False))
+    return check_graph(_stages(algorithm, actor, columns, samples=mode == "auto", recomputes=mode != "rollout"))
+
+
+def _stages(
+    algorithm: AlgorithmConfig, actor: ActorConfig, columns: StepColumns, *, samples: bool, recomputes: bool
+) -> list[Declaration]:
     rollout = [
         declaration(method, columns) for method in (RolloutWorker.write_prompts, RolloutWorker.write_trajectories)
     ]
     stages = [Declaration("rollout", (), tuple(name for part in rollout for name in part.writes))]
-    critic, bypass = needs_critic(algorithm), algorithm.rollout_correction.bypass_mode
+    critic = needs_critic(algorithm)
     methods: list[tuple[Callable[..., Any], bool]] = [
         (RewardWorker.reward, True),
         (AdvantageStages.filter, bool(columns.filter)),
         (AdvantageStages.baseline, needs_baseline(algorithm)),
-        (ActorWorker.old_log_prob, not bypass),
+        (ActorWorker.log_prob_gap, samples),
+        (ActorWorker.old_log_prob, recomputes),
         (ReferenceWorker.ref, needs_reference(algorithm, actor)),
         (CriticWorker.values, critic),
         (AdvantageStages.adv, True),
         (CriticWorker.update_critic, critic),
         (ActorWorker.update_actor, True),
     ]
-    return check_graph(stages + [declaration(method, columns) for method, runs in methods if runs])
+    return stages + [declaration(method, columns) for method, runs in methods if runs]

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
 
 from rl_protocol import BatchData, WorkerError
 from rl_protocol.bridge import declaration, tqbridge
 from rl_protocol.ports import DataPlane, PolicyBackend
+from rl_trainer.algorithms.old_log_prob import LogProbGap
 from rl_trainer.checkpoints.resumable import Exportable, Write
 from rl_trainer.workers.columns import MASK_AS, TRAINER_SCHEMA, StepColumns
 from rl_trainer.workers.messages import SaveCall, StageCall, StageResult
@@ -56,6 +58,7 @@ class ActorWorker(ModelWorker, StatefulWorker):
     """The policy under training; with adapters, also the reference."""
 
     handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
+        "log_prob_gap": StageCall,
         "old_log_prob": StageCall,
         "ref": StageCall,
         "update_actor": StageCall,
@@ -68,6 +71,13 @@ class ActorWorker(ModelWorker, StatefulWorker):
         super().__init__(plane, columns, backend)
         self._backend = backend
         self._temperature = temperature
+
+    @tqbridge(reads=lambda step: (*step.tokens, "response_mask", "rollout_log_probs"))
+    async def log_prob_gap(self, data: BatchData, _: StageCall) -> LogProbGap:
+        """Compare log-probs of the policy before its update with those of the rollout engine."""
+        out = self._backend.compute_log_probs(data, temperature=self._temperature)
+        rollout, mask = data.ragged("rollout_log_probs").values, data.ragged("response_mask").values
+        return LogProbGap.of(rollout, out.ragged("log_probs").values, mask.astype(np.bool_))
 
     @tqbridge(
         reads=lambda step: step.tokens,

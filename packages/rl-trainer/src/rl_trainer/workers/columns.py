@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from rl_protocol import KVBatchMeta
 from rl_protocol.batch.schema import BatchSchema, ColumnSpec, SameLength
 from rl_protocol.rl_columns import IMAGE_COLUMNS, TRAIN_PARTITION, TRAJECTORY_SCHEMA, VALIDATION_PARTITION
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl_trainer.algorithms.losses import POLICY_LOSSES
+from rl_trainer.algorithms.old_log_prob import old_log_prob_mode
 from rl_trainer.config import ActorConfig, AlgorithmConfig
 
 BASELINE_PARTITION = "baseline"
@@ -73,6 +75,9 @@ MASK_AS = {"loss_mask": "response_mask"}
 """Name of the mask in the losses, which do not depend on rejection."""
 FILTER_COLUMNS = {"acc": "acc", "score": "scores"}
 """Column of each algorithm.filter_groups.metric."""
+OLD_LOG_PROB = "old_log_prob"
+"""Key of a batch's extra_info, which is ROLLOUT if the step takes the engine's log-probs."""
+ROLLOUT = "rollout"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +90,8 @@ class StepColumns:
         images: of prompts, for a policy that sees images.
         reward_components: parts of the reward.
         filter: decides which prompts are informative.
-        old: log-probs that the ratio of the policy loss is to: from before the update, or in bypass
-            mode those of the rollout engine.
+        old: log-probs that the ratio of the policy loss is to: of the actor before its update, or
+            of the rollout engine.
         old_as: renames them to `old_log_probs`.
         sum_pi_squared: that statistic of the policy before its update.
         scored_policy: further columns of the two policies that `adv` compares.
@@ -122,6 +127,16 @@ class StepColumns:
         """The mask that losses read, which they know as `response_mask`."""
         return self.rejected or ("response_mask",)
 
+    def for_batch(self, meta: KVBatchMeta) -> StepColumns:
+        """The columns of the step that these rows belong to."""
+        return self.with_rollout_log_probs() if meta.extra_info.get(OLD_LOG_PROB) == ROLLOUT else self
+
+    def with_rollout_log_probs(self) -> StepColumns:
+        """The columns of a step that takes the rollout engine's log-probs for the old ones."""
+        return replace(
+            self, old=("rollout_log_probs",), old_as={"rollout_log_probs": "old_log_probs"}, scored_policy=()
+        )
+
 
 def step_columns(algorithm: AlgorithmConfig, actor: ActorConfig, *, images: bool = False) -> StepColumns:
     """The columns of a run with these settings; with `images`, for a policy that sees images.
@@ -131,20 +146,18 @@ def step_columns(algorithm: AlgorithmConfig, actor: ActorConfig, *, images: bool
     """
     estimator = ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator)
     loss, correction = POLICY_LOSSES.get(actor.policy_loss.loss_mode), algorithm.rollout_correction
-    filtering, bypass = algorithm.filter_groups, correction.bypass_mode
+    filtering, from_engine = algorithm.filter_groups, old_log_prob_mode(algorithm) == ROLLOUT
     reference = ("ref_log_prob",) if algorithm.use_kl_in_reward or actor.use_kl_loss else ()
-    return StepColumns(
+    columns = StepColumns(
         images=IMAGE_COLUMNS if images else (),
         reward_components=("reward_components",) if algorithm.gdpo_reward_keys else (),
         filter=(FILTER_COLUMNS[filtering.metric],) if filtering.enable else (),
-        old=("rollout_log_probs",) if bypass else ("old_log_probs",),
-        old_as={"rollout_log_probs": "old_log_probs"} if bypass else {},
         sum_pi_squared=("sum_pi_squared",) if "sum_pi_squared" in estimator.reads else (),
-        scored_policy=() if bypass else ("entropy", "rollout_log_probs"),
         estimated_from=tuple(name for name in estimator.reads if name != "old_log_probs"),
         reference=reference,
         reference_loss=reference if actor.use_kl_loss else (),
-        rejected=("loss_mask",) if not bypass and correction.rollout_rs else (),
-        weights=("rollout_is_weights",) if not bypass and correction.rollout_is else (),
+        rejected=("loss_mask",) if correction.rollout_rs and not from_engine else (),
+        weights=("rollout_is_weights",) if correction.rollout_is and not from_engine else (),
         chosen=("chosen_tokens",) if loss.chooses else (),
     )
+    return columns.with_rollout_log_probs() if from_engine else columns

@@ -23,7 +23,7 @@ class TokenColumns:
     """Columns of a micro-batch of `rows` complete trajectories, flat: T response tokens.
 
     Attributes:
-        old_log_prob: [T] before the update; in bypass mode those of the rollout engine.
+        old_log_prob: [T] before the update, or those of the rollout engine.
         advantages: [T].
         mask: bool [T].
         row: int64 [T].
@@ -60,11 +60,16 @@ class PolicyObjective:
 
     Computed as a micro-batch's share of its mini-batch. Any backend can call it.
 
+    Args:
+        config: the actor's settings.
+        correction: rollout correction to make here, where `old_log_prob` are the rollout engine's;
+            None: none.
+
     Raises:
         ConfigError: unknown policy loss.
     """
 
-    def __init__(self, config: ActorConfig, correction: RolloutCorrectionConfig) -> None:
+    def __init__(self, config: ActorConfig, correction: RolloutCorrectionConfig | None = None) -> None:
         self._config = config
         self._correction = correction
         self._function: LossFunction = POLICY_LOSSES.get(config.policy_loss.loss_mode).load()
@@ -83,13 +88,13 @@ class PolicyObjective:
             log_prob: [T] of each token, with gradient.
             entropy: [T] of each distribution, nats, with gradient.
             tokens: the other columns.
-            counts: sizes of the whole mini-batch, before any rejection made here (bypass mode), so
+            counts: sizes of the whole mini-batch, before any rejection made here, so
                 that the result does not depend on how the mini-batch is split.
             means: token means over the mini-batches, weighted by their unmasked tokens.
         """
         config, mask, weights = self._config, tokens.mask, tokens.weights
-        if self._correction.bypass_mode:
-            mask, weights = self._correct(log_prob, tokens, means)
+        if self._correction is not None:
+            mask, weights = self._correct(self._correction, log_prob, tokens, means)
         inputs = LossInputs(
             log_prob=log_prob,
             old_log_prob=tokens.old_log_prob,
@@ -114,22 +119,22 @@ class PolicyObjective:
         )
 
     def _correct(
-        self, log_prob: torch.Tensor, tokens: TokenColumns, means: WeightedMeans
+        self, correction: RolloutCorrectionConfig, log_prob: torch.Tensor, tokens: TokenColumns, means: WeightedMeans
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Mask and weights from the policy being trained against the rollout's (bypass mode).
+        """Mask and weights from the policy being trained against the rollout's.
 
         Without gradient, and within each trajectory.
         """
         log_ratio = (log_prob - tokens.old_log_prob).detach().double().cpu().numpy()
         mask, row = tokens.mask.cpu().numpy(), tokens.row.cpu().numpy()
         rows = MaskedRows(mask=mask, row=row, count=sum_by(row, mask, tokens.rows))
-        kept, _ = reject(log_ratio, rows, self._correction.rejections())
+        kept, _ = reject(log_ratio, rows, correction.rejections())
         keep, weights = torch.from_numpy(kept).to(tokens.mask.device), None
         report = {"kl": -torch.from_numpy(log_ratio)}
-        if self._correction.rollout_rs:
+        if correction.rollout_rs:
             report["rollout_rs_masked_fraction"] = ~torch.from_numpy(kept)
-        if self._correction.rollout_is:
-            values, _ = importance_weights(log_ratio, rows, self._correction.rollout_is, self._correction.is_bounds())
+        if correction.rollout_is:
+            values, _ = importance_weights(log_ratio, rows, correction.rollout_is, correction.is_bounds())
             weights = torch.from_numpy(values).to(log_prob)
             report["rollout_is_mean"] = torch.from_numpy(values)
         _report(means, {f"rollout_corr/{name}": value for name, value in report.items()}, tokens.mask.cpu())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rl_app_ppo.config.verl_keys import conversions
+from rl_app_ppo.config.verl_keys.aliases import BYPASS, OLD_LOG_PROB, old_log_prob
 from rl_app_ppo.config.verl_keys.entries import Entry, converted, no_effect, only, unsupported
 
 ENTRIES: tuple[Entry, ...] = (
@@ -22,10 +23,11 @@ ENTRIES: tuple[Entry, ...] = (
         conversions.if_positive("algorithm.filter_groups.max_num_gen_batches"),
     ),
     no_effect("as many prompts are generated again as are missing", "algorithm.filter_groups.max_inflight_gen_batches"),
+    converted(BYPASS, OLD_LOG_PROB, lambda value, _: {OLD_LOG_PROB: old_log_prob(value)}),
     only(
         "algorithm.rollout_correction.loss_type",
         "ppo_clip",
-        why="with bypass_mode the loss is that of actor.policy_loss.loss_mode",
+        why="with algorithm.old_log_prob=rollout the loss is that of actor.policy_loss.loss_mode",
     ),
     unsupported("prompts are not weighted by their advantages", "algorithm.use_pf_ppo"),
     unsupported("prompts are not weighted by their advantages", "algorithm.pf_ppo.*", needs="algorithm.use_pf_ppo"),

@@ -1,0 +1,106 @@
+"""Old log-probs of the rollout engine or of a pass of the actor (`algorithm.old_log_prob`)."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from rl_trainer.algorithms.arrays import BoolArray, FloatArray
+from rl_trainer.config import AlgorithmConfig, RolloutCorrectionConfig
+
+GAP = "training/rollout_log_probs_diff_mean"
+"""Metric that `algorithm.old_log_prob_tolerance` bounds."""
+SAMPLED_FRACTION = 0.05
+"""Fraction of the rows that `auto` compares at most, in a step that takes the engine's."""
+FULL_CHECK_PERIOD = 20
+"""Steps from one in which `auto` computes the log-probs of all rows to the next; 1 is the first."""
+
+
+class LogProbGap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Absolute differences between rollout engine and actor, summed over unmasked tokens."""
+
+    tokens: int = 0
+    log_prob_sum: float = 0.0
+    """Of log-probs, nats."""
+    log_prob_max: float = 0.0
+    prob_sum: float = 0.0
+    """Of probabilities."""
+    prob_square_sum: float = 0.0
+    prob_max: float = 0.0
+
+    @classmethod
+    def of(cls, rollout: FloatArray, actor: FloatArray, mask: BoolArray) -> LogProbGap:
+        """From the log-probs [T] of each."""
+        if not mask.any():
+            return cls()
+        ours, theirs = actor[mask].astype(np.float64), rollout[mask].astype(np.float64)
+        log_probs, probs = np.abs(theirs - ours), np.abs(np.exp(theirs) - np.exp(ours))
+        return cls(
+            tokens=int(mask.sum()),
+            log_prob_sum=float(log_probs.sum()),
+            log_prob_max=float(log_probs.max()),
+            prob_sum=float(probs.sum()),
+            prob_square_sum=float(np.square(probs).sum()),
+            prob_max=float(probs.max()),
+        )
+
+    def __add__(self, other: LogProbGap) -> LogProbGap:
+        """Of the tokens of both."""
+        return LogProbGap(
+            tokens=self.tokens + other.tokens,
+            log_prob_sum=self.log_prob_sum + other.log_prob_sum,
+            log_prob_max=max(self.log_prob_max, other.log_prob_max),
+            prob_sum=self.prob_sum + other.prob_sum,
+            prob_square_sum=self.prob_square_sum + other.prob_square_sum,
+            prob_max=max(self.prob_max, other.prob_max),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Mean and maximum of the differences, under verl's names; {} without tokens."""
+        if not self.tokens:
+            return {}
+        mean = self.prob_sum / self.tokens
+        variance = (self.prob_square_sum - self.tokens * mean**2) / max(self.tokens - 1, 1)
+        return {
+            "training/rollout_probs_diff_mean": mean,
+            "training/rollout_probs_diff_max": self.prob_max,
+            "training/rollout_probs_diff_std": max(variance, 0.0) ** 0.5,
+            GAP: self.log_prob_sum / self.tokens,
+            "training/rollout_log_probs_diff_max": self.log_prob_max,
+        }
+
+
+def recompute_reason(algorithm: AlgorithmConfig) -> str:
+    """The setting for which `auto` recomputes in every step; empty: it can take the engine's."""
+    if "sum_pi_squared" in ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator).reads:
+        return f"algorithm.adv_estimator={algorithm.adv_estimator} reads sum_pi_squared of that pass"
+    for name in ("rollout_is", "rollout_rs"):
+        if getattr(algorithm.rollout_correction, name):
+            return f"algorithm.rollout_correction.{name} compares them with those of the rollout engine"
+    return ""
+
+
+def old_log_prob_mode(algorithm: AlgorithmConfig) -> str:
+    """`algorithm.old_log_prob`: recompute where `auto` has no choice."""
+    mode = algorithm.old_log_prob
+    return "recompute" if mode == "auto" and recompute_reason(algorithm) else mode
+
+
+def loss_correction(algorithm: AlgorithmConfig) -> RolloutCorrectionConfig | None:
+    """The rollout correction that the policy loss makes; None: the `adv` stage makes it."""
+    return algorithm.rollout_correction if algorithm.old_log_prob == "rollout" else None
+
+
+def sampled_rows(count: int, least: int, seed: int, step: int) -> list[int]:
+    """The rows of which `auto` computes log-probs in this step, in order.
+
+    Args:
+        count: rows of the step.
+        least: number of data-parallel ranks, each of which needs a row.
+        seed: of the run.
+        step: number of the step.
+    """
+    size = min(max(int(count * SAMPLED_FRACTION), least), count)
+    rng = np.random.default_rng((seed, step, count))
+    return sorted(rng.choice(count, size, replace=False).tolist())

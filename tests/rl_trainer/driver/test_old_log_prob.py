@@ -1,0 +1,63 @@
+"""When a step compares a sample of log-probs, and what it asks of which rank."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import numpy as np
+import pytest
+
+from rl_protocol import KVBatchMeta
+from rl_trainer.algorithms.old_log_prob import GAP, LogProbGap
+from rl_trainer.driver.old_log_prob import AutoOldLogProb
+from rl_trainer.driver.stage_calls import StepRows
+from rl_trainer.workers.messages import ReadAheadCall, StageCall, StageResult
+
+
+class Rank:
+    """Answers with a difference of one token, and keeps the calls."""
+
+    def __init__(self, name, gap):
+        self.name, self.process, self.bytes_moved, self.gap, self.calls = name, self, 0, gap, []
+
+    async def call(self, method, payload, *, timeout_s):
+        kind = ReadAheadCall if method == "read_ahead" else StageCall
+        self.calls.append((method, msgspec.msgpack.decode(payload, type=kind).batch.keys))
+        one = LogProbGap(tokens=1, log_prob_sum=self.gap, log_prob_max=self.gap)
+        return msgspec.msgpack.encode(StageResult() if method == "read_ahead" else one)
+
+
+def rows(count):
+    names = KVBatchMeta(partition="train", keys=tuple(f"p{i}/0/0" for i in range(count)))
+    return StepRows(names=names, lengths=np.full(count, 5))
+
+
+def auto():
+    return AutoOldLogProb(1e-3, seed=0, timeout_s=60)
+
+
+def test_all_rows_are_compared_first_every_twentieth_step_and_when_rows_are_old():
+    assert [step for step in range(1, 64) if not auto().samples(step, lag=0)] == [1, 21, 41, 61]
+    assert not auto().samples(2, lag=1)
+
+
+@pytest.mark.parametrize(("gap", "lag", "samples"), [(2e-3, 0.0, False), (1e-3, 0.0, True), (2e-3, 1.0, True)])
+def test_after_a_larger_difference_all_rows_are_compared_unless_old_rows_explain_it(gap, lag, samples):
+    choice = auto()
+    choice.note({GAP: gap, "training/policy_lag": lag})
+    assert choice.samples(2, lag=0) == samples
+    choice.note({GAP: 0.0})
+    assert choice.samples(2, lag=0)
+
+
+def test_ranks_of_one_replica_get_the_same_rows_and_count_once():
+    ranks = [Rank(str(i), gap) for i, gap in enumerate((1.0, 1.0, 3.0, 3.0))]
+    gap = asyncio.run(auto().gap(2, rows(80), ranks, (0, 0, 1, 1)))
+    assert gap.tokens == 2
+    assert gap.metrics()[GAP] == 2.0
+    asked = [rank.calls[1][1] for rank in ranks]
+    assert asked[0] == asked[1]
+    assert asked[2] == asked[3]
+    assert len({*asked[0], *asked[2]}) == 4
+    assert [[method for method, _ in rank.calls] for rank in ranks] == [["read_ahead", "log_prob_gap"]] * 4
