@@ -17,8 +17,8 @@ class BatchQueue(Generic[Batch]):
     """Hands one batch per step, in order, from the rollouts to the training.
 
     A step is sampled once the training admits it, so sampling never runs further ahead than the
-    training allows. Nothing here has a deadline: whoever is waited for is in a call that has one,
-    and if it fails, the TaskGroup of the pumps cancels the wait.
+    training allows. No wait here has a deadline of its own: each ends with a worker's call, which
+    has one, and if that call fails, the TaskGroup of the pumps cancels the wait.
 
     Args:
         first: the first step to sample.
