@@ -61,7 +61,7 @@ def test_an_engine_changes_its_own_defaults_and_nothing_else(engine, preset):
 def test_defaults_that_drift_apart_between_engines_cannot_be_written_down(defaults):
     """verl's defaults: alpha 32, linear_qkv for megatron; alpha 16, all-linear for fsdp."""
     with pytest.raises(ConfigError, match="which means the same with every engine"):
-        TrainingBackendSpec(name="megatron", group="megatron", defaults=defaults)
+        TrainingBackendSpec(name="megatron", defaults=defaults)
 
 
 def test_the_engine_yields_to_preset_file_and_override(tmp_path):
@@ -84,8 +84,7 @@ def test_what_is_shown_has_no_group_of_another_engine(engine, tmp_path):
     config = load_config([f"model_engine={engine}", *NEEDS.get(engine, [])])
     shown = flat_settings(to_yaml(config))
     assert list(shown) == [option.key for option in options(engine)]
-    groups = {other.group for other in TRAINING_BACKENDS.values() if other.group}
-    assert {key.partition(".")[0] for key in shown} & groups == {TRAINING_BACKENDS[engine].group} - {""}
+    assert {key.partition(".")[0] for key in shown} & set(TRAINING_BACKENDS) == {engine}
     (tmp_path / "shown.yaml").write_text(to_yaml(config))
     assert load_config([], tmp_path / "shown.yaml") == config
 

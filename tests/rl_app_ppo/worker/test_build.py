@@ -12,11 +12,12 @@ from safetensors.numpy import load_file
 import rl_transferqueue
 from rl_app_ppo.config.loading import load_config, to_yaml
 from rl_app_ppo.worker import build
-from rl_app_ppo.worker.build import build_workers
+from rl_app_ppo.worker.build import BUILDERS, build_workers
 from rl_app_ppo.worker.messages import BuildCall
 from rl_protocol import BatchData, RolloutError, ragged
 from rl_protocol.ports import GenerationRequest, SamplingParams
 from rl_trainer import LoraConfig
+from rl_trainer.config.backends import TRAINING_BACKENDS
 from rl_trainer.rollout.hf_engine import HFRolloutEngine
 from rl_transferqueue import TransferQueueConfig, start_local_plane
 
@@ -161,3 +162,7 @@ def test_a_rollout_that_can_not_share_has_its_own_weights(built, base_model, ove
             np.testing.assert_array_equal(held.numpy(), saved[name])
 
     built(body, override)
+
+
+def test_every_engine_has_a_builder():
+    assert set(BUILDERS) == set(TRAINING_BACKENDS)

@@ -43,7 +43,7 @@ def options(engine: str = "") -> tuple[Option, ...]:
 
 def _hidden_groups(engine: str) -> tuple[str, ...]:
     """Groups of settings that belong to other engines than `engine`; none without an engine."""
-    return tuple(other.group for other in TRAINING_BACKENDS.values() if engine and other.group and other.name != engine)
+    return tuple(other for other in TRAINING_BACKENDS if engine and other != engine)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

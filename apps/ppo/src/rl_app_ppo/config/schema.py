@@ -22,7 +22,14 @@ from rl_trainer.config import (
     ReplayConfig,
     RolloutConfig,
 )
-from rl_trainer.config.backends import TRAINING_BACKENDS, FsdpConfig, MegatronConfig, TorchConfig, get_training_backend
+from rl_trainer.config.backends import (
+    TRAINING_BACKENDS,
+    EngineConfig,
+    FsdpConfig,
+    MegatronConfig,
+    TorchConfig,
+    get_training_backend,
+)
 from rl_trainer.config.lora import LoraConfig
 from rl_trainer.graph.config_checks import check_combination, check_staleness
 from rl_trainer.rewards import parse_terms
@@ -336,9 +343,14 @@ class AppConfig(Options):
         return get_training_backend(self.model_engine).packs_sequences
 
     @property
+    def engine(self) -> EngineConfig:
+        """The options of `model_engine`."""
+        return getattr(self, self.model_engine)
+
+    @property
     def ranks(self) -> int:
         """Processes that share each trained model."""
-        return {"fsdp": self.fsdp.world_size, "megatron": self.megatron.ranks}.get(self.model_engine, 1)
+        return self.engine.ranks
 
     @property
     def holds_out(self) -> bool:
@@ -354,9 +366,7 @@ class AppConfig(Options):
     @property
     def replicas(self) -> tuple[int, ...]:
         """Data-parallel index of each actor rank; the ranks of a model replica share rows."""
-        return tuple(
-            self.megatron.replica(rank) if self.model_engine == "megatron" else rank for rank in range(self.ranks)
-        )
+        return tuple(map(self.engine.replica, range(self.ranks)))
 
     def check(self, path: str) -> None:
         if self.placement != (AUTO,):
@@ -388,7 +398,7 @@ class AppConfig(Options):
             require(
                 mini * n >= shares,
                 path + key,
-                f"at least {get_training_backend(self.model_engine).group}.world_size / rollout.n ({shares} / {n}), "
+                f"at least {self.model_engine}.world_size / rollout.n ({shares} / {n}), "
                 "so that each rank has a response in "
                 "every optimizer step",
                 mini,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -49,6 +50,8 @@ class TrainedPolicy(PolicyBackend, AdapterSource, Protocol):
 
 
 Built = tuple[Worker, Endpoint | None]
+Build = Callable[[Role, RolloutEngine | None], Built]
+"""Builds the worker of a trained role; the second argument is the process's own rollout engine."""
 TRAINED: tuple[Role, ...] = ("actor", "ref", "critic")
 """The roles whose ranks share a model."""
 
@@ -62,7 +65,7 @@ async def build_workers(roles: Sequence[Role], call: BuildCall) -> dict[Role, Bu
     config, path = from_yaml(call.config), Path(call.model_path)
     plane = await connect(msgspec.json.decode(call.plane, type=PlaneDescriptor))
     columns = step_columns(config.algorithm, config.actor, images=vision_of(path) is not None)
-    strategy = _strategy(config, call) if set(roles) & set(TRAINED) and config.model_engine != "megatron" else None
+    build = BUILDERS[config.model_engine](config, call, plane, columns) if set(roles) & set(TRAINED) else None
     built: dict[Role, Built] = {}
     generator: RolloutEngine | None = None
     for role in reversed(roles):  # the actor last: the generators continue from its seed
@@ -71,10 +74,8 @@ async def build_workers(roles: Sequence[Role], call: BuildCall) -> dict[Role, Bu
         elif role == "rollout":
             generator = _generator(config, path)
             built[role] = _rollout(config, call, plane, generator)
-        elif strategy is None:
-            built[role] = _megatron(role, config, call, plane, columns)
-        else:
-            built[role] = _trained(role, config, call, plane, columns, strategy, generator)
+        elif build is not None:
+            built[role] = build(role, generator)
     if shares_weights(config) and "actor" in built and "rollout" in built:
         await _share_weights(built["actor"][1], built["rollout"][1], config.checkpoint_engine.timeout_s)
     return built
@@ -167,26 +168,60 @@ def room_for_adapters(lora: LoraConfig) -> AdapterConfig:
     )
 
 
-def _megatron(role: Role, config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns) -> Built:
+def _megatron(config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns) -> Build:
     from rl_app_ppo.worker.megatron import megatron_critic, megatron_policy  # an optional dependency
 
-    if role == "critic":
-        value = megatron_critic(config, Path(call.model_path), rank=call.rank, store=Path(call.store))
-        return CriticWorker(plane, columns, value), None
-    temperature = config.rollout.temperature
-    policy = megatron_policy(config, Path(call.model_path), rank=call.rank, store=Path(call.store))
-    if role == "ref":
-        return ReferenceWorker(plane, columns, policy, temperature), None
-    return ActorWorker(plane, columns, policy, temperature), _sender(config, call, policy)
+    path, store = Path(call.model_path), Path(call.store)
+
+    def build(role: Role, _: RolloutEngine | None) -> Built:
+        if role == "critic":
+            return CriticWorker(plane, columns, megatron_critic(config, path, rank=call.rank, store=store)), None
+        temperature = config.rollout.temperature
+        policy = megatron_policy(config, path, rank=call.rank, store=store)
+        if role == "ref":
+            return ReferenceWorker(plane, columns, policy, temperature), None
+        return ActorWorker(plane, columns, policy, temperature), _sender(config, call, policy)
+
+    return build
+
+
+def _torch(config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns) -> Build:
+    from rl_trainer.backends.parallel_strategy import PlainStrategy  # torch: the reward process needs none
+
+    strategy = PlainStrategy(config.torch)
+    return partial(_trained, config, call, plane, columns, strategy)
+
+
+def _fsdp(config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns) -> Build:
+    from rl_trainer.backends.parallel_strategy import FsdpStrategy, resolve_device
+    from rl_trainer.backends.world import join_world
+
+    world = join_world(
+        call.rank,
+        config.ranks,
+        store=Path(call.store),
+        device=resolve_device(config.fsdp.device),
+        timeout_s=config.trainer.stage_timeout_s,
+    )
+    strategy = FsdpStrategy(config.fsdp, world)
+    return partial(_trained, config, call, plane, columns, strategy)
+
+
+BUILDERS: Mapping[str, Callable[[AppConfig, BuildCall, DataPlane, StepColumns], Build]] = {
+    "torch": _torch,
+    "fsdp": _fsdp,
+    "megatron": _megatron,
+}
+"""Value of `model_engine` -> joins the ranks of a process, and builds the workers of its roles."""
 
 
 def _trained(
-    role: Role,
     config: AppConfig,
     call: BuildCall,
     plane: DataPlane,
     columns: StepColumns,
     strategy: ParallelStrategy,
+    role: Role,
     generator: RolloutEngine | None,
 ) -> Built:
     """The worker of a trained role; `generator` is the rollout engine in this process, if any."""
@@ -232,19 +267,3 @@ def _sender(config: AppConfig, call: BuildCall, policy: TrainedPolicy) -> Endpoi
         # a step without informative responses does not change the adapter
         return SenderEndpoint(engine, source, kind="lora", must_change=False)
     return SenderEndpoint(engine, source, dtype=config.rollout.dtype)
-
-
-def _strategy(config: AppConfig, call: BuildCall) -> ParallelStrategy:
-    from rl_trainer.backends.parallel_strategy import FsdpStrategy, PlainStrategy, resolve_device
-    from rl_trainer.backends.world import join_world
-
-    if config.model_engine == "torch":
-        return PlainStrategy(config.torch)
-    world = join_world(
-        call.rank,
-        config.ranks,
-        store=Path(call.store),
-        device=resolve_device(config.fsdp.device),
-        timeout_s=config.trainer.stage_timeout_s,
-    )
-    return FsdpStrategy(config.fsdp, world)

@@ -13,7 +13,21 @@ DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchConfig(Options):
+class EngineConfig(Options):
+    """Options of a training engine; by default each model has one process."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes that share each trained model."""
+        return 1
+
+    def replica(self, rank: int) -> int:
+        """The replica of the model that a process has, or has a part of."""
+        return rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchConfig(EngineConfig):
     """One process on the CPU (model_engine=torch)."""
 
     param_dtype: str = option(
@@ -24,7 +38,7 @@ class TorchConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FsdpConfig(Options):
+class FsdpConfig(EngineConfig):
     """FSDP2 (model_engine=fsdp): weights, gradients and optimizer state sharded over ranks."""
 
     world_size: int = option(1, "processes that share each trained model", ge=1)
@@ -52,9 +66,13 @@ class FsdpConfig(Options):
             self.cpu_offload,
         )
 
+    @property
+    def ranks(self) -> int:
+        return self.world_size
+
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronConfig(Options):
+class MegatronConfig(EngineConfig):
     """Megatron-Core (model_engine=megatron): tensor and pipeline parallelism."""
 
     tensor_model_parallel_size: int = option(1, "ranks that share each layer", ge=1, verl=".")
@@ -111,8 +129,7 @@ class TrainingBackendSpec:
     """A training backend.
 
     Attributes:
-        name: value of `model_engine`.
-        group: the group of settings that only it reads; empty: none.
+        name: value of `model_engine`, and the group of settings that only it reads.
         defaults: dotted keys whose default differs with this backend. Only keys that change how a
             step is computed: results are the same with every backend.
         sum_pi_squared: its policies can compute that column.
@@ -124,7 +141,6 @@ class TrainingBackendSpec:
     """
 
     name: str
-    group: str = ""
     defaults: Mapping[str, object] = field(default_factory=dict[str, object])
     sum_pi_squared: bool = True
     packs_sequences: bool = True
@@ -137,7 +153,7 @@ class TrainingBackendSpec:
     def __post_init__(self) -> None:
         free = [f"{role}.{name}" for role in ("actor", "critic") for name in COMPUTE_SETTINGS]
         for key in self.defaults:
-            if key not in free and not (self.group and key.startswith(f"{self.group}.")):
+            if key not in free and not key.startswith(f"{self.name}."):
                 raise ConfigError(
                     f"Engine {self.name!r} has a default of its own for {key}, which means the same with every engine; it may have one "
                     f"for {', '.join(free)} and its own group."
@@ -147,14 +163,13 @@ class TrainingBackendSpec:
 TRAINING_BACKENDS: Mapping[str, TrainingBackendSpec] = {
     engine.name: engine
     for engine in (
-        TrainingBackendSpec(name="torch", group="torch", state="torch"),
+        TrainingBackendSpec(name="torch", state="torch"),
         TrainingBackendSpec(
             name="fsdp",
-            group="fsdp",
             state="torch",
             defaults={"actor.use_remove_padding": True, "critic.use_remove_padding": True},
         ),
-        TrainingBackendSpec(name="megatron", group="megatron", sum_pi_squared=False, packs_sequences=False),
+        TrainingBackendSpec(name="megatron", sum_pi_squared=False, packs_sequences=False),
     )
 }
 """By name: torch is one process on the CPU, fsdp is FSDP2, megatron is Megatron-Core."""
