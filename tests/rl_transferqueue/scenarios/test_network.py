@@ -84,7 +84,7 @@ def test_a_client_in_another_pid_namespace_takes_the_network_by_itself() -> None
         assert (done.stdout, done.returncode) == ("False\n", 0), done.stderr
     with start_local_plane(TransferQueueConfig(capacity_mb=8, segment_mb=1)) as plane:
         done = other_client(plane.descriptor, *apart)
-        assert "set transfer_queue.listen" in done.stderr
+        assert "set TransferQueueConfig.listen" in done.stderr
 
 
 def test_with_a_port_the_plane_listens_there_and_at_those_after_it() -> None:
