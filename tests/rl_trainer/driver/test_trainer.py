@@ -468,8 +468,8 @@ def test_auto_takes_the_log_probs_of_the_engine_where_they_agree(model_path):
     assert [m["old_log_prob/recomputed"] for _, m in auto.steps] == [1.0, 0.0, 0.0]
     assert auto.workers.actor[0].calls.count("log_prob_gap") == 2
     for (_, one), (_, other) in zip(recomputed.steps, auto.steps, strict=True):
-        for name in ("actor/pg_loss", "actor/grad_norm", "actor/ref_kl", "critic/score/mean"):
-            assert other[name] == pytest.approx(one[name], rel=1e-2, abs=1e-4)
+        for name in ("actor/grad_norm", "actor/ref_kl", "critic/score/mean"):
+            assert other[name] == pytest.approx(one[name], rel=1e-2)
         assert other["actor/entropy"] == pytest.approx(one["actor/entropy"], rel=0.1)
         assert other["training/rollout_log_probs_diff_mean"] < 1e-5
         assert_documented(other)
