@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from qwen3_fields import FIELDS
 
 from rl_megatron_peft import Layout, ModelShape
 from rl_megatron_peft.base_model.layout import global_name, hf_tensors, state_owners
 from rl_protocol import ConfigError
-
-FIELDS = {
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "vocab_size": 101,
-    "max_position_embeddings": 32,
-    "rope_theta": 1e6,
-}
 
 
 def test_every_tensor_is_held_once_over_the_stages():

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from rl_megatron_peft import ModelShape
+from qwen3_fields import FIELDS
 
-FIELDS = {
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "vocab_size": 101,
-    "max_position_embeddings": 32,
-    "rope_theta": 1e6,
-}
+from rl_megatron_peft import ModelShape
 
 
 def test_sizes_come_from_the_configuration():

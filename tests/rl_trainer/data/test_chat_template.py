@@ -5,44 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from prompt_rows import TEMPLATE, characters, row
 from transformers import PreTrainedTokenizerFast
 
 from rl_protocol import ConfigError, SchemaError
 from rl_trainer.data.chat_template import PromptEncoder
 from rl_trainer.data.prompt_rows import parse_row
-
-ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 +=<>|"
-
-
-def characters():
-    core = Tokenizer(models.WordLevel({c: i for i, c in enumerate([*ALPHABET, "<unk>"])}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    core.decoder = decoders.Fuse()
-    return core
-
-
-def row(text="1+2=", **changes):
-    return {
-        "prompt": [{"role": "user", "content": text}],
-        "data_source": "sums",
-        "reward_model": {"style": "rule", "ground_truth": "3"},
-        "extra_info": {"index": 7, "split": "train"},
-    } | changes
-
-
-TEMPLATE = """{%- for message in messages %}
-    {%- if message.role == 'tool' %}
-        {{- raise_exception('no tools here') }}
-    {%- endif %}
-    {{- '<|' + message['role'] + '|>' + message['content'] + eos_token }}
-    {%- if loop.index > 20 %}{% break %}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|assistant|>' }}
-{%- endif %}
-"""
-
 
 CONVERSATION = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+2="}]
 

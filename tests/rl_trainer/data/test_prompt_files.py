@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from prompt_rows import ALPHABET, TEMPLATE, characters, row
 
 from rl_protocol import ConfigError, OutputError
 from rl_trainer.data.chat_template import PromptEncoder
@@ -21,28 +21,10 @@ from rl_trainer.data.prompt_files import open_files
 from rl_trainer.data.prompt_preparation import DataFiles
 from rl_trainer.data.prompt_rows import parse_row
 
-ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 +=<>|"
-
-
-def characters():
-    core = Tokenizer(models.WordLevel({c: i for i, c in enumerate([*ALPHABET, "<unk>"])}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    core.decoder = decoders.Fuse()
-    return core
-
 
 @pytest.fixture
 def encoder():
     return PromptEncoder(characters())
-
-
-def row(text="1+2=", **changes):
-    return {
-        "prompt": [{"role": "user", "content": text}],
-        "data_source": "sums",
-        "reward_model": {"style": "rule", "ground_truth": "3"},
-        "extra_info": {"index": 7, "split": "train"},
-    } | changes
 
 
 def write_jsonl(path, rows):
@@ -302,19 +284,6 @@ def test_a_file_of_prompts_that_are_all_too_long(tmp_path, encoder):
 
 
 # -- chat templates
-TEMPLATE = """{%- for message in messages %}
-    {%- if message.role == 'tool' %}
-        {{- raise_exception('no tools here') }}
-    {%- endif %}
-    {{- '<|' + message['role'] + '|>' + message['content'] + eos_token }}
-    {%- if loop.index > 20 %}{% break %}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|assistant|>' }}
-{%- endif %}
-"""
-
-
 def test_what_a_chat_template_refuses_is_a_bad_row(tmp_path):
     encoder = PromptEncoder(characters(), TEMPLATE, {"eos_token": "<"})
     path = write_jsonl(tmp_path / "a.jsonl", [row(), row(prompt=[{"role": "tool", "content": "x"}])])
