@@ -16,6 +16,9 @@ Every worker reads one byte per page of what it gets. Lists (64,256) make every 
 `--compute` is `none`, `real` (trains a tiny policy; ragged layout) or `share:N`: a sleep that makes
 transfer N per cent of the driver plane's step. The planes take turns (harness/pairs.py), and the
 result is the median of paired ratios. With several sizes or worker counts a plot is written.
+
+`--same-training STEPS` shows that only the planes differ: it trains a tiny policy through each, and
+exits with code 1 unless all parameters are equal, bit by bit.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from ppo_step.compute import Workload
 from ppo_step.graph import step_graph, written
 from ppo_step.payloads import FAMILIES, Layout, rows_for
 from ppo_step.plots import plot_gains
+from ppo_step.same_training import same_training
 from ppo_step.steps import compare, ratio, summarise
 
 SMOKE = ["--mib", "0.1", "--workers", "2", "--families", "tiny", "--pairs", "1"]
@@ -110,8 +114,14 @@ def main() -> None:
     parser.add_argument("--planes", default="driver,transferqueue,simple,ray", help=", ".join(PLANES))
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--name", default="point", help="of the result: controller_bottleneck_<name>")
+    parser.add_argument("--same-training", type=int, default=0, metavar="STEPS", help="compare parameters instead")
     parser.add_argument("--smoke", action="store_true", help="a few KiB, one turn, nothing written")
     arguments = parser.parse_args()
+    if arguments.same_training:
+        trained = same_training(arguments.planes.split(","), arguments.same_training)
+        if not arguments.smoke:
+            publish("same_training", trained)
+        return
     if arguments.smoke:
         arguments = parser.parse_args([*SMOKE, "--planes", arguments.planes, "--smoke"])
     asked = (arguments.families, arguments.layouts, arguments.mib, arguments.workers, arguments.compute)

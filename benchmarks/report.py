@@ -171,6 +171,22 @@ PLACEMENTS = {
     "peak MiB (PSS)": "peak_pss_mib",
     "pairs": "pairs",
 }
+ASYNCHRONY = {
+    "cell": "async_cell",
+    "engine": "engine",
+    "steps/h": "steps_per_hour",
+    "s/step": "step_s",
+    "largest staleness": "staleness_max",
+    "rollout starved": "rollout_starved",
+    "rollout, refit": "rollout_refit",
+    "trainer starved": "trainer_starved",
+    "trainer, refit": "trainer_refit",
+    "reward starved": "reward_starved",
+    "reward, refit": "reward_refit",
+    "runs": "runs",
+}
+LATENCIES = {"latencies": "latency", "median s": "median_s", "p99 / p50": "p99_over_p50", "seed": "seed"}
+SPEED_UPS = {"system (others: as they publish it)": "system", "times the speed of its synchronous loop": "speed_up"}
 HEADLINE = {
     "plane": "plane",
     "who carries the rows": "who",
@@ -196,6 +212,9 @@ PLAIN = {
     "changes": CHANGES,
     "grpo step": GRPO_STEPS,
     "placement": PLACEMENTS,
+    "asynchrony": ASYNCHRONY,
+    "latencies": LATENCIES,
+    "speed-up": SPEED_UPS,
 }
 
 

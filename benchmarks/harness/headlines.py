@@ -29,7 +29,7 @@ HEADLINES: Sequence[Headline] = (
         ("bench_data_plane.py", "--only", "put,get", "--pairs", "5"),
         ("put, dense", "get, dense, every page touched", "put, mixed"),
     ),
-    Headline(("bench_data_plane_tcp.py", "--pairs", "5"), ("TCP put",)),
+    Headline(("bench_data_plane.py", "--tcp", "--pairs", "5"), ("TCP put",)),
     Headline(
         ("bench_metadata.py", "--only", "small,lists", "--rounds", "5"),
         ("kv_put of a small row, p50, 4 clients", "metadata of 65536 keys"),

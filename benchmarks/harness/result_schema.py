@@ -98,6 +98,19 @@ KINDS = (
         better={"first_step_s": "lower", "step_s": "lower", "cpu_s_per_step": "lower", "peak_pss_mib": "lower"},
         needed=("first_step_s", "step_s", "cpu_s_per_step", "peak_pss_mib", "pairs"),
     ),
+    Kind(
+        name="asynchrony",
+        identity=("async_cell", "engine"),
+        better={"steps_per_hour": "higher", "step_s": "lower"},
+        needed=("steps_per_hour", "step_s", "tokens", "runs"),
+        shares=(
+            *("rollout_starved", "rollout_refit", "rollout_validation"),
+            *("trainer_starved", "trainer_refit", "trainer_validation"),
+            *("reward_starved", "reward_refit", "reward_validation"),
+        ),
+    ),
+    Kind(name="latencies", identity=("latency", "seed"), needed=("median_s", "sigma", "p99_over_p50")),
+    Kind(name="speed-up", identity=("system", "speed_up"), needed=("speed_up",)),
     Kind(name="parity", identity=("pair",), better={"largest_difference": "lower"}),
 )
 """The first whose identity a row has is its kind."""

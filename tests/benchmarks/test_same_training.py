@@ -62,7 +62,8 @@ def digests(printed: str) -> dict[str, str]:
 def found(script: Callable[..., str]) -> dict[str, str]:
     """Plane -> digest of the parameters after three steps, for all installed planes."""
     planes = ["driver", "driver-buffers", *(["transferqueue"] if find_spec("transfer_queue") else []), "simple", "ray"]
-    made = digests(script("bench_same_training.py", "--smoke", "--planes", ",".join(planes)))
+    asked = ("--same-training", "3", "--planes", ",".join(planes))
+    made = digests(script("bench_controller_bottleneck.py", "--smoke", *asked))
     assert list(made) == planes
     return made
 

@@ -16,9 +16,15 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PEER = find_spec("transfer_queue") is not None
 NO_MEASUREMENT = {"compare.py", "report.py", "scale_model.py"}
 """Scripts that work on results; other tests run them."""
-BY_NAME = {"bench_controller_bottleneck.py", "bench_same_training.py", "choose_backend.py"}
+BY_NAME = {"bench_controller_bottleneck.py", "choose_backend.py"}
 """Scripts with their own test below."""
-OF_THE_APP = {"bench_delta_in_training.py", "bench_learning.py", "bench_placement.py", "bench_trainer.py"}
+OF_THE_APP = {
+    "bench_async.py",
+    "bench_delta_in_training.py",
+    "bench_learning.py",
+    "bench_placement.py",
+    "bench_trainer.py",
+}
 """Scripts that run the app, here with few steps and a cached model."""
 LITTLE = (
     "data.val_size=32",
@@ -48,6 +54,16 @@ def test_it_runs(name: str, script: Callable[..., str], request: pytest.FixtureR
         request.getfixturevalue("bench_group")
     overrides = (f"model.path={request.getfixturevalue('base_model')}", *LITTLE) if name in OF_THE_APP else ()
     assert script(name, "--smoke", *(f"--set={override}" for override in overrides)).strip()
+
+
+@pytest.mark.slow
+def test_the_data_plane_over_tcp(bench_group: None, script: Callable[..., str]):
+    assert "TCP get, every page touched" in script("bench_data_plane.py", "--tcp", "--smoke")
+
+
+@pytest.mark.slow
+def test_generation_is_compared_without_vllm(script: Callable[..., str]):
+    assert "tokens/s against transformers' generate" in script("bench_rollout.py", "--engine", "hf", "--smoke")
 
 
 @pytest.mark.slow

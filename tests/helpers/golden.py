@@ -16,17 +16,18 @@ from rl_app_ppo.cli.explain import shown
 from rl_app_ppo.cli.option_names import help_of
 from rl_app_ppo.config.loading import load_config, options, to_yaml
 from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.config.training_backends import TRAINING_BACKENDS
 from rl_protocol.support.option_tree import list_groups
 
 FOLDER = ROOT / "tests" / "rl_app_ppo" / "golden"
 TABLE = ROOT / "apps" / "ppo" / "OPTIONS.md"
 DATA = ("data.train_files=train.jsonl", "data.val_files=val.jsonl", "model.path=/models/m")
+NEEDS = {"megatron": ["lora.rank=8"]}
+"""Training backend -> further overrides of its configuration."""
 CONFIGURATIONS = {
     "data-grpo": ("algorithm=grpo", *DATA),
     "data-ppo": ("algorithm=ppo", *DATA),
-    "torch": ("model_engine=torch",),
-    "fsdp": ("model_engine=fsdp",),
-    "megatron": ("model_engine=megatron", "lora.rank=8"),
+    **{name: (f"model_engine={name}", *NEEDS.get(name, [])) for name in TRAINING_BACKENDS},
 }
 """Name of the file -> overrides."""
 HEAD = """\

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -27,6 +29,42 @@ def test_roles_in_one_process_learn_what_separate_ones_do(app, algorithm, placem
     name = process.format("critic_" if algorithm == "ppo" else "")
     assert len(processes_of(folder, name)) == 1
     assert not (folder / "logs" / "actor.log").exists()
+    apart, together = weights.values()
+    assert apart.keys() == together.keys()
+    for key, value in apart.items():
+        np.testing.assert_array_equal(together[key], value, err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "other", "roles"),
+    [
+        (("model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu"), "separate", "actor_ref_rollout"),
+        (
+            ("model_engine=megatron", "megatron.tensor_model_parallel_size=2", "algorithm=ppo"),
+            "actor+ref+critic",
+            "actor_ref_critic_rollout",
+        ),
+    ],
+    ids=["fsdp", "megatron"],
+)
+def test_ranks_with_a_rollout_in_each_process_learn_what_separate_rollouts_do(app, ranks, other, roles):
+    """Each rank gathers the weights and sends them to the replica in its process."""
+    weights = {}
+    for chosen in (other, "fused"):
+        more = (*PINNED, *ranks, "rollout.num_workers=2", "trainer.val_before_train=false")
+        done = app(f"placement={chosen}", f"trainer.run_name={chosen}", *more)
+        assert done.code == 0, done.err
+        folder = done.folder.parent / chosen
+        steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        trained = [step for step in steps if step["step"]]
+        assert [step["weight_sync/version"] for step in trained] == [1, 2]
+        assert [step["weight_sync/receivers"] for step in trained] == [2, 2]
+        assert [step["training/policy_lag"] for step in trained] == [0, 0]
+        assert max(step["training/rollout_log_probs_diff_max"] for step in trained) < 1e-4
+        weights[chosen] = load_file(folder / "checkpoint" / "model.safetensors")
+    logs = {path.name for path in (folder / "logs").glob("*.log")}
+    assert {f"{roles}.log", f"{roles}-1.log"} <= logs
+    assert not any(name.startswith("rollout") for name in logs)
     apart, together = weights.values()
     assert apart.keys() == together.keys()
     for key, value in apart.items():

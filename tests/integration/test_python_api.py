@@ -72,6 +72,7 @@ async def run_cell():
     exec(compile(CELL, name, "exec", dont_inherit=True), globals())
 
 print("quiet from here")
+print("quiet from here", file=sys.stderr)
 asyncio.run(run_cell())
 with open(FOLDER + "/shown.json", "w") as file:
     json.dump({"script": shown(script), "notebook": shown(notebook)}, file)
@@ -87,6 +88,9 @@ def test_a_script_and_a_notebook_in_one_process_train_alike(base_model, tmp_path
     loud, quiet = done.stdout.split("quiet from here\n")
     assert "step 2/2" in loud
     assert quiet == ""
+    printed = done.stderr.split("quiet from here\n")[1]
+    assert "Writing model shards" not in printed
+    assert "Creating parquet" not in printed
     shown = json.loads((tmp_path / "shown.json").read_text())
     script, notebook = shown["script"], shown["notebook"]
     assert [line["step"] for line in script["history"]] == [1, 2]

@@ -55,10 +55,14 @@ def three_steps(app, *overrides):
 def test_a_policy_with_a_tool_trains_with_an_engine_of_two_processes(app, calculator_model):
     """Several turns: vLLM gets each tool result as part of the next prompt.
 
-    Every step sends whole weights to every shard.
+    Every step sends whole weights to every shard. During the update, vLLM gives back the memory of
+    keys and values; on the CPU it can't drop weights.
     """
-    model = f"model.path={calculator_model}"
-    trained = three_steps(app, "algorithm=grpo_calculator", model, "actor.use_kl_loss=false")
+    model, sleeps = f"model.path={calculator_model}", "rollout.free_cache_engine=true"
+    trained = three_steps(app, "algorithm=grpo_calculator", model, "actor.use_kl_loss=false", sleeps)
+    for m in trained:  # two processes with a cache of at most 64 MiB each, which is rounded down to blocks
+        assert 100 << 20 < m["perf/sleep_freed_bytes"] <= 128 << 20
+        assert m["timing_s/sleep"] > 0 < m["timing_s/wake"]
     assert sum(m["agent/tool_calls/mean"] for m in trained) > 0
 
 

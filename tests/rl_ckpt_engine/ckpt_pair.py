@@ -56,7 +56,7 @@ class Pair:
     def place(self, manifest: Manifest, name: str) -> tuple[int, int]:
         index = [e.name for e in manifest.tensors].index(name)
         if isinstance(self.sender, TcpEngine):
-            held = self.sender._versions.find(manifest.sync_id).held
+            held = self.sender._sending.versions.find(manifest.sync_id).held
             return held.fd, PAYLOAD_START + manifest.tensors[index].offset
         where = msgspec.msgpack.decode(manifest.placement)
         number, at = where["places"][index]

@@ -115,6 +115,7 @@ class FakeClient:
 
     async def sleep(self, level):
         self.log.append(f"sleep {level}")
+        return 4096
 
     async def wake(self, part):
         self.log.append(f"wake {part}")

@@ -12,7 +12,7 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
-ROWS = re.findall(r"^\| P(\d+) \| (.+) \| (`.+`) \|$", (TESTS / "PITFALLS.md").read_text(), re.MULTILINE)
+ROWS = re.findall(r"^\| ([PA]\d+) \| (.+) \| (`.+`) \|$", (TESTS / "PITFALLS.md").read_text(), re.MULTILINE)
 SOURCES = sorted([*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("apps/*/src/**/*.py")])
 
 
@@ -39,12 +39,14 @@ def inherited(name: str, classes: dict[str, list[str]]) -> Iterator[str]:
 
 
 def test_every_pitfall_has_its_line() -> None:
-    numbers = [int(number) for number, _, _ in ROWS]
-    assert numbers == sorted(set(numbers))
+    numbers, asynchronous = ([int(name[1:]) for name, _, _ in ROWS if name[0] == table] for table in "PA")
+    for found in (numbers, asynchronous):
+        assert found == sorted(set(found))
     assert {*range(1, 37), *range(64, 74)} <= set(numbers)
+    assert {*range(1, 4), *range(5, 21)} <= set(asynchronous)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"P{row[0]}")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_the_tests_of_a_pitfall_exist(row: tuple[str, str, str]) -> None:
     classes = suite_classes()
     for place, test in (name.split("::") for name in re.findall(r"`([^`]+)`", row[2])):
@@ -96,6 +98,38 @@ def test_nothing_that_was_generated_or_received_is_run_as_code() -> None:
             assert name not in RUNNERS or (path.name, name) in COMPARED, f"{path}:{call.lineno}: {name}"
             shell = [word for word in call.keywords if word.arg == "shell"]
             assert not shell, f"{path}:{call.lineno}: shell="
+
+
+WAITS = {"wait", "wait_for"}
+LIMITS = {"deadline", "timeout", "timeout_at"}
+
+
+def unbounded_waits(node: ast.AST, *, limited: bool = False) -> Iterator[int]:
+    """Lines of waits for events, conditions and tasks that no deadline ends."""
+    if isinstance(node, ast.AsyncWith):
+        calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+        limited = limited or any(ast.unparse(call.func).rpartition(".")[2] in LIMITS for call in calls)
+    if isinstance(node, ast.Await) and isinstance(call := node.value, ast.Call) and not limited:
+        waits = ast.unparse(call.func).rpartition(".")[2] in WAITS
+        if waits and not any(word.arg in ("timeout", "timeout_s") for word in call.keywords):
+            yield node.lineno
+    for child in ast.iter_child_nodes(node):
+        yield from unbounded_waits(child, limited=limited)
+
+
+def test_the_search_for_unbounded_waits_finds_them() -> None:
+    source = "async def f():\n await e.wait()\n async with timeout(1):\n  await e.wait()\n await wait([t], timeout=1)\n"
+    assert list(unbounded_waits(ast.parse(source))) == [2]
+
+
+def test_every_wait_of_the_driver_has_a_deadline() -> None:
+    found = [
+        f"{path.name}:{line}: {path.read_text().splitlines()[line - 1].strip()}"
+        for folder in ("packages/rl-trainer/src/rl_trainer/driver", "apps/ppo/src/rl_app_ppo/driver")
+        for path in sorted((ROOT / folder).glob("*.py"))
+        for line in unbounded_waits(ast.parse(path.read_text()))
+    ]
+    assert found == []
 
 
 def test_no_deadline_hangs_on_a_signal() -> None:

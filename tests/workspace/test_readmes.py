@@ -24,6 +24,7 @@ READMES = sorted(
 RUN_BY = {
     ("apps/ppo/README.md", 0): "tests/workspace/test_readmes.py::test_the_reward_of_the_app",
     ("apps/ppo/README.md", 1): "tests/integration/test_python_api.py::test_the_example_of_the_readme_trains",
+    ("apps/ppo/README.md", 2): "tests/integration/test_rollout_plugin.py::test_the_example_of_the_readme_generates",
     ("packages/rl-ckpt-engine/README.md", 0): "tests/rl_ckpt_engine/scenarios/test_readme.py::test_example_runs",
     ("packages/rl-ckpt-engine/README.md", 1): "tests/rl_ckpt_engine/scenarios/test_readme.py::test_a_registered_engine",
     ("packages/rl-megatron-peft/README.md", 0): "tests/rl_megatron_peft/scenarios/test_readme.py::test_adapter_folder",

@@ -86,7 +86,9 @@ def test_the_cache_of_objects_may_be_set_with_the_demo_data(launched, tmp_path: 
 
 @pytest.mark.parametrize("arguments", [{"model": "my-model"}, {"model": "my-model", "reward": "exact_match"}])
 def test_a_cache_into_which_nothing_is_written_is_refused(launched, tmp_path: Path, arguments):
-    with pytest.raises(ConfigError, match=f"{HOME}=.* has no effect"):
+    with pytest.raises(
+        ConfigError, match=f"{HOME}=.* has no effect: nothing reads it without anything to cache: the demo model"
+    ):
         train(**arguments, options={HOME: tmp_path})
     assert launched == []
 

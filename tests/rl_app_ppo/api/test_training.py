@@ -28,7 +28,7 @@ def launch(tmp_path, monkeypatch):
         startup = Startup(lambda _: None)
         config = load_config([f"trainer.output_dir={tmp_path}/out", "trainer.run_name=a", *overrides])
         try:
-            return training.run_training(config, PluginPolicy(), Console(quiet=True), startup)
+            return training.run_training(config, PluginPolicy(), Console(quiet=True), startup, None)
         finally:
             startup.end()
 
@@ -63,6 +63,22 @@ def test_a_run_that_fails_has_the_reason_in_its_log(launch, tmp_path):
         "ERROR rl_app_ppo.api.training: the run failed: actor died"
         in (tmp_path / "out" / "a" / "logs" / "driver.log").read_text()
     )
+
+
+def test_a_handler_of_the_caller_gets_no_more_than_without_the_run(launch, tmp_path, monkeypatch):
+    theirs = logging.FileHandler(tmp_path / "theirs.log")
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "level", logging.WARNING)
+    root.addHandler(theirs)
+    try:
+        with pytest.raises(WorkerError):
+            launch(WorkerError("actor died"))
+    finally:
+        root.removeHandler(theirs)
+        theirs.close()
+    assert theirs.level == logging.NOTSET
+    assert (tmp_path / "theirs.log").read_text() == "the run failed: actor died\n"
+    assert " starts" in (tmp_path / "out" / "a" / "logs" / "driver.log").read_text()
 
 
 def test_an_error_of_a_package_and_the_log_have_the_keys_of_the_app(launch, tmp_path):

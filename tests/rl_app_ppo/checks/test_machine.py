@@ -12,6 +12,7 @@ import pytest
 from rl_app_ppo.checks import machine
 from rl_app_ppo.checks.preflight import preflight
 from rl_app_ppo.cli.main import main
+from rl_app_ppo.config import rollout_engines
 from rl_app_ppo.config.loading import load_config
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
@@ -41,7 +42,7 @@ def on(monkeypatch):
             return Found
 
         monkeypatch.setattr(machine, "version", version)
-        monkeypatch.setattr(machine, "require_vllm", require_vllm)
+        monkeypatch.setattr(rollout_engines, "require_vllm", require_vllm)
         monkeypatch.setattr(machine, "gpu_count", lambda: gpus)
 
     return make

@@ -65,6 +65,15 @@ def test_what_it_is_not_combined_with(overrides, setting, message):
         check(*overrides, setting)
 
 
+@pytest.mark.parametrize("key", ["actor.use_remove_padding", "critic.use_remove_padding"])
+def test_joining_sequences_of_an_untested_family_is_refused(overrides, key, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bloom", "max_position_embeddings": 128}))
+    (tmp_path / "model.safetensors").touch()
+    given = ("algorithm=ppo", "data.train_batch_size=64", *overrides, f"model.path={tmp_path}", f"{key}=true")
+    with pytest.raises(ConfigError, match=rf"has model_type='bloom', .* not tested; {key} must be False, got True"):
+        check(*given)
+
+
 def test_a_reward_model_would_not_see_them(overrides, tmp_path, monkeypatch):
     (tmp_path / "judge.toml").write_text('kind = "model"\npath = "' + str(tmp_path) + '"\n')
     (tmp_path / "config.json").write_text("{}")

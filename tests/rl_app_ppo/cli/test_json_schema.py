@@ -10,6 +10,7 @@ import yaml
 
 from rl_app_ppo.cli.json_schema import DRAFT, json_schema
 from rl_app_ppo.cli.main import main
+from rl_app_ppo.config.full_keys import with_full_keys
 from rl_app_ppo.config.loading import load_config, options, to_yaml
 
 CHECK = jsonschema.Draft202012Validator(json_schema())
@@ -33,7 +34,7 @@ def test_every_option_has_a_description_and_its_default():
         node = found
         for part in option.key.split("."):
             node = next(one for one in node.get("anyOf", [node]) if "properties" in one)["properties"][part]
-        assert option.spec.help in node["description"]
+        assert with_full_keys(option.spec.help) in node["description"]
         assert node["default"] == (list(option.default) if option.is_list else option.default)
 
 

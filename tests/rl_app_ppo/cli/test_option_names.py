@@ -9,9 +9,9 @@ import pytest
 from rl_app_ppo.cli.main import help_text
 from rl_app_ppo.cli.option_names import PLUGINS, help_of, names_of
 from rl_app_ppo.config.loading import options
+from rl_app_ppo.config.training_backends import TRAINING_BACKENDS
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl_trainer.config import registry
-from rl_trainer.config.backends import TRAINING_BACKENDS
 
 OPTIONS = {option.key: option for option in options()}
 

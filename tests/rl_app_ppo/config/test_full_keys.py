@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import re
+
 import pytest
 
 from rl_app_ppo.checks.preflight import preflight
-from rl_app_ppo.config.full_keys import full_keys_in_errors, with_full_keys
+from rl_app_ppo.config.full_keys import FullKeysFormatter, full_keys_in_errors, with_full_keys
 from rl_app_ppo.config.loading import load_config
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import CapacityTimeout, ConfigError
@@ -18,6 +21,8 @@ from rl_protocol import CapacityTimeout, ConfigError
         ("CheckpointEngineConfig.listen='x' is no", "checkpoint_engine.listen='x' is no"),
         ("set ReplayConfig.on_failure or ReplayConfig.max_attempts", "set replay.on_failure or replay.max_attempts"),
         ("with SamplingParams.max_new_tokens=6", "with rollout.response_length=6"),
+        ("lower CheckpointWriter.keep", "lower trainer.max_ckpt_to_keep"),
+        ("load_reward.name='x' is not known", "reward.function='x' is not known"),
         ("RolloutConfig.n is of a base class", "rollout.n is of a base class"),
         ("UpdateConfig.ppo_epochs is of two groups", "UpdateConfig.ppo_epochs is of two groups"),
         ("TransferQueueConfig.unknown, Path.exists and e.g.x", "TransferQueueConfig.unknown, Path.exists and e.g.x"),
@@ -40,3 +45,33 @@ def test_a_wrong_address_of_the_data_plane_is_refused_with_its_key():
     config = load_config(["transfer_queue.listen=nowhere:99999"])
     with pytest.raises(ConfigError, match=r"transfer_queue\.listen='nowhere:99999'"):
         preflight(config, PluginPolicy())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.n=1"], r"rollout\.n must be at least 2 with algorithm\.adv_estimator=grpo"),
+        (["algorithm.adv_estimator=nope"], r"^algorithm\.adv_estimator must be one of"),
+        (["actor.policy_loss.loss_mode=nope"], r"^actor\.policy_loss\.loss_mode must be one of"),
+        (["reward.function=nope"], r"^reward\.function='nope' is not known"),
+        (["reward.function=nope.toml"], r"^reward\.function='nope\.toml': .* does not exist"),
+        (["rollout.session=nope"], r"^rollout\.session must be one of"),
+        (["trainer.hooks=nope"], r"^trainer\.hooks must be one of"),
+        (["data.curriculum=nope"], r"^data\.curriculum must be one of"),
+        (["data.train_files=nope.csv"], r"data\.train_files and data\.val_files can be \*\.jsonl"),
+        (["model_engine=nope"], r"^model_engine must be one of"),
+        (
+            ["async_rl.max_staleness=1", "actor.policy_loss.loss_mode=gpg"],
+            r"^async_rl\.max_staleness=1 .* set algorithm\.rollout_correction\.rollout_is=token",
+        ),
+    ],
+)
+def test_a_refused_option_is_named_with_its_key(overrides, message):
+    with pytest.raises(ConfigError, match=message) as refused:
+        preflight(load_config(overrides), PluginPolicy())
+    assert not re.search(r"\b[A-Z]\w+\.[a-z]", str(refused.value))
+
+
+def test_a_log_has_the_keys():
+    record = logging.LogRecord("rl", logging.WARNING, "", 0, "%s=bfloat16 is slow", ("TorchConfig.param_dtype",), None)
+    assert FullKeysFormatter().format(record).endswith("WARNING rl: torch.param_dtype=bfloat16 is slow")

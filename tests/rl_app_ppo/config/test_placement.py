@@ -6,6 +6,7 @@ import pytest
 
 from rl_app_ppo.api.banner import described
 from rl_app_ppo.checks.memory import needed_bytes
+from rl_app_ppo.cli.explain import explain
 from rl_app_ppo.config.loading import load_config, resolve
 from rl_app_ppo.config.placement import parse_placement, shares_weights, worker_groups
 from rl_protocol import ConfigError
@@ -87,6 +88,72 @@ def test_groups_can_be_named_and_each_rank_has_a_process():
     }
 
 
+@pytest.mark.parametrize(
+    ("engine", "ranks"),
+    [
+        (["model_engine=fsdp", "fsdp.world_size=2"], 2),
+        (["model_engine=megatron", "megatron.tensor_model_parallel_size=2"], 2),
+        (["model_engine=megatron", "megatron.world_size=4"], 4),
+        (["model_engine=megatron"], 1),
+    ],
+)
+def test_every_rank_of_the_actor_has_a_rollout_in_its_process(engine, ranks):
+    asked = ["placement=fused", "algorithm=ppo", "actor.use_kl_loss=true", *engine]
+    config = load_config(asked)
+    names = ["actor_ref_critic_rollout", *(f"actor_ref_critic_rollout-{rank}" for rank in range(1, ranks))]
+    assert processes(*asked) == {
+        **dict.fromkeys(names, ("actor", "ref", "critic", "rollout")),
+        "reward": ("reward",),
+    }
+    assert (config.rollout.num_workers, config.checkpoint_engine.backend) == (ranks, "naive")
+    assert not shares_weights(config), "the ranks gather a copy"
+    beside = load_config(["placement=actor+ref+critic", *asked[1:]])
+    assert {len(group.roles) for group in worker_groups(beside)} == {3, 1}
+
+
+def test_ranks_that_another_key_gives_are_counted_as_well(tmp_path):
+    file = tmp_path / "ranks.yaml"
+    file.write_text("model_engine: fsdp\nfsdp: {world_size: '2'}\n")
+    assert resolve(["placement=fused"], file).config.rollout.num_workers == 2
+    with pytest.raises(ConfigError, match=r"fsdp\.world_size must be of type int; got 'two'"):
+        load_config(["placement=fused", "model_engine=fsdp", "fsdp.world_size=two"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["async_rl.max_staleness=1"],
+            r"generates while the models train, so replicas can't free their memory meanwhile; set rollout\.free_cache_engine=false",
+        ),
+        (["checkpoint_engine.enabled=false"], r"set checkpoint_engine\.enabled=true, or rollout\.free_cache_engine"),
+    ],
+)
+def test_memory_is_not_freed_under_running_generation_nor_without_a_manager(overrides, words):
+    assert not load_config(overrides).rollout.free_cache_engine
+    with pytest.raises(ConfigError, match=words):
+        load_config(["rollout.free_cache_engine=true", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ([], "here actor+ref+rollout in 1 process, reward in 1; rollout computes with the actor's own weights"),
+        (
+            ["placement=fused", "model_engine=fsdp", "fsdp.world_size=2"],
+            "here actor+ref+rollout in 2 processes, reward in 1; rollout gets a copy of the weights in its process",
+        ),
+        (
+            [SEPARATE],
+            "here actor in 1 process, ref in 1, rollout in 2, reward in 1; rollout gets the weights through shm",
+        ),
+    ],
+)
+def test_explain_says_which_processes_the_placement_makes_and_how_weights_travel(overrides, line):
+    resolved = resolve(["actor.use_kl_loss=true", *overrides])
+    assert f"    {line}\n" in explain("placement", resolved)
+
+
 def test_a_rollout_in_the_actors_process_is_one_and_gets_its_weights_there():
     resolved = resolve(["placement=fused"])
     for key, value in {"rollout.num_workers": 1, "checkpoint_engine.backend": "naive"}.items():
@@ -123,10 +190,17 @@ def test_other_placements_are_refused(placement, words):
         ),
         (["rollout.name=vllm"], r"rollout\.name must be hf; got vllm"),
         (["checkpoint_engine.backend=shm"], r"checkpoint_engine\.backend must be naive; got shm"),
-        (["model_engine=megatron"], r"model_engine must be torch or fsdp; got megatron"),
         (
-            ["model_engine=fsdp", "fsdp.world_size=2"],
-            r"model_engine must be torch, or fsdp with one rank; it has 2 ranks",
+            ["model_engine=fsdp", "fsdp.world_size=3", "rollout.num_workers=2"],
+            r"puts actor and ref and rollout into one process, .*rollout\.num_workers must be 3; got 2",
+        ),
+        (
+            ["model_engine=fsdp", "fsdp.world_size=2", "placement=fused,critic+reward", "algorithm=ppo"],
+            r"names critic twice",
+        ),
+        (
+            ["model_engine=fsdp", "fsdp.world_size=2", "placement=actor+reward"],
+            r"model_engine must be torch, or another with one rank; it has 2 ranks",
         ),
     ],
 )
@@ -151,6 +225,23 @@ def test_what_can_not_run_beside_generation_is_refused_by_name(overrides, words)
     load_config(overrides)
     with pytest.raises(ConfigError, match=words):
         load_config(["async_rl.max_staleness=1", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.name=vllm"], r"rollout\.name must be hf with trainer\.deterministic=true"),
+        (
+            ["trainer.threads_per_worker=0"],
+            r"trainer\.threads_per_worker must be at least 1 with trainer\.deterministic",
+        ),
+    ],
+)
+def test_what_depends_on_timing_is_refused_in_a_deterministic_run(overrides, words):
+    given = ["placement=separate", "trainer.threads_per_worker=1", *overrides]
+    load_config(given)
+    with pytest.raises(ConfigError, match=words):
+        load_config([*given, "trainer.deterministic=true"])
 
 
 def test_memory_counts_the_weights_of_a_group_once():

@@ -127,8 +127,8 @@ def test_presets_compose_in_their_order(tmp_path):
         assert (config.actor.optim.lr, config.rollout.n, config.lora.rank) == (0.5, 6, 2)
         assert resolved.settings["actor.optim.lr"].origin == f"preset={mine}"
         assert explain("rollout.n", resolved).endswith(
-            "layers, weakest first: defaults, placement=auto with one actor rank and rollout.name=hf, "
-            f"algorithm=ppo, preset=demo-ppo, preset={mine}, command line\n"
+            "layers, weakest first: defaults, default of model_engine=torch, placement=auto with one actor rank and "
+            f"rollout.name=hf, algorithm=ppo, preset=demo-ppo, preset={mine}, command line\n"
         )
     demo = resolve(["preset=demo-ppo"]).config.actor.optim.lr
     assert resolve([f"preset={mine},demo-ppo"]).config.actor.optim.lr == demo

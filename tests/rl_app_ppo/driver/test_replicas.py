@@ -38,9 +38,18 @@ class Policy:
 
 
 class Rollout:
-    capabilities = WeightCapabilities()
+    capabilities = WeightCapabilities(sleeps=True, drops_weights=True)
     weight_version = 0
     held = 0.0
+    asleep: tuple[str, ...] = ()
+    level = 0
+
+    async def sleep(self, level: int) -> int:
+        self.level, self.asleep = level, ("weights", "kv_cache")
+        return 400
+
+    async def wake(self, part) -> None:
+        self.asleep = tuple(one for one in self.asleep if part not in (one, None))
 
     def load_weights(self, weights, version: int) -> None:
         (weight,) = weights
@@ -117,7 +126,7 @@ class Run:
         self.processes = [Process(f"rollout-{i}", config) for i in range(replicas)]
         self.manager: CheckpointEngineManager = make_sync(config, NONE, [Actor(self.sender)], self.processes)
         self.replicas = [Replica(process, self.manager) for process in self.processes]
-        self.sync = ReplicaSync(self.manager, self.replicas)
+        self.sync = ReplicaSync(self.manager, self.replicas, whole=True)
 
     async def update(self, version: int) -> tuple[str, ...]:
         self.policy.version = version
@@ -222,6 +231,7 @@ def test_restarts_in_a_row_are_counted_and_then_the_death_is_the_error(run, capl
         with pytest.raises(WorkerDiedError, match="Worker rollout-0 died during rollout"):
             await run.generate()
         assert failing.started == 1 + 3 * RESTARTS
+        assert await run.update(2) == ("rollout-1",)
 
     asyncio.run(steps())
     assert "Receiver rollout-0 is quarantined: Worker rollout-0 died during rollout" in caplog.text
@@ -250,9 +260,13 @@ def test_one_that_dies_is_not_replaced_where_no_process_can_start(run):
         await run.update(1)
         replica = Replica(run.processes[0], run.manager, lambda: False)
         run.processes[0].deaths = ["rollout"]
-        with pytest.raises(WorkerDiedError):
-            await replica.call("rollout", b"row", timeout_s=60)
+        for _ in range(2):  # the second call finds a dead process that has left the sync
+            run.processes[0].deaths = ["rollout"]
+            with pytest.raises(WorkerDiedError):
+                await replica.call("rollout", b"row", timeout_s=60)
         assert run.processes[0].started == 1
+        assert (run.manager.receivers, dict(run.manager.quarantined)) == (("rollout-1",), {})
+        assert await run.update(2) == ("rollout-1",)
 
     asyncio.run(steps())
 
@@ -265,3 +279,47 @@ def test_one_that_fails_or_hangs_is_not_replaced(run):
     with pytest.raises(WorkerError, match="did not answer rollout within 9 s"):
         asyncio.run(run.generate())
     assert run.processes[0].started == 1
+
+
+@pytest.mark.parametrize(("whole", "level"), [(True, 2), (False, 1)], ids=["whole weights", "adapters"])
+def test_replicas_sleep_while_the_models_are_updated(run, whole, level):
+    """Weights that are sent again are dropped; without an update only keys and values are freed."""
+    sinks = [process.sink for process in run.processes]
+    sync = ReplicaSync(run.manager, run.replicas, whole=whole)
+
+    async def body():
+        assert await sync.sleep(weights_follow=False) == 800
+        assert [(sink.level, sink.asleep) for sink in sinks] == [(1, ("kv_cache",))] * 2
+        await sync.wake("kv_cache")
+        assert await sync.sleep(weights_follow=True) == 800
+        assert [(sink.level, sink.asleep) for sink in sinks] == [(level, ("weights", "kv_cache"))] * 2
+        await sync.wake("weights")
+        assert {sink.asleep for sink in sinks} == {("kv_cache",)}
+        await run.update(1)
+        await sync.wake("kv_cache")
+        assert {sink.asleep for sink in sinks} == {()}
+        assert await run.generate() == ["row by 1 with 1"] * 2
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("dies", ["weights.sleep", "weights.wake"])
+@pytest.mark.parametrize("run", [("shm", 1)], indirect=True)
+def test_a_single_replica_that_dies_asleep_is_replaced_and_gets_the_new_weights(run, dies):
+    async def body():
+        await run.update(1)
+        run.processes[0].deaths = [dies]
+        await run.sync.sleep(weights_follow=True)
+        await run.sync.wake("weights")
+        await run.update(2)
+        await run.sync.wake("kv_cache")
+        assert await run.generate() == ["row by 2 with 2"]
+
+    asyncio.run(body())
+
+
+def test_replicas_that_can_not_be_replaced_and_do_not_sleep_end_the_run(run):
+    for process in run.processes:
+        process.deaths = ["weights.sleep"]
+    with pytest.raises(WeightSyncError, match="'sleep' failed on every replica"):
+        asyncio.run(ReplicaSync(run.manager, []).sleep(weights_follow=True))

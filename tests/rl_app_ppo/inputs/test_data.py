@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rl_app_ppo.config.full_keys import full_keys_in_errors
 from rl_app_ppo.config.loading import load_config, to_yaml
 from rl_app_ppo.inputs.data import about_validation, open_data, train_order
 from rl_app_ppo.outputs.resume import changes
@@ -93,7 +94,8 @@ def test_too_few_rows_and_shares_beyond_all_are_refused(config):
     for share in (-0.1, 1):
         with pytest.raises(ConfigError, match=r"data\.val_split must be in \[0, 1\)"):
             config(f"data.val_split={share}")
-    with pytest.raises(ConfigError, match=r"1 usable row, too few .* Set data\.val_files, or trainer\.test_freq=0"):
+    message = r"data\.train_files \(without data\.val_files\) must be at least 2, .* got 1\. Set trainer\.test_freq=0"
+    with pytest.raises(ConfigError, match=message), full_keys_in_errors():
         hold_out(1, 0.5)
 
 

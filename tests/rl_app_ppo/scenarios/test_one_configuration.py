@@ -12,24 +12,25 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from golden import NEEDS
 
-from rl_app_ppo.checks import machine, preflight
+from rl_app_ppo.checks import preflight
 from rl_app_ppo.checks.memory import check_memory, needed_bytes, parameters
 from rl_app_ppo.cli.explain import difference, explain, read_side
 from rl_app_ppo.cli.main import main
-from rl_app_ppo.config.loading import flat_settings, load_config, options, resolve, to_yaml
+from rl_app_ppo.config import rollout_engines
+from rl_app_ppo.config.loading import flat_settings, load_config, options, resolve, shown_yaml, to_yaml
 from rl_app_ppo.config.placement import worker_groups
+from rl_app_ppo.config.rollout_engines import room_for_adapters
+from rl_app_ppo.config.training_backends import TRAINING_BACKENDS, TrainingBackendSpec
 from rl_app_ppo.config.verl_keys.aliases import SPELLINGS
 from rl_app_ppo.driver.workers import cpus_used
-from rl_app_ppo.worker.build import room_for_adapters
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
 from rl_protocol.support.option_tree import resolve_key
-from rl_trainer.config.backends import TRAINING_BACKENDS, MegatronConfig, TrainingBackendSpec
+from rl_trainer.config.backends import MegatronConfig, TorchConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-NEEDS = {"megatron": ["lora.rank=8"]}
-"""Training backend -> overrides that it requires."""
 
 
 # -- engines and their defaults
@@ -51,17 +52,19 @@ def test_an_engine_changes_its_own_defaults_and_nothing_else(engine, preset):
         resolve([f"algorithm={preset}", "placement=separate", f"model_engine={name}"]) for name in ("torch", engine)
     )
     differ = {key for key, setting in other.settings.items() if setting.value != plain.settings[key].value}
-    assert differ - {"model_engine"} == set(TRAINING_BACKENDS[engine].defaults)
+    own, of_torch = (TRAINING_BACKENDS[name].defaults for name in (engine, "torch"))
+    own = {f"{group}.{name}" for group in ("actor", "critic") for name, _ in own.items() ^ of_torch.items()}
+    assert differ - {"model_engine"} == own
 
 
 @pytest.mark.parametrize(
     "defaults",
-    [{"lora.alpha": 32.0}, {"lora.target_modules": "linear_qkv"}, {"actor.optim.lr": 1e-6}, {"rollout.n": 5}],
+    [{"alpha": 32.0}, {"target_modules": "linear_qkv"}, {"optim.lr": 1e-6}, {"ppo_epochs": 5}],
 )
 def test_defaults_that_drift_apart_between_engines_cannot_be_written_down(defaults):
     """verl's defaults: alpha 32, linear_qkv for megatron; alpha 16, all-linear for fsdp."""
-    with pytest.raises(ConfigError, match="which means the same with every engine"):
-        TrainingBackendSpec(name="megatron", defaults=defaults)
+    with pytest.raises(ConfigError, match="which means the same with every backend"):
+        TrainingBackendSpec(name="megatron", help="", options=TorchConfig, build="", defaults=defaults)
 
 
 def test_the_engine_yields_to_preset_file_and_override(tmp_path):
@@ -73,9 +76,8 @@ def test_the_engine_yields_to_preset_file_and_override(tmp_path):
 
 
 def test_an_engine_that_is_not_there_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"model_engine must be one of torch, fsdp, megatron; got 'fsdp2'\. Did you mean 'fsdp'\?"
-    ):
+    there = ", ".join(TRAINING_BACKENDS)
+    with pytest.raises(ConfigError, match=rf"model_engine must be one of {there}; got 'fsdp2'\. Did you mean 'fsdp'\?"):
         load_config(["model_engine=fsdp2"])
 
 
@@ -90,7 +92,17 @@ def test_what_is_shown_has_no_group_of_another_engine(engine, tmp_path):
 
 
 def test_the_default_view_stays_small():
-    assert len(flat_settings(to_yaml(load_config()))) <= 160
+    assert len(flat_settings(shown_yaml(load_config()))) <= 160
+
+
+def test_what_is_shown_has_no_default_that_nothing_reads(tmp_path):
+    shown = flat_settings(shown_yaml(load_config()))
+    assert {"async_rl.max_staleness", "critic.optim.lr"} <= shown.keys()  # the demo sets the latter
+    assert "async_rl.depth" not in shown
+    ahead = load_config(["async_rl.max_staleness=2", "lora.rank=4"])
+    assert flat_settings(shown_yaml(ahead)).keys() >= {"async_rl.depth", "lora.alpha"}
+    (tmp_path / "shown.yaml").write_text(shown_yaml(ahead))
+    assert load_config([], tmp_path / "shown.yaml") == ahead
 
 
 def test_every_engines_keys_are_known_and_explained_whichever_is_chosen():
@@ -169,7 +181,7 @@ def test_vllm_makes_room_for_the_adapters_of_the_run():
 
 
 def test_vllms_processes_can_share_the_heads_of_the_model_and_get_a_cpu_each(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "require_vllm", lambda: SimpleNamespace(device="cpu"))
+    monkeypatch.setattr(rollout_engines, "require_vllm", lambda: SimpleNamespace(device="cpu"))
 
     def config(size, *more):
         return load_config(["rollout.name=vllm", f"rollout.tensor_model_parallel_size={size}", *more])
@@ -385,6 +397,28 @@ def test_explain_says_meaning_default_and_origin(tmp_path):
     assert explain("lora", resolved).count("default") >= 7
     with pytest.raises(ConfigError, match=r"Did you mean 'rollout\.n'"):
         explain("rolout.n", resolved)
+
+
+@pytest.mark.parametrize("engine", ["torch", "fsdp"])
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("qwen2_vl", "sees images"), ("bloom", "has model_type='bloom', for which joining sequences is not tested")],
+)
+def test_sequences_that_can_not_be_joined_are_padded_unless_joining_is_asked_for(engine, family, reason, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    given = [f"model_engine={engine}", "algorithm=ppo", f"model.path={tmp_path}"]
+    resolved = resolve(given)
+    assert not resolved.config.actor.use_remove_padding
+    assert not resolved.config.critic.use_remove_padding
+    assert f"use_remove_padding = False   (model.path={tmp_path} {reason}" in explain(
+        "actor.use_remove_padding", resolved
+    )
+    asked = resolve([*given, "actor.use_remove_padding=true"])
+    assert asked.config.actor.use_remove_padding
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    joined = resolve(given)
+    assert joined.config.critic.use_remove_padding
+    assert f"(default of model_engine={engine})" in explain("actor.use_remove_padding", joined)
 
 
 def test_diff_names_keys_values_and_origins(tmp_path, capsys):

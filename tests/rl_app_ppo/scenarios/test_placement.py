@@ -6,6 +6,7 @@ The worker processes are objects of this process.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from types import SimpleNamespace
 
@@ -82,7 +83,22 @@ def trained(base_model, tmp_path, monkeypatch):
                 handler.close()
         return list(LocalProcess.started), load_file(tmp_path / name / "checkpoint" / "model.safetensors")
 
+    train.folder = tmp_path
     return train
+
+
+def test_replicas_that_sleep_during_updates_learn_the_same_bit_for_bit(trained):
+    """With `tcp` each has its own copy of the weights; with `shm` they compute in the sender's."""
+    apart = ("placement=separate", "rollout.num_workers=2")
+    _, expected = trained("awake", *apart)
+    processes, weights = trained("asleep", *apart, "rollout.free_cache_engine=true", "checkpoint_engine.backend=tcp")
+    assert [process.name for process in processes if process.roles == ("rollout",)] == ["rollout-0", "rollout-1"]
+    for name, weight in weights.items():
+        np.testing.assert_array_equal(weight, expected[name], err_msg=name)
+    steps = [json.loads(line) for line in (trained.folder / "asleep" / "metrics.jsonl").read_text().splitlines()]
+    own = sum(weight.nbytes for weight in weights.values())
+    assert [step["perf/sleep_freed_bytes"] for step in steps] == [2 * own] * 2
+    assert all(step["timing_s/sleep"] > 0 < step["timing_s/wake"] for step in steps)
 
 
 @pytest.mark.parametrize(("algorithm", "more"), [("grpo", ()), ("ppo", ("critic.ppo_mini_batch_size=4",))])

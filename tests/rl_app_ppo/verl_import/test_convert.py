@@ -158,7 +158,7 @@ def test_no_setting_of_an_algorithm_of_ours_stands_in_for_verls(algorithm):
         ("data.truncation=left", "prompts are not cut"),
         ("data.train_max_samples=100", "give a shorter file"),
         ("data.apply_chat_template_kwargs.enable_thinking=False", "chat template"),
-        ("trainer.v1.trainer_mode=separate_async", "every step is on-policy"),
+        ("trainer.v1.trainer_mode=colocate_async", "needs processes of its own"),
         ("trainer.resume_mode=resume_path trainer.resume_from_path=/x/global_step_3", "can't be resumed here"),
         ("critic.model.path=/another/model", "the critic starts from"),
         (
@@ -180,6 +180,22 @@ def test_losses_are_counted_on_the_error_stream(tmp_path, capsys):
     assert out.count("# lost: ") == 2
     assert main(["--from-verl", str(tmp_path / "verl.txt"), "--accept-losses"]) == 0
     assert capsys.readouterr().out == out
+
+
+def test_asynchronous_training_keeps_its_bound_and_runs_as_far_ahead(convert):
+    text = "\n".join(
+        f"trainer.v1.{key}"
+        for key in (
+            "trainer_mode=separate_async",
+            "sampler.max_off_policy_threshold=4",
+            "separate_async.num_warmup_batches=2",
+            "separate_async.hybrid_rollout.enable_switch=True",
+        )
+    )
+    code, comments, settings = convert(GSM8K + "\n" + text, name="run.txt")
+    assert (settings["async_rl"]["max_staleness"], settings["async_rl"]["depth"]) == (4, 2)
+    assert any("continues them with the new weights" in line for line in comments)
+    assert code == 0, comments
 
 
 @pytest.mark.parametrize(

@@ -40,15 +40,15 @@ def model(tmp_path):
 
 
 @pytest.fixture
-def alone():
-    """Let the test join a process group of one rank; leave it afterwards."""
+def alone(tmp_path):
+    """A function that joins a process group of one rank, which is left afterwards."""
     import torch.distributed as dist
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # import warnings of Megatron-Core and its dependencies
-        import rl_app_ppo.worker.megatron  # noqa: F401
+        from rl_app_ppo.worker.megatron import join_ranks
         from rl_megatron_peft.backend.parallel import close_ranks
-    yield
+    yield lambda config: join_ranks(config, 0, tmp_path / "store")
     close_ranks()
     dist.destroy_process_group()
 
@@ -84,12 +84,12 @@ def measured_by(policy):
     return BatchData({**batch.columns, "old_log_probs": moved(before, 0.2)})
 
 
-def test_all_weights_are_trained_as_on_plain_torch(model, tmp_path, alone):
+def test_all_weights_are_trained_as_on_plain_torch(model, alone):
     from rl_app_ppo.worker.megatron import megatron_policy
     from rl_trainer.backends.torch_policy import TorchPolicyBackend
 
     config = load_config([*TRAINED, "actor.optim.lr=1e-3"])
-    ours = megatron_policy(config, model, rank=0, store=tmp_path / "store")
+    ours = megatron_policy(config, model, alone(config))
     theirs = TorchPolicyBackend(model, config.actor, rollout_n=config.rollout.n, seed=config.trainer.seed)
     batch = measured_by(theirs)
     for _ in range(2):
@@ -102,13 +102,13 @@ def test_all_weights_are_trained_as_on_plain_torch(model, tmp_path, alone):
     assert not weights
 
 
-def test_a_critic_learns_as_on_plain_torch(model, tmp_path, alone):
+def test_a_critic_learns_as_on_plain_torch(model, alone):
     from rl_app_ppo.worker.megatron import megatron_critic
     from rl_trainer.backends.torch_critic import TorchCriticBackend
 
     passes = ["critic.ppo_mini_batch_size=4", "critic.ppo_micro_batch_size=3"]
     config = load_config(["algorithm=ppo", *SMALL, *passes, "critic.optim.lr=1e-2", "critic.cliprange_value=0.1"])
-    ours = megatron_critic(config, model, rank=0, store=tmp_path / "store")
+    ours = megatron_critic(config, model, alone(config))
     theirs = TorchCriticBackend(model, config.critic, rollout_n=config.rollout.n, seed=config.trainer.seed)
     batch = trajectories()
     for _ in range(4):
@@ -123,14 +123,41 @@ def test_a_critic_learns_as_on_plain_torch(model, tmp_path, alone):
 
 
 @pytest.mark.parametrize("lora", [["lora.rank=2"], []], ids=["adapters", "all weights"])
-def test_bfloat16_is_what_is_computed_in_and_float32_what_is_trained(model, tmp_path, alone, lora):
+def test_models_of_one_process_learn_what_each_learns_alone(model, alone, lora):
+    """Policy, reference and critic take turns; they share the ranks and nothing else."""
+    from rl_app_ppo.worker.megatron import megatron_critic, megatron_policy
+
+    sizes = ["critic.ppo_mini_batch_size=4", "actor.optim.lr=1e-3", "critic.optim.lr=1e-3"]
+    config = load_config(["algorithm=ppo", *TRAINED, *sizes, *lora])
+    ranks = alone(config)
+    single = megatron_policy(config, model, ranks)
+    batch = measured_by(single)
+    expected = [single.update(batch, temperature=0.9) for _ in range(2)]
+    weights = {weight.name: weight.data.tobytes() for weight in single.named_weights()}
+    critic, reference, policy = (
+        make(config, model, ranks) for make in (megatron_critic, megatron_policy, megatron_policy)
+    )
+    initial = reference.compute_log_probs(batch, temperature=0.9).ragged("log_probs").values.tobytes()
+    found = []
+    for _ in range(2):
+        values = critic.compute_values(batch).ragged("values")
+        critic.update(BatchData({**batch.columns, "values": values}))
+        found.append(policy.update(batch, temperature=0.9))
+        assert reference.compute_log_probs(batch, temperature=0.9).ragged("log_probs").values.tobytes() == initial
+    assert found == expected
+    assert {weight.name: weight.data.tobytes() for weight in policy.named_weights()} == weights
+    assert np.ptp(critic.compute_values(batch).ragged("values").values) > 0
+
+
+@pytest.mark.parametrize("lora", [["lora.rank=2"], []], ids=["adapters", "all weights"])
+def test_bfloat16_is_what_is_computed_in_and_float32_what_is_trained(model, alone, lora):
     import torch
 
     from rl_app_ppo.worker.megatron import megatron_policy
     from rl_ckpt_engine.endpoints.cast_dtype import cast
 
     config = load_config([*TRAINED, *lora, "actor.optim.lr=1e-2", "megatron.param_dtype=bfloat16"])
-    policy = megatron_policy(config, model, rank=0, store=tmp_path / "store")
+    policy = megatron_policy(config, model, alone(config))
     assert {p.dtype for name, p in policy.model.named_parameters() if ".adapter." not in name} == {torch.bfloat16}
     before = {weight.name: weight.data.tobytes() for weight in policy.named_weights()}
     policy.update(measured_by(policy), temperature=0.9)
@@ -143,7 +170,7 @@ def test_bfloat16_is_what_is_computed_in_and_float32_what_is_trained(model, tmp_
 
 
 @pytest.mark.parametrize("kind", ["use_dora=false", "use_dora=true", "use_rslora=true"])
-def test_a_rollout_makes_the_policys_weights_of_the_adapter_it_is_sent(model, tmp_path, alone, kind):
+def test_a_rollout_makes_the_policys_weights_of_the_adapter_it_is_sent(model, alone, kind):
     """The adapter has the names, shapes and meaning that the transformers rollout expects."""
     from transformers import AutoModelForCausalLM
 
@@ -153,7 +180,7 @@ def test_a_rollout_makes_the_policys_weights_of_the_adapter_it_is_sent(model, tm
 
     config = load_config([*TRAINED, "lora.rank=2", f"lora.{kind}", "actor.optim.lr=1e-2"])
     rollout = MergedAdapter(AutoModelForCausalLM.from_pretrained(model), config.lora)
-    policy = megatron_policy(config, model, rank=0, store=tmp_path / "store")
+    policy = megatron_policy(config, model, alone(config))
     policy.update(measured_by(policy), temperature=0.9)
     sent = {weight.name: from_weight(weight) for weight in policy.adapter_weights()}
     assert {name: tuple(tensor.shape) for name, tensor in sent.items()} == rollout.shapes()
@@ -169,7 +196,7 @@ import asyncio, json, sys, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
 from rl_app_ppo.config.loading import load_config
-from rl_app_ppo.worker.megatron import megatron_policy
+from rl_app_ppo.worker.megatron import join_ranks, megatron_policy
 from rl_protocol import KVBatchMeta
 from rl_trainer import ActorWorker, step_columns
 from rl_trainer.workers.messages import ReadAheadCall, StageCall
@@ -188,7 +215,7 @@ def counted(name, method):
 async def main():
     plane = await connect(PlaneDescriptor.from_json(descriptor))
     plane.get, plane.put = counted("get", plane.get), counted("put", plane.put)
-    policy = megatron_policy(config, Path(model), rank=rank, store=Path(store))
+    policy = megatron_policy(config, Path(model), join_ranks(config, rank, Path(store)))
     worker = ActorWorker(plane, step_columns(config.algorithm, config.actor), policy, 1.0)
     batch = KVBatchMeta(partition="train", keys=tuple(keys))
     for stage in ("old_log_prob", "update_actor"):

@@ -198,7 +198,7 @@ def test_weights_cannot_change_between_verification_and_use(lends: bool) -> None
         if manifest.version == 2:
             said = subprocess.run([sys.executable, "-c", OTHER_PROCESS, path], capture_output=True, check=True)
             assert said.stdout.split() == [b"refused"] * 2
-        published = sender._versions.pending or sender._versions.committed  # pyright: ignore[reportPrivateUsage]
+        published = sender._sending.versions.pending or sender._sending.versions.committed  # pyright: ignore[reportPrivateUsage]
         assert published is not None
         with pytest.raises(ValueError, match="read-only"):
             published.held._bytes[PAYLOAD_START] ^= 1  # pyright: ignore[reportPrivateUsage]

@@ -61,9 +61,9 @@ def test_one_that_does_not_stop_is_quarantined_and_when_none_does_it_is_an_error
 
 
 class SleepySink(Sink):
-    """Logs its calls."""
+    """Logs its calls, and says that sleep frees 100 bytes."""
 
-    capabilities = WeightCapabilities(pauses=True, sleeps=True)
+    capabilities = WeightCapabilities(pauses=True, sleeps=True, drops_weights=True)
 
     def __init__(self) -> None:
         super().__init__(model(0))
@@ -75,15 +75,28 @@ class SleepySink(Sink):
     async def resume(self) -> None:
         self.log.append("resume")
 
-    async def sleep(self, level: int) -> None:
+    async def sleep(self, level: int) -> int | None:
         self.log.append(("sleep", level))
+        return 100
 
     async def wake(self, part: str | None = None) -> None:
         self.log.append(("wake", part))
 
 
-def sleepy() -> tuple[list[SleepySink], list[ReceiverEndpoint], CheckpointEngineManager]:
-    sinks = [SleepySink(), SleepySink()]
+class KeepsItsWeights(SleepySink):
+    """Can't drop its weights, and does not count what it frees."""
+
+    capabilities = WeightCapabilities(sleeps=True)
+
+    async def sleep(self, level: int) -> int | None:
+        await super().sleep(level)
+        return None
+
+
+def sleepy(
+    *kinds: type[SleepySink],
+) -> tuple[list[SleepySink], list[ReceiverEndpoint], CheckpointEngineManager]:
+    sinks = [kind() for kind in kinds or (SleepySink, SleepySink)]
     receivers = [ReceiverEndpoint(NaiveEngine(), sink, name=f"r{i}") for i, sink in enumerate(sinks)]
     return sinks, receivers, CheckpointEngineManager(FaultySender(Source(model(1))), receivers)
 
@@ -92,7 +105,7 @@ def test_replicas_sleep_wake_in_stages_and_end_what_runs() -> None:
     sinks, receivers, manager = sleepy()
 
     async def run() -> None:
-        await manager.generation.release_kv_cache()
+        assert await manager.generation.release_kv_cache() == 200
         await manager.generation.resume_kv_cache()
         await manager.generation.abort()
         await manager.generation.resume()
@@ -122,6 +135,14 @@ def test_weights_that_were_given_up_are_sent_before_anything_is_generated() -> N
     asyncio.run(run())
     assert all(receiver.admitting and receiver._sink.weight_version == 1 for receiver in receivers)
     assert not manager.quarantined
+
+
+def test_one_that_can_not_drop_its_weights_keeps_them_and_only_what_is_counted_is_reported() -> None:
+    sinks, receivers, manager = sleepy(SleepySink, KeepsItsWeights)
+    assert asyncio.run(manager.generation.sleep(2)) == 100
+    assert [sink.log for sink in sinks] == [[("sleep", 2)], [("sleep", 1)]]
+    assert [receiver.admitting for receiver in receivers] == [False, True]
+    assert asyncio.run(sleepy(KeepsItsWeights)[2].generation.sleep(1)) is None
 
 
 def test_who_can_not_sleep_says_so() -> None:

@@ -43,7 +43,7 @@ def test_level_1_aborts_what_runs_and_continues_with_the_same_weights(opened):
     async def scenario():
         running = asyncio.create_task(engine.generate([request()], LONG))
         await started(client, 1)
-        await engine.sleep()
+        assert await engine.sleep() == 4096
         client.stop_after = None
         late = await waits(engine, client)
         await engine.wake("weights")

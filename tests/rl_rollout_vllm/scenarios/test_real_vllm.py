@@ -365,10 +365,11 @@ def test_sleep_gives_the_memory_of_keys_and_values_back_and_the_weights_stay(eng
     generate(engine, requests, max_new_tokens=400, ignore_eos=True)
     process = psutil.Process(engine_process(engine))
     before = process.memory_info().rss
-    asyncio.run(engine.sleep())
+    said = asyncio.run(engine.sleep())
     freed = before - process.memory_info().rss
     asyncio.run(engine.wake())
-    tell(f"sleep gave back {freed / 2**20:.1f} MiB")
+    tell(f"sleep gave back {freed / 2**20:.1f} MiB of a KV cache of {said / 2**20:.1f} MiB")
+    assert engine._config.kv_cache_bytes * 0.9 < said <= engine._config.kv_cache_bytes
     # 32 * 400 tokens * 2 layers * (K, V) * 32 numbers of 4 bytes are 6.25 MiB
     assert freed > 4 << 20
     assert difference(model(0), REQUESTS, generate(engine)) < TOLERANCE

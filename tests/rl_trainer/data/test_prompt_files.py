@@ -103,7 +103,7 @@ BAD_LINES = {
     2: (b'{"prompt": []', "not JSON in UTF-8"),
     3: (
         json.dumps({"data_source": "s"}).encode(),
-        "missing fields: prompt (data.prompt_key), reward_model; fields found: data_source",
+        "missing fields: prompt (DataFiles.prompt_key), reward_model; fields found: data_source",
     ),
     4: (json.dumps(row(prompt=12)).encode(), r"Expected `array`, got `int` - at `$.prompt`"),
     5: (json.dumps(row(prompt=[])).encode(), "the prompt is empty"),
@@ -139,7 +139,7 @@ def test_bad_rows_end_the_run_and_each_fault_is_named_by_file_and_row(tmp_path, 
         open_files(files(path, filter_overlong_prompts=False), encoder, tmp_path / "cache")
     message = str(caught.value)
     assert message.startswith(f"{len(BAD_LINES)} bad rows: ")
-    assert "data.on_bad_row=skip" in message  # offered because good rows are left
+    assert "DataFiles.on_bad_row=skip" in message  # offered because good rows are left
     same = {5: 6}  # the same fault: only the first row is named
     for number, (_, reason) in BAD_LINES.items():
         if number in same.values():
@@ -161,9 +161,9 @@ def test_a_file_whose_every_row_lacks_the_same_fields_is_one_line_and_says_what_
     with pytest.raises(ConfigError) as caught:
         open_files(files(path), encoder, tmp_path / "cache")
     assert str(caught.value) == (
-        f"50 bad rows: all 50 rows of {path}: missing fields: prompt (data.prompt_key), data_source, reward_model; "
+        f"50 bad rows: all 50 rows of {path}: missing fields: prompt (DataFiles.prompt_key), data_source, reward_model; "
         'fields found: question, answer; example: {"question":"How many are 0 and 0?","answer":"0\\n#### 0"}. '
-        "Set data.prompt_key=question if that field is the prompt. Fix the files. "
+        "Set DataFiles.prompt_key=question if that field is the prompt. Fix the files. "
         'A row is {"prompt": [{"role": "user", "content": "..."}], "data_source": "...", '
         '"reward_model": {"ground_truth": "..."}}.'
     )
@@ -179,7 +179,7 @@ def test_mixed_faults_are_grouped_with_counts_the_most_frequent_first(tmp_path, 
         f'example: {{"prompt":"a","id":0}}; 3 rows, the first {path}, row 2: the prompt has 51 tokens, more than 50; '
         f"{path}, row 5: the prompt is empty. Fix the files"
     )
-    assert "Set data.prompt_key" not in str(caught.value)
+    assert "Set DataFiles.prompt_key" not in str(caught.value)
 
 
 def test_a_long_row_is_shown_by_its_beginning(tmp_path, encoder):
@@ -263,7 +263,7 @@ def test_a_parquet_file_that_is_damaged_inside_gives_the_rows_before_and_says_wh
     ("name", "message"),
     [
         ("gone.jsonl", r"gone\.jsonl can't be read: No such file"),
-        ("a.csv", r"a\.csv is not a data file: .* take \*\.jsonl"),
+        ("a.csv", r"a\.csv is not a data file: DataFiles\.paths can be \*\.jsonl"),
     ],
 )
 def test_files_that_can_not_be_used(tmp_path, encoder, name, message):
@@ -273,13 +273,15 @@ def test_files_that_can_not_be_used(tmp_path, encoder, name, message):
 
 def test_a_cache_that_can_not_be_written_is_named(tmp_path, encoder):
     path = write_jsonl(tmp_path / "a.jsonl", [row()])
-    with pytest.raises(OutputError, match=r"can't be written to .*a\.jsonl/data-.*set model\.cache_dir"):
+    with pytest.raises(OutputError, match=r"can't be written to .*a\.jsonl/data-.*set open_files\.cache_dir"):
         open_files(files(path), encoder, path)
 
 
 def test_a_file_of_prompts_that_are_all_too_long(tmp_path, encoder):
     path = write_jsonl(tmp_path / "a.jsonl", [row("x" * 9)])
-    with pytest.raises(ConfigError, match=r"No usable row in .*: 1 prompts have more than 8 tokens \(data\.max_prompt"):
+    with pytest.raises(
+        ConfigError, match=r"No usable row in .*: 1 prompts have more than 8 tokens \(DataFiles\.max_prompt"
+    ):
         open_files(files(path, max_prompt_length=8), encoder, tmp_path / "cache")
 
 

@@ -118,7 +118,7 @@ def test_homes_are_spread_and_one_more_replica_moves_its_share_alone():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("sticky", 2), "rollout.router must be one of even, least_loaded, prefix_sticky; got 'sticky'"),
+        (("sticky", 2), "RolloutConfig.router must be one of even, least_loaded, prefix_sticky; got 'sticky'"),
         (("even", 0), "at least 1 replica"),
         (("even", 1, 0.9), "overload of at least 1"),
     ],

@@ -12,6 +12,7 @@ from rl_protocol.ports import SamplingParams
 from rl_protocol.testing.bigram_model import BigramEngine
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_trainer import PromptRow, RolloutWorker, SessionKind, Trajectory
+from rl_trainer.algorithms.staleness_policy import StalenessPolicy
 from rl_trainer.config import ReplayConfig
 from rl_trainer.driver.rollouts import Rollouts
 from rl_trainer.rollout.session_turns import SESSIONS
@@ -66,14 +67,20 @@ def spare(drawn):
     return draw
 
 
+@pytest.fixture(params=[0, 1, 3], ids=["all", "one", "three"])
+def inflight(request):
+    """How many prompts are generated at once."""
+    return request.param
+
+
 @pytest.fixture
-def roll_out(monkeypatch):
+def roll_out(monkeypatch, inflight):
     """Return a function that rolls PROMPTS out.
 
     It returns the result, the prompts drawn as spares, and the rows that are left after the commit.
     """
 
-    def run(replay, failing, workers=None, **kwargs):
+    def run(replay, failing, workers=None):
         monkeypatch.setitem(SESSIONS._built_in, "flaky", SessionKind(Flaky(failing).run))
         drawn = []
 
@@ -81,10 +88,18 @@ def roll_out(monkeypatch):
             plane = MemoryDataPlane()
             buffers = make_buffers(plane, replay)
             hosted = workers(plane) if workers else [Hosted(plane)]
-            rollouts = Rollouts(plane, hosted, buffers, replay=replay, router="even", timeout_s=60)
+            rollouts = Rollouts(
+                plane,
+                hosted,
+                buffers,
+                policy=StalenessPolicy(batch_size=4, max_inflight=inflight),
+                replay=replay,
+                router="even",
+                timeout_s=60,
+            )
             async with opened(buffers), asyncio.timeout(60):
                 async with rollouts.committed_after("train", 1):
-                    result = await rollouts.roll_out(PARTITION, PROMPTS, 0, spare(drawn), **kwargs)
+                    result = await rollouts.roll_out(PARTITION, PROMPTS, spare(drawn))
                     stored = set((await plane.list_rows("train")).keys)
                     assert stored == set(result.rows.keys)
                     prompts = (await plane.list_rows("train/prompts")).keys
@@ -151,13 +166,19 @@ def test_accept_partial_keeps_the_sessions_that_succeeded(roll_out):
     assert (result.replaced, drawn, left) == (0, [], {})
 
 
-def test_the_prompts_of_a_worker_that_fails_are_rolled_out_again(roll_out):
+@pytest.fixture
+def lost(inflight):
+    """The prompts of the first call of the second worker."""
+    return {"s1-1"} if inflight else {"s1-1", "s1-3"}
+
+
+def test_the_prompts_of_a_worker_that_fails_are_rolled_out_again(roll_out, lost):
     def workers(plane):
         return [Hosted(plane), Hosted(plane, "rollout-1", WorkerError("rollout-1 is late"), 1)]
 
     result, _, left = roll_out(ReplayConfig(on_failure="refill"), {}, workers)
-    assert sessions(result) == {"s1-0": [0, 1], "s1-1": [2, 3], "s1-2": [0, 1], "s1-3": [2, 3]}
-    assert {one.uid for one in result.failures} == {"s1-1", "s1-3"}
+    assert sessions(result) == {f"s1-{i}": [2, 3] if f"s1-{i}" in lost else [0, 1] for i in range(4)}
+    assert {one.uid for one in result.failures} == lost
     assert all("rollout-1: rollout-1 is late" in one.reason for one in result.failures)
     assert left == {}
 
@@ -170,7 +191,7 @@ def test_with_fail_the_error_of_a_worker_is_the_error_of_the_run(roll_out):
         roll_out(ReplayConfig(on_failure="fail"), {}, workers)
 
 
-def test_a_wrong_configuration_ends_the_run_at_once(roll_out):
+def test_a_wrong_configuration_ends_the_run_at_once(roll_out, inflight):
     made = []
 
     def workers(plane):
@@ -179,10 +200,10 @@ def test_a_wrong_configuration_ends_the_run_at_once(roll_out):
 
     with pytest.raises(ConfigError, match=r"rollout\.session must be another"):
         roll_out(ReplayConfig(on_failure="refill"), {}, workers)
-    assert made[0].calls == 1
+    assert made[0].calls == max(inflight, 1)
 
 
-def test_a_worker_that_hangs_loses_its_leases_and_its_call_is_cancelled(roll_out):
+def test_a_worker_that_hangs_loses_its_leases_and_its_call_is_cancelled(roll_out, lost):
     made = []
 
     def workers(plane):
@@ -190,7 +211,7 @@ def test_a_worker_that_hangs_loses_its_leases_and_its_call_is_cancelled(roll_out
         return made
 
     result, _, left = roll_out(ReplayConfig(on_failure="refill", lease_s=3.0), {}, workers)
-    assert sessions(result) == {"s1-0": [0, 1], "s1-1": [2, 3], "s1-2": [0, 1], "s1-3": [2, 3]}
+    assert sessions(result) == {f"s1-{i}": [2, 3] if f"s1-{i}" in lost else [0, 1] for i in range(4)}
     assert all("the lease of 3 s ended" in one.reason for one in result.failures)
     assert made[1].cancelled
     assert left == {}

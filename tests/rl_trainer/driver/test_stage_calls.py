@@ -63,7 +63,7 @@ def test_mini_batches_smaller_than_the_ranks_give_every_rank_a_row():
 
 
 def test_fewer_rows_than_ranks_have_no_shares():
-    with pytest.raises(BatchError, match=r"2 rows can't give each of 3 ranks one; set train_batch_size"):
+    with pytest.raises(BatchError, match=r"2 rows can't give each of 3 ranks one; raise PromptOrder\.batch_size"):
         split_over_ranks(np.array([3, 3]), Schedule(epochs=1, mini_batch_rows=2, seed=0), 0, 3)
 
 

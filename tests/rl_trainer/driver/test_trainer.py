@@ -66,8 +66,8 @@ from rl_trainer.config import (
     ReplayConfig,
     RolloutCorrectionConfig,
 )
+from rl_trainer.driver.batch_queue import BatchQueue
 from rl_trainer.driver.hooks import Hook
-from rl_trainer.driver.pumps import BatchQueue
 from rl_trainer.graph.config_checks import check_combination
 from rl_trainer.rewards import Failure, InlineScorer, Scored
 from rl_trainer.rollout.agents import Call, Limits, ToolAgent
@@ -132,12 +132,24 @@ class WatchedPlane(MemoryDataPlane):
 
 
 class DirectSync:
-    """Weight sync that loads the policy's weights directly into the engines."""
+    """Weight sync that loads the policy's weights directly into engines, and lets them sleep."""
 
     def __init__(self, policy, engines):
         self.policy, self.engines, self.versions = policy, engines, []
+        self.log = []
+
+    async def sleep(self, *, weights_follow):
+        self.log.append("sleep" if weights_follow else "release")
+        freed = [await engine.sleep(2 if weights_follow else 1) for engine in self.engines]
+        return sum(freed) if weights_follow else None
+
+    async def wake(self, part):
+        self.log.append(f"wake {part}")
+        for engine in self.engines:
+            await engine.wake(part)
 
     async def update_weights(self, version):
+        self.log.append("update_weights")
         for engine in self.engines:
             engine.load_weights(list(self.policy.named_weights()), version)
         self.versions.append(version)
@@ -167,6 +179,7 @@ class Setup:
         hooks=None,
         replay=None,
         async_rl=None,
+        sleeps=False,
     ):
         algorithm = AlgorithmConfig(adv_estimator=estimator, **(algorithm or {}))
         defaults = {"optim": OptimConfig(lr=3e-3), "ppo_mini_batch_size": 4, "use_kl_loss": True}
@@ -226,6 +239,7 @@ class Setup:
                 replay=replay or ReplayConfig(),
                 workers=self.workers,
                 weight_sync=self.sync if sync else None,
+                rollout_memory=self.sync if sleeps else None,
                 train_order=PromptOrder(20, 8, 0),
                 validation_size=validation_size,
                 rollout=rollout,
@@ -646,6 +660,31 @@ def test_while_the_critic_warms_up_the_actor_stays_and_nothing_is_sent(model_pat
     assert setup.sync.versions == [1]
 
 
+def test_replicas_sleep_during_updates_and_wake_for_the_weights_and_the_next_rollout(model_path):
+    """The critic alone is updated first; then the weights of the rollout are dropped and sent."""
+    setup = Setup(model_path, estimator="gae", steps=3, critic_warmup=1, sleeps=True, validate=True)
+    actor = setup.workers.actor[0]
+    call, held = actor.call, []
+
+    async def watched(method, payload, *, timeout_s):
+        if method == "update_actor":
+            held.extend(sum(p.nbytes for p in engine._model.parameters()) for engine in setup.sync.engines)
+        return await call(method, payload, timeout_s=timeout_s)
+
+    actor.call = watched
+    setup.fit()
+    asleep = ["sleep", "wake weights", "update_weights", "wake kv_cache"]
+    assert setup.sync.log == ["release", "wake kv_cache", *asleep, *asleep]
+    assert held == [0] * 4, "two engines in two updates"
+    weights = sum(p.nbytes for engine in setup.sync.engines for p in engine._model.parameters())
+    freed = [metrics.get("perf/sleep_freed_bytes") for step, metrics in setup.steps if step]
+    assert freed == [None, weights, weights]
+    assert all(metrics["timing_s/sleep"] > 0 < metrics["timing_s/wake"] for step, metrics in setup.steps if step)
+    for engine in setup.sync.engines:
+        for name, weight in setup.policy._model.state_dict().items():
+            assert weight.equal(engine._model.state_dict()[name]), name
+
+
 @pytest.mark.parametrize("returned", [float("nan"), float("inf"), None, "1"])
 def test_a_reward_that_fails_on_every_sample_ends_the_run(model_path, returned):
     setup = Setup(model_path, reward=lambda *_: returned)
@@ -802,7 +841,9 @@ def losing(model_path, at, **kwargs):
 
         worker.call = watched
     setup.fit()
-    numbers = [{k: v for k, v in metrics.items() if not k.startswith(("timing", "perf"))} for _, metrics in setup.steps]
+    numbers = [
+        {k: v for k, v in metrics.items() if not k.startswith(("timing", "perf", "idle"))} for _, metrics in setup.steps
+    ]
     weights = {weight.name: weight.data.tobytes() for weight in setup.policy.named_weights()}
     return setup, numbers, (weights, setup.workers.reward.worker._advantages.kl_coef)
 
@@ -931,7 +972,7 @@ def test_a_step_survives_failed_rollouts(model_path, monkeypatch, estimator, pol
     assert first["replay/failed_sessions"] == count
     assert not any(value for name, value in second.items() if name.startswith("replay/"))
     assert told == [(1, count, int(first["replay/replaced_prompts"]))]
-    assert setup.trainer._prompts_taken == 16 + first["replay/replaced_prompts"]
+    assert setup.trainer._sampler.draws.position == 16 + first["replay/replaced_prompts"]
     assert_documented(first)
     assert not any(asyncio.run(setup.plane.stats()).rows.values())
 
@@ -969,13 +1010,13 @@ def test_dynamic_filtering_trains_on_prompts_that_teach_alone(model_path):
 
 def test_a_step_in_which_nothing_teaches_changes_nothing(model_path):
     filtering = {"filter_groups": FilterGroupsConfig(enable=True, max_num_gen_batches=2)}
-    setup = Setup(model_path, steps=1, algorithm=filtering, reward=lambda *_: 1.0)
+    setup = Setup(model_path, steps=1, algorithm=filtering, reward=lambda *_: 1.0, sleeps=True)
     setup.fit()
     metrics = setup.steps[-1][1]
     assert metrics["training/filter_groups/prompts_kept"] == 0
     assert metrics["training/filter_groups/prompts_generated"] == 16
     assert setup.workers.actor[0].calls == []
-    assert setup.sync.versions == []
+    assert setup.sync.log == []
     assert not any(asyncio.run(setup.plane.stats()).rows.values())
 
 
@@ -995,7 +1036,9 @@ def test_with_lora_the_actor_is_the_reference(model_path):
 
 
 def numbers_of(setup):
-    return [{k: v for k, v in metrics.items() if not k.startswith(("timing", "perf"))} for _, metrics in setup.steps]
+    return [
+        {k: v for k, v in metrics.items() if not k.startswith(("timing", "perf", "idle"))} for _, metrics in setup.steps
+    ]
 
 
 def test_without_staleness_the_pumps_do_what_one_loop_does(model_path):
@@ -1005,12 +1048,12 @@ def test_without_staleness_the_pumps_do_what_one_loop_does(model_path):
 
     async def main():
         trainer = loop.trainer
-        trainer._batches = queue = BatchQueue(1, 3)
+        trainer._batches = queue = BatchQueue(1, 3, 60)
         async with opened(loop.buffers):
             for step in (1, 2, 3):
                 await queue.admit(step)
                 await queue.begin()
-                await queue.finish(await trainer._sampler.sample(step))
+                await queue.finish(step, await trainer._sampler.sample(step))
                 loop.steps.append((step, await trainer._step(step)))
 
     asyncio.run(main())

@@ -17,8 +17,8 @@ CORRECTED = AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(rollout_i
 @pytest.mark.parametrize(
     ("algorithm", "actor", "words"),
     [
-        (AlgorithmConfig(), GPG, r"set algorithm\.rollout_correction\.rollout_is=token"),
-        (REMAX, ActorConfig(), r"adv_estimator=remax .* set async_rl\.max_staleness=0 \(got 2\)"),
+        (AlgorithmConfig(), GPG, r"set RolloutCorrectionConfig\.rollout_is=token"),
+        (REMAX, ActorConfig(), r"adv_estimator=remax .* set AsyncConfig\.max_staleness=0 \(got 2\)"),
     ],
 )
 def test_what_older_weights_would_spoil_is_refused(algorithm, actor, words):

@@ -14,10 +14,14 @@ from rl_transferqueue.consume import prompt_groups
 from rl_transferqueue.consume.replay_buffer import ReplayBuffer
 
 
-def make_buffers(plane: DataPlane, replay: ReplayConfig | None = None) -> dict[str, ReplayBuffer]:
+def make_buffers(
+    plane: DataPlane, replay: ReplayConfig | None = None, max_staleness: int = 0
+) -> dict[str, ReplayBuffer]:
     """A buffer for each partition of the trainer, to be opened."""
     settings = asdict(replay or ReplayConfig())
-    config = prompt_groups.ReplayConfig(groups_per_version=1, when_stale="drop", **settings)
+    config = prompt_groups.ReplayConfig(
+        groups_per_version=1, when_stale="drop", max_staleness=max_staleness, **settings
+    )
     return {name: ReplayBuffer(plane, name, config) for name in PARTITIONS}
 
 

@@ -260,7 +260,7 @@ def test_each_kind_of_misbehaviour_is_the_failure_of_its_sample_and_of_no_other(
     messages = {text: one.message for text, one in zip(texts, outcomes, strict=True) if isinstance(one, Failure)}
     assert messages["raise"] == "raised ValueError: not today"
     assert messages["memory"].startswith("raised MemoryError")
-    assert messages["loop"] == "did not return within 15 s (reward.timeout_s)"
+    assert messages["loop"] == "did not return within 15 s (ScorerPool.timeout_s)"
     _no_process_of(folder, before)
 
 

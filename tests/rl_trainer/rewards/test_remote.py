@@ -181,7 +181,7 @@ def test_busy_and_broken_services_are_asked_again():
 
 def test_those_that_are_late_are_given_up_alone():
     _, outcomes = score(["stuck", "drips", "fine"], timeout_s=8.0)
-    assert outcomes[:2] == [Failure(kind="timeout", message="did not return within 8 s (reward.timeout_s)")] * 2
+    assert outcomes[:2] == [Failure(kind="timeout", message="did not return within 8 s (RemoteScorer.timeout_s)")] * 2
     assert isinstance(outcomes[2], Scored)
 
 

@@ -15,6 +15,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from rl_protocol.ports import GenerationRequest, SamplingParams
@@ -26,6 +28,9 @@ IDS = {"vocab_size": 14, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": 2
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS = {
     "grouped-query attention": lambda: LlamaForCausalLM(LlamaConfig(**IDS, **SMALL, num_key_value_heads=2)),
+    "norms of queries and keys": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**IDS, **SMALL, num_key_value_heads=4, head_dim=16)
+    ),
     "learned positions": lambda: GPT2LMHeadModel(GPT2Config(**IDS, n_embd=32, n_layer=2, n_head=4, n_positions=64)),
     "sliding window": lambda: Gemma3ForCausalLM(
         Gemma3TextConfig(
@@ -87,6 +92,15 @@ def test_greedy_tokens_are_those_of_transformers(checkpoint):
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, pad_token_id=0, eos_token_id=1
         )
         assert list(one.response_ids) == wanted[0, ids.shape[1] :].tolist()
+
+
+def test_the_way_of_decoding_changes_no_token(checkpoint, monkeypatch):
+    engine = HFRolloutEngine(checkpoint)
+    made = generate(engine, REQUESTS)
+    monkeypatch.setattr("rl_trainer.rollout.decoding.decodes", lambda model, cache: False)
+    for one, other in zip(made, generate(engine, REQUESTS), strict=True):
+        assert one.response_ids == other.response_ids
+        assert np.exp(one.log_probs) == pytest.approx(np.exp(other.log_probs), rel=1e-4)
 
 
 def test_a_prompt_is_computed_once_for_all_its_responses(checkpoint):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import subprocess
+import sys
 import tempfile
 from collections import Counter
 from dataclasses import replace
@@ -15,7 +17,7 @@ import torch
 from rl_protocol import BatchData, RolloutError, WeightSyncError, ragged
 from rl_protocol.ports import GenerationRequest, RolloutEngine, SamplingParams
 from rl_protocol.torch import to_weight
-from rl_trainer import ActorConfig, OptimConfig
+from rl_trainer import ActorConfig, LoraConfig, OptimConfig
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
 from rl_trainer.rollout.hf_engine import HFRolloutEngine
 from rl_trainer.rollout.sampling import uniforms
@@ -108,7 +110,7 @@ def test_stopping(engine):
 def test_requests_that_cannot_be_served_are_named(engine):
     with pytest.raises(RolloutError, match="'empty' is empty"):
         generate(engine, [GenerationRequest(uid="empty", session=0, prompt_ids=())])
-    with pytest.raises(RolloutError, match=r"'long'.*rollout\.response_length=6.*context of 64"):
+    with pytest.raises(RolloutError, match=r"'long'.*SamplingParams\.max_new_tokens=6.*context of 64"):
         generate(engine, [GenerationRequest(uid="long", session=0, prompt_ids=(2,) * 60)])
 
 
@@ -208,3 +210,64 @@ def test_weights_that_do_not_fit_are_not_adopted(model_path):
     with pytest.raises(WeightSyncError, match="missing"):
         engine.adopt_weights(read_only(trained(model_path).named_weights())[1:], 1, lambda: None)
     assert (engine.weight_version, generate(engine, REQUESTS, temperature=0.0)) == (0, before)
+
+
+SLEEPS = """
+import asyncio, sys
+import psutil, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from rl_protocol.ports import GenerationRequest, SamplingParams
+from rl_protocol.torch import to_weight
+from rl_trainer.rollout.hf_engine import HFRolloutEngine
+
+torch.manual_seed(0)
+ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
+config = LlamaConfig(vocab_size=64, num_key_value_heads=8, max_position_embeddings=256, **shape, **ends)
+LlamaForCausalLM(config).save_pretrained(sys.argv[1])
+engine = HFRolloutEngine(sys.argv[1])
+weights = [to_weight(name, tensor.clone()) for name, tensor in engine._model.state_dict().items()]
+engine.load_weights(weights, 1)
+requests = [GenerationRequest(uid=f"p{i}", session=0, prompt_ids=(2, 3)) for i in range(64)]
+generate = lambda: asyncio.run(engine.generate(requests, SamplingParams(max_new_tokens=64, ignore_eos=True)))
+resident = lambda: psutil.Process().memory_info().rss
+before = generate()
+awake = resident()
+asyncio.run(engine.sleep(1))
+light = resident()
+freed = asyncio.run(engine.sleep(2))
+asleep = resident()
+asyncio.run(engine.wake("weights"))
+engine.load_weights(weights, 2)
+asyncio.run(engine.wake("kv_cache"))
+same = [g.response_ids for g in generate()] == [g.response_ids for g in before]
+print(awake - light, light - asleep, freed, sum(w.data.nbytes for w in weights), same, engine.weight_version)
+"""
+
+
+def test_sleep_gives_the_memory_of_its_weights_back_to_the_system(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", SLEEPS, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    caches, released, freed, weights, same, version = done.stdout.split()
+    assert int(caches) >= 0
+    assert int(freed) == int(weights)
+    assert int(released) > 0.9 * int(weights)
+    assert (same, version) == ("True", "2")
+
+
+@pytest.mark.parametrize("kind", ["adopted", "adapters"])
+def test_weights_that_are_not_its_own_or_not_sent_again_are_not_dropped(model_path, kind):
+    engine = HFRolloutEngine(model_path, lora=LoraConfig(rank=2) if kind == "adapters" else None)
+    if kind == "adopted":
+        assert engine.capabilities.drops_weights
+        engine.adopt_weights([to_weight(*pair) for pair in engine._model.state_dict().items()], 1, lambda: None)
+    assert engine.capabilities.sleeps
+    assert not engine.capabilities.drops_weights
+    expected = generate(engine, REQUESTS)
+    assert asyncio.run(engine.sleep(1)) == 0
+    with pytest.raises(WeightSyncError, match="can't drop its weights"):
+        asyncio.run(engine.sleep(2))
+    asyncio.run(engine.wake())
+    assert generate(engine, REQUESTS) == expected

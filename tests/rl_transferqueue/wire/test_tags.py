@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,3 +29,7 @@ def test_there_and_back(tags: list[Tag], shared: int) -> None:
 def test_what_no_tag_may_be_is_named() -> None:
     with pytest.raises(BatchError, match=r"'t' of row 'b'.*\[1\]"):
         to_columns(["a", "b"], [{"t": 1}, {"t": [1]}])  # type: ignore[dict-item]
+    with pytest.raises(BatchError, match="'t' of row 'b' is NaN"):
+        to_columns(["a", "b"], [{"t": 1.0}, {"t": float("nan")}])
+    with pytest.raises(BatchError, match=r"'t' of row 'a'.*int64"):
+        to_columns(["a", "b"], [{"t": np.int64(1)}, {"t": 1}])  # type: ignore[dict-item]

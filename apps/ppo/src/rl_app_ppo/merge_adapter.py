@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl_app_ppo.inputs.model_path import find_model, read_json
+from rl_app_ppo.config.model_path import find_model, read_json
 from rl_protocol import ConfigError, OutputError, RLError
 
 USAGE = "usage: python -m rl_app_ppo.merge_adapter ADAPTER OUT [BASE]   (BASE: a folder or name in place of the base that the adapter names)"

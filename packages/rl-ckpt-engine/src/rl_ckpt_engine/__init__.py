@@ -7,7 +7,6 @@ from rl_ckpt_engine.endpoints.sender import DirectSender, FollowerEndpoint, Send
 from rl_ckpt_engine.endpoints.weight_sinks import (
     AdapterReceiver,
     AdoptingReceiver,
-    Memory,
     PausableReceiver,
     SleepingReceiver,
 )
@@ -23,6 +22,7 @@ from rl_ckpt_engine.plugins import PluginPolicy, load_policy
 from rl_ckpt_engine.registry import ENTRY_POINT_GROUP, CheckpointEngineRegistry
 from rl_ckpt_engine.sync.manager import CheckpointEngineManager
 from rl_ckpt_engine.sync.progress import ProgressBar, SyncProgress
+from rl_protocol.ports import Memory
 
 __version__ = "0.1.0"
 

@@ -19,6 +19,7 @@
     ├── RewardError                         a reward function failed on a named sample
     ├── WorkerError                         a worker process failed or was late
     │   └── WorkerDiedError                 it is gone and may be replaced
+    ├── HangError (TimeoutError)            nothing in a run has moved for some time
     └── OutputError (OSError)               a file of the run can't be written
 
 A message says what was wrong, what was got and what to set. An error carries one message, so it
@@ -121,6 +122,10 @@ class WorkerError(RLError):
 
 class WorkerDiedError(WorkerError):
     """A worker process is gone, together with its unsaved state; another process may replace it."""
+
+
+class HangError(RLError, TimeoutError):
+    """Nothing in a run has moved for some time; says who waits for what."""
 
 
 class OutputError(RLError, OSError):

@@ -15,14 +15,7 @@ from rl_trainer.config import (
     RolloutCorrectionConfig,
     ValidationSampling,
 )
-from rl_trainer.config.backends import (
-    TRAINING_BACKENDS,
-    FsdpConfig,
-    MegatronConfig,
-    TorchConfig,
-    TrainingBackendSpec,
-    get_training_backend,
-)
+from rl_trainer.config.backends import EngineConfig, FsdpConfig, MegatronConfig, TorchConfig
 from rl_trainer.config.lora import LoraConfig
 from rl_trainer.data import Curriculum, CurriculumKind, Mixture, PromptDataset, PromptOrder, PromptRow
 from rl_trainer.driver.hooks import Hook
@@ -51,7 +44,6 @@ from rl_trainer.workers.scoring import RewardSettings
 __version__ = "0.1.0"
 
 __all__ = [
-    "TRAINING_BACKENDS",
     "ActorConfig",
     "ActorWorker",
     "AlgorithmConfig",
@@ -60,6 +52,7 @@ __all__ = [
     "CriticWorker",
     "Curriculum",
     "CurriculumKind",
+    "EngineConfig",
     "FilterGroupsConfig",
     "FsdpConfig",
     "Generate",
@@ -89,7 +82,6 @@ __all__ = [
     "Tokenizer",
     "TorchConfig",
     "TrainerParts",
-    "TrainingBackendSpec",
     "Trajectory",
     "ValidationSampling",
     "Worker",
@@ -98,7 +90,6 @@ __all__ = [
     "build_graph",
     "check_combination",
     "check_graph",
-    "get_training_backend",
     "needs_critic",
     "needs_reference",
     "needs_sum_pi_squared",

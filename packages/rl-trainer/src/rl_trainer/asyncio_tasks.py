@@ -1,14 +1,39 @@
-"""Runs coroutines concurrently, with one error."""
+"""Runs coroutines concurrently, with one error; and waits with a deadline."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar, cast
 
-from rl_protocol import DataLostError, RLError
+from rl_protocol import DataLostError, HangError, RLError
 
 T = TypeVar("T")
+
+
+@asynccontextmanager
+async def deadline(timeout_s: float, what: str) -> AsyncGenerator[None]:
+    """Wait within for at most so long.
+
+    Args:
+        timeout_s: seconds.
+        what: what is waited for, for the message.
+
+    Raises:
+        HangError: the wait was longer.
+    """
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise HangError(
+            f"The driver has waited for {what} for {timeout_s:g} s, which is longer than all stages before it may take; "
+            "raise LoopConfig.stage_timeout_s if they are this slow."
+        ) from None
 
 
 async def gather_or_cancel(*work: Coroutine[Any, Any, T]) -> list[T]:

@@ -96,7 +96,7 @@ def test_a_byte_that_changes_in_the_senders_memory_is_noticed(engine: str) -> No
     sender.init_process_group(type(sender).build_topology(sender.prepare(), []).sender)
     weights = make_weights(SHAPES, seed=1)
     manifest = asyncio.run(sender.send_weights(weights, 1, timeout_s=T))
-    fd = sender._versions.pending.held.fd
+    fd = sender._sending.versions.pending.held.fd
     at = 4096 + manifest.tensors[0].offset + 100
     right = os.pread(fd, 1, at)
     os.pwrite(fd, bytes([right[0] ^ 1]), at)

@@ -30,7 +30,7 @@ def placement(manifest: Manifest) -> SlotPlacement:
 
 def poke(sender: ShmEngine, at: int, data: bytes) -> None:
     """Write through the sender's own mapping, the only one that is still writable."""
-    published = sender._versions.pending
+    published = sender._sending.versions.pending
     assert published is not None
     memory = published.held._bytes
     memory.flags.writeable = True

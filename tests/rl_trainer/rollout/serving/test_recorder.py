@@ -37,6 +37,7 @@ def trajectory(ids, made, version=0):
         response_mask=flags,
         log_probs=tuple(-0.5 if flag else 0.0 for flag in flags),
         weight_version=version,
+        versions=((version, len(ids)),),
     )
 
 
@@ -67,7 +68,9 @@ def test_trajectories_by_hand(completions, expected):
 
 def test_a_trajectory_has_the_oldest_version_that_made_it():
     mixed = Completion(context=PROMPT, response_ids=(2, 3), log_probs=(-0.5, -0.5), versions=(4, 3))
-    assert recorded(mixed, completion((5, 6, 2, 3), (4,), version=6)) == [trajectory((2, 3, 4), "+++", version=3)]
+    (made,) = recorded(mixed, completion((5, 6, 2, 3, 9), (4,), version=6))
+    assert (made.weight_version, made.versions) == (3, ((4, 1), (3, 2), (6, 1)))
+    assert made.response_mask == (True, True, False, True)
 
 
 def test_a_context_without_the_prompt_is_refused():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rl_app_ppo.checks.machine import gpu_count
+from rl_app_ppo.config.full_keys import with_full_keys
 from rl_app_ppo.config.placement import worker_groups
 from rl_app_ppo.config.presets import NO_PRESET, presets
 from rl_app_ppo.config.schema import AppConfig
@@ -55,17 +56,12 @@ def _trained(config: AppConfig) -> str:
         if lora.rank
         else "all weights"
     )
-    return f"{what}, by {config.model_engine} on {_device(config)} in {_dtype(config)}"
-
-
-def _dtype(config: AppConfig) -> str:
-    group = {"torch": config.torch, "fsdp": config.fsdp, "megatron": config.megatron}[config.model_engine]
-    return group.param_dtype
+    return f"{what}, by {config.model_engine} on {_device(config)} in {config.engine.computes_in}"
 
 
 def _device(config: AppConfig) -> str:
-    """Device of the trained models: the CPU with model_engine=torch, else a GPU if there is one."""
-    asked = {"fsdp": config.fsdp.device, "megatron": "auto"}.get(config.model_engine, "cpu")
+    """Device of the trained models."""
+    asked = config.engine.trains_on
     if asked != "auto":
         return asked
     if config.ray.address != "local":
@@ -74,7 +70,7 @@ def _device(config: AppConfig) -> str:
 
 
 def _old_log_probs(algorithm: AlgorithmConfig) -> str:
-    reason = recompute_reason(algorithm)
+    reason = with_full_keys(recompute_reason(algorithm))
     return {
         "recompute": "recomputed in every step",
         "rollout": "those of the rollout engine",

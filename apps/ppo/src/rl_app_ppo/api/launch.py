@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 
 from rich.console import Console
 from rich.text import Text
 
 from rl_app_ppo.api.result import TrainResult
-from rl_app_ppo.cluster.environment import environment, ray_settings
+from rl_app_ppo.cluster.environment import compute_settings, environment, ray_settings
+from rl_app_ppo.cluster.local.fork_server import ForkServer
 from rl_app_ppo.config.schema import LOCAL, AppConfig
 from rl_app_ppo.outputs.startup_times import Startup
+from rl_app_ppo.worker.preloading import worker_modules
 from rl_ckpt_engine import PluginPolicy
 
 
@@ -35,13 +38,13 @@ def launch(
         RLError: as `training.run_training`.
         KeyboardInterrupt: the run was interrupted; its processes have ended.
     """
-    settings = ray_settings(local=config.ray.address == LOCAL)
+    local = config.ray.address == LOCAL
+    settings = ray_settings(local=local) | compute_settings(config.trainer.threads_per_worker)
     startup = Startup(lambda line: out.print(Text(line), soft_wrap=True), before_s=before_s)
-    with environment(settings | dict(variables or {})):
-        try:
-            with startup.phase("imports", "importing libraries"):
-                # imports Ray, which reads the settings above at import
-                from rl_app_ppo.api.training import run_training
-            return run_training(config, plugins, out, startup)
-        finally:
-            startup.end()
+    with environment(settings | dict(variables or {})), ExitStack() as stack:
+        stack.callback(startup.end)
+        fork_server = stack.enter_context(closing(ForkServer(worker_modules(config)))) if local else None
+        with startup.phase("imports", "importing libraries"):
+            # imports Ray, which reads the settings above at import
+            from rl_app_ppo.api.training import run_training
+        return run_training(config, plugins, out, startup, fork_server)

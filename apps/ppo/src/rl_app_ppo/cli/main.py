@@ -19,7 +19,7 @@ from rl_app_ppo.api.launch import launch
 from rl_app_ppo.cli.explain import difference, explain, read_side
 from rl_app_ppo.cli.json_schema import schema_text
 from rl_app_ppo.cli.option_names import help_of
-from rl_app_ppo.config.loading import load_config, options, resolve, to_yaml
+from rl_app_ppo.config.loading import load_config, options, resolve, shown_yaml
 from rl_app_ppo.config.presets import algorithms, presets
 from rl_app_ppo.outputs.startup_times import command_age
 from rl_ckpt_engine import load_policy
@@ -37,7 +37,7 @@ Trains a language model with PPO or GRPO. Without arguments: the demo, on this m
 {presets}
   key=value        set any key below, for instance actor.optim.lr=1e-5 rollout.n=8
   --config FILE    read settings from YAML (overrides win)
-  --cfg            print the resolved configuration and exit
+  --cfg            print the resolved configuration, without defaults that nothing reads, and exit
   --schema         print a JSON schema of --config files, with which editors complete and check them, and exit
   --explain KEY    print the meaning, value and origin of a key, or of each key of a group, and exit
   --diff A B       print the differences of two configurations and exit; each is a YAML file, or overrides such as "algorithm=ppo rollout.n=4"
@@ -182,4 +182,4 @@ def _answer(arguments: Arguments) -> str | None:
         return difference(read_side(a), read_side(b)) + "\n"
     if "--explain" in flags:
         return explain(flags["--explain"][0], resolve(arguments.overrides, arguments.config_file))
-    return to_yaml(load_config(arguments.overrides, arguments.config_file)) if "--cfg" in flags else None
+    return shown_yaml(load_config(arguments.overrides, arguments.config_file)) if "--cfg" in flags else None

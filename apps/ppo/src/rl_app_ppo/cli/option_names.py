@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from rl_app_ppo.config.full_keys import with_full_keys
 from rl_app_ppo.config.presets import ALGORITHM, PRESET, algorithms, presets
+from rl_app_ppo.config.rollout_engines import ROLLOUT_ENGINES
 from rl_app_ppo.outputs.metric_sinks import CONSOLE, SINKS
 from rl_ckpt_engine import CheckpointEngineRegistry
 from rl_protocol.support.option_tree import Option
@@ -24,6 +26,7 @@ PLUGINS: Mapping[str, Callable[[], Iterable[str]]] = {
     "rl_trainer.hooks": HOOKS.names,
     "rl_trainer.rewards": reward_names,
     "rl_trainer.sessions": SESSIONS.names,
+    "rl_app_ppo.rollout_engines": ROLLOUT_ENGINES.names,
     "rl_app_ppo.sinks": lambda: (CONSOLE, *SINKS.names()),
     "rl_ckpt_engine.backends": lambda: CheckpointEngineRegistry().names(),
     "rl_transferqueue.backends": backend_names,
@@ -60,4 +63,5 @@ def help_of(option: Option) -> str:
     names = ", ".join(filter(None, names_of(option).known))
     group = f"packages offer more under {option.spec.plugins}" if option.spec.plugins else ""
     listed = "; ".join(filter(None, (names, group)))
-    return f"{option.spec.help}: {listed}" if listed else option.spec.help
+    meaning = with_full_keys(option.spec.help)
+    return f"{meaning}: {listed}" if listed else meaning

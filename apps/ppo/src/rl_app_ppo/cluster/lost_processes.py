@@ -8,7 +8,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rl_protocol import ConfigError, OutputError, RLError, WorkerDiedError
+from rl_protocol import ConfigError, HangError, OutputError, RLError, WorkerDiedError
 
 RAY_SERVERS = {"gcs_server": "The GCS server of Ray", "raylet": "The raylet of Ray"}
 """Command -> description of the processes that ray.init starts."""
@@ -24,11 +24,12 @@ def named_losses(processes: Mapping[int, str]) -> Generator[None]:
     Raises:
         WorkerDiedError: one of them ended or is stopped; names it, how it ended, the stage and the
             error that followed.
-        RLError: unchanged if all of them run, or if it is a ConfigError or an OutputError.
+        RLError: unchanged if all of them run, or if it is a ConfigError, a HangError or an
+            OutputError.
     """
     try:
         yield
-    except (ConfigError, OutputError):
+    except (ConfigError, HangError, OutputError):
         raise
     except RLError as error:
         lost = [f"{what} (process {pid}) {how}" for pid, what in processes.items() if (how := fate(pid))]
@@ -48,14 +49,17 @@ def fate(pid: int) -> str:
     """How a process ended, or that it is stopped; empty while it runs."""
     try:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # it has been waited for elsewhere
-        return "" if Path(f"/proc/{pid}").exists() else "is gone"
+    except ChildProcessError:  # not a child of this process, or it has been waited for elsewhere
+        ended = None
     if ended is not None:
         killed = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
         return (
             f"was killed by {signal.Signals(ended.si_status).name}" if killed else f"ended with code {ended.si_status}"
         )
-    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "is gone"
     return "is stopped (SIGSTOP, or a debugger): SIGCONT lets it run" if state in "Tt" else ""
 
 

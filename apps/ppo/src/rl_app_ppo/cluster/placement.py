@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,6 +16,8 @@ from rl_protocol import WorkerError
 WAIT_S = 30.0
 """Seconds to wait for CPUs that other jobs hold."""
 _LOOK_S = 0.5
+LOOK_TIMEOUT_S = 5.0
+"""Seconds that Ray has to say what is free."""
 
 
 class Cpus(NamedTuple):
@@ -27,6 +31,17 @@ def cluster_cpus() -> Cpus:
     """The CPUs of the cluster that this process is connected to."""
     nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
     return Cpus(nodes, float(ray.available_resources().get("CPU", 0.0)))
+
+
+def free_cpus(timeout_s: float = LOOK_TIMEOUT_S) -> str:
+    """The free CPUs of the cluster, in words; that Ray does not answer, after `timeout_s`."""
+    answers = queue.SimpleQueue[Cpus]()
+    threading.Thread(target=lambda: answers.put(cluster_cpus()), name="free CPUs", daemon=True).start()
+    try:
+        cpus = answers.get(timeout=timeout_s)
+    except queue.Empty:
+        return f"Ray does not say within {timeout_s:g} s which are free"
+    return f"{cpus.free:g} of {sum(cpus.per_node):g} are free"
 
 
 async def require_cpus(

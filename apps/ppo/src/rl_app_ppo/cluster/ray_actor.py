@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from rl_app_ppo.config.placement import Role
+from rl_app_ppo.watchdog.calls import CallLog
 from rl_app_ppo.worker.messages import WarmupProgress
 from rl_app_ppo.worker.process import WorkerProcess
 from rl_protocol import RLError, WorkerDiedError, WorkerError
@@ -31,13 +33,25 @@ class RayProcess:
         log_path: its log.
         threads: compute threads; 0: all cores, shared with the processes that compute beside it.
         cpus: CPUs that Ray reserves.
+        calls: notes the calls that wait; None: nothing reads them.
 
     Attributes:
         actor: Ray's handle of the WorkerProcess.
+        pid: its process id; 0: it is not ready, or on another host.
     """
 
-    def __init__(self, roles: Sequence[Role], name: str, log_path: Path, threads: int, cpus: float = 0.0) -> None:
+    def __init__(
+        self,
+        roles: Sequence[Role],
+        name: str,
+        log_path: Path,
+        threads: int,
+        cpus: float = 0.0,
+        calls: CallLog | None = None,
+    ) -> None:
         self.name = name
+        self.pid = 0
+        self.calls = calls or CallLog()
         self.roles = tuple(roles)
         self._log_path = log_path
         self._threads = threads
@@ -82,13 +96,14 @@ class RayProcess:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                await self.actor.__ray_ready__.remote()
+                host, pid = await self.actor.place.remote()
         except (RayTaskError, RayActorError, TimeoutError) as error:
             if isinstance(error, TimeoutError):
                 raise WorkerError(
                     f"Worker {self.name} did not start within {timeout_s:g} s (ray.start_timeout_s). Its log: {self._log_path}"
                 ) from None
             raise self._translate(self.name, "start", error, timeout_s) from None
+        self.pid = pid if host == socket.gethostname() else 0
 
     def send(self, method: str, payload: bytes) -> Callable[[], Awaitable[bytes]]:
         """Start a call, ahead of all later ones, without waiting for it.
@@ -118,9 +133,10 @@ class RayProcess:
             WorkerError: as `build`.
         """
         self.kill()
-        self.actor = self._start()
+        self.pid, self.actor = 0, self._start()
         if self._built is not None:
             payload, timeout_s = self._built
+            await self.ready(timeout_s)
             await self.build(payload, timeout_s=timeout_s)
 
     def kill(self) -> None:
@@ -165,7 +181,8 @@ class RayWorker:
 
     async def call(self, method: str, payload: bytes, *, timeout_s: float) -> bytes:
         self.bytes_moved += len(payload)
-        with self.process.errors(method, timeout_s, self.name):
+        waiting = self.process.calls.waiting(self.name, method, payload)
+        with waiting, self.process.errors(method, timeout_s, self.name):
             async with asyncio.timeout(timeout_s):
                 answer: bytes = await self.process.actor.call.remote(self.role, method, payload)
         self.bytes_moved += len(answer)

@@ -20,7 +20,8 @@ import ray
 from ray._private import ray_constants
 
 from rl_app_ppo.cluster.environment import compute_settings, environment
-from rl_app_ppo.cluster.head_node import head_node
+from rl_app_ppo.cluster.local.fork_server import ForkServer
+from rl_app_ppo.cluster.local.head_node import head_node
 from rl_app_ppo.config.schema import LOCAL, RayConfig, TrainerConfig
 from rl_protocol import ConfigError, WorkerError
 from rl_protocol.support.temporary_folders import temporary_folder
@@ -90,8 +91,15 @@ def check_ray_is_free(config: RayConfig) -> None:
 
 
 @asynccontextmanager
-async def ray_session(config: RayConfig, trainer: TrainerConfig) -> AsyncGenerator[None]:
+async def ray_session(
+    config: RayConfig, trainer: TrainerConfig, fork_server: ForkServer | None
+) -> AsyncGenerator[None]:
     """Start Ray on this machine or join a cluster, and shut it down or leave it at the end.
+
+    Args:
+        config: which Ray.
+        trainer: says how many threads compute, and which steps are profiled.
+        fork_server: forks the workers of a Ray on this machine; None: join the cluster.
 
     Raises:
         WorkerError: Ray did not start in time, or the cluster can't be joined.
@@ -99,11 +107,11 @@ async def ray_session(config: RayConfig, trainer: TrainerConfig) -> AsyncGenerat
     async with AsyncExitStack() as stack:
         stack.enter_context(environment(compute_settings(trainer.threads_per_worker)))  # the workers inherit it
         folder: Path | None = None
-        if config.address == LOCAL:
+        if fork_server is not None:
             if not trainer.profile_steps:
                 stack.enter_context(environment({TASK_EVENTS: os.environ.get(TASK_EVENTS, "0")}))
             folder = stack.enter_context(private_folder())
-        starting = asyncio.create_task(asyncio.to_thread(_start, config.address, folder, stack))
+        starting = asyncio.create_task(asyncio.to_thread(_start, config.address, folder, fork_server, stack))
         stack.push_async_callback(asyncio.wait, [starting])  # if it is late or cancelled: stop it once it has started
         try:
             async with asyncio.timeout(config.start_timeout_s):
@@ -119,9 +127,11 @@ async def ray_session(config: RayConfig, trainer: TrainerConfig) -> AsyncGenerat
         yield
 
 
-def _start(address: str, folder: Path | None, stack: AsyncExitStack) -> None:
+def _start(address: str, folder: Path | None, fork_server: ForkServer | None, stack: AsyncExitStack) -> None:
     """Connect to the Ray at an address, or start one in `folder`; `stack` shuts it down."""
-    if folder is not None:
-        address = stack.enter_context(head_node(folder))
+    if folder is not None and fork_server is not None:
+        requests = folder.with_name("fork")
+        fork_server.listen(requests)
+        address = stack.enter_context(head_node(folder, requests))
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
     stack.callback(ray.shutdown)

@@ -1,9 +1,14 @@
-"""Keys of the app in messages of the packages, which name parameters of their own classes."""
+"""Keys of the app in texts of the packages, which name their own parameters.
+
+A package writes `RolloutConfig.n`, which is an option, or `CheckpointWriter.keep`, an argument that
+the app passes on.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Generator, Mapping
@@ -13,10 +18,35 @@ from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import RLError
 from rl_protocol.support.option_tree import list_options
 
-_PARAMETER = re.compile(r"\b[A-Z]\w+\.[a-z]\w*")
+_PARAMETER = re.compile(r"\b[A-Za-z]\w+\.[a-z]\w*")
 _PASSED_ON = {
+    "CheckpointWriter.folder": "trainer.output_dir",
+    "CheckpointWriter.keep": "trainer.max_ckpt_to_keep",
+    "DataFiles.max_prompt_length": "data.max_prompt_length",
+    "DataFiles.on_bad_row": "data.on_bad_row",
+    "DataFiles.paths": "data.train_files and data.val_files",
+    "DataFiles.prompt_key": "data.prompt_key",
+    "Layout.sequence_parallel": "megatron.sequence_parallel",
+    "NamedCurriculum.name": "data.curriculum",
+    "PPOTrainer.resume": "trainer.resume_mode",
+    "PromptEncoder.load": "model.path",
+    "PromptEncoder.vision": "model.path",
+    "PromptOrder.batch_size": "data.train_batch_size",
+    "PromptOrder.curriculum": "data.curriculum",
+    "PromptOrder.size": "data.train_size",
+    "RemoteScorer.timeout_s": "reward.timeout_s",
     "SamplingParams.max_new_tokens": "rollout.response_length",
+    "ScorerPool.memory_mb": "reward.memory_mb",
+    "ScorerPool.name": "reward.function",
+    "ScorerPool.timeout_s": "reward.timeout_s",
+    "TrainerParts.hooks": "trainer.hooks",
+    "UpdateConfig.use_remove_padding": "actor.use_remove_padding and critic.use_remove_padding",
     "VLLMConfig.tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "hold_out.size": "The number of rows of data.train_files (without data.val_files)",
+    "load_model.path": "model.path",
+    "load_reward.name": "reward.function",
+    "open_files.cache_dir": "model.cache_dir",
+    "read_scorer_toml.name": "reward.function",
 }
 """Parameters that the app sets from an option of another class."""
 
@@ -33,13 +63,13 @@ def _keys() -> Mapping[str, str]:
     return {name: next(iter(keys)) for name, keys in found.items() if len(keys) == 1} | _PASSED_ON
 
 
-def with_full_keys(message: str) -> str:
-    """The message, with the key of each parameter that an option of the app sets.
+def with_full_keys(text: str) -> str:
+    """The text, with the key of each parameter that an option of the app sets.
 
     >>> with_full_keys("The plane is full; raise TransferQueueConfig.capacity_mb.")
     'The plane is full; raise transfer_queue.capacity_mb.'
     """
-    return _PARAMETER.sub(lambda found: _keys().get(found[0], found[0]), message)
+    return _PARAMETER.sub(lambda found: _keys().get(found[0], found[0]), text)
 
 
 @contextmanager
@@ -50,3 +80,13 @@ def full_keys_in_errors() -> Generator[None]:
     except RLError as error:
         error.message = with_full_keys(error.message)
         raise
+
+
+class FullKeysFormatter(logging.Formatter):
+    """The format of every log of a run; records have the keys of the app."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return with_full_keys(super().format(record))

@@ -1,7 +1,8 @@
 """Resolve YAML and dotted overrides to an AppConfig.
 
-Precedence, weakest first: defaults of the schema, of `model_engine=...`, of `placement=...`, of
-`algorithm=...`, of each `preset=...` in order, then the file of `--config`, then the overrides.
+Precedence, weakest first: defaults of the schema, of `model_engine=...`, of the model's family, of
+`placement=...`, of `algorithm=...`, of each `preset=...` in order, then the file of `--config`,
+then the overrides.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rl_app_ppo.config.full_keys import full_keys_in_errors
+from rl_app_ppo.config.model_path import model_type
 from rl_app_ppo.config.placement import AUTO, check_placement, placement_defaults, resolved_placement
 from rl_app_ppo.config.plain_yaml import flatten, parse_yaml, read_yaml
 from rl_app_ppo.config.presets import ALGORITHM, NO_PRESET, PRESET, Source, choose, is_file, layer_text, named_presets
 from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.config.training_backends import TRAINING_BACKENDS, TrainingBackendSpec, get_training_backend
 from rl_app_ppo.config.unused_options import check_engine, refuse_unused
 from rl_app_ppo.config.verl_keys.aliases import one_spelling
 from rl_app_ppo.config.verl_keys.table import describe
 from rl_protocol import ConfigError
-from rl_protocol.support.option_tree import Option, list_options
+from rl_protocol.support.option_tree import Option, list_options, unmet_need
 from rl_protocol.support.options import build, items
-from rl_trainer.config.backends import TRAINING_BACKENDS, get_training_backend
+from rl_trainer.data.model_families import why_padded
 
 _NAMES = (ALGORITHM, "algorithm.name", PRESET)
 """Keys that select a layer instead of setting a value."""
@@ -66,6 +70,7 @@ class Resolved:
     """Origins of values, weakest first."""
 
 
+@full_keys_in_errors()
 def load_config(
     overrides: Sequence[str] = (),
     config_file: Path | None = None,
@@ -86,6 +91,7 @@ def load_config(
     return resolved.config
 
 
+@full_keys_in_errors()
 def resolve(overrides: Sequence[str] = (), config_file: Path | None = None, given: Sequence[Source] = ()) -> Resolved:
     """Merge defaults, algorithm, preset, file, overrides and values.
 
@@ -148,13 +154,38 @@ def _layers_below(given: Sequence[Source]) -> list[Source]:
     chosen = {key: value for _, values in [*named, *given] for key, value in values.items()}
     engine = get_training_backend(str(chosen.get("model_engine", AppConfig().model_engine)))
     placement, why = resolved_placement(chosen)
+    beside = placement_defaults(placement, _ranks(engine.name, chosen))
     return [
-        (f"default of model_engine={engine.name}", engine.defaults),
-        (why, {"placement": placement, **placement_defaults(placement)}),
+        (f"default of model_engine={engine.name}", _of_models(engine.defaults)),
+        *_padding(engine, chosen.get("model.path")),
+        (why, {"placement": placement, **beside}),
         *named,
         (choice.algorithm.origin, {"algorithm.name": choice.algorithm.name}),
         (choice.preset_origin, {PRESET: choice.presets}),
     ]
+
+
+def _of_models(values: Mapping[str, object]) -> dict[str, object]:
+    """Options of actor and critic by key."""
+    return {f"{group}.{name}": value for group in ("actor", "critic") for name, value in values.items()}
+
+
+def _ranks(engine: str, chosen: Mapping[str, object]) -> int:
+    """Processes that share the actor with these values of the options of its engine."""
+    node, group = _editable(OmegaConf.structured(AppConfig)), f"{engine}."
+    given = [key for key in chosen if key.startswith(group)]
+    for key in given:
+        _set(node, key, chosen[key])
+    values = {key.removeprefix(group): _get(node, key) for key in given}
+    return build(type(getattr(AppConfig(), engine)), values, group).ranks
+
+
+def _padding(engine: TrainingBackendSpec, model: object) -> list[Source]:
+    """The layer that pads the sequences of a model that can't be joined, as the engine would do."""
+    joins = bool(engine.defaults.get("use_remove_padding"))
+    found = model_type(model) if joins and model and isinstance(model, str) else None
+    reason = "" if found is None else why_padded(found)
+    return [(f"model.path={model} {reason}", _of_models({"use_remove_padding": False}))] if reason else []
 
 
 def _preset(name: str) -> Mapping[str, Any]:
@@ -189,11 +220,27 @@ def to_yaml(config: AppConfig) -> str:
     return yaml.safe_dump(values, sort_keys=False)
 
 
+def shown_yaml(config: AppConfig) -> str:
+    """The configuration for people (`--cfg`): without options at their defaults that nothing reads.
+
+    Read back, it is the same configuration.
+    """
+    values = flat_settings(to_yaml(config))
+    shown = OmegaConf.create()
+    for option in options(config.model_engine):
+        value = values[option.key]
+        default = list(option.default) if isinstance(option.default, tuple) else option.default
+        if value != default or not unmet_need(config, option):
+            OmegaConf.update(shown, option.key, value)
+    return yaml.safe_dump(OmegaConf.to_container(shown), sort_keys=False)
+
+
 def flat_settings(text: str) -> dict[str, Any]:
     """Dotted key -> value of YAML that any version of `to_yaml` wrote."""
     return flatten(parse_yaml(text))
 
 
+@full_keys_in_errors()
 def from_yaml(text: str) -> AppConfig:
     """Read the output of `to_yaml`."""
     return build(AppConfig, parse_yaml(text))

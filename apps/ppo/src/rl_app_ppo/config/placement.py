@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
+from rl_app_ppo.config.rollout_engines import ROLLOUT_ENGINES
+from rl_app_ppo.config.training_backends import get_training_backend
 from rl_protocol import ConfigError
 from rl_protocol.support.options import items
 from rl_trainer import needs_critic, needs_reference
@@ -51,9 +53,11 @@ def resolved_placement(chosen: Mapping[str, object]) -> tuple[tuple[str, ...], s
     given = tuple(items(chosen.get("placement", AUTO)))
     if given != (AUTO,):
         return given, f"default of placement={','.join(given)}"
+    if not get_training_backend(str(chosen.get("model_engine", "torch"))).fuses:
+        return ("separate",), f"placement={AUTO} with model_engine={chosen['model_engine']}"
+    if not ROLLOUT_ENGINES.get(str(chosen.get("rollout.name", "hf"))).shares_process:
+        return ("separate",), f"placement={AUTO} with rollout.name={chosen['rollout.name']}"
     one_process = {
-        "model_engine": "torch",
-        "rollout.name": "hf",
         "rollout.num_workers": 1,
         "checkpoint_engine.backend": IN_PROCESS,
         "async_rl.max_staleness": 0,
@@ -61,7 +65,7 @@ def resolved_placement(chosen: Mapping[str, object]) -> tuple[tuple[str, ...], s
     for key, needed in one_process.items():
         if chosen.get(key, needed) != needed:
             return ("separate",), f"placement={AUTO} with {key}={chosen[key]}"
-    return ("fused",), f"placement={AUTO} with one actor rank and rollout.name=hf"
+    return ("fused",), f"placement={AUTO} with one actor rank and rollout.name={chosen.get('rollout.name', 'hf')}"
 
 
 def parse_placement(placement: Sequence[str]) -> tuple[tuple[Role, ...], ...]:
@@ -95,9 +99,13 @@ def rollout_in_actor(placement: Sequence[str]) -> bool:
 
 
 def shares_weights(config: AppConfig) -> bool:
-    """Whether the rollout generates from the actor's own weights, without a copy."""
+    """Whether the rollout generates from the actor's own weights, without a copy.
+
+    Ranks that share the weights gather a copy of them for each rollout.
+    """
     copied = config.lora.rank or config.rollout.dtype != "float32" or not config.checkpoint_engine.enabled
-    return rollout_in_actor(config.placement) and not copied
+    lent = config.ranks == 1 and config.backend.lends_weights
+    return rollout_in_actor(config.placement) and lent and not copied
 
 
 def shares_base(config: AppConfig) -> bool:
@@ -106,7 +114,8 @@ def shares_base(config: AppConfig) -> bool:
     The merged weights are the rollout's own: the policy computes with adapters beside the base,
     which rounds differently, and subtracting an adapter does not restore the base bit by bit.
     """
-    return rollout_in_actor(config.placement) and config.sends_adapters and config.model_engine == "torch"
+    lends = config.backend.lends_base and config.generator.shares_base
+    return rollout_in_actor(config.placement) and config.sends_adapters and lends
 
 
 def worker_groups(config: AppConfig) -> tuple[WorkerGroup, ...]:
@@ -122,9 +131,30 @@ def worker_groups(config: AppConfig) -> tuple[WorkerGroup, ...]:
     return tuple(WorkerGroup(group, _ranks(group, config)) for group in groups)
 
 
-def placement_defaults(placement: Sequence[str]) -> dict[str, object]:
-    """Values of other keys that a placement needs."""
-    return {"rollout.num_workers": 1, "checkpoint_engine.backend": IN_PROCESS} if rollout_in_actor(placement) else {}
+def described_groups(config: AppConfig) -> str:
+    """The processes of a run, and how its rollout gets the weights."""
+    groups = worker_groups(config)
+    first, *others = [("+".join(group.roles), group.ranks) for group in groups]
+    named = [
+        f"{first[0]} in {first[1]} process{'es' if first[1] > 1 else ''}",
+        *(f"{name} in {n}" for name, n in others),
+    ]
+    if not config.checkpoint_engine.enabled:
+        weights = "keeps the initial weights"
+    elif shares_weights(config):
+        weights = "computes with the actor's own weights"
+    elif rollout_in_actor(config.placement):
+        weights = f"gets a copy of the {'adapters' if config.sends_adapters else 'weights'} in its process"
+    else:
+        weights = f"gets the weights through {config.checkpoint_engine.backend}"
+    return f"{', '.join(named)}; rollout {weights}"
+
+
+def placement_defaults(placement: Sequence[str], ranks: int) -> dict[str, object]:
+    """Values of other keys that a placement needs; `ranks` processes share the actor."""
+    if not rollout_in_actor(placement):
+        return {}
+    return {"rollout.num_workers": ranks, "checkpoint_engine.backend": IN_PROCESS}
 
 
 def check_placement(config: AppConfig) -> None:
@@ -138,6 +168,10 @@ def check_placement(config: AppConfig) -> None:
             _check_group(group, config)
     if bound := config.async_rl.max_staleness:
         _check_beside(bound, config)
+    if config.rollout.free_cache_engine and not config.checkpoint_engine.enabled:
+        raise ConfigError(
+            "rollout.free_cache_engine=true works through the weight manager; set checkpoint_engine.enabled=true, or rollout.free_cache_engine=false."
+        )
 
 
 def _check_beside(bound: int, config: AppConfig) -> None:
@@ -149,6 +183,10 @@ def _check_beside(bound: int, config: AppConfig) -> None:
                 f"{setting}, but placement={','.join(config.placement)} puts {' and '.join(group.roles)} into one process, which does one at a time; "
                 "set placement=separate, or async_rl.max_staleness=0."
             )
+    if config.rollout.free_cache_engine:
+        raise ConfigError(
+            f"{setting}, so replicas can't free their memory meanwhile; set rollout.free_cache_engine=false, or async_rl.max_staleness=0."
+        )
     if not config.checkpoint_engine.enabled:
         raise ConfigError(
             f"{setting}, and bounds how old the weights of the rollout get; set checkpoint_engine.enabled=true, or async_rl.max_staleness=0."
@@ -158,13 +196,12 @@ def _check_beside(bound: int, config: AppConfig) -> None:
 def _check_group(group: WorkerGroup, config: AppConfig) -> None:
     shared = f"placement={','.join(config.placement)} puts {' and '.join(group.roles)} into one process"
     wanted: dict[str, tuple[object, object]] = {}
-    if config.model_engine == "megatron":
-        wanted["model_engine"] = ("megatron", "torch or fsdp")
     if "rollout" in group.roles:
-        wanted["rollout.name"] = (config.rollout.name, "hf")
-        wanted["rollout.num_workers"] = (config.rollout.num_workers, 1)
-    if {"rollout", "reward"} & set(group.roles) and config.ranks > 1:
-        wanted["model_engine"] = (config.model_engine, f"torch, or fsdp with one rank; it has {config.ranks} ranks")
+        if not config.generator.shares_process:
+            wanted["rollout.name"] = (config.rollout.name, "hf")
+        wanted["rollout.num_workers"] = (config.rollout.num_workers, group.ranks)
+    if "reward" in group.roles and group.ranks > 1:
+        wanted["model_engine"] = (config.model_engine, f"torch, or another with one rank; it has {group.ranks} ranks")
     if {"actor", "rollout"} <= set(group.roles) and config.checkpoint_engine.enabled:
         wanted["checkpoint_engine.backend"] = (config.checkpoint_engine.backend, IN_PROCESS)
     for key, (got, need) in wanted.items():

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from rl_app_ppo.config.placement import AUTO, NAMED, parse_placement
 from rl_app_ppo.config.presets import NO_PRESET
+from rl_app_ppo.config.rollout_engines import GROUP, ROLLOUT_ENGINES, RolloutEngineKind
+from rl_app_ppo.config.training_backends import (
+    TRAINING_BACKENDS,
+    TrainingBackendSpec,
+    get_training_backend,
+    with_engine_groups,
+)
 from rl_app_ppo.demo.demos import DEMOS
 from rl_ckpt_engine import CheckpointEngineConfig
 from rl_protocol.support.options import Options, condition, group, option, require
@@ -22,14 +29,7 @@ from rl_trainer.config import (
     ReplayConfig,
     RolloutConfig,
 )
-from rl_trainer.config.backends import (
-    TRAINING_BACKENDS,
-    EngineConfig,
-    FsdpConfig,
-    MegatronConfig,
-    TorchConfig,
-    get_training_backend,
-)
+from rl_trainer.config.backends import EngineConfig
 from rl_trainer.config.lora import LoraConfig
 from rl_trainer.graph.config_checks import check_combination, check_staleness
 from rl_trainer.rewards import parse_terms
@@ -37,6 +37,9 @@ from rl_trainer.rewards.loading import HARMLESS
 from rl_trainer.rewards.scorer_toml import is_scorer_toml
 from rl_transferqueue import TransferQueueConfig
 
+AS_STAGES = -1.0
+"""Value of trainer.hang_report_s that takes 1.5 * trainer.stage_timeout_s."""
+E = TypeVar("E", bound=EngineConfig)
 ON_BAD_ROW = ("error", "skip")
 DEMO_USED = "!model.path or !train_files"
 """The demo task is trained on, or the demo model is warmed up on it."""
@@ -148,7 +151,7 @@ class ModelConfig(Options):
     cache_dir: str = option(
         "~/.cache/rl-app-ppo",
         "folder of demo models and prepared data files, by content hash",
-        needs="!path or data.train_files",
+        needs="caches",
         resume="free",
     )
 
@@ -194,7 +197,13 @@ class RewardConfig(Options):
 class GenerationConfig(RolloutConfig):
     """How responses are generated, and by which engine."""
 
-    name: str = option("hf", "rollout engine (hf is transformers, vllm an extra)", choices=("hf", "vllm"))
+    name: str = option("hf", "rollout engine (hf is transformers, vllm an extra)", plugins=GROUP)
+    free_cache_engine: bool = option(
+        False,
+        "free memory of the replicas while the models are updated: keys and values, and weights that are sent again; "
+        "for replicas and trainer on one GPU or one small machine",
+        resume="free",
+    )
     kv_cache_mb: int = option(256, "KV cache of each vLLM replica, MiB", ge=1, needs="name=vllm")
     tensor_model_parallel_size: int = option(
         1, "tensor-parallel processes of each vLLM replica", ge=1, needs="name=vllm", resume="free", verl="."
@@ -239,6 +248,12 @@ class TrainerConfig(LoopConfig):
     min_free_disk_mb: int = option(
         100, "refuse to start with less free space than this in output_dir", ge=0, resume="free"
     )
+    hang_report_s: float = option(
+        AS_STAGES,
+        "end a run in which no worker answers and no response is settled for so many seconds, with a report of who waits for "
+        "what; 0: never; -1: 1.5 * trainer.stage_timeout_s",
+        resume="free",
+    )
     threads_per_worker: int = option(
         0,
         "compute threads of each worker process; 0: all cores, shared by the workers that compute at the same time",
@@ -262,6 +277,17 @@ class TrainerConfig(LoopConfig):
             f"given with {path}resume_mode=auto, to name the run to resume",
             self.run_name,
         )
+        require(
+            self.hang_report_s >= 0 or self.hang_report_s == AS_STAGES,
+            f"{path}hang_report_s",
+            f"seconds, 0 or {AS_STAGES:g}",
+            self.hang_report_s,
+        )
+
+    @property
+    def hang_s(self) -> float:
+        """Seconds without progress after which a run ends; 0: it never does for that reason."""
+        return 1.5 * self.stage_timeout_s if self.hang_report_s == AS_STAGES else self.hang_report_s
 
 
 LOCAL = "local"
@@ -283,8 +309,9 @@ class RayConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+@with_engine_groups
 class AppConfig(Options):
-    """All settings of `uv run apps/ppo`."""
+    """All settings of `uv run apps/ppo`; `with_engine_groups` adds a group for each engine."""
 
     preset: tuple[str, ...] = option(
         (),
@@ -298,7 +325,8 @@ class AppConfig(Options):
     placement: tuple[str, ...] = option(
         (AUTO,),
         f"roles that share a process: {' or '.join(NAMED)} ({NAMED['fused']}), or groups such as actor+ref,critic+reward; "
-        f"roles that it does not name have a process each; {AUTO}: fused with model_engine=torch and rollout.name=hf unless "
+        "roles that it does not name have a process each, and each rank of the actor has one with all roles of its group; "
+        f"{AUTO}: fused with model_engine=torch and rollout.name=hf unless "
         "rollout.num_workers, checkpoint_engine.backend or async_rl.max_staleness ask for more processes",
         resume="free",
     )
@@ -307,17 +335,6 @@ class AppConfig(Options):
     model: ModelConfig = group(ModelConfig, "initial policy")
     lora: LoraConfig = group(
         LoraConfig, "adapters instead of all weights", needs="rank>0", verl="actor_rollout_ref.model"
-    )
-    torch: TorchConfig = group(TorchConfig, "one process on the CPU", needs="model_engine=torch", resume="free")
-    fsdp: FsdpConfig = group(
-        FsdpConfig, "FSDP2", needs="model_engine=fsdp", resume="free", verl="actor_rollout_ref.actor.fsdp_config"
-    )
-    megatron: MegatronConfig = group(
-        MegatronConfig,
-        "Megatron-Core",
-        needs="model_engine=megatron",
-        resume="free",
-        verl="actor_rollout_ref.actor.megatron",
     )
     reward: RewardConfig = group(RewardConfig, "scoring")
     actor: ActorConfig = group(ActorConfig, "policy training", verl="actor_rollout_ref.actor")
@@ -337,15 +354,43 @@ class AppConfig(Options):
         """Whether a critic is trained."""
         return needs_critic(self.algorithm)
 
+    @condition("algorithm.use_kl_in_reward=true or actor.use_kl_loss=true")
+    def reads_reference(self) -> bool:
+        """Whether the divergence from the reference policy is computed."""
+        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+
+    @condition(
+        "anything to cache: the demo model (model.path empty), data files (data.train_files), or objects given to train()"
+    )
+    def caches(self) -> bool:
+        """Whether the run reads or writes `model.cache_dir`."""
+        return not self.model.path or bool(self.data.train_files)
+
     @condition("model_engine=" + " or ".join(name for name, spec in TRAINING_BACKENDS.items() if spec.packs_sequences))
     def packs_sequences(self) -> bool:
         """Whether the engine joins sequences, and cuts batches by tokens."""
-        return get_training_backend(self.model_engine).packs_sequences
+        return self.backend.packs_sequences
+
+    @property
+    def backend(self) -> TrainingBackendSpec:
+        """What `model_engine` can do."""
+        return get_training_backend(self.model_engine)
 
     @property
     def engine(self) -> EngineConfig:
         """The options of `model_engine`."""
         return getattr(self, self.model_engine)
+
+    def engine_as(self, kind: type[E]) -> E:
+        """The options of `model_engine`, which are of that type."""
+        engine = self.engine
+        assert isinstance(engine, kind)
+        return engine
+
+    @property
+    def generator(self) -> RolloutEngineKind:
+        """What `rollout.name` can do."""
+        return ROLLOUT_ENGINES.get(self.rollout.name)
 
     @property
     def ranks(self) -> int:
@@ -371,9 +416,12 @@ class AppConfig(Options):
     def check(self, path: str) -> None:
         if self.placement != (AUTO,):
             parse_placement(self.placement)
+        ROLLOUT_ENGINES.get(self.rollout.name)
         check_combination(self.algorithm, self.actor, self.rollout.n)
         check_staleness(self.async_rl, self.algorithm, self.actor)
         self._check_batches(path)
+        if self.trainer.deterministic:
+            self._check_deterministic(path)
         longest = self.rollout.response_length
         require(
             self.reward.overlong.buffer_len <= longest,
@@ -386,6 +434,21 @@ class AppConfig(Options):
             f"{path}rollout.n",
             "at least 2 with algorithm.filter_groups.enable=true, which compares the responses to a prompt",
             self.rollout.n,
+        )
+
+    def _check_deterministic(self, path: str) -> None:
+        """Refuse what makes the weights depend on timing or on the number of workers."""
+        require(
+            self.rollout.name == "hf",
+            f"{path}rollout.name",
+            "hf with trainer.deterministic=true: what vLLM generates depends on what it generates beside",
+            self.rollout.name,
+        )
+        require(
+            self.trainer.threads_per_worker > 0,
+            f"{path}trainer.threads_per_worker",
+            "at least 1 with trainer.deterministic=true: with 0, sums depend on how many processes share the cores",
+            self.trainer.threads_per_worker,
         )
 
     def _check_batches(self, path: str) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import ConfigError
 from rl_protocol.support.option_tree import list_options, unmet_need
-from rl_rollout_vllm import RANKS
-from rl_trainer import LoraConfig, get_training_backend, needs_sum_pi_squared
+from rl_trainer import needs_sum_pi_squared
 
 
 def unused(config: AppConfig, changed: Iterable[str]) -> dict[str, str]:
@@ -34,20 +33,14 @@ def check_engine(config: AppConfig) -> None:
     Raises:
         ConfigError: one does not; names the key to change.
     """
-    if config.rollout.name == "vllm" and config.sends_adapters:
-        _check_vllm(config.lora)
-    engine = get_training_backend(config.model_engine)
-    if needs_sum_pi_squared(config.algorithm) and not engine.sum_pi_squared:
+    if config.sends_adapters:
+        if not config.generator.adapters:
+            raise ConfigError(
+                f"rollout.name={config.rollout.name} takes no adapters; got lora.rank={config.lora.rank}. Set lora.merge=true."
+            )
+        config.generator.check_adapters(config.lora)
+    if needs_sum_pi_squared(config.algorithm) and not config.backend.sum_pi_squared:
         estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
         raise ConfigError(
-            f"model_engine={engine.name} does not compute what {estimator} needs of each token. Set another estimator, or model_engine=fsdp."
-        )
-
-
-def _check_vllm(lora: LoraConfig) -> None:
-    if lora.use_dora:
-        raise ConfigError("rollout.name=vllm serves no DoRA adapters; got lora.use_dora=true. Set lora.merge=true.")
-    if lora.rank > max(RANKS):
-        raise ConfigError(
-            f"rollout.name=vllm serves adapters up to rank {max(RANKS)}; got lora.rank={lora.rank}. Set lora.merge=true."
+            f"model_engine={config.model_engine} does not compute what {estimator} needs of each token. Set another estimator, or model_engine=fsdp."
         )

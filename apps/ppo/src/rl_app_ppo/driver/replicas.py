@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar
 
 from rl_ckpt_engine import CheckpointEngineManager, ReceiverEndpoint, remote
 from rl_protocol import WeightSyncError, WorkerDiedError
-from rl_protocol.ports import WeightSyncReport
+from rl_protocol.ports import Memory, WeightSyncReport
 from rl_rollout_vllm import EngineDiedError
 from rl_trainer import WorkerHandle
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 RESTARTS = 3
 """Most restarts of a replica in a row; a successful call resets the count."""
 
@@ -33,7 +34,8 @@ class Replica:
     """WorkerHandle of a rollout worker that is replaced when it is lost.
 
     Before a call a lost replica gets a new process, and the manager sends it the current weights. A
-    call during which the process dies is repeated: its responses are generated again.
+    call during which the process dies is repeated: its responses are generated again. One that
+    gets no new process is taken out of the weight sync.
 
     Args:
         worker: the process.
@@ -87,6 +89,7 @@ class Replica:
                 answer = await self._worker.call(method, payload, timeout_s=timeout_s)
             except (WorkerDiedError, EngineDiedError, WeightSyncError) as error:
                 if self._restarts == RESTARTS or not self._can_start():
+                    self._retire()
                     raise
                 self._lose(error)
             else:
@@ -109,6 +112,12 @@ class Replica:
             await self._manager.add_receiver(remote(ReceiverEndpoint, self._worker))
         self._died = False
 
+    def _retire(self) -> None:
+        """Send the replica no more weights: it gets no new process."""
+        manager = self._manager
+        if manager is not None and self.name in (*manager.receivers, *manager.quarantined):
+            manager.remove_receiver(self.name)
+
     def _lose(self, error: WorkerDiedError | EngineDiedError | WeightSyncError) -> None:
         self._died = True
         if self._manager is not None:
@@ -118,16 +127,18 @@ class Replica:
 
 
 class ReplicaSync:
-    """WeightSync that repeats a sync which failed because all replicas died.
+    """WeightSync and RolloutMemory that replace replicas when all of them died.
 
     Args:
         manager: the weight manager.
-        replicas: all rollout replicas.
+        replicas: all rollout replicas that can be replaced.
+        whole: all weights are sent in each sync, so replicas can drop them before.
     """
 
-    def __init__(self, manager: CheckpointEngineManager, replicas: Sequence[Replica]) -> None:
+    def __init__(self, manager: CheckpointEngineManager, replicas: Sequence[Replica], *, whole: bool = False) -> None:
         self._manager = manager
         self._replicas = replicas
+        self._whole = whole
 
     async def update_weights(self, version: int) -> WeightSyncReport:
         """Send a version to all replicas, and again to their successors if all of them died.
@@ -145,3 +156,27 @@ class ReplicaSync:
         for replica in lost:
             await replica.replace_lost()
         return await self._manager.update_weights(version)
+
+    async def sleep(self, *, weights_follow: bool) -> int | None:
+        """Free memory of the replicas; see RolloutMemory."""
+        generation = self._manager.generation
+        if not weights_follow:
+            return await self._or_replaced(generation.release_kv_cache())
+        return await self._or_replaced(generation.sleep(2 if self._whole else 1))
+
+    async def wake(self, part: Memory) -> None:
+        """Restore one part of the memory; see RolloutMemory."""
+        generation = self._manager.generation
+        await self._or_replaced(generation.resume_kv_cache() if part == "kv_cache" else generation.wake(part))
+
+    async def _or_replaced(self, call: Awaitable[T]) -> T | None:
+        """Await a call to all replicas; if it fails on all, replace them: new ones do not sleep."""
+        try:
+            return await call
+        except WeightSyncError as error:
+            if not self._replicas:
+                raise
+            for replica in self._replicas:
+                self._manager.quarantine(replica.name, error.message.rstrip("."))
+                await replica.replace_lost()
+            return None

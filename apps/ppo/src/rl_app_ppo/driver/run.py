@@ -10,17 +10,20 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from rl_app_ppo.cluster.local.fork_server import ForkServer
 from rl_app_ppo.cluster.lost_processes import fate, named_losses, ray_servers
 from rl_app_ppo.cluster.ray_session import ray_session, write_timeline
 from rl_app_ppo.config.loading import flat_settings, to_yaml
+from rl_app_ppo.config.model_path import given_model
+from rl_app_ppo.config.placement import rollout_in_actor
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.demo.cache import read_facts
+from rl_app_ppo.driver.hang_watch import hang_watch
 from rl_app_ppo.driver.replicas import Replica, ReplicaSync
 from rl_app_ppo.driver.weight_sync import OnStep, make_sync, measured
 from rl_app_ppo.driver.workers import WorkerPool
 from rl_app_ppo.inputs.data import about_validation, open_data, train_order
 from rl_app_ppo.inputs.demo_model import cached_demo_model
-from rl_app_ppo.inputs.model_path import given_model
 from rl_app_ppo.outputs.console import LossNotes, OldLogProbNotes, Screen
 from rl_app_ppo.outputs.metric_sinks import CONSOLE, logger_names, open_sinks
 from rl_app_ppo.outputs.metrics_file import JSONLSink, kept_metrics
@@ -59,6 +62,8 @@ class RunPlan:
     """The beginning, or a checkpoint."""
     plugins: PluginPolicy
     """Which plug-ins of the weight synchronization the operator allows."""
+    fork_server: ForkServer | None
+    """Forks the workers of a Ray on this machine; None: with ray.address=ADDRESS."""
 
     @property
     def last_step(self) -> int | None:
@@ -86,9 +91,10 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
         recorder = Recorder(
             screen, sinks, config.trainer.total_training_steps, warnings, startup, lines=CONSOLE in loggers
         )
-        local_plane = await _start_servers(config, files.logs, stack, screen, startup)
+        local_plane = await _start_servers(plan, stack, screen, startup)
         servers = ray_servers()
-        stack.enter_context(named_losses(_plane_servers(local_plane) | servers))
+        named_servers = _plane_servers(local_plane) | servers
+        stack.enter_context(named_losses(named_servers))
         pool = WorkerPool(config, files)
         await pool.require_cpus()
         stack.enter_context(closing(pool))
@@ -117,45 +123,48 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
             hooks["trainer.profile_steps"] = profiling
         rollout = _connect_rollout(plan, pool, servers, recorder.on_step, screen)
         trainer = PPOTrainer(_trainer_parts(plan, rollout, plane, buffers, data, hooks))
-        try:
-            if plan.start.checkpoint is not None:
-                with startup.phase("resume", "loading the checkpoint"):
-                    await trainer.resume(plan.start.checkpoint)
-            startup.done()
-            startup.begin("first validation" if config.trainer.val_before_train and last_step is None else "first step")
-            await _fit(trainer, screen if config.async_rl.max_staleness else None)
-        finally:
-            startup.end()
-            recorder.write_curve(files.curve)
-        temporary = files.folder / UNPUBLISHED
-        await trainer.save(temporary)
-        publish_folder(temporary, files.checkpoint)
+        async with hang_watch(config.trainer.hang_s, pool, buffers, named_servers, files, screen):
+            await _train(plan, trainer, recorder, screen, startup)
     return recorder
 
 
-async def _start_servers(
-    config: AppConfig, logs: Path, stack: AsyncExitStack, screen: Screen, startup: Startup
-) -> LocalPlane:
+async def _start_servers(plan: RunPlan, stack: AsyncExitStack, screen: Screen, startup: Startup) -> LocalPlane:
     """Start the data plane and Ray side by side; `stack` stops them."""
+    config = plan.config
 
     async def start_plane() -> LocalPlane:
         with startup.phase("data_plane", "starting the data plane"):
-            return await stack.enter_async_context(_local_plane(config, logs, screen))
+            return await stack.enter_async_context(_local_plane(config, plan.files.logs, screen))
 
     plane = asyncio.create_task(start_plane())
     try:
         with startup.phase("ray", "starting Ray"):
-            await stack.enter_async_context(ray_session(config.ray, config.trainer))
+            await stack.enter_async_context(ray_session(config.ray, config.trainer, plan.fork_server))
     finally:
         local_plane = await plane
     return local_plane
 
 
-async def _fit(trainer: PPOTrainer, screen: Screen | None) -> None:
-    """Train; then say on the screen what became of the prompts that were rolled out."""
-    await trainer.fit()
-    if screen is not None:
-        screen.note(f"rollouts: {trainer.group_counts()}")
+async def _train(plan: RunPlan, trainer: PPOTrainer, recorder: Recorder, screen: Screen, startup: Startup) -> None:
+    """Train, from the checkpoint if there is one, and write the policy."""
+    config, files = plan.config, plan.files
+    try:
+        if plan.start.checkpoint is not None:
+            with startup.phase("resume", "loading the checkpoint"):
+                await trainer.resume(plan.start.checkpoint)
+        startup.done()
+        startup.begin(
+            "first validation" if config.trainer.val_before_train and plan.last_step is None else "first step"
+        )
+        await trainer.fit()
+        if config.async_rl.max_staleness:
+            screen.note(f"rollouts: {trainer.group_counts()}")
+    finally:
+        startup.end()
+        recorder.write_curve(files.curve)
+    temporary = files.folder / UNPUBLISHED
+    await trainer.save(temporary)
+    publish_folder(temporary, files.checkpoint)
 
 
 async def _load_models(
@@ -192,7 +201,10 @@ async def _connect_plane(
     plane = await connect(local_plane.descriptor)
     stack.push_async_callback(plane.close)
     settings = prompt_groups.ReplayConfig(
-        groups_per_version=config.data.train_batch_size, when_stale="drop", **asdict(config.replay)
+        groups_per_version=config.data.train_batch_size,
+        when_stale="drop",
+        max_staleness=config.async_rl.max_staleness,
+        **asdict(config.replay),
     )
     buffers = {name: ReplayBuffer(plane, name, settings) for name in PARTITIONS}
     for buffer in buffers.values():
@@ -216,14 +228,22 @@ def _connect_rollout(
     """Connect the rollout workers; `servers` are those of Ray, by process id."""
     config, workers, manager = plan.config, pool.workers, None
     if config.checkpoint_engine.enabled:
-        manager = make_sync(config.checkpoint_engine, plan.plugins, workers.actor, workers.rollout, screen.weights)
+        manager = make_sync(
+            config.checkpoint_engine,
+            plan.plugins,
+            workers.actor,
+            workers.rollout,
+            screen.weights,
+            one_process=rollout_in_actor(config.placement),
+        )
         on_step = measured(manager, on_step)
 
     def ray_runs() -> bool:
         return not any(map(fate, servers))
 
     replicas = {worker: Replica(worker, manager, ray_runs) for worker in pool.replaceable}
-    sync = ReplicaSync(manager, list(replicas.values())) if manager else None
+    whole = not config.sends_adapters
+    sync = ReplicaSync(manager, list(replicas.values()), whole=whole) if manager else None
     return _Rollout(replace(workers, rollout=[replicas.get(worker, worker) for worker in pool.rollout]), sync, on_step)
 
 
@@ -251,6 +271,7 @@ def _trainer_parts(
         async_rl=config.async_rl,
         workers=rollout.workers,
         weight_sync=rollout.sync,
+        rollout_memory=rollout.sync if config.rollout.free_cache_engine else None,
         train_order=train_order(config, data["train"]),
         validation_size=len(data["val"]) if "val" in data else 0,
         rollout=config.rollout,

@@ -30,6 +30,8 @@ def make_sync(
     actor: Sequence[WorkerHandle],
     rollout: Sequence[WorkerHandle],
     progress: ProgressCallback | None = None,
+    *,
+    one_process: bool = False,
 ) -> CheckpointEngineManager:
     """Create the manager of all rollout workers.
 
@@ -39,19 +41,27 @@ def make_sync(
         actor: all ranks; the first sends.
         rollout: all replicas.
         progress: called during slow syncs.
+        one_process: each replica is in the process of the rank of the same number, which sends it
+            the weights there.
 
     Raises:
         ConfigError: see `make_engine`; or the manager may not be loaded.
     """
     registry = CheckpointEngineRegistry(plugins)
     first, *others = actor
+    beside = (
+        {replica.name: remote(SenderEndpoint, rank) for replica, rank in zip(rollout[1:], others, strict=True)}
+        if one_process
+        else {}
+    )
     return registry.manager(config)(
         remote(SenderEndpoint, first),
         [remote(ReceiverEndpoint, worker) for worker in rollout],
         config,
         registry.resolve(config),
         progress,
-        followers=[remote(FollowerEndpoint, rank) for rank in others],
+        followers=[] if one_process else [remote(FollowerEndpoint, rank) for rank in others],
+        local_senders=beside,
     )
 
 

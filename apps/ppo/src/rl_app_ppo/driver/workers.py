@@ -16,6 +16,7 @@ from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_app_ppo.outputs.startup_times import Startup
+from rl_app_ppo.watchdog.calls import CallLog
 from rl_app_ppo.worker.messages import BuildCall
 from rl_ckpt_engine import PluginPolicy
 from rl_trainer import Workers, needs_reference
@@ -30,6 +31,7 @@ class WorkerPool:
     Attributes:
         processes: all processes that were started; that of the first actor is the first, since it
             makes the demo model while the others start.
+        calls: the calls of all processes that wait.
     """
 
     def __init__(self, config: AppConfig, files: RunFiles) -> None:
@@ -38,6 +40,7 @@ class WorkerPool:
         self._groups = worker_groups(config)
         self._handles: dict[Role, list[RayWorker]] = {}
         self.processes: list[RayProcess] = []
+        self.calls = CallLog()
 
     def __len__(self) -> int:
         return sum(group.ranks for group in self._groups)
@@ -72,8 +75,20 @@ class WorkerPool:
         Raises:
             WorkerError: see `placement.require_cpus`.
         """
-        needed = sum(cpus_used(group, self._config) * group.ranks for group in self._groups)
-        await require_cpus(needed, self._config.ray.cpus_per_worker)
+        await require_cpus(self._computing, self._config.ray.cpus_per_worker)
+
+    @property
+    def cpus_needed(self) -> float:
+        """CPUs that all processes ask Ray for."""
+        return self._computing * self._config.ray.cpus_per_worker
+
+    @property
+    def _computing(self) -> int:
+        return sum(cpus_used(group, self._config) * group.ranks for group in self._groups)
+
+    def pids(self) -> dict[int, str]:
+        """The processes of this host that are ready: process id -> name."""
+        return {process.pid: process.name for process in self.processes if process.pid}
 
     def start(self) -> None:
         """Start the processes without waiting for them."""
@@ -82,7 +97,7 @@ class WorkerPool:
             for rank in range(group.ranks):
                 name = group.process_name(rank)
                 log, reserved = self._files.logs / f"{name}.log", cpus * cpus_used(group, self._config)
-                process = RayProcess(group.roles, name, log, threads, reserved)
+                process = RayProcess(group.roles, name, log, threads, reserved, self.calls)
                 self.processes.append(process)
                 for role in group.roles:
                     worker = RayWorker(process, role, group.role_name(role, rank))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rl_app_ppo.config.model_path import given_model
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.inputs.data import open_data
-from rl_app_ppo.inputs.model_path import given_model
 from rl_protocol import ConfigError
 
 

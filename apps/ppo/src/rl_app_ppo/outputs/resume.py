@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rl_app_ppo.config.loading import flat_settings, to_yaml
 from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.config.training_backends import get_training_backend
 from rl_app_ppo.outputs.run_folder import CHECKPOINTS, MODEL
 from rl_protocol import ConfigError, OutputError
 from rl_protocol.support.option_tree import list_options
 from rl_protocol.support.options import items
-from rl_trainer import get_training_backend
 from rl_trainer.checkpoints.folder import Checkpoint, inspect, newest_whole
 
 

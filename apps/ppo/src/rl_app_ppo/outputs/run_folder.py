@@ -185,6 +185,11 @@ class RunFiles:
     def logs(self) -> Path:
         return self.folder / "logs"
 
+    @property
+    def hang(self) -> Path:
+        """The report about a run in which nothing moved."""
+        return self.logs / "hang.txt"
+
     def written(self) -> dict[str, Path]:
         """The existing files and folders for the user, by name."""
         found = {

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
 from rl_app_ppo.config.loading import from_yaml
-from rl_app_ppo.config.placement import Role, shares_base, shares_weights
+from rl_app_ppo.config.placement import Role, rollout_in_actor, shares_base, shares_weights
+from rl_app_ppo.config.rollout_engines import RolloutSetup
 from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.config.training_backends import TrainingBackendSpec
 from rl_app_ppo.demo.demos import DEMOS
 from rl_app_ppo.inputs.data import open_data
 from rl_app_ppo.inputs.tokenizer import decoder, load_tokenizer, session_tokenizer, vision_of
@@ -21,17 +24,17 @@ from rl_app_ppo.worker.rewards import open_scorer
 from rl_app_ppo.worker.weight_endpoints import AdapterOnly, AdapterSource, make_engine
 from rl_ckpt_engine import FollowerEndpoint, ReceiverEndpoint, SenderEndpoint
 from rl_ckpt_engine.endpoints.operations import Endpoint
-from rl_protocol.ports import DataPlane, PolicyBackend, RolloutEngine, SamplingParams
-from rl_rollout_vllm import RANKS, AdapterConfig, VLLMConfig, VLLMRolloutEngine, required_logprobs_mode
+from rl_protocol.ports import DataPlane, PolicyBackend, RolloutEngine
 from rl_trainer import (
     ActorWorker,
     CriticWorker,
-    LoraConfig,
+    FsdpConfig,
     ReferenceWorker,
     RewardSettings,
     RewardWorker,
     RolloutWorker,
     StepColumns,
+    TorchConfig,
     Worker,
     needs_sum_pi_squared,
     step_columns,
@@ -49,9 +52,20 @@ class TrainedPolicy(PolicyBackend, AdapterSource, Protocol):
     """The policy of every training engine."""
 
 
+@runtime_checkable
+class SharesBase(Protocol):
+    """A rollout engine that merges adapters into base weights lent by the actor in its process."""
+
+    def share_base(self, base: Mapping[str, Any]) -> None:
+        """Use these tensors by name, which never change, instead of copies."""
+        ...
+
+
 Built = tuple[Worker, Endpoint | None]
 Build = Callable[[Role, RolloutEngine | None], Built]
 """Builds the worker of a trained role; the second argument is the process's own rollout engine."""
+Builder = Callable[[AppConfig, BuildCall, DataPlane, StepColumns], Build]
+"""Joins the ranks of a process that trains with one engine, and builds the workers of its roles."""
 TRAINED: tuple[Role, ...] = ("actor", "ref", "critic")
 """The roles whose ranks share a model."""
 
@@ -65,7 +79,8 @@ async def build_workers(roles: Sequence[Role], call: BuildCall) -> dict[Role, Bu
     config, path = from_yaml(call.config), Path(call.model_path)
     plane = await connect(msgspec.json.decode(call.plane, type=PlaneDescriptor))
     columns = step_columns(config.algorithm, config.actor, images=vision_of(path) is not None)
-    build = BUILDERS[config.model_engine](config, call, plane, columns) if set(roles) & set(TRAINED) else None
+    trains = set(roles) & set(TRAINED)
+    build = load_builder(config.backend)(config, call, plane, columns) if trains else None
     built: dict[Role, Built] = {}
     generator: RolloutEngine | None = None
     for role in reversed(roles):  # the actor last: the generators continue from its seed
@@ -79,6 +94,12 @@ async def build_workers(roles: Sequence[Role], call: BuildCall) -> dict[Role, Bu
     if shares_weights(config) and "actor" in built and "rollout" in built:
         await _share_weights(built["actor"][1], built["rollout"][1], config.checkpoint_engine.timeout_s)
     return built
+
+
+def load_builder(backend: TrainingBackendSpec) -> Builder:
+    """The builder of a training engine, from a module that may need an optional package."""
+    module, _, name = backend.build.partition(":")
+    return getattr(import_module(module), name)
 
 
 async def _share_weights(sender: Endpoint | None, receiver: Endpoint | None, timeout_s: float) -> None:
@@ -131,88 +152,46 @@ def _reader(path: Path) -> ImageReader | None:
 
 def _generator(config: AppConfig, path: Path) -> RolloutEngine:
     rollout = config.rollout
-    if rollout.name == "hf":
-        from rl_trainer.rollout.hf_engine import HFRolloutEngine  # torch: the reward process needs none
-
-        lora = config.lora if config.sends_adapters else None
-        return HFRolloutEngine(path, max_batch_size=rollout.max_batch_size, dtype=rollout.dtype, lora=lora)
-    sampling = SamplingParams(
-        max_new_tokens=rollout.response_length,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
+    setup = RolloutSetup(
+        path=path,
+        rollout=rollout,
+        lora=config.lora if config.sends_adapters else None,
+        threads=config.trainer.threads_per_worker
+        or cores_of_each(rollout.num_workers * rollout.tensor_model_parallel_size),
+        start_timeout_s=config.ray.start_timeout_s,
+        call_timeout_s=config.trainer.stage_timeout_s,
     )
-    return VLLMRolloutEngine(
-        VLLMConfig(
-            model_path=str(path),
-            dtype="bfloat16" if rollout.dtype == "bfloat16" else "float32",
-            max_num_seqs=rollout.max_batch_size,
-            kv_cache_bytes=rollout.kv_cache_mb << 20,
-            logprobs_mode=required_logprobs_mode(sampling) or "processed_logprobs",
-            threads=config.trainer.threads_per_worker
-            or cores_of_each(rollout.num_workers * rollout.tensor_model_parallel_size),
-            tensor_parallel_size=rollout.tensor_model_parallel_size,
-            adapter=room_for_adapters(config.lora) if config.sends_adapters else None,
-            start_timeout_s=config.ray.start_timeout_s,
-            call_timeout_s=config.trainer.stage_timeout_s,
-        )
-    )
+    return config.generator.build(setup)
 
 
-def room_for_adapters(lora: LoraConfig) -> AdapterConfig:
-    """The adapters for which vLLM reserves memory."""
-    return AdapterConfig(
-        rank=min(rank for rank in RANKS if rank >= lora.rank),
-        alpha=lora.scaling * lora.rank,  # vLLM divides by the rank, also with rsLoRA, which divides by its root
-        target_modules=lora.targets(),
-    )
-
-
-def _megatron(config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns) -> Build:
-    from rl_app_ppo.worker.megatron import megatron_critic, megatron_policy  # an optional dependency
-
-    path, store = Path(call.model_path), Path(call.store)
-
-    def build(role: Role, _: RolloutEngine | None) -> Built:
-        if role == "critic":
-            return CriticWorker(plane, columns, megatron_critic(config, path, rank=call.rank, store=store)), None
-        temperature = config.rollout.temperature
-        policy = megatron_policy(config, path, rank=call.rank, store=store)
-        if role == "ref":
-            return ReferenceWorker(plane, columns, policy, temperature), None
-        return ActorWorker(plane, columns, policy, temperature), _sender(config, call, policy)
-
-    return build
-
-
-def _torch(config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns) -> Build:
+def build_torch(config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns) -> Build:
+    """Builder of model_engine=torch: the whole model in this process."""
     from rl_trainer.backends.parallel_strategy import PlainStrategy  # torch: the reward process needs none
 
-    strategy = PlainStrategy(config.torch)
-    return partial(_trained, config, call, plane, columns, strategy)
+    return train_with(PlainStrategy(config.engine_as(TorchConfig)), config, call, plane, columns)
 
 
-def _fsdp(config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns) -> Build:
+def build_fsdp(config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns) -> Build:
+    """Builder of model_engine=fsdp: joins the ranks, over which FSDP2 shards each model."""
     from rl_trainer.backends.parallel_strategy import FsdpStrategy, resolve_device
     from rl_trainer.backends.world import join_world
 
+    options = config.engine_as(FsdpConfig)
     world = join_world(
         call.rank,
         config.ranks,
         store=Path(call.store),
-        device=resolve_device(config.fsdp.device),
+        device=resolve_device(options.device),
         timeout_s=config.trainer.stage_timeout_s,
     )
-    strategy = FsdpStrategy(config.fsdp, world)
+    return train_with(FsdpStrategy(options, world), config, call, plane, columns)
+
+
+def train_with(
+    strategy: ParallelStrategy, config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns
+) -> Build:
+    """Builds the roles on torch models that the strategy places."""
     return partial(_trained, config, call, plane, columns, strategy)
-
-
-BUILDERS: Mapping[str, Callable[[AppConfig, BuildCall, DataPlane, StepColumns], Build]] = {
-    "torch": _torch,
-    "fsdp": _fsdp,
-    "megatron": _megatron,
-}
-"""Value of `model_engine` -> joins the ranks of a process, and builds the workers of its roles."""
 
 
 def _trained(
@@ -228,7 +207,6 @@ def _trained(
     from rl_trainer.backends.snapshot import seed_generators  # torch: the reward process needs none
     from rl_trainer.backends.torch_critic import TorchCriticBackend
     from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
-    from rl_trainer.rollout.hf_engine import HFRolloutEngine
 
     path, temperature = Path(call.model_path), config.rollout.temperature
     n, seed = config.rollout.n, config.trainer.seed
@@ -251,16 +229,19 @@ def _trained(
             sum_pi_squared=needs_sum_pi_squared(config.algorithm),
         ),
     )
-    if shares_base(config) and isinstance(generator, HFRolloutEngine):
+    if shares_base(config) and isinstance(generator, SharesBase):
         generator.share_base(policy.base_weights())
-    return ActorWorker(plane, columns, policy, temperature), _sender(config, call, policy)
+    return ActorWorker(plane, columns, policy, temperature), sender_of(config, call, policy)
 
 
-def _sender(config: AppConfig, call: BuildCall, policy: TrainedPolicy) -> Endpoint:
-    """The actor's endpoint: all ranks gather the weights, and the first sends them."""
+def sender_of(config: AppConfig, call: BuildCall, policy: TrainedPolicy) -> Endpoint:
+    """The actor's endpoint: all ranks gather the weights, and the first sends them.
+
+    Where each rank has a rollout in its process, each sends them to its own.
+    """
     adapters = config.sends_adapters
     source = AdapterOnly(policy) if adapters else policy
-    if call.rank:
+    if call.rank and not rollout_in_actor(config.placement):
         return FollowerEndpoint(source)
     engine = make_engine(config.checkpoint_engine, call.plugins)
     if adapters:

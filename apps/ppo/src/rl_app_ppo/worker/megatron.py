@@ -8,7 +8,10 @@ from pathlib import Path
 import torch
 
 import rl_trainer
+from rl_app_ppo.config.placement import Role
 from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.worker.build import Build, Built, sender_of
+from rl_app_ppo.worker.messages import BuildCall
 from rl_megatron_peft import Layout, LoraConfig
 from rl_megatron_peft.backend.critic import MegatronCriticBackend
 from rl_megatron_peft.backend.learner import MetricSums, MiniBatchCounts
@@ -16,8 +19,9 @@ from rl_megatron_peft.backend.parallel import Ranks, all_reduce_data_parallel, o
 from rl_megatron_peft.backend.policy import MegatronPolicyBackend
 from rl_megatron_peft.backend.train.settings import AdamConfig, TrainSettings
 from rl_protocol import BatchData
+from rl_protocol.ports import DataPlane, RolloutEngine
 from rl_protocol.torch import TORCH_DTYPES
-from rl_trainer import OptimConfig
+from rl_trainer import ActorWorker, CriticWorker, MegatronConfig, OptimConfig, ReferenceWorker, StepColumns
 from rl_trainer.algorithms.batching import schedule_rows
 from rl_trainer.algorithms.losses.aggregate import BatchCounts
 from rl_trainer.algorithms.losses.policy_objective import PolicyObjective
@@ -82,18 +86,34 @@ def _adapters(lora: rl_trainer.LoraConfig) -> LoraConfig:
     )
 
 
-def megatron_policy(config: AppConfig, path: Path, *, rank: int, store: Path) -> MegatronPolicyBackend:
-    """Create this rank's part of the policy; the ranks find each other through the file `store`.
+def build_megatron(config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns) -> Build:
+    """Builder of model_engine=megatron: tensor, pipeline and data parallel ranks."""
+    path, ranks = Path(call.model_path), join_ranks(config, call.rank, Path(call.store))
+
+    def build(role: Role, _: RolloutEngine | None) -> Built:
+        if role == "critic":
+            return CriticWorker(plane, columns, megatron_critic(config, path, ranks)), None
+        temperature = config.rollout.temperature
+        policy = megatron_policy(config, path, ranks)
+        if role == "ref":
+            return ReferenceWorker(plane, columns, policy, temperature), None
+        return ActorWorker(plane, columns, policy, temperature), sender_of(config, call, policy)
+
+    return build
+
+
+def megatron_policy(config: AppConfig, path: Path, ranks: Ranks) -> MegatronPolicyBackend:
+    """Create this rank's part of the policy; models in one process get the same `ranks`.
 
     Raises:
         ConfigError: Megatron-Core does not support the model or layout; names the setting.
     """
-    actor = config.actor
+    actor, options = config.actor, config.engine_as(MegatronConfig)
     return MegatronPolicyBackend(
         path,
         lora=_adapters(config.lora) if config.lora.rank else None,
         loss=TrainerLoss(PolicyObjective(actor, loss_correction(config.algorithm))),
-        ranks=_join(config, rank, store),
+        ranks=ranks,
         settings=TrainSettings(
             fused=False,  # one A per module, as in the other engines
             adam=_adam(actor.optim),
@@ -101,34 +121,39 @@ def megatron_policy(config: AppConfig, path: Path, *, rank: int, store: Path) ->
             mini_batches=_mini_batches(actor.schedule(config.rollout.n, config.trainer.seed)),
             micro_batch_rows=actor.ppo_micro_batch_size,
             seed=config.trainer.seed,
-            dtype=TORCH_DTYPES[config.megatron.param_dtype],
-            distributed_optimizer=config.megatron.distributed_optimizer,
+            dtype=TORCH_DTYPES[options.param_dtype],
+            distributed_optimizer=options.distributed_optimizer,
         ),
     )
 
 
-def megatron_critic(config: AppConfig, path: Path, *, rank: int, store: Path) -> TrainerCritic:
+def megatron_critic(config: AppConfig, path: Path, ranks: Ranks) -> TrainerCritic:
     """Create this rank's part of the critic, which trains all weights; see `megatron_policy`."""
-    critic = config.critic
+    critic, options = config.critic, config.engine_as(MegatronConfig)
     return TrainerCritic(
         path,
         lora=None,
         loss=TrainerValueLoss(ValueObjective(critic)),
-        ranks=_join(config, rank, store),
+        ranks=ranks,
         settings=TrainSettings(
             adam=_adam(critic.optim),
             lr_schedule=_factor(critic.optim),
             mini_batches=_mini_batches(critic.schedule(config.rollout.n, config.trainer.seed)),
             micro_batch_rows=critic.ppo_micro_batch_size,
-            dtype=TORCH_DTYPES[config.megatron.param_dtype],
-            distributed_optimizer=config.megatron.distributed_optimizer,
+            dtype=TORCH_DTYPES[options.param_dtype],
+            distributed_optimizer=options.distributed_optimizer,
         ),
     )
 
 
-def _join(config: AppConfig, rank: int, store: Path) -> Ranks:
+def join_ranks(config: AppConfig, rank: int, store: Path) -> Ranks:
+    """Join the other ranks, once in a process; they find each other through the file `store`.
+
+    Raises:
+        ConfigError: the number of ranks does not fit the layout.
+    """
     join_world(rank, config.ranks, store=store, device=resolve_device("auto"), timeout_s=config.trainer.stage_timeout_s)
-    megatron = config.megatron
+    megatron = config.engine_as(MegatronConfig)
     return open_ranks(
         Layout(
             tensor=megatron.tensor_model_parallel_size,

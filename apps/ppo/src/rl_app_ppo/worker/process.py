@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import socket
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +14,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from rl_app_ppo.config.full_keys import FullKeysFormatter
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.worker.messages import BuildCall, WarmupProgress
 from rl_app_ppo.worker.weight_endpoints import require_admission
 from rl_ckpt_engine.endpoints.operations import METHODS
 from rl_protocol import WorkerError
+from rl_protocol.support.stack_dumps import STACK_LOG, dump_at_signal
 from rl_trainer.workers.messages import ComputeCall
 
 if TYPE_CHECKING:
@@ -44,8 +47,10 @@ class WorkerProcess:
         self._trace: Trace | None = None
         self._share_cores: Callable[[int], None] | None = None
         handler = logging.FileHandler(log_path)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(FullKeysFormatter())
         logging.getLogger().addHandler(handler)
+        dump_at_signal(handler.stream)
+        os.environ[STACK_LOG] = str(log_path)  # for the processes that this one starts
         logging.getLogger().setLevel(logging.INFO)
         logging.captureWarnings(capture=True)
         logging.getLogger(__name__).info("worker %s starts as %s, process %d", name, ", ".join(roles), os.getpid())
@@ -55,6 +60,10 @@ class WorkerProcess:
 
             torch_setup.configure(threads)
             self._share_cores = None if threads else torch_setup.share_cores
+
+    async def place(self) -> tuple[str, int]:
+        """The host and the id of this process."""
+        return socket.gethostname(), os.getpid()
 
     async def call(self, role: Role, method: str, payload: bytes) -> bytes:
         """Answer one call to the worker of a role; `build` and `profile.*` are for all of them.

@@ -14,7 +14,6 @@ from rl_ckpt_engine.endpoints.operations import operation
 from rl_ckpt_engine.endpoints.weight_sinks import (
     AdapterReceiver,
     AdoptingReceiver,
-    Memory,
     PausableReceiver,
     SleepingReceiver,
     check_methods,
@@ -23,7 +22,7 @@ from rl_ckpt_engine.engines.contract import CheckpointEngine
 from rl_ckpt_engine.payload.manifest import Manifest
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
-from rl_protocol.ports import WeightReceiver
+from rl_protocol.ports import Memory, WeightReceiver
 
 _TORN = "may hold weights of two versions because a load failed midway"
 
@@ -177,10 +176,11 @@ class ReceiverEndpoint(EngineEndpoint):
         self._paused = self._behind = False
 
     @operation
-    async def sleep(self, level: int, timeout_s: float) -> None:
-        """Free memory until `wake`.
+    async def sleep(self, level: int, timeout_s: float) -> int | None:
+        """Free memory until `wake`; returns the bytes freed, None if the sink does not count them.
 
-        Level 1 offloads the weights; level 2 drops them, so they must be sent again.
+        Level 1 offloads the weights; level 2 drops them, so they must be sent again. A sink that
+        can't drop them sleeps at level 1.
 
         Raises:
             WeightSyncError: the sink can't sleep, or the level is unknown.
@@ -188,10 +188,12 @@ class ReceiverEndpoint(EngineEndpoint):
         """
         if level not in (1, 2):
             raise WeightSyncError(f"Replica {self._name!r}: there is no level {level} of sleep; levels are 1 and 2.")
-        async with asyncio.timeout(timeout_s):
-            await self._sleeper.sleep(level)
-        if level == 2:
+        sleeper = self._sleeper
+        drops = level == 2 and self._sink.capabilities.drops_weights
+        if drops:
             self._unfit = "has dropped its weights"
+        async with asyncio.timeout(timeout_s):
+            return await sleeper.sleep(2 if drops else 1)
 
     @operation
     async def wake(self, part: Memory | None, timeout_s: float) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol
 
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import ConfigError
-from rl_protocol.ports import WeightCapabilities
-
-Memory: TypeAlias = Literal["weights", "kv_cache"]
-"""The parts of device memory that a sleeping replica frees, in the order of restoring them."""
+from rl_protocol.ports import Memory, WeightCapabilities
 
 
 class AdapterReceiver(Protocol):
@@ -50,11 +47,19 @@ class PausableReceiver(Protocol):
 
 
 class SleepingReceiver(Protocol):
-    """`sleeps`: a sink that can free device memory."""
+    """`sleeps`: a sink that can free memory."""
 
-    async def sleep(self, level: Literal[1, 2]) -> None: ...
+    async def sleep(self, level: Literal[1, 2]) -> int | None:
+        """Abort running requests and free memory; level 2 only if it declares `drops_weights`.
 
-    async def wake(self, part: Memory | None = None) -> None: ...
+        Returns:
+            Bytes freed; None: unknown.
+        """
+        ...
+
+    async def wake(self, part: Memory | None = None) -> None:
+        """Restore one part of the memory, or all of it; no effect on a part that is awake."""
+        ...
 
 
 _METHODS = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from rl_ckpt_engine.endpoints.weight_sinks import Memory
 from rl_ckpt_engine.sync.replica_set import ReplicaSet
+from rl_protocol.ports import Memory
 
 
 class GenerationControl:
@@ -44,25 +44,32 @@ class GenerationControl:
         async with self._lock:
             await self._replicas.call("resume", lambda handle: handle.resume(self._timeout_s))
 
-    async def sleep(self, level: int = 1) -> None:
-        """Abort running requests and free device memory until `wake`.
+    async def sleep(self, level: int = 1) -> int | None:
+        """Abort running requests and free memory until `wake`.
 
         Args:
-            level: 1 offloads the weights and drops the KV cache. 2 drops the weights, too; they
-                must be sent between `wake("weights")` and `wake("kv_cache")`.
+            level: 1 offloads the weights and drops the KV cache. 2 drops the weights, too, on
+                replicas that can; they must be sent between `wake("weights")` and
+                `wake("kv_cache")`.
+
+        Returns:
+            Bytes freed on all replicas that count them; None: no replica does.
         """
         async with self._lock:
-            await self._replicas.call("sleep", lambda handle: handle.sleep(level, self._timeout_s))
+            freed = await self._replicas.call("sleep", lambda handle: handle.sleep(level, self._timeout_s))
+        known = [size for size in freed if size is not None]
+        return sum(known) if known else None
 
     async def wake(self, part: Memory | None = None) -> None:
         """Restore one part of the memory, or all of it."""
         async with self._lock:
             await self._replicas.call("wake", lambda handle: handle.wake(part, self._timeout_s))
 
-    async def release_kv_cache(self) -> None:
-        """Abort running requests and free only the KV cache."""
-        await self.sleep(1)
+    async def release_kv_cache(self) -> int | None:
+        """Abort running requests and free only the KV cache; returns the bytes freed as `sleep`."""
+        freed = await self.sleep(1)
         await self.wake("weights")
+        return freed
 
     async def resume_kv_cache(self) -> None:
         """Allocate the KV cache again and admit requests."""

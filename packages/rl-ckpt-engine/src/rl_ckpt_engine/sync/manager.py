@@ -47,6 +47,8 @@ class CheckpointEngineManager:
         engine: class of the engine; required if its members form a process group.
         progress: called during syncs longer than `progress.QUIET_S`; for example `ProgressBar()`.
         followers: the trainer's other ranks, if they hold parts of the weights.
+        local_senders: name of a receiver -> the trainer's rank in its process. These ranks do not
+            follow: each sends the version within its process, and all must send equal weights.
 
     Attributes:
         generation: stops and starts all replicas between syncs.
@@ -68,11 +70,13 @@ class CheckpointEngineManager:
         progress: ProgressCallback | None = None,
         *,
         followers: Iterable[FollowerEndpoint] = (),
+        local_senders: Mapping[str, SenderHandle] | None = None,
     ) -> None:
         self._config = CheckpointEngineConfig() if config is None else config
         self._progress = progress
         self._sender = sender
         self._followers = tuple(followers)
+        self._local_senders = local_senders
         self._receive_strategy = receive_strategy(engine, sender)
         self._replicas = ReplicaSet(receivers, self._config.timeout_s)
         self._lock = asyncio.Lock()
@@ -183,6 +187,7 @@ class CheckpointEngineManager:
             self._config.timeout_s,
             self._receive_strategy,
             followers=self._followers,
+            local_senders=self._local_senders,
             stopped=self.generation.stopped,
         )
         try:

@@ -34,6 +34,28 @@ class IndependentReceive:
         return await call_all("receive", receivers, timeout_s, lambda handle: handle.receive(manifest, timeout_s))
 
 
+class LocalReceive:
+    """Each receiver receives from the sender in its own process; all of them sent the same weights.
+
+    Args:
+        manifests: name of the receiver -> what that sender sent; the others get the manifest that
+            `move` is called with.
+    """
+
+    def __init__(self, manifests: Mapping[str, bytes]) -> None:
+        self._manifests = manifests
+
+    async def move(
+        self, manifest: bytes, receivers: Mapping[str, ReceiverHandle], timeout_s: float
+    ) -> Outcome[ReceiveAck]:
+        return await call_all(
+            "receive",
+            receivers,
+            timeout_s,
+            lambda handle: handle.receive(self._manifests.get(handle.name, manifest), timeout_s),
+        )
+
+
 class GroupReceive:
     """Sender and receivers receive together in a process group, which is kept until its members
     change.

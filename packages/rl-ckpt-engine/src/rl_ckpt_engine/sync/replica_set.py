@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import MappingProxyType
+from typing import TypeVar
 
 from rl_ckpt_engine.endpoints.receiver import ReceiverHandle
 from rl_ckpt_engine.sync.peer_calls import call_all, format_failures
 from rl_protocol.errors import ConfigError, WeightSyncError
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class ReplicaSet:
@@ -83,8 +85,8 @@ class ReplicaSet:
         self._in_use.pop(name, None)
         self._quarantined.pop(name, None)
 
-    async def call(self, what: str, call: Callable[[ReceiverHandle], Awaitable[None]]) -> None:
-        """Call every replica in use, and quarantine those that fail.
+    async def call(self, what: str, call: Callable[[ReceiverHandle], Awaitable[T]]) -> list[T]:
+        """Call every replica in use, and quarantine those that fail; returns the others' answers.
 
         Raises:
             WeightSyncError: the call failed on all replicas; then none is quarantined.
@@ -95,3 +97,4 @@ class ReplicaSet:
                 f"The call {what!r} failed on every replica.{format_failures(outcome.failed.values())}"
             )
         self.quarantine(outcome.failed)
+        return list(outcome.done.values())

@@ -12,7 +12,7 @@ from rl_ckpt_engine.endpoints.receiver import ReceiveAck, ReceiverHandle
 from rl_ckpt_engine.endpoints.sender import FollowerEndpoint, SendAck, SenderHandle
 from rl_ckpt_engine.payload.manifest import Manifest
 from rl_ckpt_engine.sync.peer_calls import Outcome, call_all, call_one, format_failures
-from rl_ckpt_engine.sync.process_groups import ReceiveStrategy
+from rl_ckpt_engine.sync.process_groups import LocalReceive, ReceiveStrategy
 from rl_protocol.errors import RLError, WeightSyncError
 
 _log = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ class SyncRound:
         timeout_s: deadline of each phase in seconds.
         receive_strategy: how the receivers receive.
         followers: the trainer's other ranks, which take part in reading the weights.
+        local_senders: name of a receiver -> the rank in its process, which sends it the weights.
         stopped: generation was stopped on purpose; resume no receiver.
 
     Attributes:
@@ -56,6 +57,7 @@ class SyncRound:
         receive_strategy: ReceiveStrategy,
         *,
         followers: Sequence[FollowerEndpoint] = (),
+        local_senders: Mapping[str, SenderHandle] | None = None,
         stopped: bool = False,
     ) -> None:
         self._sender = sender
@@ -64,6 +66,8 @@ class SyncRound:
         self._timeout_s = timeout_s
         self._receive_strategy = receive_strategy
         self._followers = followers
+        self._local_senders = dict(local_senders or {})
+        self._local: dict[str, Manifest] = {}  # what they have sent, by receiver
         self._stopped = stopped
         self.manifest: Manifest | None = None
         self.active: tuple[str, ...] = ()
@@ -138,18 +142,30 @@ class SyncRound:
         manifest = Manifest.decode(sent.manifest)
         if manifest.version != self._version:
             raise WeightSyncError(f"send: {_SENDER} was asked for version {self._version} and sent {manifest.version}.")
+        for name, local in self._local.items():
+            if not local.same_weights(manifest):
+                raise WeightSyncError(
+                    f"send: the rank in the process of {name} has other weights of version {self._version} than {_SENDER}."
+                )
+        if self._local:
+            self._receive_strategy = LocalReceive({name: local.encode() for name, local in self._local.items()})
         self.manifest = manifest
         return sent.manifest, manifest
 
     async def _read(self) -> SendAck:
         """Send, while the other ranks take part in reading the weights."""
+        version, limit = self._version, self._timeout_s
         try:
             async with asyncio.TaskGroup() as tasks:
-                sending = tasks.create_task(self._sender.send(self._version, self._timeout_s))
+                sending = tasks.create_task(self._sender.send(version, limit))
+                local = {
+                    name: tasks.create_task(rank.send(version, limit)) for name, rank in self._local_senders.items()
+                }
                 for rank in self._followers:
-                    tasks.create_task(rank.follow(self._timeout_s))
+                    tasks.create_task(rank.follow(limit))
         except* (RLError, TimeoutError, OSError) as failed:
             raise failed.exceptions[0] from None
+        self._local = {name: Manifest.decode(task.result().manifest) for name, task in local.items()}
         return sending.result()
 
     async def _phase(
@@ -167,6 +183,7 @@ class SyncRound:
         return outcome.done
 
     def _agrees(self, name: str, ack: ReceiveAck, manifest: Manifest) -> bool:
+        manifest = self._local.get(name, manifest)
         if (ack.version, ack.digest) == (manifest.version, manifest.digest):
             return True
         self.failed[name] = (
@@ -194,9 +211,11 @@ class SyncRound:
         self.not_resumed = outcome.failed
 
     async def _settle(self) -> None:
-        """Finalize or abort the sender. A failure is logged; the next send reports it again."""
-        done = self._sender.finalize(self._version) if self._moved else self._sender.abort()
-        try:
-            await call_one("finalize" if self._moved else "abort", _SENDER, self._timeout_s, done)
-        except WeightSyncError as error:
-            _log.warning("After the sync of version %d: %s.", self._version, error)
+        """Finalize or abort the senders. A failure is logged; the next send reports it again."""
+        beside = {f"the sender beside {name}": rank for name, rank in self._local_senders.items()}
+        for name, sender in {_SENDER: self._sender, **beside}.items():
+            done = sender.finalize(self._version) if self._moved else sender.abort()
+            try:
+                await call_one("finalize" if self._moved else "abort", name, self._timeout_s, done)
+            except WeightSyncError as error:
+                _log.warning("After the sync of version %d: %s.", self._version, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 import msgspec
 
@@ -53,10 +54,14 @@ class RowKey(msgspec.Struct, frozen=True, order=True):
     @classmethod
     def parse(cls, text: str) -> RowKey:
         """Parse the canonical text form."""
-        found = _CANONICAL.fullmatch(text)
-        if found is None:
-            raise BatchError(
-                f"Not a row key: {text!r}; expected 'uid{SEPARATOR}session{SEPARATOR}index' such as 'p7/3/0'."
-            )
-        uid, session, index = found.groups()
-        return cls(uid, int(session), int(index))
+        return _parsed(text)
+
+
+@lru_cache(maxsize=2**15)
+def _parsed(text: str) -> RowKey:
+    """Each stage of a step parses the keys of the same rows."""
+    found = _CANONICAL.fullmatch(text)
+    if found is None:
+        raise BatchError(f"Not a row key: {text!r}; expected 'uid{SEPARATOR}session{SEPARATOR}index' such as 'p7/3/0'.")
+    uid, session, index = found.groups()
+    return RowKey(uid, int(session), int(index))

@@ -10,7 +10,15 @@ from rl_protocol.ports.replay import GroupFailure, GroupStatus, Lease, ReplayBuf
 from rl_protocol.ports.reward import RewardFunction
 from rl_protocol.ports.rollout import Generation, GenerationRequest, ImageInput, RolloutEngine, SamplingParams
 from rl_protocol.ports.training import CriticBackend, PolicyBackend
-from rl_protocol.ports.weights import WeightCapabilities, WeightReceiver, WeightSender, WeightSync, WeightSyncReport
+from rl_protocol.ports.weights import (
+    Memory,
+    RolloutMemory,
+    WeightCapabilities,
+    WeightReceiver,
+    WeightSender,
+    WeightSync,
+    WeightSyncReport,
+)
 
 __all__ = [
     "CriticBackend",
@@ -21,12 +29,14 @@ __all__ = [
     "GroupStatus",
     "ImageInput",
     "Lease",
+    "Memory",
     "MetricSink",
     "PlaneStats",
     "PolicyBackend",
     "ReplayBuffer",
     "RewardFunction",
     "RolloutEngine",
+    "RolloutMemory",
     "RowChanges",
     "RowFlags",
     "SamplingParams",

@@ -6,7 +6,7 @@ leased, and settle these sessions. The owner of the buffer is one process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, Protocol, runtime_checkable
@@ -185,18 +185,33 @@ class ReplayBuffer(Protocol):
         """
         ...
 
-    async def lease(self, count: int, *, version: int, timeout_s: float) -> list[Lease]:
+    async def pending(self, uids: Collection[str], *, timeout_s: float) -> list[str]:
+        """Wait until some of these prompts are pending; returns them, oldest first.
+
+        Raises:
+            PlaneTimeout: none is pending before the deadline; the message has the counts by status.
+        """
+        ...
+
+    async def lease(
+        self, count: int, *, version: int, timeout_s: float, uids: Collection[str] | None = None
+    ) -> list[Lease]:
         """Lease up to `count` prompts to roll out with policy `version`, oldest first.
 
-        Waits until at least one may start.
+        Waits until at least one may start. With `uids`, leases none but these.
 
         Raises:
             PlaneTimeout: none may start before the deadline; the message has the counts by status.
         """
         ...
 
-    async def take(self, count: int, *, version: int, timeout_s: float) -> KVBatchMeta:
+    async def take(
+        self, count: int, *, version: int, timeout_s: float, uids: Collection[str] | None = None
+    ) -> KVBatchMeta:
         """Take the `count` oldest finished groups to train policy `version`.
+
+        With `uids`, takes none but these, and no other failed group raises. If another call names a
+        newer version during the wait, the groups are taken for that version.
 
         Returns:
             The trajectories of whole groups, session by session, with tags.
@@ -229,7 +244,11 @@ class ReplayBuffer(Protocol):
         ...
 
     def counts(self) -> Mapping[GroupStatus, int]:
-        """Number of groups by status."""
+        """Number of groups by status; any thread may ask."""
+        ...
+
+    def unsettled(self) -> Mapping[str, Sequence[int]]:
+        """Sessions of running groups that have not settled, by uid; any thread may ask."""
         ...
 
     def failed(self) -> Mapping[str, str]:

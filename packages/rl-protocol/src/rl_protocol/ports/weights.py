@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
 from rl_protocol.batch.weight_tensor import WeightTensor
+
+Memory: TypeAlias = Literal["weights", "kv_cache"]
+"""The parts of memory that a sleeping replica frees, in the order of restoring them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +25,8 @@ class WeightCapabilities:
         adapters: a receiver loads LoRA adapters: `load_adapter`.
         adopts: a receiver computes with weights in shared memory: `adopt_weights`.
         pauses: a receiver aborts running requests: `pause`, `resume`.
-        sleeps: a receiver frees device memory: `sleep`, `wake`.
+        sleeps: a receiver frees memory: `sleep`, `wake`.
+        drops_weights: it can free the memory of its weights, too; they must be sent again.
     """
 
     direct: bool = False
@@ -30,6 +34,7 @@ class WeightCapabilities:
     adopts: bool = False
     pauses: bool = False
     sleeps: bool = False
+    drops_weights: bool = False
 
 
 @runtime_checkable
@@ -90,5 +95,32 @@ class WeightSync(Protocol):
 
         Raises:
             WeightSyncError: no replica could activate it; names each replica and its reason.
+        """
+        ...
+
+
+class RolloutMemory(Protocol):
+    """Frees memory of all rollout replicas while they generate nothing."""
+
+    async def sleep(self, *, weights_follow: bool) -> int | None:
+        """End what runs and free memory until `wake`.
+
+        Args:
+            weights_follow: new weights are sent between waking "weights" and waking "kv_cache". If
+                not, the replicas keep their weights, and only "kv_cache" is woken.
+
+        Returns:
+            Bytes that the replicas freed; None: unknown.
+
+        Raises:
+            WeightSyncError: no replica sleeps; names each and its reason.
+        """
+        ...
+
+    async def wake(self, part: Memory) -> None:
+        """Restore one part of the memory.
+
+        Raises:
+            WeightSyncError: no replica woke up; names each and its reason.
         """
         ...

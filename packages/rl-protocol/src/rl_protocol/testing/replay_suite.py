@@ -118,16 +118,54 @@ class ReplayBufferSuite:
 
         self.run(body, leaves=False)
 
+    def test_named_prompts_are_leased_and_taken_apart_from_the_others(self) -> None:
+        async def body(plane: DataPlane, buffer: ReplayBuffer) -> None:
+            await buffer.add(["a", "b", "c"], 1)
+            assert await buffer.pending({"c", "b", "x"}, timeout_s=_SOON_S) == ["b", "c"]
+            (c,) = await buffer.lease(9, version=0, timeout_s=_SOON_S, uids={"c"})
+            with pytest.raises(PlaneTimeout):
+                await buffer.pending({"c"}, timeout_s=_NEVER_S)
+            a, b = await buffer.lease(9, version=0, timeout_s=_SOON_S)
+            assert (a.uid, b.uid, c.uid) == ("a", "b", "c")
+            await settle_all(plane, a, failed=1)
+            await settle_all(plane, b)
+            await settle_all(plane, c)
+            assert (await buffer.take(1, version=0, timeout_s=_SOON_S, uids={"c"})).keys == ("c/0/0",)
+            await until(lambda: holds(lambda: buffer.counts()["failed"] == 1))
+            with pytest.raises(RolloutError, match="'a'"):
+                await buffer.take(1, version=0, timeout_s=_SOON_S)
+            assert (await buffer.take(1, version=0, timeout_s=_SOON_S, uids=["b"])).keys == ("b/0/0",)
+            await buffer.discard(["a"])
+            await buffer.commit(["b", "c"])
+
+        self.run(body, BufferSettings(on_failure="fail", groups_per_version=9), leaves=False)
+
+    def test_a_take_that_waits_while_a_newer_version_is_named_takes_for_that_version(self) -> None:
+        async def body(plane: DataPlane, buffer: ReplayBuffer) -> None:
+            await buffer.add(["a", "b"], 1)
+            (a,) = await buffer.lease(1, version=0, timeout_s=_SOON_S, uids={"a"})
+            taking = asyncio.ensure_future(buffer.take(1, version=0, timeout_s=_SOON_S, uids={"a"}))
+            await asyncio.sleep(0)
+            await buffer.lease(1, version=1, timeout_s=_SOON_S, uids={"b"})
+            await settle_all(plane, a)
+            assert (await taking).keys == ("a/0/0",)
+            with pytest.raises(BatchError):
+                await buffer.take(1, version=0, timeout_s=_SOON_S, uids={"b"})
+
+        self.run(body)
+
     def test_workers_of_one_group_settle_apart_and_in_any_order(self) -> None:
         async def body(plane: DataPlane, buffer: ReplayBuffer) -> None:
             await buffer.add(["a", "b"], 3)
             a, b = await buffer.lease(2, version=0, timeout_s=_SOON_S)
+            assert buffer.unsettled() == {"a": (0, 1, 2), "b": (0, 1, 2)}
             for session in (2, 0):
                 await settle(plane, [SessionResult(a, session, rows=1)], scores(session))
             await settle_all(plane, b)
             assert (await buffer.take(1, version=0, timeout_s=_SOON_S)).tag_values("uid") == ["b"] * 3
             with pytest.raises(PlaneTimeout):
                 await buffer.take(1, version=0, timeout_s=_NEVER_S)
+            assert buffer.unsettled() == {"a": (1,)}
             await settle(plane, [SessionResult(a, 1, rows=1)], scores(1))
             assert (await buffer.take(1, version=0, timeout_s=_SOON_S)).keys == ("a/0/0", "a/1/0", "a/2/0")
 

@@ -77,8 +77,12 @@ class EngineClient(Protocol):
         """Levels that give memory back: 1 keeps the weights in host memory, 2 drops them."""
         ...
 
-    async def sleep(self, level: int) -> None:
-        """Give memory back, while nothing is scheduled. Keys and values are dropped."""
+    async def sleep(self, level: int) -> int | None:
+        """Give memory back, while nothing is scheduled. Keys and values are dropped.
+
+        Returns:
+            Bytes given back in all workers; None: vLLM does not say.
+        """
         ...
 
     async def wake(self, part: MemoryPart) -> None:

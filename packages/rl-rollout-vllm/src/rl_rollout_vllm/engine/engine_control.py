@@ -62,8 +62,8 @@ class EngineControl:
         async with self._changing:
             await self._reopen("pause")
 
-    async def sleep(self, level: int) -> None:
-        """Abort what runs and give memory back."""
+    async def sleep(self, level: int) -> int | None:
+        """Abort what runs and give memory back; returns its bytes, None if they are unknown."""
         levels = self._client.sleep_levels
         if level not in levels:
             raise ConfigError(
@@ -80,7 +80,7 @@ class EngineControl:
             if level == 2:
                 self._admission.close("weights", "sleep(2) has given the weights up, load them")
             await self._loader.release_memory()
-            await self._client.sleep(level)
+            return await self._client.sleep(level)
 
     async def wake(self, part: MemoryPart | None) -> None:
         """Undo `sleep` for one part of the memory, or for all of it."""

@@ -80,7 +80,10 @@ class VLLMRolloutEngine:
     def capabilities(self) -> WeightCapabilities:
         """It pauses, takes adapters if memory is reserved for them, and sleeps if vLLM can."""
         return WeightCapabilities(
-            pauses=True, adapters=self._config.adapter is not None, sleeps=bool(self._client.sleep_levels)
+            pauses=True,
+            adapters=self._config.adapter is not None,
+            sleeps=bool(self._client.sleep_levels),
+            drops_weights=2 in self._client.sleep_levels,
         )
 
     @property
@@ -150,18 +153,21 @@ class VLLMRolloutEngine:
         """Admit requests and resume kept ones, once no update is running or torn."""
         await self._loop.call(self._control.resume())
 
-    async def sleep(self, level: Literal[1, 2] = 1) -> None:
+    async def sleep(self, level: Literal[1, 2] = 1) -> int | None:
         """Abort running requests, admit nothing, and give memory back until `wake`.
 
         Level 1 drops keys and values, and keeps the weights in host memory. Level 2 drops the
         weights
         too: load them after `wake("weights")`; nothing is generated before.
 
+        Returns:
+            Bytes of keys and values that the system got back; None: vLLM does not say.
+
         Raises:
             ConfigError: this engine does not support the level; nothing is changed.
             RolloutError: it sleeps already.
         """
-        await self._loop.call(self._control.sleep(level))
+        return await self._loop.call(self._control.sleep(level))
 
     async def wake(self, part: MemoryPart | None = None) -> None:
         """Allocate one part of the memory again, or all of it.

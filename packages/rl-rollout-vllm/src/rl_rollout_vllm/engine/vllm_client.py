@@ -88,11 +88,12 @@ class VLLMClient:
     def sleep_levels(self) -> Sequence[int]:
         return self._sleep_levels
 
-    async def sleep(self, level: int) -> None:
+    async def sleep(self, level: int) -> int | None:
         if self._vllm_sleeps:
             await self._within(self._engine.sleep(level, mode="abort"))
-        else:  # the weights are in host memory anyway
-            await self.call("rollout_release_kv_cache")
+            return None
+        # the weights are in host memory anyway
+        return sum(cast("list[int]", await self.call("rollout_release_kv_cache")))
 
     async def wake(self, part: MemoryPart) -> None:
         if self._vllm_sleeps:

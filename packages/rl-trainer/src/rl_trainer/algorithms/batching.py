@@ -57,7 +57,7 @@ def split_over_ranks(lengths: IntArray, schedule: Schedule, update: int, ranks: 
     """
     if lengths.size < ranks:
         raise BatchError(
-            f"{lengths.size} rows can't give each of {ranks} ranks one; set train_batch_size * rollout.n to at least the number of ranks."
+            f"{lengths.size} rows can't give each of {ranks} ranks one; raise PromptOrder.batch_size or RolloutConfig.n."
         )
     dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
     load = [(0, 0)] * ranks

@@ -27,7 +27,7 @@ def kl_penalty(log_prob: FloatArray, ref_log_prob: FloatArray, kind: str) -> Flo
         ConfigError: unknown kind.
     """
     d = np.clip(log_prob - ref_log_prob, -SAFE_LOG, SAFE_LOG)
-    name = kl_name(kind, KL_PENALTIES, "algorithm.kl_penalty")
+    name = kl_name(kind, KL_PENALTIES, "AlgorithmConfig.kl_penalty")
     if name == "k1":
         return d
     if name == "abs":

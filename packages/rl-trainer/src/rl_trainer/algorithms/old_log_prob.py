@@ -1,4 +1,4 @@
-"""Old log-probs of the rollout engine or of a pass of the actor (`algorithm.old_log_prob`)."""
+"""Old log-probs, of the rollout engine or of a pass of the actor."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ class LogProbGap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 def recompute_reason(algorithm: AlgorithmConfig) -> str:
     """The setting for which `auto` recomputes in every step; empty: it can take the engine's."""
     if "sum_pi_squared" in ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator).reads:
-        return f"algorithm.adv_estimator={algorithm.adv_estimator} reads sum_pi_squared of that pass"
+        return f"AlgorithmConfig.adv_estimator={algorithm.adv_estimator} reads sum_pi_squared of that pass"
     for name in ("rollout_is", "rollout_rs"):
         if getattr(algorithm.rollout_correction, name):
-            return f"algorithm.rollout_correction.{name} compares them with those of the rollout engine"
+            return f"RolloutCorrectionConfig.{name} compares them with those of the rollout engine"
     return ""
 
 
 def old_log_prob_mode(algorithm: AlgorithmConfig) -> str:
-    """`algorithm.old_log_prob`: recompute where `auto` has no choice."""
+    """`AlgorithmConfig.old_log_prob`: recompute where `auto` has no choice."""
     mode = algorithm.old_log_prob
     return "recompute" if mode == "auto" and recompute_reason(algorithm) else mode
 

@@ -76,4 +76,4 @@ def per_token(
     if not parts:
         nothing = np.zeros(0, np.float32)
         return BatchData({name: RaggedColumn(nothing, batch.ragged("responses").offsets, "float32") for name in names})
-    return BatchData.concat(parts).select_rows(np.argsort(order))
+    return BatchData.concat(parts).reorder(np.argsort(order))

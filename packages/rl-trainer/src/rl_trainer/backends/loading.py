@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from rl_protocol import ConfigError
 from rl_trainer.backends.packing import PACKED_ATTENTION, register_packed_attention
 from rl_trainer.data.images import FAMILIES
+from rl_trainer.data.model_families import why_padded
 
 
 def load_model(path: str | Path, *, packed: bool = False, dtype: torch.dtype = torch.float32) -> Any:
@@ -19,28 +20,38 @@ def load_model(path: str | Path, *, packed: bool = False, dtype: torch.dtype = t
 
     Dropout is off also in training, since PPO ratios must be exact. With `packed` the model takes
     only sequences joined end to end (see `rl_trainer.backends.packing`). A model of
-    `data.images.FAMILIES` sees images, and can't be packed.
+    `data.images.FAMILIES` sees images.
 
     Raises:
-        ConfigError: the folder can't be read as a model.
+        ConfigError: the folder can't be read as a model, or `packed` a model that is not one of
+            `data.model_families.JOINED_FAMILIES`.
     """
-    attention: dict[str, str] = {}
+    family, attention = _family(path), dict[str, str]()
     if packed:
+        if reason := why_padded(family):
+            raise ConfigError(f"load_model.path={str(path)!r} {reason}; set UpdateConfig.use_remove_padding to false.")
         register_packed_attention()
         attention = {"attn_implementation": PACKED_ATTENTION}
+    kind = AutoModelForImageTextToText if family in FAMILIES else AutoModelForCausalLM
     try:
-        sees = AutoConfig.from_pretrained(str(path), local_files_only=True).model_type in FAMILIES
-        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         model = kind.from_pretrained(str(path), dtype=dtype, local_files_only=True, **attention)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path={str(path)!r} can't be loaded as a transformers causal language model: {error}"
-        ) from error
-    if sees and packed:
-        raise ConfigError(
-            f"model.path={str(path)!r} sees images, which can't be joined end to end; set use_remove_padding to false."
-        )
+        raise _unreadable(path, error) from error
     return model.eval()
+
+
+def _family(path: str | Path) -> str:
+    """`model_type` of the model in a folder."""
+    try:
+        return str(AutoConfig.from_pretrained(str(path), local_files_only=True).model_type)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str | Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"load_model.path={str(path)!r} can't be loaded as a transformers causal language model: {error}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +91,9 @@ def require_alone(facts: Facts, *, lora: bool, ranks: int) -> None:
             wait.
     """
     if facts.image_token is not None and (lora or ranks > 1):
-        got = "lora.rank above 0" if lora else f"{ranks} ranks"
+        got = "LoraConfig.rank above 0" if lora else f"{ranks} ranks"
         raise ConfigError(
-            f"A model that sees images is trained whole, in one process; got {got}. Set lora.rank=0 and model_engine=torch."
+            f"A model that sees images is trained whole, in one process; got {got}. Set LoraConfig.rank=0 and FsdpConfig.world_size=1."
         )
 
 

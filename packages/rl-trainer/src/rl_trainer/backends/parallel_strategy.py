@@ -43,7 +43,7 @@ class PlainStrategy:
         """Let bfloat16 copies of the weights compute, if the settings say so."""
         del layers
         if self._config.param_dtype == "bfloat16":
-            warn_if_slow("torch.param_dtype")
+            warn_if_slow("TorchConfig.param_dtype")
             ComputeWeights(model, torch.bfloat16)
 
 
@@ -63,7 +63,9 @@ class FsdpStrategy:
         """
         config = self._config
         if config.cpu_offload and self.device.type == "cpu":
-            raise ConfigError("fsdp.cpu_offload must be false where there is no GPU; got true, and fsdp.device=auto.")
+            raise ConfigError(
+                "FsdpConfig.cpu_offload must be false where there is no GPU; got true, and FsdpConfig.device=auto."
+            )
         blocks = [module for module in model.modules() if type(module).__name__ in layers]
         if config.activation_checkpointing:
             for block in blocks:

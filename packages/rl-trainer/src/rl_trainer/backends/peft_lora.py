@@ -28,7 +28,7 @@ def attach(model: Any, config: LoraConfig, seed: int) -> Any:
     missing = [name for name in config.targets() if name not in present]
     if missing:
         raise ConfigError(
-            f"lora.target_modules names {', '.join(missing)}, which this model does not have; it has {', '.join(sorted(present))}."
+            f"LoraConfig.target_modules names {', '.join(missing)}, which this model does not have; it has {', '.join(sorted(present))}."
         )
     settings = peft.LoraConfig(
         r=config.rank,

@@ -133,7 +133,7 @@ def restore(model: torch.nn.Module, optimizer: MiniBatchOptimizer, folder: Path,
         state = msgspec.json.decode((own or list(ranks.values()))[0].read_bytes(), type=RankState)
     except (SafetensorError, OSError, *UNREADABLE) as error:
         raise ConfigError(
-            f"The state in {folder} can't be read: {error}. Set trainer.resume_mode to another checkpoint."
+            f"The state in {folder} can't be read: {error}. Give PPOTrainer.resume another checkpoint."
         ) from error
     optimizer.steps = state.optimizer_steps
     if own:
@@ -209,5 +209,5 @@ def _first_row(tensor: DTensor, world: World) -> int:
 
 def _another(folder: Path, what: str) -> ConfigError:
     return ConfigError(
-        f"The state in {folder} is that of another model: {what}. Set trainer.resume_mode to a checkpoint of this one."
+        f"The state in {folder} is that of another model: {what}. Give PPOTrainer.resume a checkpoint of this one."
     )

@@ -17,13 +17,14 @@ from rl_protocol import BatchData, ConfigError, OutputError, WeightTensor
 from rl_protocol.ports import WeightCapabilities
 from rl_protocol.torch import to_weight
 from rl_trainer.algorithms.batching import schedule_rows
-from rl_trainer.algorithms.log_probs import sum_pi_squared, token_log_probs
+from rl_trainer.algorithms.log_probs import log_prob_columns
 from rl_trainer.algorithms.losses.aggregate import BatchCounts
 from rl_trainer.algorithms.losses.policy_objective import PolicyObjective
 from rl_trainer.algorithms.metrics import WeightedMeans
 from rl_trainer.backends.forward_passes import ForwardPasses, per_token
 from rl_trainer.backends.loading import Facts, layer_names, load_model, require_alone
 from rl_trainer.backends.optimizer import MiniBatchOptimizer
+from rl_trainer.backends.output_head import OutputHead
 from rl_trainer.backends.parallel_strategy import ParallelStrategy, PlainStrategy, full_tensor, storage_address
 from rl_trainer.backends.snapshot import restore, snapshot
 from rl_trainer.backends.token_batch import TokenBatch, lengths_of, token_batch, token_columns
@@ -88,6 +89,7 @@ class TorchPolicyBackend:
             from rl_trainer.backends.peft_lora import attach  # needs the extra `lora`
 
             self._model = attach(self._model, self._lora, seed)
+        self._head = OutputHead.of(self._model)
         self._strategy.prepare(self._model, layers)
         self._sum_pi_squared = options.sum_pi_squared
         world, tokens = self._strategy.world, self._config.ppo_max_token_len
@@ -104,10 +106,7 @@ class TorchPolicyBackend:
         names = ["log_probs", "entropy", *(["sum_pi_squared"] if self._sum_pi_squared else [])]
 
         def compute(part: BatchData) -> Sequence[torch.Tensor]:
-            tokens = self._tokens(part)
-            logits = self._logits(tokens)
-            read = token_log_probs(logits, tokens.targets, temperature)
-            return (*read, sum_pi_squared(logits, temperature)) if self._sum_pi_squared else read
+            return self._columns(self._tokens(part), temperature, squares=self._sum_pi_squared).unbind()
 
         return per_token(batch, self._forward, names, compute)
 
@@ -119,7 +118,7 @@ class TorchPolicyBackend:
         """
         if self._lora is None:
             raise ConfigError(
-                "Without LoRA (lora.rank=0) the policy can't compute its initial log-probs; use a reference worker."
+                "Without LoRA (LoraConfig.rank=0) the policy can't compute its initial log-probs; use a reference worker."
             )
         with self._model.disable_adapter():
             return self.compute_log_probs(batch, temperature=temperature)
@@ -136,7 +135,7 @@ class TorchPolicyBackend:
 
         def loss(micro: BatchData, counts: BatchCounts, means: WeightedMeans) -> torch.Tensor:
             tokens = self._tokens(micro)
-            log_prob, entropy = token_log_probs(self._logits(tokens), tokens.targets, temperature)
+            log_prob, entropy = self._columns(tokens, temperature, squares=False).unbind()
             return self._objective(log_prob, entropy, token_columns(micro, tokens.row), counts, means)
 
         with self._dropout():
@@ -167,7 +166,7 @@ class TorchPolicyBackend:
             ConfigError: the policy has no LoRA.
         """
         if self._lora is None:
-            raise ConfigError("Without LoRA (lora.rank=0) the policy has no adapter to send.")
+            raise ConfigError("Without LoRA (LoraConfig.rank=0) the policy has no adapter to send.")
         from rl_trainer.backends.peft_lora import adapter_weights  # needs the extra `lora`
 
         for name, tensor in adapter_weights(self._model.state_dict(), full_tensor):
@@ -180,7 +179,7 @@ class TorchPolicyBackend:
             ConfigError: the policy has no LoRA, so its weights change.
         """
         if self._lora is None:
-            raise ConfigError("Without LoRA (lora.rank=0) the policy has no frozen weights to share.")
+            raise ConfigError("Without LoRA (LoraConfig.rank=0) the policy has no frozen weights to share.")
         from rl_trainer.backends.peft_lora import base_weights  # needs the extra `lora`
 
         return base_weights(self._model.state_dict())
@@ -252,6 +251,14 @@ class TorchPolicyBackend:
             device=self._strategy.device,
             image_token=self._facts.image_token,
         )
+
+    def _columns(self, tokens: TokenBatch, temperature: float, *, squares: bool) -> torch.Tensor:
+        """[2 or 3, T] `log_prob_columns` of the response tokens."""
+        if self._head is None:
+            return log_prob_columns(self._logits(tokens), tokens.targets, temperature, squares=squares)
+        places = tokens.line * tokens.inputs["input_ids"].shape[1] + tokens.position
+        with self._head.reading(places, tokens.targets, temperature, squares=squares):
+            return self._model(**tokens.inputs, use_cache=False).logits
 
     def _logits(self, tokens: TokenBatch) -> torch.Tensor:
         """[T, V] logits for each response token.

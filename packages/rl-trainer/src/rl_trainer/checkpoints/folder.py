@@ -41,7 +41,7 @@ _NAME = re.compile(r"step-(\d{6,})")
 writing = partial(
     write_errors,
     what="The checkpoint",
-    remedy="Free some space, lower trainer.max_ckpt_to_keep, or set trainer.output_dir to another place.",
+    remedy="Free some space, lower CheckpointWriter.keep, or set CheckpointWriter.folder to another place.",
 )
 """writing(path): a context that turns disk errors into OutputError; see write_errors."""
 
@@ -80,7 +80,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The driver's place in the run.
 
-    A step ends with an empty data plane and nothing in flight, so this is the driver's whole state.
+    Groups that are in flight or wait for their step are generated again after a restart, so this is
+    the driver's whole state.
     """
 
     step: int = 0
@@ -90,6 +91,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     critic_updates: int = 0
     prompts_taken: int = 0
     """Prompts taken from the endless sequence so far."""
+    prompts_untrained: tuple[int, ...] = ()
+    """Places in that sequence which were taken for steps that are not done, by step."""
     log_probs_agree: bool = True
     """Whether log-probs of rollout engine and actor agreed in the last step that compared them."""
 

@@ -84,7 +84,7 @@ class ActorConfig(UpdateConfig):
     loss_agg_mode: str = option("token-mean", "how token losses become one number", choices=LOSS_AGG_MODES, verl=".")
     loss_scale_factor: int = option(
         0,
-        "tokens by which seq-mean-token-sum-norm divides, such as rollout.response_length",
+        "tokens by which seq-mean-token-sum-norm divides, such as RolloutConfig.response_length",
         needs="loss_agg_mode=seq-mean-token-sum-norm",
         verl=".",
     )
@@ -102,7 +102,7 @@ class ActorConfig(UpdateConfig):
         require(
             self.loss_scale_factor >= 1 or self.loss_agg_mode != "seq-mean-token-sum-norm",
             f"{path}loss_scale_factor",
-            "at least 1 with loss_agg_mode=seq-mean-token-sum-norm, for instance rollout.response_length",
+            "at least 1 with loss_agg_mode=seq-mean-token-sum-norm, for instance RolloutConfig.response_length",
             self.loss_scale_factor,
         )
         kl_name(self.kl_loss_type, KL_LOSSES, f"{path}kl_loss_type")

@@ -57,7 +57,7 @@ class OverlongConfig(Options):
     """Soft overlong penalty (DAPO, eq. 13), added to the score."""
 
     buffer_len: int = option(
-        0, "tokens before rollout.response_length over which the penalty grows; 0: no penalty", ge=0
+        0, "tokens before RolloutConfig.response_length over which the penalty grows; 0: no penalty", ge=0
     )
     penalty_factor: float = option(
         1.0, "maximum penalty, that of a response of full length", ge=0, needs="buffer_len>0"
@@ -86,9 +86,7 @@ class AlgorithmConfig(Options):
     use_kl_in_reward: bool = option(
         False, "subtract the divergence from the reference policy from each token's reward", verl="."
     )
-    kl_penalty: str = option(
-        "k1", "its estimator: " + ", ".join(KL_PENALTIES), needs="use_kl_in_reward or actor.use_kl_loss", verl="."
-    )
+    kl_penalty: str = option("k1", "its estimator: " + ", ".join(KL_PENALTIES), needs="reads_reference", verl=".")
     kl_ctrl: KLControlConfig = group(KLControlConfig, "weight of that divergence", needs="use_kl_in_reward", verl=".")
     old_log_prob: str = option(
         "auto",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rl_protocol.support.options import Options, option
+from rl_protocol.support.options import Options, option, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,3 +18,29 @@ class AsyncConfig(Options):
         "the running generation",
         ge=0,
     )
+    depth: int = option(
+        0,
+        "steps that generation runs ahead of training, which is the usual staleness: at most max_staleness; 0: max_staleness",
+        ge=0,
+        needs="max_staleness>0",
+    )
+    max_inflight_prompts: int = option(
+        0,
+        "prompts that are generated at once, each in a call of its own to the replica with the least work, also across steps; "
+        "0: those of one step, divided over the replicas, then those of the next",
+        ge=0,
+        needs="max_staleness>0",
+    )
+
+    def check(self, path: str) -> None:
+        require(
+            self.depth <= self.max_staleness,
+            f"{path}depth",
+            f"at most {path}max_staleness={self.max_staleness}",
+            self.depth,
+        )
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that generation runs ahead of training."""
+        return self.depth or self.max_staleness

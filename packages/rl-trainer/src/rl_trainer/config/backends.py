@@ -1,12 +1,12 @@
-"""Training backends by name, with their settings and defaults. Imports no torch."""
+"""Options of the training backends, and what they say of ranks and devices. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from rl_protocol import ConfigError
-from rl_protocol.support.options import Options, nearest, option, require
+from rl_protocol.support.options import Options, option, require
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
@@ -14,12 +14,33 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(Options):
-    """Options of a training engine; by default each model has one process."""
+    """Options of a training engine; by default a model has one process on the CPU, in float32."""
 
     @property
     def ranks(self) -> int:
         """Processes that share each trained model."""
         return 1
+
+    @property
+    def trains_on(self) -> str:
+        """Device of the models: cpu, cuda, or auto for cuda where there is one."""
+        return "cpu"
+
+    @property
+    def computes_in(self) -> str:
+        """Element type of the computation."""
+        return "float32"
+
+    def check_gpus(self, path: str, count: Callable[[], int]) -> None:
+        """Check that this machine has the GPUs that the options need.
+
+        Args:
+            path: what to write before the name of an option.
+            count: the number of GPUs that torch finds, which takes seconds.
+
+        Raises:
+            ConfigError: it has not; names the option, and its value without a GPU.
+        """
 
     def replica(self, rank: int) -> int:
         """The replica of the model that a process has, or has a part of."""
@@ -35,6 +56,10 @@ class TorchConfig(EngineConfig):
         "float32, or bfloat16: computes in it; master weights, gradient sums and optimizer stay float32",
         choices=DTYPES,
     )
+
+    @property
+    def computes_in(self) -> str:
+        return self.param_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +94,27 @@ class FsdpConfig(EngineConfig):
     @property
     def ranks(self) -> int:
         return self.world_size
+
+    @property
+    def trains_on(self) -> str:
+        return self.device
+
+    @property
+    def computes_in(self) -> str:
+        return self.param_dtype
+
+    def check_gpus(self, path: str, count: Callable[[], int]) -> None:
+        if self.device == "cuda":
+            require_gpu(count(), f"{path}device=cuda", f"{path}device=cpu or auto")
+        if self.cpu_offload:
+            remedy = f"{path}cpu_offload=false: without a GPU everything is in host memory"
+            require_gpu(count(), f"{path}cpu_offload=true", remedy)
+        found = count() if self.device != "cpu" and self.world_size > 1 else 0
+        if 0 < found < self.world_size:
+            raise ConfigError(
+                f"{path}world_size must be at most {found}, the GPUs that torch finds on this machine, with "
+                f"{path}device={self.device}; got {self.world_size}. Lower it, or set {path}device=cpu."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +158,14 @@ class MegatronConfig(EngineConfig):
         """Processes of all replicas."""
         return self.world_size or self.replica_size
 
+    @property
+    def trains_on(self) -> str:
+        return "auto"
+
+    @property
+    def computes_in(self) -> str:
+        return self.param_dtype
+
     def replica(self, rank: int) -> int:
         """The replica of a process in Megatron-Core's order.
 
@@ -120,69 +174,9 @@ class MegatronConfig(EngineConfig):
         return rank // self.tensor_model_parallel_size % (self.ranks // self.replica_size)
 
 
-COMPUTE_SETTINGS = ("ppo_micro_batch_size", "ppo_max_token_len", "use_remove_padding")
-"""Settings of actor and critic that change how a step is computed, but not its result."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingBackendSpec:
-    """A training backend.
-
-    Attributes:
-        name: value of `model_engine`, and the group of settings that only it reads.
-        defaults: dotted keys whose default differs with this backend. Only keys that change how a
-            step is computed: results are the same with every backend.
-        sum_pi_squared: its policies can compute that column.
-        packs_sequences: it joins the sequences of a forward pass, or cuts batches by tokens.
-        state: engines of one kind of state read each other's checkpoints; empty: its own kind.
-
-    Raises:
-        ConfigError: a default for a key that no backend may change.
-    """
-
-    name: str
-    defaults: Mapping[str, object] = field(default_factory=dict[str, object])
-    sum_pi_squared: bool = True
-    packs_sequences: bool = True
-    state: str = ""
-
-    def reads_state_of(self, other: TrainingBackendSpec) -> bool:
-        """Whether it continues from a checkpoint of the other."""
-        return (self.state or self.name) == (other.state or other.name)
-
-    def __post_init__(self) -> None:
-        free = [f"{role}.{name}" for role in ("actor", "critic") for name in COMPUTE_SETTINGS]
-        for key in self.defaults:
-            if key not in free and not key.startswith(f"{self.name}."):
-                raise ConfigError(
-                    f"Engine {self.name!r} has a default of its own for {key}, which means the same with every engine; it may have one "
-                    f"for {', '.join(free)} and its own group."
-                )
-
-
-TRAINING_BACKENDS: Mapping[str, TrainingBackendSpec] = {
-    engine.name: engine
-    for engine in (
-        TrainingBackendSpec(name="torch", state="torch"),
-        TrainingBackendSpec(
-            name="fsdp",
-            state="torch",
-            defaults={"actor.use_remove_padding": True, "critic.use_remove_padding": True},
-        ),
-        TrainingBackendSpec(name="megatron", sum_pi_squared=False, packs_sequences=False),
-    )
-}
-"""By name: torch is one process on the CPU, fsdp is FSDP2, megatron is Megatron-Core."""
-
-
-def get_training_backend(name: str) -> TrainingBackendSpec:
-    """The training backend of that name.
-
-    Raises:
-        ConfigError: there is none; names the nearest.
-    """
-    if name not in TRAINING_BACKENDS:
+def require_gpu(found: int, setting: str, remedy: str) -> None:
+    """Raise ConfigError for a setting that needs a GPU if `found` is 0; `remedy` does without."""
+    if not found:
         raise ConfigError(
-            f"model_engine must be one of {', '.join(TRAINING_BACKENDS)}; got {name!r}.{nearest(name, TRAINING_BACKENDS)}",
+            f"{setting} needs an NVIDIA GPU, and torch finds none on this machine. Set {remedy}, or run on a machine with one."
         )
-    return TRAINING_BACKENDS[name]

@@ -11,9 +11,7 @@ from rl_protocol.support.options import Options, option
 class LoopConfig(Options):
     """Length, pace and seed of a run."""
 
-    total_training_steps: int = option(
-        30, "steps to train; -1: as many as trainer.total_epochs has", ge=-1, resume="free"
-    )
+    total_training_steps: int = option(30, "steps to train; -1: as many as the epochs have", ge=-1, resume="free")
     test_freq: int = option(5, "validate every so many steps; 0: only before and after", ge=0, resume="free")
     val_before_train: bool = option(True, "validate before the first step", resume="free", verl=".")
     save_freq: int = option(
@@ -23,4 +21,9 @@ class LoopConfig(Options):
         resume="free",
     )
     seed: int = option(0, "everything random is derived from it", ge=0, lt=2**31, verl="data.seed")
+    deterministic: bool = option(
+        False,
+        "the trained weights do not depend on delays or on RolloutConfig.num_workers: each prompt is generated alone, and with "
+        "AsyncConfig.max_staleness>0 a weight update waits until all admitted steps are sampled",
+    )
     stage_timeout_s: float = option(600.0, "longest one stage of a step may take, seconds", gt=0, resume="free")

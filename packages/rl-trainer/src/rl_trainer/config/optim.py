@@ -41,7 +41,7 @@ class UpdateConfig(Options):
     optim: OptimConfig = group(OptimConfig, "optimizer", resume="free", verl=".")
     ppo_epochs: int = option(1, "passes over the batch per step", ge=1, verl=".")
     ppo_mini_batch_size: int = option(
-        64, "prompts per optimizer step (each brings rollout.n responses)", ge=1, verl="."
+        64, "prompts per optimizer step (each brings RolloutConfig.n responses)", ge=1, verl="."
     )
     ppo_micro_batch_size: int = option(0, "responses per forward pass; 0: the whole mini-batch", ge=0, resume="free")
     ppo_max_token_len: int = option(

@@ -27,7 +27,7 @@ class Registry(Generic[T]):
     """Objects by name. An entry point whose name is taken is an error.
 
     Args:
-        key: the configuration key that holds the name, for messages.
+        key: the parameter that holds the name, such as `RolloutConfig.session`, for messages.
         group: entry point group of installed packages.
         kind: type that an entry point must be an instance of.
         built_in: the built-in objects.

@@ -16,7 +16,7 @@ class ReplayConfig(Options):
     on_failure: str = option(
         "fail",
         "a failed response: fail ends the run; refill generates the responses to its prompt again, and after "
-        "replay.max_attempts takes another prompt; accept_partial trains on the other responses to the prompt, and "
+        "ReplayConfig.max_attempts takes another prompt; accept_partial trains on the other responses to the prompt, and "
         "treats a prompt without any like refill",
         choices=ON_FAILURE,
     )

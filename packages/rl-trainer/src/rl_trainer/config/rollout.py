@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rl_protocol.ports import SamplingParams
 from rl_protocol.support.options import Options, group, option
 
 ROUTERS = ("even", "least_loaded", "prefix_sticky")
@@ -21,7 +22,12 @@ class ValidationSampling(Options):
 class RolloutConfig(Options):
     """How responses are generated."""
 
-    num_workers: int = option(2, "rollout replicas, one process each", ge=1, resume="free")
+    num_workers: int = option(
+        2,
+        "rollout replicas, one process each, or one in the process of each actor rank (placement)",
+        ge=1,
+        resume="free",
+    )
     router: str = option("even", "which replica gets which prompts", choices=ROUTERS, needs="num_workers>1")
     n: int = option(8, "responses per prompt", ge=1, verl=".")
     temperature: float = option(1.0, "divides the logits before sampling", gt=0, verl=".")
@@ -39,3 +45,14 @@ class RolloutConfig(Options):
         choices=("float32", "bfloat16"),
     )
     val_kwargs: ValidationSampling = group(ValidationSampling, "sampling for validation", resume="free", verl=".")
+
+    def sampling(self, seed: int = 0) -> SamplingParams:
+        """How training responses are sampled; `seed` is that of the run."""
+        return SamplingParams(
+            max_new_tokens=self.response_length,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            ignore_eos=self.ignore_eos,
+            seed=seed,
+        )

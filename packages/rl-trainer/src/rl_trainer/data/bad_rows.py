@@ -100,7 +100,7 @@ class BadRows:
         missing = [group.error for group in self._groups.values() if isinstance(group.error, MissingFieldsError)]
         renamed = _renamed(missing, prompt_key)
         shape = f" A row is {ROW_FORMAT}." if missing else ""
-        skip = ", or set data.on_bad_row=skip to train without these rows" if can_skip else ""
+        skip = ", or set DataFiles.on_bad_row=skip to train without these rows" if can_skip else ""
         return f"{renamed}Fix the files{skip}.{shape}"
 
 
@@ -109,7 +109,7 @@ def _renamed(missing: Sequence[MissingFieldsError], prompt_key: str) -> str:
         if prompt_key in error.missing:
             for name in PROMPT_NAMES:
                 if name in error.found:
-                    return f"Set data.prompt_key={name} if that field is the prompt. "
+                    return f"Set DataFiles.prompt_key={name} if that field is the prompt. "
     return ""
 
 

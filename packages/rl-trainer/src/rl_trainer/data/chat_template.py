@@ -105,7 +105,7 @@ class PromptEncoder:
             rendered = self._template.render(conversations)
         except RunawayTemplateError as error:
             raise ConfigError(
-                f"The chat template of the tokenizer can't be used: {error}. Fix chat_template in the folder of model.path."
+                f"The chat template of the tokenizer can't be used: {error}. Fix chat_template in the folder of PromptEncoder.load."
             ) from error
         return [
             one if isinstance(one, str) else SchemaError(f"the chat template rejects the prompt: {one.reason}")

@@ -114,7 +114,7 @@ class CurriculumKind:
 
 
 CURRICULA = Registry(
-    "data.curriculum",
+    "NamedCurriculum.name",
     "rl_trainer.curricula",
     CurriculumKind,
     {"sequential": CurriculumKind(lambda rows: Sequential(len(rows)))},
@@ -151,16 +151,16 @@ class NamedCurriculum:
             raise self._failed(f"failed in epoch {number}", error) from error
         if order.shape != (self._size,) or not np.issubdtype(order.dtype, np.integer):
             raise ConfigError(
-                f"data.curriculum={self._name!r} must return {self._size} integers for epoch {number}, one per row; got "
+                f"NamedCurriculum.name={self._name!r} must return {self._size} integers for epoch {number}, one per row; got "
                 f"{order.dtype} of shape {order.shape}. Rows may be omitted if others are repeated."
             )
         if (wrong := order[(order < 0) | (order >= self._size)]).size:
             raise ConfigError(
-                f"data.curriculum={self._name!r} must return row numbers from 0 to {self._size - 1} for epoch {number}; got {wrong[0]}."
+                f"NamedCurriculum.name={self._name!r} must return row numbers from 0 to {self._size - 1} for epoch {number}; got {wrong[0]}."
             )
         return order.astype(np.int64, copy=False)
 
     def _failed(self, what: str, error: Exception) -> ConfigError:
         return ConfigError(
-            f"data.curriculum={self._name!r} {what}: {type(error).__name__}: {error}. Fix it, or leave data.curriculum empty to shuffle."
+            f"NamedCurriculum.name={self._name!r} {what}: {type(error).__name__}: {error}. Fix it, or leave PromptOrder.curriculum empty to shuffle."
         )

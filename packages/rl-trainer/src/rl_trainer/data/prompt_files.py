@@ -78,7 +78,9 @@ def open_files(files: DataFiles, encoder: PromptEncoder, cache_dir: Path) -> Fil
     folder = cache_dir / f"data-{_fingerprint(files, encoder)[:24]}"
     sweep(_UNFINISHED, cache_dir)
     if not (folder / "report.json").exists():
-        with write_errors(folder, "The prompts", "Free some space there, or set model.cache_dir to another place."):
+        with write_errors(
+            folder, "The prompts", "Free some space there, or set open_files.cache_dir to another place."
+        ):
             _publish(folder, files, encoder)
     prompts = FilePrompts(folder)
     if prompts.report.bad:
@@ -117,13 +119,13 @@ def _state(path: Path) -> list[int]:
             f"from datasets import Dataset; Dataset.{reader}('{path}').to_parquet('{path.with_suffix('.parquet')}')"
         )
         raise ConfigError(
-            f"{path} is not a data file: data.train_files and data.val_files take *.jsonl, *.parquet and folders of save_to_disk."
+            f"{path} is not a data file: DataFiles.paths can be *.jsonl, *.parquet and folders of save_to_disk."
             + (f' Convert it: python -c "{command}"' if reader and path.is_file() else "")
         )
     try:
         found = [one.stat() for one in (sorted(path.iterdir()) if path.is_dir() else [path])]
     except OSError as error:
         raise ConfigError(
-            f"The data file {path} can't be read: {error.strerror}. Set data.train_files and data.val_files to files that exist."
+            f"The data file {path} can't be read: {error.strerror}. Set DataFiles.paths to files that exist."
         ) from error
     return [number for one in found for number in (one.st_size, one.st_mtime_ns)]

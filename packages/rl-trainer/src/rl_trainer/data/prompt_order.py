@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rl_protocol import ConfigError
+from rl_protocol.support.options import require
 from rl_trainer.data.curriculum import Curriculum, Shuffle
 
 
@@ -19,8 +19,7 @@ class PromptOrder:
     """
 
     def __init__(self, size: int, batch_size: int, seed: int, curriculum: Curriculum | None = None) -> None:
-        if size < 1:
-            raise ConfigError("The training data set is empty; set data.train_size to at least 1, or data.train_files.")
+        require(size >= 1, "PromptOrder.size", "at least 1, for there are no prompts to train on otherwise", size)
         self._size = size
         self.batch_size = batch_size
         self._seed = seed

@@ -87,7 +87,7 @@ def _why_none(report: Report, files: DataFiles, tally: _Tally) -> str:
     reasons: list[str] = []
     if report.overlong:
         most = files.max_prompt_length
-        reasons.append(f"{report.overlong} prompts have more than {most} tokens (data.max_prompt_length).")
+        reasons.append(f"{report.overlong} prompts have more than {most} tokens (DataFiles.max_prompt_length).")
     if report.bad:
         reasons.append(f"{report}. {tally.bad.remedy(files.prompt_key, can_skip=bool(report.rows))}")
     return " ".join(reasons) or f"there are no rows at all. A row is {ROW_FORMAT}."
@@ -176,7 +176,7 @@ def _images(row: VerlRow, encoder: PromptEncoder, path: Path, place: str) -> tup
         return [], ()
     if isinstance(encoder.vision, str):
         raise ConfigError(
-            f"{place} has images, and {encoder.vision}. Set model.path to a model that reads images ({', '.join(FAMILIES)}), or remove "
+            f"{place} has images, and {encoder.vision}. Set PromptEncoder.vision to a model that reads images ({', '.join(FAMILIES)}), or remove "
             "the column images from the data."
         )
     images = check_images(sources, path.parent, "".join(message.content for message in row.prompt))

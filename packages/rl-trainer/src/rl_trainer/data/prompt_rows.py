@@ -106,6 +106,6 @@ def parse_row(raw: object, prompt_key: str = "prompt") -> VerlRow:
 
 
 def _missing(missing: tuple[str, ...], found: tuple[str, ...], prompt_key: str) -> MissingFieldsError:
-    named = ", ".join(f"{name} (data.prompt_key)" if name == prompt_key else name for name in missing)
+    named = ", ".join(f"{name} (DataFiles.prompt_key)" if name == prompt_key else name for name in missing)
     listed = f"{', '.join(found[:_LISTED])}{', ...' if len(found) > _LISTED else ''}" or "none"
     return MissingFieldsError(f"missing fields: {named}; fields found: {listed}", missing=missing, found=found)

@@ -26,8 +26,8 @@ def hold_out(size: int, share: float) -> tuple[IntArray, IntArray]:
     """
     if size < 2:
         raise ConfigError(
-            f"data.train_files has {size} usable row, too few to hold one out for validation. Set data.val_files, or trainer.test_freq=0 "
-            "for a run without validation."
+            f"hold_out.size must be at least 2, to hold a row out for validation and have another to train on; got {size}. "
+            "Set LoopConfig.test_freq=0 for a run without validation."
         )
     count = min(max(1, round(share * size)), size - 1)
     shuffled = np.random.default_rng(0).permutation(size)

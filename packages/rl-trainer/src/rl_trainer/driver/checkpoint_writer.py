@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from rl_protocol import RLError
-from rl_trainer.asyncio_tasks import gather_or_cancel
+from rl_trainer.asyncio_tasks import deadline, gather_or_cancel
 from rl_trainer.checkpoints.folder import (
     CONFIG,
     RUN_STATE,
@@ -115,7 +115,8 @@ class CheckpointWriter:
     async def finish(self) -> SavedCheckpoint | None:
         """Wait for the save that is being written; see `poll`."""
         if self._saving is not None:
-            await asyncio.wait([self._saving])
+            async with deadline(2 * self._timeout_s, "the checkpoint that is being written"):
+                await asyncio.wait([self._saving])
         return self.poll()
 
     async def abandon(self, *, wait: bool) -> None:

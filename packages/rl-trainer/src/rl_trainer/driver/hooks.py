@@ -85,7 +85,7 @@ class Hook:
         """After the checkpoint of that step is published, which can be some steps later."""
 
 
-HOOKS: Registry[Hook] = Registry("trainer.hooks", "rl_trainer.hooks", Hook, {}, {})
+HOOKS: Registry[Hook] = Registry("TrainerParts.hooks", "rl_trainer.hooks", Hook, {}, {})
 """Hooks of installed packages, by name."""
 
 
@@ -110,5 +110,5 @@ def notify(hooks: Mapping[str, Hook], event: str, *facts: object) -> None:
         except Exception as error:
             raise RLError(
                 f"The hook {name!r} ({type(hook).__module__}.{type(hook).__qualname__}) failed in {event}: "
-                f"{type(error).__name__}: {error}. Repair it, or take it out of trainer.hooks."
+                f"{type(error).__name__}: {error}. Repair it, or take it out of TrainerParts.hooks."
             ) from error

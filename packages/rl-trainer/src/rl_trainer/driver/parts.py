@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from rl_protocol.ports import DataPlane, ReplayBuffer, WeightSync
+from rl_protocol.ports import DataPlane, ReplayBuffer, RolloutMemory, WeightSync
 from rl_trainer.config import (
     ActorConfig,
     AlgorithmConfig,
@@ -48,6 +48,8 @@ class TrainerParts:
     """What happens to prompts whose rollouts fail. The buffers must have the same settings."""
     async_rl: AsyncConfig = field(default_factory=AsyncConfig)
     """How far generation may run ahead."""
+    rollout_memory: RolloutMemory | None = None
+    """Freed while the models are updated, with async_rl.max_staleness=0 only; None: never."""
     old_log_prob_tolerance: float = AlgorithmConfig.old_log_prob_tolerance
     """Read only if the graph has the stage `log_prob_gap`."""
     checkpoints: CheckpointWriter | None = None

@@ -55,7 +55,7 @@ class Router:
 
     def __init__(self, policy: str, replicas: int, overload: float = OVERLOAD) -> None:
         if policy not in ROUTERS:
-            raise ConfigError(f"rollout.router must be one of {', '.join(ROUTERS)}; got {policy!r}.")
+            raise ConfigError(f"RolloutConfig.router must be one of {', '.join(ROUTERS)}; got {policy!r}.")
         if replicas < 1 or not 1 <= overload < math.inf:
             raise ConfigError(
                 f"A router needs at least 1 replica and an overload of at least 1; got {replicas}, {overload}."

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 
 from rl_protocol import ConfigError, DataLostError, KVBatchMeta, PlaneTimeout, RLError, RolloutError
 from rl_protocol.ports import DataPlane, GroupFailure, Lease, ReplayBuffer, SessionResult, settle
 from rl_protocol.rl_columns import prompt_partition
+from rl_trainer.algorithms.staleness_policy import StalenessPolicy
 from rl_trainer.config import ReplayConfig
-from rl_trainer.driver.rollout_router import imbalance, roll_out
+from rl_trainer.driver.batch_queue import MOST_STAGES
+from rl_trainer.driver.replica_gate import Permits, ReplicaGate
+from rl_trainer.driver.rollout_router import Router, imbalance, roll_out
 from rl_trainer.driver.stage_calls import WorkerHandle, call
 from rl_trainer.workers.messages import LeasedPrompt, Partition, PromptRef, RolloutCall, RolloutResult
 
@@ -47,9 +51,14 @@ class Rollouts:
         plane: where trajectories go.
         workers: the rollout replicas.
         buffers: the replay buffer of each partition.
+        policy: how many prompts are generated at once.
         replay: what happens to prompts whose rollouts fail.
         router: name of the routing policy.
         timeout_s: longest time of one call of a worker.
+
+    Attributes:
+        version: of the weights of the replicas.
+        gate: closed while they change.
     """
 
     def __init__(
@@ -58,29 +67,41 @@ class Rollouts:
         workers: Sequence[WorkerHandle],
         buffers: Mapping[str, ReplayBuffer],
         *,
+        policy: StalenessPolicy,
         replay: ReplayConfig,
         router: str,
         timeout_s: float,
     ) -> None:
         self.plane = plane
         self.workers = workers
+        self.policy = policy
         self.replay = replay
         self.router = router
         self.timeout_s = timeout_s
+        self.version = 0
+        longest_s = MOST_STAGES * timeout_s
+        self.gate = ReplicaGate(longest_s)
+        self.permits = Permits(policy.permits, longest_s)
+        self.shared_router = Router("least_loaded" if router == "even" else router, len(workers))
+        """Chooses replicas for the calls of one prompt."""
+        self.running = 0
+        """Rollouts that run or wait for a permit."""
         self._buffers = buffers
+        self._failures: dict[str, list[GroupFailure]] = {}
         self._open: dict[tuple[str, int], list[_Rollout]] = {}
         """Rollouts by partition and step, until their groups are committed."""
         self._taken: dict[tuple[str, int], list[str]] = {}
 
     async def roll_out(
-        self, partition: Partition, prompts: Sequence[PromptRef], version: int, spare: Spare | None = None
+        self, partition: Partition, prompts: Sequence[PromptRef], spare: Spare | None = None
     ) -> RolledOut:
-        """Roll the prompts out with policy `version`, and take their groups.
+        """Roll the prompts out, and take their groups.
+
+        Several rollouts may run at once; the one of the lowest step gets the next permit.
 
         Args:
             partition: where the trajectories go.
             prompts: what to roll out.
-            version: of the trainer's weights.
             spare: called for other prompts, unless replay.on_failure is `fail`; None: a prompt
                 whose last attempt failed is an error.
 
@@ -89,11 +110,30 @@ class Rollouts:
             RLError: a replica failed, and replay.on_failure is `fail`.
         """
         batch = partition.name, partition.step
-        running = _Rollout(self, self._buffers[partition.name], partition, version)
-        self._open.setdefault(batch, []).append(running)
-        result = await running.run(prompts, spare if self.replay.on_failure != "fail" else None)
+        self.running += 1
+        try:
+            rollout = _Rollout(self, self._buffers[partition.name], partition)
+            self._open.setdefault(batch, []).append(rollout)
+            result = await rollout.run(prompts, spare if self.replay.on_failure != "fail" else None)
+        finally:
+            self.running -= 1
         self._taken.setdefault(batch, []).extend(dict.fromkeys(map(str, result.rows.tag_values("uid"))))
         return result
+
+    def failures_of(self, name: str, uids: Collection[str]) -> list[GroupFailure]:
+        """Failed attempts at these prompts of the partition since the last call, the oldest
+        first.
+        """
+        known = [*self._failures.pop(name, []), *self._buffers[name].failures()]
+        self._failures[name] = [failure for failure in known if failure.uid not in uids]
+        return [failure for failure in known if failure.uid in uids]
+
+    def in_flight(self, name: str) -> list[int]:
+        """Versions of the weights that started the prompts of a partition which are generated
+        now.
+        """
+        rollouts = chain.from_iterable(found for (partition, _), found in self._open.items() if partition == name)
+        return [lease.version for rollout in rollouts for lease in rollout.in_flight()]
 
     @asynccontextmanager
     async def committed_after(self, name: str, step: int) -> AsyncGenerator[None]:
@@ -118,37 +158,42 @@ class Rollouts:
         for batch in [batch for batch in self._open if batch[0] == name]:
             del self._open[batch]
             self._taken.pop(batch, None)
+        self._failures.pop(name, None)
         await self._buffers[name].clear()
         await self.plane.clear(prompt_partition(name))
 
 
 class _Rollout:
-    """One rollout: leases are dispatched as they become free, until all groups are finished."""
+    """One rollout: prompts are leased and sent as permits allow, until all groups are finished.
 
-    def __init__(self, rollouts: Rollouts, buffer: ReplayBuffer, partition: Partition, version: int) -> None:
+    A prompt keeps its permit until its group is taken, so further attempts at it need no other one.
+    """
+
+    def __init__(self, rollouts: Rollouts, buffer: ReplayBuffer, partition: Partition) -> None:
         self._rollouts = rollouts
         self._buffer = buffer
         self._partition = partition
-        self._version = version
         self.prompts: dict[str, int] = {}
         """Row in the data set of each prompt."""
         self._attempt: dict[str, int] = {}
         """Newest attempt at each prompt."""
+        self._permitted: list[tuple[Collection[str], asyncio.Task[None]]] = []
+        """The prompts of each permit, and what sends them."""
         self._calls: dict[asyncio.Task[None], Sequence[Lease]] = {}
         self._tokens = [0] * len(rollouts.workers)
         self._truncated = 0
         self._errors: list[RLError] = []
         self._replaced = 0
         replay = rollouts.replay
-        self._deadline_s = rollouts.timeout_s + replay.max_attempts * replay.lease_s
+        # each of the rollouts before this one may take as long
+        self._deadline_s = rollouts.running * (rollouts.timeout_s + replay.max_attempts * replay.lease_s)
 
     async def run(self, prompts: Sequence[PromptRef], spare: Spare | None) -> RolledOut:
-        await self._add(prompts)
         try:
             async with asyncio.TaskGroup() as tasks:
-                pump = tasks.create_task(self._dispatch(tasks))
-                rows = await self._take(len(prompts), spare)
-                pump.cancel()
+                await self._add(tasks, prompts)
+                rows = await self._take_all(tasks, len(prompts), spare)
+                self._end({*self.prompts})
                 for task, leases in self._calls.items():
                     if any(self._attempt[lease.uid] != lease.attempt for lease in leases):
                         task.cancel()  # its leases ended, and their prompts were rolled out again
@@ -159,28 +204,71 @@ class _Rollout:
             len(set(rows.tag_values("uid"))),
             imbalance(self._tokens),
             self._truncated,
-            self._buffer.failures(),
+            self._rollouts.failures_of(self._partition.name, self.prompts),
             self._replaced,
         )
 
-    async def _add(self, prompts: Sequence[PromptRef]) -> None:
-        self.prompts |= {prompt.uid: prompt.row for prompt in prompts}
-        await self._buffer.add([prompt.uid for prompt in prompts], self._partition.n)
+    def in_flight(self) -> list[Lease]:
+        """The leases of calls that run."""
+        return [lease for task, leases in self._calls.items() if not task.done() for lease in leases]
 
-    async def _dispatch(self, tasks: asyncio.TaskGroup) -> None:
-        """Send prompts to the replicas whenever some may start."""
-        while True:
-            with suppress(PlaneTimeout):  # nothing may start; `_take` has the deadline
-                leases = await self._buffer.lease(len(self.prompts), version=self._version, timeout_s=self._deadline_s)
-                self._attempt |= {lease.uid: lease.attempt for lease in leases}
-                prompts = tuple(LeasedPrompt(lease, self.prompts[lease.uid]) for lease in leases)
-                whole = RolloutCall(partition=self._partition, prompts=prompts)
-                self._calls[tasks.create_task(self._run_call(whole))] = leases
+    async def _add(self, tasks: asyncio.TaskGroup, prompts: Sequence[PromptRef]) -> None:
+        """Add prompts to the buffer, and begin to wait for their permits."""
+        uids = [prompt.uid for prompt in prompts]
+        self.prompts |= {prompt.uid: prompt.row for prompt in prompts}
+        await self._buffer.add(uids, self._partition.n)
+        if self._rollouts.policy.max_inflight:
+            self._permitted += [({uid}, tasks.create_task(self._dispatch(tasks, {uid}))) for uid in uids]
+        elif not self._permitted:
+            self._permitted.append((self.prompts, tasks.create_task(self._dispatch(tasks, self.prompts))))
+
+    def _end(self, uids: set[str]) -> None:
+        """Give the permits of prompts back, all of which were taken or discarded."""
+        for permit, task in self._permitted:
+            if uids.issuperset(permit):
+                task.cancel()
+        self._permitted = [(permit, task) for permit, task in self._permitted if not uids.issuperset(permit)]
+
+    async def _dispatch(self, tasks: asyncio.TaskGroup, uids: Collection[str]) -> None:
+        """Wait for a permit, and send these prompts to the replicas whenever some may start."""
+        permits = self._rollouts.permits
+        await permits.acquire(self._partition.step)
+        try:
+            while True:
+                with suppress(PlaneTimeout):  # nothing may start; `_take` has the deadline
+                    await self._start(tasks, await self._buffer.pending(uids, timeout_s=self._deadline_s))
+        finally:
+            permits.release()
+
+    async def _start(self, tasks: asyncio.TaskGroup, uids: Sequence[str]) -> None:
+        """Lease prompts with the version of the replicas, and begin to roll them out."""
+        rollouts = self._rollouts
+        await rollouts.gate.enter()
+        try:
+            leases = await self._buffer.lease(
+                len(uids), version=rollouts.version, timeout_s=self._deadline_s, uids=uids
+            )
+        except BaseException:
+            rollouts.gate.leave()
+            raise
+        self._attempt |= {lease.uid: lease.attempt for lease in leases}
+        prompts = tuple(LeasedPrompt(lease, self.prompts[lease.uid]) for lease in leases)
+        task = tasks.create_task(self._run_call(RolloutCall(partition=self._partition, prompts=prompts)))
+        task.add_done_callback(lambda _: rollouts.gate.leave())
+        self._calls[task] = leases
 
     async def _run_call(self, whole: RolloutCall) -> None:
-        workers = self._rollouts.workers
-        for result in await roll_out(len(workers), whole, self._rollouts.router, self._send):
-            self._truncated += result.truncated
+        rollouts = self._rollouts
+        if rollouts.policy.max_inflight:
+            router, cost = rollouts.shared_router, self._partition.n
+            replica = router.choose(f"{self._partition.split}/{whole.prompts[0].row}", cost)
+            try:
+                results = [await self._send(replica, whole)]
+            finally:
+                router.done(replica, cost)
+        else:
+            results = await roll_out(len(rollouts.workers), whole, rollouts.router, self._send)
+        self._truncated += sum(result.truncated for result in results)
 
     async def _send(self, replica: int, part: RolloutCall) -> RolloutResult:
         """Call a replica; if it fails, settle its sessions with that error."""
@@ -198,18 +286,31 @@ class _Rollout:
         self._tokens[replica] += result.tokens
         return result
 
-    async def _take(self, count: int, spare: Spare | None) -> KVBatchMeta:
-        """Take the groups; replace prompts that failed.
+    async def _take_all(self, tasks: asyncio.TaskGroup, count: int, spare: Spare | None) -> KVBatchMeta:
+        """Take the groups, each permit's together."""
+        size = self._rollouts.policy.prompts_per_call(count)
+        parts: list[KVBatchMeta] = []
+        for _ in range(count // size):
+            parts.append(await self._take(tasks, size, count, spare))
+            self._end(set(map(str, parts[-1].tag_values("uid"))))
+        return KVBatchMeta.concat(parts)
 
-        At most as many prompts are replaced as there were: a rollout that always fails must end.
+    async def _take(self, tasks: asyncio.TaskGroup, count: int, asked: int, spare: Spare | None) -> KVBatchMeta:
+        """Take groups; replace prompts that failed.
+
+        At most as many prompts are replaced as were asked for: a rollout that always fails must
+        end.
         """
         while True:
             try:
-                return await self._buffer.take(count, version=self._version, timeout_s=self._deadline_s)
+                return await self._buffer.take(
+                    count, version=self._rollouts.version, timeout_s=self._deadline_s, uids=self.prompts
+                )
             except RolloutError as error:
-                failed = list(self._buffer.failed())
-                if spare is None or not failed or self._replaced + len(failed) > count:
+                failed = [uid for uid in self._buffer.failed() if uid in self.prompts]
+                if spare is None or not failed or self._replaced + len(failed) > asked:
                     raise (self._errors[0] if self._errors and spare is None else error) from None
             self._replaced += len(failed)
             await self._buffer.discard(failed)
-            await self._add(spare(len(failed)))
+            await self._add(tasks, spare(len(failed)))
+            self._end(set(failed))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -11,6 +10,8 @@ from rl_protocol import KVBatchMeta, RowKey
 from rl_protocol.ports import SamplingParams
 from rl_protocol.rl_columns import TRAIN_PARTITION
 from rl_trainer.algorithms.dapo import Generate, GiveUp, Train, next_round
+from rl_trainer.algorithms.staleness_policy import StalenessPolicy
+from rl_trainer.data.prompt_draws import PromptDraws
 from rl_trainer.driver.hooks import notify
 from rl_trainer.driver.parts import TrainerParts
 from rl_trainer.driver.rollouts import RolledOut, Rollouts, Spare
@@ -30,42 +31,43 @@ class Sampled:
         rows: scored trajectories to train on, with tags; none if no prompt is informative.
         prompts: all prompts that were rolled out.
         groups: how many prompts have responses in the data plane.
-        position: prompts that were taken from the order so far.
         metrics: of the step.
     """
 
     rows: KVBatchMeta
     prompts: Sequence[PromptRef]
     groups: int
-    position: int
     metrics: dict[str, float]
 
 
 class Sampler:
     """Rolls out and scores prompts with the weights that the rollout replicas have.
 
+    Args:
+        parts: of the run.
+        policy: how far sampling runs ahead.
+
     Attributes:
         rollouts: the rollout workers.
-        position: prompts taken from the order so far.
-        replicas: held by those who generate, and by those who change the weights.
-        version: of the weights of the replicas.
+        draws: the prompts that each step has drawn.
         finished: prompts that were rolled out for training.
+        admitted: prompts that steps have drawn.
+        refilled: those of them that were drawn in the place of others.
     """
 
-    def __init__(self, parts: TrainerParts) -> None:
+    def __init__(self, parts: TrainerParts, policy: StalenessPolicy) -> None:
         self._parts = parts
         self.rollouts = Rollouts(
             parts.plane,
             parts.workers.rollout,
             parts.buffers,
+            policy=policy,
             replay=parts.replay,
             router=parts.rollout.router,
             timeout_s=parts.loop.stage_timeout_s,
         )
-        self.position = 0
-        self.replicas = asyncio.Lock()
-        self.version = 0
-        self.finished = 0
+        self.draws = PromptDraws(parts.train_order)
+        self.finished = self.admitted = self.refilled = 0
 
     async def sample(self, step: int) -> Sampled:
         """Roll prompts out and score them, until there are enough informative ones."""
@@ -80,6 +82,8 @@ class Sampler:
 
         def draw(count: int) -> Sequence[PromptRef]:
             fresh = self._next_prompts(step, len(prompts), count)
+            self.admitted += count
+            self.refilled += count if prompts else 0
             prompts.extend(fresh)
             return fresh
 
@@ -100,7 +104,7 @@ class Sampler:
             failed |= set(scored.failed)
             metrics |= scored.metrics | {"reward/failures": float(len(failed))}
             if "filter" not in parts.graph:
-                return Sampled(_without(rows, failed), prompts, groups, self.position, metrics | clock.seconds)
+                return Sampled(_without(rows, failed), prompts, groups, metrics | clock.seconds)
             if usable := _without(new, failed):
                 kept += await clock.time("filter", self._informative(step, usable.without_tags()))
             decision = next_round(
@@ -117,14 +121,13 @@ class Sampler:
         }
         chosen = set(decision.uids)
         keep = [i for i, key in enumerate(rows.keys) if RowKey.parse(key).uid in chosen]
-        return Sampled(_without(rows.select_rows(keep), failed), prompts, groups, self.position, metrics)
+        return Sampled(_without(rows.select_rows(keep), failed), prompts, groups, metrics)
 
     async def roll_out(
         self, partition: Partition, prompts: Sequence[PromptRef], spare: Spare | None = None
     ) -> RolledOut:
-        """Roll prompts out, when the replicas are free; notify hooks of failures."""
-        async with self.replicas:
-            rolled = await self.rollouts.roll_out(partition, prompts, self.version, spare)
+        """Roll prompts out; notify hooks of failures."""
+        rolled = await self.rollouts.roll_out(partition, prompts, spare)
         if rolled.failures:
             self._notify("on_rollout_failure", partition.step, rolled.failures, rolled.replaced)
         return rolled
@@ -141,19 +144,10 @@ class Sampler:
 
     def sampling(self) -> SamplingParams:
         """How training responses are sampled."""
-        rollout = self._parts.rollout
-        return SamplingParams(
-            max_new_tokens=rollout.response_length,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            ignore_eos=rollout.ignore_eos,
-            seed=self._parts.loop.seed,
-        )
+        return self._parts.rollout.sampling(self._parts.loop.seed)
 
     def _next_prompts(self, step: int, known: int, count: int) -> list[PromptRef]:
-        rows = self._parts.train_order.take(self.position, count)
-        self.position += count
+        rows = self.draws.draw(step, count)
         return [PromptRef(f"s{step}-{known + i}", row) for i, row in enumerate(rows)]
 
     async def _informative(self, step: int, batch: KVBatchMeta) -> tuple[str, ...]:

@@ -144,7 +144,7 @@ def forward_calls(
     count = max(dp_ranks) + 1
     if len(rows.names) < count:
         raise BatchError(
-            f"Stage {name!r} has {len(rows.names)} rows for {count} ranks; raise data.train_batch_size or lower the world size."
+            f"Stage {name!r} has {len(rows.names)} rows for {count} ranks; raise PromptOrder.batch_size, or use fewer ranks."
         )
     parts = balanced_parts(rows.lengths, count)
     return [StageCall(step=step, batch=rows.names.select_rows(parts[dp_rank])) for dp_rank in dp_ranks]

@@ -5,8 +5,9 @@ training: log_prob_gap? -> old_log_prob? | ref | values -> adv -> update_critic 
         -> clear -> update_weights                      (stages joined by | run side by side)
 
 Two pumps run in one TaskGroup. The rollouts sample a step once the training admits it: with
-async_rl.max_staleness=0 when the training waits for it, otherwise so many steps before. A weight
-update waits for the running generation, so every batch is generated with one version.
+async_rl.max_staleness=0 when the training waits for it, otherwise as many steps before as
+`rl_trainer.algorithms.staleness_policy` says. Several steps are sampled at once. A weight update
+waits for the running generation, so every response is generated with one version.
 
 When a storage unit dies with rows of the step, everything before the updates is repeated with the
 same prompts. All ranks read the rows of the updates before the first update begins. From then on
@@ -19,7 +20,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,13 +30,16 @@ from rl_protocol import DataLostError, KVBatchMeta, RLError, RolloutError, RowKe
 from rl_protocol.rl_columns import TRAIN_PARTITION, VALIDATION_PARTITION
 from rl_protocol.support.options import require
 from rl_trainer.algorithms.metrics import stats
+from rl_trainer.algorithms.staleness_policy import StalenessPolicy
 from rl_trainer.asyncio_tasks import gather_or_cancel
 from rl_trainer.checkpoints.folder import Checkpoint, RunState
+from rl_trainer.driver.batch_queue import MOST_STAGES, Admissions, BatchQueue, GroupCounts, Staleness
 from rl_trainer.driver.checkpoint_writer import CheckpointWriter, SavedCheckpoint, load
 from rl_trainer.driver.hooks import notify
+from rl_trainer.driver.idle import IdleClock
 from rl_trainer.driver.old_log_prob import STAGE, AutoOldLogProb
 from rl_trainer.driver.parts import TrainerParts
-from rl_trainer.driver.pumps import BatchQueue, GroupCounts, staleness
+from rl_trainer.driver.rollout_sleep import RolloutSleep
 from rl_trainer.driver.sampler import Sampled, Sampler
 from rl_trainer.driver.stage_calls import StepRows, call, forward_calls, update_calls
 from rl_trainer.driver.stage_runner import Clock, ModelStage, StageRunner, noted
@@ -101,17 +105,25 @@ class PPOTrainer:
 
     def __init__(self, parts: TrainerParts) -> None:
         steps = parts.loop.total_training_steps
-        require(steps >= 0, "trainer.total_training_steps", "at least 0 where training starts", steps)
-        self._parts = parts
-        self._sampler = Sampler(parts)
+        require(steps >= 0, "LoopConfig.total_training_steps", "at least 0 where training starts", steps)
+        self._idle = IdleClock()
+        self._parts = parts = replace(parts, workers=self._idle.watched(parts.workers))
+        self._policy = StalenessPolicy.of(
+            parts.async_rl,
+            parts.train_order.batch_size,
+            deterministic=parts.loop.deterministic,
+            replicas=len(parts.workers.rollout),
+        )
+        self._sampler = Sampler(parts, self._policy)
         self._rollouts = self._sampler.rollouts
         self._runner = StageRunner(parts.loop.stage_timeout_s)
+        self._sleep = RolloutSleep(parts.rollout_memory)
         self._old_log_prob = AutoOldLogProb(parts.old_log_prob_tolerance, parts.loop.seed, parts.loop.stage_timeout_s)
+        self._longest_wait_s = MOST_STAGES * parts.loop.stage_timeout_s
         self._steps_done = 0
         self._version = 0
-        self._prompts_taken = 0
         self._critic_updates = 0
-        self._batches = BatchQueue[Sampled](1, 0)
+        self._batches = BatchQueue[Sampled](1, 0, self._longest_wait_s)
         self._trained = 0
         self._dropped = 0
 
@@ -125,8 +137,8 @@ class PPOTrainer:
         parts, state = self._parts, checkpoint.run_state
         await load(checkpoint, parts.workers, parts.loop.stage_timeout_s)
         self._steps_done, self._version = state.step, state.version
-        self._critic_updates, self._prompts_taken = state.critic_updates, state.prompts_taken
-        self._sampler.position, self._sampler.version = self._prompts_taken, self._version
+        self._critic_updates, self._rollouts.version = state.critic_updates, self._version
+        self._sampler.draws.restore(state.prompts_taken, state.prompts_untrained)
         self._old_log_prob.agree = state.log_probs_agree
         if parts.weight_sync is not None and self._version:
             await parts.weight_sync.update_weights(self._version)
@@ -153,10 +165,11 @@ class PPOTrainer:
 
     async def _run_pumps(self) -> dict[str, float]:
         """Run both pumps; the first failure ends both."""
-        self._batches = BatchQueue(self._steps_done + 1, self._parts.loop.total_training_steps)
+        last, one_by_one = self._parts.loop.total_training_steps, self._policy.deterministic
+        self._batches = BatchQueue(self._steps_done + 1, last, self._longest_wait_s, one_by_one=one_by_one)
         try:
             async with asyncio.TaskGroup() as pumps:
-                rollouts = pumps.create_task(self._run_rollouts())
+                rollouts = pumps.create_task(self._run_rollouts(pumps))
                 last = await self._run_training()
                 rollouts.cancel()
         except* RLError as failed:
@@ -166,19 +179,21 @@ class PPOTrainer:
         counts.check()
         return last
 
-    async def _run_rollouts(self) -> None:
-        """Sample one step after the other, each once it is admitted."""
+    async def _run_rollouts(self, pumps: asyncio.TaskGroup) -> None:
+        """Begin to sample each step once it is admitted."""
         while True:
             step = await self._batches.begin()
-            try:
+            pumps.create_task(self._sample(step))
+
+    async def _sample(self, step: int) -> None:
+        """Sample the batch of a step, and hand it over."""
+        try:
+            with noted(f"step {step}"):
                 sampled = await self._sampler.sample(step)
-            except DataLostError as error:
-                await self._batches.finish(error)
-            except RLError as error:
-                error.add_note(f"step {step}")
-                raise
-            else:
-                await self._batches.finish(sampled)
+        except DataLostError as error:
+            await self._batches.finish(step, error)
+        else:
+            await self._batches.finish(step, sampled)
 
     async def _run_training(self) -> dict[str, float]:
         """Train on one batch after the other; returns the metrics of the last validation."""
@@ -188,6 +203,7 @@ class PPOTrainer:
         if validates and loop.val_before_train and not self._steps_done:
             last = (await self.validate(0)).metrics
             self._parts.on_step(0, last)
+        self._idle.read()  # what was before the first step belongs to none
         for step in range(self._steps_done + 1, loop.total_training_steps + 1):
             self._notify("on_step_begin", step)
             with noted(f"step {step}"):
@@ -199,8 +215,9 @@ class PPOTrainer:
                 last, accuracy = validation.metrics, validation.accuracy
                 metrics |= last | {"timing_s/testing": time.perf_counter() - start}
             self._steps_done = step
-            with noted(f"step {step}"), noted("stage save_checkpoint"):
+            with noted(f"step {step}"), noted("stage save_checkpoint"), self._idle.busy("trainer"):
                 metrics |= await self._save(final, accuracy)
+            metrics |= self._idle.read()
             self._parts.on_step(step, metrics)
             self._notify("on_step_end", step, metrics)
         return last
@@ -221,7 +238,8 @@ class PPOTrainer:
             step=self._steps_done,
             version=self._version,
             critic_updates=self._critic_updates,
-            prompts_taken=self._prompts_taken,
+            prompts_taken=self._sampler.draws.position,
+            prompts_untrained=self._sampler.draws.untrained,
             log_probs_agree=self._old_log_prob.agree,
         )
         await writer.begin(state, score)
@@ -251,13 +269,16 @@ class PPOTrainer:
         """Train one step; returns its metrics."""
         clock, metrics = Clock(), {"training/global_step": float(step)}
         bytes_before, cpu_before, start = self._driver_bytes(), time.process_time(), time.perf_counter()
-        await self._batches.admit(step + self._parts.async_rl.max_staleness)
+        admissions = self._admissions()
+        await self._batches.admit(self._policy.last_admitted(step))
         result = await self._train(clock, step)
         metrics |= result.metrics
         synced, _ = await gather_or_cancel(
             self._update_weights(clock, result), self._rollouts.commit(TRAIN_PARTITION, step)
         )
         metrics |= synced or {}
+        if self._policy.max_staleness:
+            metrics |= self._admissions().metrics(admissions)
         elapsed = time.perf_counter() - start
         metrics |= clock.seconds | {"timing_s/step": elapsed, "perf/time_per_step": elapsed}
         metrics["perf/throughput"] = result.tokens / elapsed
@@ -271,19 +292,22 @@ class PPOTrainer:
         """
         sync = self._parts.weight_sync
         if sync is None or not result.actor_updated:
-            self._sampler.version = self._version
+            await self._sleep.wake(clock, "kv_cache")
+            self._rollouts.version = self._version
             return {}
-        start = time.perf_counter()
-        async with self._sampler.replicas:
-            waited = time.perf_counter() - start
-            report = await clock.time("update_weights", sync.update_weights(self._version))
-            self._sampler.version = self._version
-        metrics = {
+        with self._idle.because("refit"):
+            if self._policy.deterministic:
+                await self._batches.sampled()
+            async with self._rollouts.gate.closed():
+                await self._sleep.wake(clock, "weights")
+                report = await clock.time("update_weights", sync.update_weights(self._version))
+                await self._sleep.wake(clock, "kv_cache")
+                self._rollouts.version = self._version
+        return {
             "weight_sync/bytes": float(report.num_bytes),
             "weight_sync/version": float(report.version),
             "weight_sync/receivers": float(len(report.receivers)),
         }
-        return metrics | ({"idle/trainer/refit": waited} if self._parts.async_rl.max_staleness else {})
 
     async def validate(self, step: int) -> Validation:
         """Roll out the validation set with rollout.val_kwargs; report accuracy by data source."""
@@ -301,7 +325,7 @@ class PPOTrainer:
             rolled = {f"val-aux/{name}": value for name, value in rollout_metrics(rows).items()}
             return Validation(judged.metrics | rolled, judged.accuracy)
 
-        with noted(f"validation after step {step}"):
+        with noted(f"validation after step {step}"), self._idle.because("validation"):
             async with self._rollouts.committed_after(VALIDATION_PARTITION, step):
                 validation = await self._repeated(step, evaluate, lambda: self._rollouts.clear(VALIDATION_PARTITION))
         self._notify("on_validate_end", step, validation.metrics)
@@ -319,30 +343,28 @@ class PPOTrainer:
         """Everything of a step but the weight sync and the commit of its rows."""
 
         async def prepare() -> _Prepared:
-            start = time.perf_counter()
-            sampled = await self._batches.get(step)
-            starved = time.perf_counter() - start
-            if self._parts.async_rl.max_staleness:
-                sampled.metrics["idle/trainer/starved"] = starved
-            return await self._prepare(clock, step, sampled)
+            return await self._prepare(clock, step, await self._batches.get(step))
 
         async def rewind() -> None:
             async with self._batches.rewound(step):
                 for name in (TRAIN_PARTITION, BASELINE_PARTITION):
                     await self._rollouts.clear(name)
-                self._sampler.position = self._prompts_taken
+                self._sampler.draws.rewind()
                 self._dropped = self._sampler.finished - self._trained
 
         prepared = await self._repeated(step, prepare, rewind)
         # from here on the step is not repeated: the same rows again would be a second update
         self._old_log_prob.note(prepared.metrics)
-        metrics = prepared.metrics | await self._runner.update(clock, prepared.updates)
+        updated = {stage.name for stage in prepared.updates}
+        metrics = dict(prepared.metrics)
+        if updated:
+            metrics |= await self._sleep.begin(clock, weights_follow="update_actor" in updated)
+        metrics |= await self._runner.update(clock, prepared.updates)
         if "actor/entropy_loss" in metrics:  # the old_log_prob stage computes the entropy, if it runs
             metrics.setdefault("actor/entropy", metrics["actor/entropy_loss"])
-        updated = {stage.name for stage in prepared.updates}
         self._critic_updates += "update_critic" in updated
         self._version += "update_actor" in updated
-        self._prompts_taken = prepared.sampled.position
+        self._sampler.draws.trained(step)
         self._trained += prepared.groups
         self._dropped += prepared.sampled.groups - prepared.groups
         return StepResult(metrics, actor_updated="update_actor" in updated, tokens=prepared.tokens)
@@ -368,27 +390,39 @@ class PPOTrainer:
         if not sampled.rows:
             return _Prepared((), sampled.metrics, sampled, tokens=0, groups=0)
         ages = self._staleness(sampled.rows)
-        metrics = sampled.metrics | {"training/policy_lag": float(max(ages))}
-        metrics |= stats("training/off_policy/trajectory_staleness", ages)
-        rows, compared = await self._choose_log_probs(clock, step, StepRows.of(sampled.rows), max(ages))
+        metrics = sampled.metrics | ages.metrics()
+        if self._policy.max_staleness:
+            metrics |= self._ahead()
+        rows, compared = await self._choose_log_probs(clock, step, StepRows.of(sampled.rows), max(ages.oldest))
         metrics |= compared | await self._annotate(clock, step, rows, sampled.prompts)
         updates = self._updates(step, rows)
         await self._runner.read_ahead(clock, updates)
         groups = len(set(sampled.rows.tag_values("uid")))
         return _Prepared(updates, metrics, sampled, tokens=int(rows.lengths.sum()), groups=groups)
 
-    def _staleness(self, rows: KVBatchMeta) -> list[int]:
-        """[N] versions between the weights that generated each trajectory and those it trains.
+    def _admissions(self) -> Admissions:
+        sampler = self._sampler
+        return Admissions(admitted=sampler.admitted, refilled=sampler.refilled, dropped=self._dropped)
+
+    def _ahead(self) -> dict[str, float]:
+        """How old what is generated now, and what waits for its step, is already."""
+        in_flight = [self._version - version for version in self._rollouts.in_flight(TRAIN_PARTITION)]
+        waiting = (Staleness.of(batch.rows, self._version).oldest for batch in self._batches.waiting() if batch.rows)
+        in_queue = [age for ages in waiting for age in ages]
+        return stats("async/in_flight_staleness", in_flight) | stats("async/in_queue_staleness", in_queue)
+
+    def _staleness(self, rows: KVBatchMeta) -> Staleness:
+        """Versions between the weights that generated the trajectories and those they train.
 
         Raises:
-            RolloutError: a trajectory has no version, or is older than async_rl.max_staleness.
+            RolloutError: a trajectory has no version, or is older than AsyncConfig.max_staleness.
         """
-        ages = staleness(rows, self._version)
-        bound, oldest = self._parts.async_rl.max_staleness, max(ages)
-        if self._parts.weight_sync is not None and oldest > bound:
+        ages = Staleness.of(rows, self._version)
+        bound, oldest = self._policy.max_staleness, max(ages.oldest)
+        if self._parts.weight_sync is not None and self._policy.too_old(oldest):
             raise RolloutError(
-                f"Trajectory {rows.keys[ages.index(oldest)]!r} was generated with version {self._version - oldest} of the weights and would "
-                f"train version {self._version}; async_rl.max_staleness={bound} allows {bound} versions between them."
+                f"Trajectory {rows.keys[ages.oldest.index(oldest)]!r} was generated with version {self._version - oldest} of the weights and would "
+                f"train version {self._version}; AsyncConfig.max_staleness={bound} allows {bound} versions between them."
             )
         return ages
 

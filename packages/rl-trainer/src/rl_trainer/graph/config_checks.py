@@ -33,13 +33,13 @@ def check_staleness(async_rl: AsyncConfig, algorithm: AlgorithmConfig, actor: Ac
         return
     if not POLICY_LOSSES.get(loss).off_policy and not algorithm.rollout_correction.rollout_is:
         raise ConfigError(
-            f"async_rl.max_staleness={bound} trains on responses of older weights, and actor.policy_loss.loss_mode={loss} has neither a ratio to "
-            "the old policy nor a correction; set algorithm.rollout_correction.rollout_is=token, another loss_mode, or async_rl.max_staleness=0."
+            f"AsyncConfig.max_staleness={bound} trains on responses of older weights, and PolicyLossConfig.loss_mode={loss} has neither a ratio to "
+            "the old policy nor a correction; set RolloutCorrectionConfig.rollout_is=token, another loss_mode, or AsyncConfig.max_staleness=0."
         )
     if "reward_baselines" in ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator).reads:
         raise ConfigError(
-            f"algorithm.adv_estimator={algorithm.adv_estimator} generates its greedy responses when it trains, with newer weights than the responses "
-            f"it compares them with; set async_rl.max_staleness=0 (got {bound}), or another estimator."
+            f"AlgorithmConfig.adv_estimator={algorithm.adv_estimator} generates its greedy responses when it trains, "
+            f"with newer weights than the responses it compares them with; set AsyncConfig.max_staleness=0 (got {bound}), or another estimator."
         )
 
 
@@ -48,26 +48,27 @@ def _check_estimator(algorithm: AlgorithmConfig, rollout_n: int) -> None:
     estimator = ADVANTAGE_ESTIMATORS.get(name)
     if estimator.compares and rollout_n < 2:
         raise ConfigError(
-            f"rollout.n must be at least 2 with algorithm.adv_estimator={name}, which compares the responses of a prompt; got {rollout_n}."
+            f"RolloutConfig.n must be at least 2 with AlgorithmConfig.adv_estimator={name}, which compares the "
+            f"responses of a prompt; got {rollout_n}."
         )
     unknown = [column for column in estimator.reads if column not in WRITABLE]
     if unknown:
         raise ConfigError(
-            f"algorithm.adv_estimator={name!r} reads {', '.join(unknown)}, which no stage writes; there are {', '.join(WRITABLE)}."
+            f"AlgorithmConfig.adv_estimator={name!r} reads {', '.join(unknown)}, which no stage writes; there are {', '.join(WRITABLE)}."
         )
     if ("reward_components" in estimator.reads) != bool(algorithm.gdpo_reward_keys):
         raise ConfigError(
-            f"algorithm.gdpo_reward_keys goes with an estimator that looks at parts of the reward, such as gdpo, and only with it; "
-            f"got {algorithm.gdpo_reward_keys!r} and algorithm.adv_estimator={name}."
+            f"AlgorithmConfig.gdpo_reward_keys goes with an estimator that looks at parts of the reward, such as gdpo, and only with it; "
+            f"got {algorithm.gdpo_reward_keys!r} and AlgorithmConfig.adv_estimator={name}."
         )
     if "reward_components" in estimator.reads and algorithm.use_kl_in_reward:
         raise ConfigError(
-            f"algorithm.adv_estimator={name} looks at the parts of the reward alone, not at algorithm.use_kl_in_reward=true; "
-            "set it to false and actor.use_kl_loss to true."
+            f"AlgorithmConfig.adv_estimator={name} looks at the parts of the reward alone, not at AlgorithmConfig.use_kl_in_reward=true; "
+            "set it to false and ActorConfig.use_kl_loss to true."
         )
     if "sum_pi_squared" in estimator.reads and algorithm.old_log_prob == "rollout":
         raise ConfigError(
-            f"algorithm.adv_estimator={name} needs the old_log_prob stage, which algorithm.old_log_prob=rollout leaves out; "
+            f"AlgorithmConfig.adv_estimator={name} needs the old_log_prob stage, which AlgorithmConfig.old_log_prob=rollout leaves out; "
             "set it to auto or recompute."
         )
 
@@ -78,20 +79,21 @@ def _check_loss(algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
     loss = POLICY_LOSSES.get(name)
     if loss.per_sequence and actor.loss_agg_mode != "seq-mean-token-mean":
         raise ConfigError(
-            f"actor.policy_loss.loss_mode={name} is one loss per response; set actor.loss_agg_mode=seq-mean-token-mean (got {actor.loss_agg_mode})."
+            f"PolicyLossConfig.loss_mode={name} is one loss per response; "
+            f"set ActorConfig.loss_agg_mode=seq-mean-token-mean (got {actor.loss_agg_mode})."
         )
     if loss.per_sequence and correction.rollout_is == "token":
         raise ConfigError(
-            f"actor.policy_loss.loss_mode={name} is one loss per response, which can't be weighted per token; "
-            "set algorithm.rollout_correction.rollout_is to sequence or geometric."
+            f"PolicyLossConfig.loss_mode={name} is one loss per response, which can't be weighted per token; "
+            "set RolloutCorrectionConfig.rollout_is to sequence or geometric."
         )
     if in_loss and correction.rollout_is and loss.off_policy:
         raise ConfigError(
-            f"With algorithm.old_log_prob=rollout the ratio of loss_mode={name} is to the rollout engine's policy already, so "
-            "importance weights would count it twice; leave rollout_is empty, or set actor.policy_loss.loss_mode=gpg."
+            f"With AlgorithmConfig.old_log_prob=rollout the ratio of loss_mode={name} is to the rollout engine's policy already, so "
+            "importance weights would count it twice; leave rollout_is empty, or set PolicyLossConfig.loss_mode=gpg."
         )
     if in_loss and correction.rollout_is_batch_normalize:
         raise ConfigError(
-            "algorithm.rollout_correction.rollout_is_batch_normalize needs the weights of the whole batch at once, which "
-            "algorithm.old_log_prob=rollout never has; set it to recompute, or rollout_is_batch_normalize to false."
+            "RolloutCorrectionConfig.rollout_is_batch_normalize needs the weights of the whole batch at once, which "
+            "AlgorithmConfig.old_log_prob=rollout never has; set it to recompute, or rollout_is_batch_normalize to false."
         )

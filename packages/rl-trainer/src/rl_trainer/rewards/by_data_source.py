@@ -27,7 +27,7 @@ def score(
     """
     if data_source not in REWARDS:
         raise ValueError(
-            f"by_data_source knows no reward for data_source={data_source!r}; it knows {', '.join(REWARDS)}. Set reward.function to the one to use."
+            f"by_data_source knows no reward for data_source={data_source!r}; it knows {', '.join(REWARDS)}. Set load_reward.name to the one to use."
         )
     return _loaded(REWARDS[data_source])(data_source, solution_str, ground_truth, extra_info)
 

@@ -67,8 +67,8 @@ class _ScorerProcess:
             if not isinstance(error, (*UNREADABLE, TimeoutError, EOFError, OSError)):
                 raise
             raise ConfigError(
-                f"The process of reward.function={name!r} did not start: {error}. Its output is in the log of the reward worker; "
-                f"{memory_mb} MiB may be too little for what it imports (reward.memory_mb)."
+                f"The process of ScorerPool.name={name!r} did not start: {error}. Its output is in the log of the reward worker; "
+                f"{memory_mb} MiB may be too little for what it imports (ScorerPool.memory_mb)."
             ) from error
         child.form = hello.form
         return child

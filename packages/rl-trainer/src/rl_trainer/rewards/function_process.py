@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from rl_protocol import ConfigError
+from rl_protocol.support.stack_dumps import dump_at_signal
 from rl_trainer.rewards.functions import Form, form_of, run
 from rl_trainer.rewards.loading import load_reward
 from rl_trainer.rewards.scorer import Outcome, Sample
@@ -40,6 +41,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb * 2**20, memory_mb * 2**20))
+    dump_at_signal()
     connection = os.dup(0)  # a descriptor that programs started by the function do not inherit
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     with os.fdopen(connection, "rb") as calls, os.fdopen(os.dup(connection), "wb") as answers:

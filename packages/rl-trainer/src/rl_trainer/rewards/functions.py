@@ -87,9 +87,9 @@ def _run_batch(function: Callable[..., Sequence[Any]], samples: Sequence[Sample]
     return [outcome_of(one) for one in returned]
 
 
-def timed_out(timeout_s: float) -> Failure:
-    """The failure of a call that exceeded its time limit."""
-    return Failure(kind="timeout", message=f"did not return within {timeout_s:g} s (reward.timeout_s)")
+def timed_out(timeout_s: float, parameter: str = "ScorerPool.timeout_s") -> Failure:
+    """The failure of a call that exceeded its time limit, which that parameter sets."""
+    return Failure(kind="timeout", message=f"did not return within {timeout_s:g} s ({parameter})")
 
 
 class InlineScorer:

@@ -56,12 +56,12 @@ def _check_source(path: Path, name: str) -> None:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
         where = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
-        raise ConfigError(f"reward.function={name!r} can't be loaded: {path}, {where}. Fix the file.") from error
+        raise ConfigError(f"load_reward.name={name!r} can't be loaded: {path}, {where}. Fix the file.") from error
     names = set(_names(tree.body))
     if function not in names and not names & {"*", "__getattr__"}:
         functions = sorted(node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
         raise ConfigError(
-            f"reward.function={name!r}: {path} defines no {function!r}; its functions are {', '.join(functions) or 'none'}."
+            f"load_reward.name={name!r}: {path} defines no {function!r}; its functions are {', '.join(functions) or 'none'}."
             f"{nearest(function, functions)}"
         )
 
@@ -97,7 +97,7 @@ def load_reward(name: str, environment: Mapping[str, str] = os.environ) -> Calla
     except ConfigError:
         raise
     except Exception as error:  # boundary to user code: importing it may raise anything
-        raise ConfigError(f"reward.function={name!r} can't be loaded: {type(error).__name__}: {error}.") from error
+        raise ConfigError(f"load_reward.name={name!r} can't be loaded: {type(error).__name__}: {error}.") from error
 
 
 def reward_names() -> list[str]:
@@ -116,10 +116,10 @@ def _find(name: str, environment: Mapping[str, str]) -> EntryPoint | Path:
         return found[0]
     if found:
         where = ", ".join(entry.value for entry in found)
-        raise ConfigError(f"reward.function={name!r} is offered by several packages: {where}. Uninstall all but one.")
+        raise ConfigError(f"load_reward.name={name!r} is offered by several packages: {where}. Uninstall all but one.")
     known = reward_names()
     raise ConfigError(
-        f"reward.function={name!r} is not known; known are {', '.join(known)}.{nearest(name, known)} Write path.py:function to use your own, "
+        f"load_reward.name={name!r} is not known; known are {', '.join(known)}.{nearest(name, known)} Write path.py:function to use your own, "
         f"or install a package with an entry point in {ENTRY_POINTS!r}."
     )
 
@@ -128,7 +128,7 @@ def _allowed_file(name: str, environment: Mapping[str, str]) -> Path:
     file, _, function = name.rpartition(":")
     path = allowed_path(file, environment)
     if path.suffix != ".py" or not function.isidentifier():
-        raise ConfigError(f"reward.function={name!r} must be path.py:function; {path} is not a Python file.")
+        raise ConfigError(f"load_reward.name={name!r} must be path.py:function; {path} is not a Python file.")
     return path
 
 
@@ -141,17 +141,17 @@ def allowed_path(file: str, environment: Mapping[str, str]) -> Path:
     """
     path = Path(file).expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(f"reward.function={file!r}: {path} does not exist.")
+        raise ConfigError(f"load_reward.name={file!r}: {path} does not exist.")
     folders = [
         Path(one).expanduser().resolve() for one in environment.get(ALLOWED_FOLDERS, "").split(os.pathsep) if one
     ]
     if not any(path.is_relative_to(folder) for folder in folders):
         raise ConfigError(
-            f"reward.function={file!r}: reward files load only from the folders in the environment variable {ALLOWED_FOLDERS}. "
+            f"load_reward.name={file!r}: reward files load only from the folders in the environment variable {ALLOWED_FOLDERS}. "
             f"If you trust this file, set {ALLOWED_FOLDERS}={path.parent}."
         )
     if path.stat().st_mode & 0o002:
-        raise ConfigError(f"reward.function={file!r}: {path} is writable by everyone; run chmod o-w {path}.")
+        raise ConfigError(f"load_reward.name={file!r}: {path} is writable by everyone; run chmod o-w {path}.")
     return path
 
 

@@ -125,7 +125,7 @@ class RemoteScorer:
                 async with limit:
                     return await self._attempts(body)
             except TimeoutError:
-                return timed_out(self._timeout_s)
+                return timed_out(self._timeout_s, "RemoteScorer.timeout_s")
 
     async def _attempts(self, body: bytes) -> Outcome:
         attempt = 1

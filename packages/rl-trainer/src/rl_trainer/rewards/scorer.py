@@ -79,6 +79,8 @@ def outcome_of(returned: object) -> Outcome:
     Valid are a finite number, and a mapping of names to finite numbers and texts that contains
     `score`. `acc` defaults to the score.
     """
+    if type(returned) is float and math.isfinite(returned):
+        return Scored(numbers={"acc": returned, "score": returned})
     named = cast(Mapping[str, Any], returned) if isinstance(returned, Mapping) else {"score": returned}
     numbers: dict[str, float] = {}
     texts: dict[str, str] = {}

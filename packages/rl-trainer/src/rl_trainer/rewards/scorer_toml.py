@@ -1,4 +1,4 @@
-"""Scorers configured by a TOML file instead of code: `reward.function=judge.toml`.
+"""Scorers configured by a TOML file instead of code: `read_scorer_toml.name=judge.toml`.
 
     kind = "remote"                            kind = "model"
     url = "https://judge.example/score"        path = "models/reward"
@@ -71,10 +71,10 @@ def read_scorer_toml(name: str, environment: Mapping[str, str] = os.environ) -> 
     try:
         found = msgspec.toml.decode(path.read_bytes(), type=RemoteScorerConfig | RewardModelConfig)
     except (OSError, *UNREADABLE) as error:
-        raise ConfigError(f"reward.function={name!r} can't be read: {error}.") from error
+        raise ConfigError(f"read_scorer_toml.name={name!r} can't be read: {error}.") from error
     wrong = _check_remote(found) if isinstance(found, RemoteScorerConfig) else _check_model(found)
     if wrong:
-        raise ConfigError(f"reward.function={name!r}: {wrong}.")
+        raise ConfigError(f"read_scorer_toml.name={name!r}: {wrong}.")
     return found
 
 

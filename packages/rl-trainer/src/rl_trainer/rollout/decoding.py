@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from rl_protocol.ports import GenerationRequest
 from rl_trainer.backends.loading import Facts
 from rl_trainer.backends.token_batch import image_inputs
 from rl_trainer.rollout.kv_cache import keep_rows, new_cache
+from rl_trainer.rollout.llama_decoder import decodes, next_logits
 from rl_trainer.rollout.sampling import Sampler
 
 LEAVE = 32
@@ -104,17 +106,20 @@ class DecodingBatch:
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._tokens = torch.zeros((len(self._rows), max_new_tokens), dtype=torch.int64)
         self._log_probs = torch.zeros((len(self._rows), max_new_tokens))
+        self._by_hand = decodes(model, self._cache)
         self._mask: torch.Tensor | None = None
         if prompts.attention_mask is not None:
             responses = torch.ones((len(self._rows), max_new_tokens), dtype=torch.int64)
             self._mask = torch.cat([prompts.attention_mask[prompts.source], responses], dim=-1)
+            if self._by_hand:
+                self._mask = torch.zeros(self._mask.shape, dtype=model.dtype).masked_fill_(self._mask == 0, -math.inf)
         self._positions = prompts.position_ids.amax(0) if prompts.position_ids.ndim == 3 else prompts.position_ids
         self._positions = self._positions[prompts.source].amax(-1, keepdim=True)
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and log-probs, both [requests, max_new_tokens]; what follows `eos_id` has no
         meaning."""
-        with torch.no_grad():
+        with torch.inference_mode():
             logits = self._prefill()
             for step in range(self._tokens.shape[1]):
                 if step:
@@ -134,10 +139,14 @@ class DecodingBatch:
     def _decode(self, step: int) -> torch.Tensor:
         """Logits of the token after number `step`."""
         positions = self._positions + step
+        tokens = self._tokens[self._rows, step - 1, None]
+        mask = None if self._mask is None else self._mask[:, : self._prompts.ids.shape[1] + step]
+        if self._by_hand:
+            mask = None if mask is None else mask[:, None, None]
+            return next_logits(self._model, self._cache, tokens, positions, mask)
         if self._prompts.position_ids.ndim == 3:
             positions = positions.expand(3, -1, -1)
-        mask = None if self._mask is None else self._mask[:, : self._prompts.ids.shape[1] + step]
-        return self._forward(self._tokens[self._rows, step - 1, None], mask, positions)
+        return self._forward(tokens, mask, positions)
 
     def _forward(
         self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, **arguments: Any

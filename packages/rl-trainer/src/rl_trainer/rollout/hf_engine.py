@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from rl_protocol import RolloutError, WeightSyncError, WeightTensor
-from rl_protocol.ports import Generation, GenerationRequest, SamplingParams, WeightCapabilities
+from rl_protocol.ports import Generation, GenerationRequest, Memory, SamplingParams, WeightCapabilities
 from rl_protocol.torch import TORCH_DTYPES, lent_weight, torch_dtype_name
 from rl_trainer.backends.loading import Facts, load_model
 from rl_trainer.config.lora import LoraConfig
@@ -47,14 +48,21 @@ class HFRolloutEngine:
         self._max_batch_size = max_batch_size
         self._version = 0
         self._watch: Callable[[], None] | None = None  # set while the weights are borrowed memory
+        self._dropped: dict[torch.nn.Parameter, torch.Size] = {}  # during sleep
         config = self._model.generation_config
         self._eos_id = int(config.eos_token_id if config.eos_token_id is not None else self._model.config.eos_token_id)
         self._facts = Facts.of(self._model)
 
     @property
     def capabilities(self) -> WeightCapabilities:
-        """It adopts weights; with `lora` it takes adapters, and copies the weights they change."""
-        return WeightCapabilities(adapters=self._merged is not None, adopts=self._merged is None)
+        """It adopts weights; with `lora` it takes adapters, and copies the weights they change.
+
+        It drops weights that are a copy of its own and are replaced as a whole.
+        """
+        whole = self._merged is None
+        return WeightCapabilities(
+            adapters=not whole, adopts=whole, sleeps=True, drops_weights=whole and self._watch is None
+        )
 
     @property
     def weight_version(self) -> int:
@@ -107,6 +115,37 @@ class HFRolloutEngine:
             if name not in self._merged.merged and weight.dtype == state[name].dtype
         }
         self._model.load_state_dict(same, strict=False, assign=True)
+
+    async def sleep(self, level: Literal[1, 2] = 1) -> int:
+        """Give memory back until `wake`; returns the bytes of the weights that were dropped.
+
+        Keys and values are freed after each call of `generate`, and level 1 returns what the
+        allocator still holds of them to the system. Level 2 also drops the weights, if
+        `capabilities` say so.
+
+        Raises:
+            WeightSyncError: at level 2 these weights can't be dropped.
+        """
+        freed = 0
+        if level == 2:
+            if not self.capabilities.drops_weights:
+                raise WeightSyncError(
+                    "This rollout engine can't drop its weights: they are adopted, or a base of adapters."
+                )
+            for weight in self._model.parameters():
+                self._dropped[weight] = weight.shape
+                freed += weight.nbytes
+                weight.data = weight.data.new_empty(0)
+        ctypes.CDLL(None).malloc_trim(0)
+        return freed
+
+    async def wake(self, part: Memory | None = None) -> None:
+        """Allocate dropped weights again, without their values; load them before generating."""
+        if part == "kv_cache":
+            return
+        for weight, shape in self._dropped.items():
+            weight.data = weight.data.new_empty(shape)
+        self._dropped.clear()
 
     def _whole(self, weights: Iterable[WeightTensor], version: int) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self._model.state_dict()
@@ -164,7 +203,7 @@ class HFRolloutEngine:
             raise RolloutError(f"Prompt {request.uid!r} is empty; every prompt needs at least one token.")
         if total > self._facts.context:
             raise RolloutError(
-                f"Prompt {request.uid!r} has {len(request.prompt_ids)} tokens; with rollout.response_length={params.max_new_tokens} "
+                f"Prompt {request.uid!r} has {len(request.prompt_ids)} tokens; with SamplingParams.max_new_tokens={params.max_new_tokens} "
                 f"that is {total}, more than the model's context of {self._facts.context}."
             )
         told = request.prompt_ids.count(self._facts.image_token) if self._facts.image_token is not None else 0

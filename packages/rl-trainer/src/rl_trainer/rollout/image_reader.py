@@ -36,7 +36,7 @@ class FolderImageReader:
         if seen != told:
             raise RolloutError(
                 f"The images {', '.join(paths)} are {seen} tokens, and the prompt was made for {told}: a file has changed since. "
-                "Empty model.cache_dir, so that prompts are prepared again."
+                "Empty open_files.cache_dir, so that prompts are prepared again."
             )
         return images
 

@@ -21,6 +21,7 @@ from rl_protocol.ports import Generation, GenerationRequest, ImageInput, Rollout
 from rl_trainer.config.registry import Registry
 from rl_trainer.data import PromptRow
 from rl_trainer.rollout.stats import RolloutStats
+from rl_trainer.rollout.token_versions import VersionRuns, check_runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,10 @@ class Trajectory:
     """[R] log-probs of the rollout engine, nats; 0 where the policy did not generate the token."""
     weight_version: int
     """The oldest version of the weights that generated it."""
+    versions: VersionRuns = ()
+    """Runs of (version, tokens) of all tokens after the prompt, as `version_runs` gives them;
+    empty: `weight_version` generated all.
+    """
     stats: RolloutStats | None = None
     """Statistics for metrics; None: no statistics."""
     truncated: bool = False
@@ -54,6 +59,11 @@ class Trajectory:
             weight_version=generation.weight_version,
             truncated=generation.finish_reason == "length",
         )
+
+    @property
+    def newest_version(self) -> int:
+        """The newest version of the weights that generated it."""
+        return max((version for version, _ in self.versions), default=self.weight_version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +112,7 @@ async def _single_turn(row: PromptRow, generate: Generate) -> Sequence[Trajector
 
 
 SESSIONS = Registry(
-    "rollout.session", "rl_trainer.sessions", SessionKind, {"single_turn": SessionKind(_single_turn)}, {}
+    "RolloutConfig.session", "rl_trainer.sessions", SessionKind, {"single_turn": SessionKind(_single_turn)}, {}
 )
 
 
@@ -262,8 +272,10 @@ def _check(ref: SessionRef, trajectories: Sequence[Trajectory], sampling: Sampli
             raise RolloutError(
                 f"{where}, trajectory {index}: response_ids, response_mask and log_probs must align; got {lengths}."
             )
+        if one.versions or one.weight_version < 0:
+            check_runs(one.versions, len(one.response_ids), one.weight_version, f"{where}, trajectory {index}")
         if len(one.response_ids) > sampling.max_new_tokens:
             raise RolloutError(
                 f"{where}, trajectory {index} has {len(one.response_ids)} tokens after the prompt, more than "
-                f"rollout.response_length={sampling.max_new_tokens}; raise that, or end the trajectory sooner."
+                f"SamplingParams.max_new_tokens={sampling.max_new_tokens}; raise that, or end the trajectory sooner."
             )

@@ -32,7 +32,7 @@ _BETWEEN_STAGES = (
         kind="ragged",
         dtype="float32",
         writer="reward",
-        meaning="parts of the reward, in the order of algorithm.gdpo_reward_keys",
+        meaning="parts of the reward, in the order of AlgorithmConfig.gdpo_reward_keys",
     ),
     ColumnSpec(
         name="reward_baselines",
@@ -69,6 +69,8 @@ TRAINER_SCHEMA = BatchSchema(
     ),
 )
 
+NEWEST_VERSION = "newest_version"
+"""Tag of a trajectory that several versions of the weights generated; `version` is the oldest."""
 TASK_COLUMNS = ("data_source", "ground_truth", "extra_info")
 """Columns of a prompt that reward functions read."""
 MASK_AS = {"loss_mask": "response_mask"}

@@ -29,7 +29,7 @@ def ranked(kind: type[T], backend: object) -> T:
 def resumable(backend: object) -> Resumable:
     if not isinstance(backend, Resumable):
         raise WorkerError(
-            f"{type(backend).__name__} has no snapshot and restore; set trainer.save_freq=0 and trainer.resume_mode=disable."
+            f"{type(backend).__name__} has no snapshot and restore, which checkpoints (LoopConfig.save_freq) and PPOTrainer.resume need."
         )
     return backend
 

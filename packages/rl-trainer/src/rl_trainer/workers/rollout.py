@@ -17,7 +17,7 @@ from rl_trainer.data.image_columns import ImageReader, image_columns
 from rl_trainer.rollout.session_turns import SESSIONS, SessionRef, Tokenizer, Trajectory, run_sessions
 from rl_trainer.rollout.stats import FULL
 from rl_trainer.workers.base import Worker
-from rl_trainer.workers.columns import TASK_COLUMNS, TRAINER_SCHEMA, StepColumns
+from rl_trainer.workers.columns import NEWEST_VERSION, TASK_COLUMNS, TRAINER_SCHEMA, StepColumns
 from rl_trainer.workers.messages import RolloutCall, RolloutResult
 
 
@@ -135,6 +135,7 @@ class RolloutWorker(Worker):
                 **lease.tags,
                 "step": step,
                 "version": t.weight_version,
+                **({NEWEST_VERSION: t.newest_version} if t.newest_version > t.weight_version else {}),
                 "prompt_len": len(ref.row.prompt_ids),
                 "response_len": len(t.response_ids),
                 **(t.stats.tags() if t.stats else {}),

@@ -148,8 +148,6 @@ def outcome_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     named: dict[str, list[float]] = {}
     for one in outcomes:
         if isinstance(one, Scored):
-            for name, value in one.numbers.items():
-                named.setdefault(name, []).append(value)
-    return metrics | {
-        f"reward/extra/{name}": float(np.mean(values)) for name, values in named.items() if name not in ("score", "acc")
-    }
+            for name in one.numbers.keys() - {"score", "acc"}:
+                named.setdefault(name, []).append(one.numbers[name])
+    return metrics | {f"reward/extra/{name}": float(np.mean(named[name])) for name in sorted(named)}

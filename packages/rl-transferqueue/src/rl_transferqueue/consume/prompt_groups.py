@@ -13,7 +13,7 @@ them. The caller passes the times.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -136,11 +136,22 @@ class GroupBook:
         self.groups[group.uid] = group
         self._order = max(self._order, group.order + 1)
 
-    def start(self, count: int, version: int, now: float) -> list[Lease]:
-        """Start up to `count` pending groups with policy `version`, oldest first."""
+    @property
+    def version(self) -> int:
+        """The newest policy version that was named."""
+        return self._version
+
+    def pending(self, uids: Collection[str]) -> list[str]:
+        """Those of these groups that are pending, oldest first."""
+        return [group.uid for group in self._pending(uids)]
+
+    def start(self, count: int, version: int, now: float, uids: Collection[str] | None = None) -> list[Lease]:
+        """Start up to `count` pending groups with policy `version`, oldest first; of `uids`, if
+        given.
+        """
         self._version, self._taken = max((self._version, self._taken), (version, 0))
         leases: list[Lease] = []
-        for group in sorted(self._with("pending"), key=lambda g: g.order)[: max(count, 0)]:
+        for group in self._pending(uids)[: max(count, 0)]:
             before = group.version
             group.version = version
             if self.config.when_stale == "wait" and not self._in_time([*self._open(), group], self._taken):
@@ -182,19 +193,29 @@ class GroupBook:
         """When the next lease ends."""
         return min((group.lease_until for group in self._with("running")), default=None)
 
-    def take(self, count: int, version: int) -> list[Group] | None:
-        """Take the `count` oldest finished groups to train policy `version`; None if too few.
+    def check_take(self, count: int, version: int) -> None:
+        """Check the arguments of `take`.
 
         Raises:
-            RolloutError: a group has failed; it is never skipped silently.
-            BatchError: the version is older than a previous one.
+            BatchError: the version is older than a previous one, or the count is below 1.
         """
         if version < self._version or count < 1:
             raise BatchError(
                 f"A batch has at least 1 group, and versions never decrease; got {count} groups and version {version} "
                 f"after {self._version}."
             )
-        if failed := self._with("failed"):
+
+    def take(self, count: int, version: int, uids: Collection[str] | None = None) -> list[Group] | None:
+        """Take the `count` oldest finished groups to train policy `version`; None if too few.
+
+        With `uids`, takes none but these.
+
+        Raises:
+            RolloutError: a group has failed; it is never skipped silently.
+            BatchError: the version is older than a previous one.
+        """
+        self.check_take(count, version)
+        if failed := [group for group in self._with("failed") if uids is None or group.uid in uids]:
             raise RolloutError(
                 f"{len(failed)} groups have failed, the first is {failed[0].uid!r} after {failed[0].attempt + 1} attempts: "
                 f"{failed[0].reason}. Discard them, or set ReplayConfig.on_failure or ReplayConfig.max_attempts."
@@ -203,7 +224,7 @@ class GroupBook:
         for group in self._with("finished"):
             if version - group.version > self.config.max_staleness:
                 self._retry(group, f"of policy version {group.version}, too old for version {version}")
-        ready = [group for group in self._open() if group.status == "finished"][:count]
+        ready = [g for g in self._open() if g.status == "finished" and (uids is None or g.uid in uids)][:count]
         if len(ready) < count:
             return None
         chosen = {group.uid for group in ready}
@@ -239,12 +260,22 @@ class GroupBook:
             self.changed.add(uid)
 
     def counts(self) -> dict[GroupStatus, int]:
-        """Number of groups by status."""
-        seen = Counter(group.status for group in self.groups.values())
+        """Number of groups by status; any thread may ask."""
+        seen = Counter(group.status for group in list(self.groups.values()))
         return {status: seen[status] for status in STATUSES}
+
+    def unsettled(self) -> dict[str, tuple[int, ...]]:
+        """Sessions of running groups that have not settled, by uid; any thread may ask."""
+        running = [group for group in list(self.groups.values()) if group.status == "running"]
+        return {group.uid: tuple(sorted({*group.sessions} - group.settled.keys())) for group in running}
 
     def _with(self, status: GroupStatus) -> list[Group]:
         return [group for group in self.groups.values() if group.status == status]
+
+    def _pending(self, uids: Collection[str] | None) -> list[Group]:
+        """Pending groups, oldest first; of `uids`, if given."""
+        found = (group for group in self._with("pending") if uids is None or group.uid in uids)
+        return sorted(found, key=lambda group: group.order)
 
     def _open(self) -> list[Group]:
         """Running and finished groups, in the order in which they are taken."""

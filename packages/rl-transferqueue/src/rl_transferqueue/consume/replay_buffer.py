@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self, TypeVar, cast
@@ -95,19 +95,30 @@ class ReplayBuffer:
             await self._save()
             self._changed.notify_all()
 
-    async def lease(self, count: int, *, version: int, timeout_s: float) -> list[Lease]:
+    async def pending(self, uids: Collection[str], *, timeout_s: float) -> list[str]:
+        """Wait until some of these prompts are pending; see the port."""
+        return await self._until(
+            lambda: self._book.pending(uids) or None, lambda _: [], f"no prompt of {len(uids)} is pending", timeout_s
+        )
+
+    async def lease(
+        self, count: int, *, version: int, timeout_s: float, uids: Collection[str] | None = None
+    ) -> list[Lease]:
         """Lease up to `count` prompts to roll out with policy `version`; see the port."""
         return await self._until(
-            lambda: self._book.start(count, version, self._clock()) or None,
+            lambda: self._book.start(count, version, self._clock(), uids) or None,
             lambda leases: [lease.uid for lease in leases],
             f"no prompt of {count} may start",
             timeout_s,
         )
 
-    async def take(self, count: int, *, version: int, timeout_s: float) -> KVBatchMeta:
+    async def take(
+        self, count: int, *, version: int, timeout_s: float, uids: Collection[str] | None = None
+    ) -> KVBatchMeta:
         """Take the `count` oldest finished groups to train policy `version`; see the port."""
+        self._book.check_take(count, version)
         groups = await self._until(
-            lambda: self._book.take(count, version),
+            lambda: self._book.take(count, max(version, self._book.version), uids),
             lambda taken: [group.uid for group in taken],
             f"fewer than {count} groups can be taken",
             timeout_s,
@@ -135,8 +146,12 @@ class ReplayBuffer:
             await self._clear_partitions()
 
     def counts(self) -> dict[GroupStatus, int]:
-        """Number of groups by status."""
+        """Number of groups by status; any thread may ask."""
         return self._book.counts()
+
+    def unsettled(self) -> dict[str, tuple[int, ...]]:
+        """Sessions of running groups that have not settled, by uid; any thread may ask."""
+        return self._book.unsettled()
 
     def failed(self) -> dict[str, str]:
         """Reasons of the failed groups, by uid."""

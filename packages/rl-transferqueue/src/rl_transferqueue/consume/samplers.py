@@ -114,7 +114,6 @@ class WholeGroups:
     groups: Groups
 
     def sample(self, ready: KVBatchMeta, count: int) -> Shares:
-
         return RankAware(1, self.groups).sample(ready, count)
 
 

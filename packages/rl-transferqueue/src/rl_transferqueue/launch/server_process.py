@@ -17,6 +17,7 @@ from typing import TypeAlias
 import msgspec
 
 from rl_protocol.errors import PlaneLostError
+from rl_protocol.support.stack_dumps import dump_at_signal
 from rl_transferqueue.backends import BUILT_IN, Share
 from rl_transferqueue.controller.controller import Controller
 from rl_transferqueue.launch.server_specs import ControllerSpec, Ready, ServeConfig, UnitSpec
@@ -37,6 +38,7 @@ def main(arguments: list[str]) -> int:
     # A full collection would visit every row and find no garbage.
     gc.set_threshold(50_000, 20, 1_000_000)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    dump_at_signal()
     config = msgspec.json.decode(arguments[0], type=ServeConfig)
     role = build(config.spec)
     try:

@@ -9,6 +9,9 @@ import numpy as np
 from rl_protocol.batch.kv_batch_meta import Scalar, Tag, check_tag
 from rl_transferqueue.wire.messages import TagColumn
 
+_ALWAYS_LEGAL = {bool, int, str, type(None)}
+"""Types of which every value may be a tag; a float may be NaN."""
+
 
 def to_columns(keys: Sequence[str], tags: Sequence[Tag]) -> tuple[TagColumn, ...]:
     """One column per name.
@@ -21,6 +24,9 @@ def to_columns(keys: Sequence[str], tags: Sequence[Tag]) -> tuple[TagColumn, ...
     """
     if len(tags) == 1:
         return tuple(TagColumn(name, (check_tag(keys[0], name, value),)) for name, value in tags[0].items())
+    names = tags[0].keys() if tags else ()
+    if all(tag.keys() == names for tag in tags):
+        return tuple(TagColumn(name, _checked(keys, name, [tag[name] for tag in tags])) for name in names)
     values: dict[str, list[Scalar]] = {}
     rows: dict[str, list[int]] = {}
     for i, (key, tag) in enumerate(zip(keys, tags, strict=True)):
@@ -31,6 +37,14 @@ def to_columns(keys: Sequence[str], tags: Sequence[Tag]) -> tuple[TagColumn, ...
         TagColumn(name, tuple(column), b"" if len(column) == len(tags) else np.array(rows[name], "<i4").tobytes())
         for name, column in values.items()
     )
+
+
+def _checked(keys: Sequence[str], name: str, values: Sequence[Scalar]) -> tuple[Scalar, ...]:
+    """The values of one tag, checked."""
+    if not {type(value) for value in values} <= _ALWAYS_LEGAL:
+        for key, value in zip(keys, values, strict=True):
+            check_tag(key, name, value)
+    return tuple(values)
 
 
 def to_rows(columns: Sequence[TagColumn], size: int) -> tuple[Tag, ...]:

@@ -416,3 +416,26 @@ def storage(value: Value, _: Verl) -> Answer:
     if value not in known:
         return Note(f"{value} is not supported; transfer_queue.backend keeps its default")
     return {} if value == "SimpleStorage" else {"transfer_queue.backend": known[value]}
+
+
+def free_cache_engine(value: Value, verl: Verl) -> Answer:
+    """Replicas that generate beside training keep their memory, also in verl's separate_async."""
+    synchronous = verl.get("trainer.v1.trainer_mode", "sync") == "sync"
+    return {"rollout.free_cache_engine": value} if synchronous else {}
+
+
+def trainer_mode(value: Value, verl: Verl) -> Answer:
+    """verl's trainer: synchronous, or with generation beside training."""
+    if value == "sync":
+        return {}
+    if value != "separate_async":
+        return Lost(f"{value} is not supported; generation beside training needs processes of its own (separate_async)")
+    bound = int(verl.get("trainer.v1.sampler.max_off_policy_threshold", 0))
+    ahead = max(1, int(verl.get("trainer.v1.separate_async.num_warmup_batches", 1)))
+    settings = {"async_rl.max_staleness": bound} | ({"async_rl.depth": min(ahead, bound)} if bound else {})
+    return Note(
+        "a weight update waits for the responses that are being generated, where verl continues them with the new weights; no group gets too "
+        "old to be trained, so none is dropped",
+        settings,
+        always=True,
+    )

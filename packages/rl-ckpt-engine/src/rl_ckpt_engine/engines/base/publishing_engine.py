@@ -6,62 +6,30 @@ gets them at the receiver: in buckets (`_pull`), or without a copy (`_fetch`).
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Self
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
-from rl_ckpt_engine.engines.base.receive_buffer import Bucket, ReceiveBuffer
-from rl_ckpt_engine.engines.base.sent_versions import Published, SentVersions
+from rl_ckpt_engine.engines.base.receive_buffer import Bucket, ReceiveBuffer, receiving, require_received
+from rl_ckpt_engine.engines.base.version_sender import P, VersionSender
 from rl_ckpt_engine.engines.contract import CheckpointEngine, Topology
-from rl_ckpt_engine.payload.block_stream import Deadline, Target, emit
+from rl_ckpt_engine.payload.block_stream import Deadline
 from rl_ckpt_engine.payload.manifest import Manifest, WeightKind
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
 
 
-class VersionStore(Target, Protocol):
-    """Holds the bytes of one version at the sender; reused for later versions."""
-
-    def begin(self, version: int) -> None:
-        """Drop the previous contents; the bytes of `version` follow."""
-        ...
-
-    @property
-    def placement(self) -> bytes:
-        """How receivers find the bytes, in the engine's encoding; read after the last byte is
-        written."""
-        ...
-
-    def complete(self, manifest: Manifest) -> None:
-        """Mark the version complete: receivers may read."""
-        ...
-
-    def withdraw(self) -> None:
-        """Make the version unreadable for receivers; idempotent."""
-        ...
-
-    def close(self) -> None:
-        """Free the memory; safe to call twice."""
-        ...
-
-
-P = TypeVar("P", bound=VersionStore)
-
-
 class PublishingEngine(CheckpointEngine, Generic[P]):
     """Implements everything but `_check_members`, `_new_store` and `_pull` or `_fetch`.
 
-    A sender has at most two stores: one for the version committed last, and one for the next.
+    See `VersionSender` and `ReceiveBuffer` for the two sides.
     """
 
     def __init__(self, config: CheckpointEngineConfig | None = None) -> None:
         self._config = CheckpointEngineConfig() if config is None else config
         self._buffer = ReceiveBuffer(self._config.bucket_bytes)
-        self._versions: SentVersions[P] = SentVersions()
-        self._free: list[P] = []
-        self._running: Deadline | None = None
+        self._sending: VersionSender[P] = VersionSender(self.name, self._new_store, self._identity)
         self._sender: bytes | None = None
         self._received: tuple[Manifest, list[WeightTensor]] | None = None
         self._republisher: PublishingEngine[P] | None = None
@@ -122,54 +90,13 @@ class PublishingEngine(CheckpointEngine, Generic[P]):
     async def send_weights(
         self, weights: Iterable[WeightTensor], version: int, *, timeout_s: float, kind: WeightKind = "full"
     ) -> Manifest:
-        self._versions.begin(version)
-        store: P | None = None
-        try:
-            self._running = Deadline(timeout_s, f"Sending version {version}", f"engine {self.name}")
-            store = self._free.pop() if self._free else self._new_store()
-            manifest = await self._fill(store, weights, version, kind, self._running)
-            self._versions.publish(Published(version, manifest.sync_id, store))
-            store = None
-            return manifest
-        except OSError as error:
-            raise WeightSyncError(
-                f"Sending version {version} (engine {self.name}) failed: {error}. Is there memory or disk left?"
-            ) from error
-        finally:
-            if store is not None:
-                store.withdraw()
-                self._free.append(store)
-            self._versions.cancel()
-            self._running = None
+        return await self._sending.send(weights, version, timeout_s=timeout_s, kind=kind)
 
     def finalize(self, version: int) -> None:
-        self._recycle(self._versions.finalize(version))
+        self._sending.finalize(version)
 
     def abort(self) -> None:
-        if self._running is not None:
-            self._running.cancel("abort() was called")
-        self._recycle(self._versions.abort())
-
-    async def _fill(
-        self, store: P, weights: Iterable[WeightTensor], version: int, kind: WeightKind, deadline: Deadline
-    ) -> Manifest:
-        store.begin(version)
-        entries = await emit(weights, store, deadline)
-        manifest = Manifest.new(
-            entries,
-            version=version,
-            engine=self.name,
-            kind=kind,
-            sender=self._identity(),
-            placement=store.placement,
-        )
-        store.complete(manifest)
-        return manifest
-
-    def _recycle(self, published: Published[P] | None) -> None:
-        if published is not None:
-            published.held.withdraw()
-            self._free.append(published.held)
+        self._sending.abort()
 
     # ---- receiver
 
@@ -180,9 +107,7 @@ class PublishingEngine(CheckpointEngine, Generic[P]):
         return self._buffer.pulled_nbytes
 
     async def receive_weights(self, manifest: Manifest, *, timeout_s: float) -> list[WeightTensor]:
-        deadline = Deadline(
-            timeout_s, f"Receiving version {manifest.version}", f"process {os.getpid()}, engine {self.name}"
-        )
+        deadline = receiving(manifest, timeout_s, self.name)
         self._check_joined(manifest)
         deadline.check()
         self._received = None
@@ -192,8 +117,7 @@ class PublishingEngine(CheckpointEngine, Generic[P]):
         return weights
 
     def confirm(self, manifest: Manifest) -> None:
-        if self._received is None or self._received[0].sync_id != manifest.sync_id:
-            raise WeightSyncError(f"Version {manifest.version} was not received here; nothing can be confirmed.")
+        require_received(manifest, None if self._received is None else self._received[0])
         self._require_there(manifest)
 
     def _require_there(self, manifest: Manifest) -> None:
@@ -234,13 +158,7 @@ class PublishingEngine(CheckpointEngine, Generic[P]):
     def close(self) -> None:
         self._close_republisher()
         self._received = None
-        self.abort()
-        if self._versions.committed is not None:
-            self._free.append(self._versions.committed.held)
-            self._versions.committed = None
-        for store in self._free:
-            store.close()
-        self._free.clear()
+        self._sending.close()
         self._buffer.clear()
 
     def _close_republisher(self) -> None:

@@ -7,6 +7,7 @@ are identified by name, offset and digest, and reused ones are verified, too.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
@@ -19,6 +20,7 @@ from rl_ckpt_engine.payload.block_stream import Deadline, Pacer, damaged
 from rl_ckpt_engine.payload.digests import TensorDigest, blocks, tensor_digest
 from rl_ckpt_engine.payload.manifest import ALIGN, Manifest, TensorEntry
 from rl_protocol.batch.weight_tensor import WeightTensor
+from rl_protocol.errors import WeightSyncError
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,22 @@ class ReceiveBuffer:
                     self._held[entry.name] = entry
                 await pacer.advance(entry.nbytes)
         return [entry for entry in manifest.tensors if entry.name not in self._held]
+
+
+def receiving(manifest: Manifest, timeout_s: float, engine: str) -> Deadline:
+    """The deadline of receiving a version with that engine."""
+    peer = f"process {os.getpid()}, engine {engine}"
+    return Deadline(timeout_s, f"Receiving version {manifest.version}", peer)
+
+
+def require_received(manifest: Manifest, last: Manifest | None) -> None:
+    """Check that the version is the one received last.
+
+    Raises:
+        WeightSyncError: it is not.
+    """
+    if last is None or last.sync_id != manifest.sync_id:
+        raise WeightSyncError(f"Version {manifest.version} was not received here; nothing can be confirmed.")
 
 
 def split_into_buckets(

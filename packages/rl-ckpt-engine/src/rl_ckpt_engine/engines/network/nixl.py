@@ -12,16 +12,18 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Generator
+from collections.abc import AsyncGenerator, Generator, Sequence
 from importlib import import_module
 from inspect import isclass
 from typing import Any, ClassVar
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
+from rl_ckpt_engine.engines.base.publishing_engine import PublishingEngine
+from rl_ckpt_engine.engines.base.receive_buffer import Bucket
 from rl_ckpt_engine.engines.contract import Capabilities
-from rl_ckpt_engine.engines.network.remote_read import Bytes, RemoteReadEngine, address_of
+from rl_ckpt_engine.engines.network.remote_read import Bytes, RegisteredSlot, RemoteReads, address_of, check_members
 from rl_ckpt_engine.payload.block_stream import Deadline
-from rl_ckpt_engine.payload.manifest import DIGEST_BYTES
+from rl_ckpt_engine.payload.manifest import DIGEST_BYTES, Manifest
 from rl_protocol.errors import ConfigError, WeightSyncError
 
 DEVICES = "UCX_NET_DEVICES"
@@ -106,7 +108,7 @@ class NixlAgent:
             ) from error
 
 
-class NixlEngine(RemoteReadEngine[Any]):
+class NixlEngine(PublishingEngine[RegisteredSlot[Any]]):
     """Remote reads through NIXL.
 
     Raises:
@@ -122,9 +124,27 @@ class NixlEngine(RemoteReadEngine[Any]):
     def __init__(self, config: CheckpointEngineConfig | None = None) -> None:
         super().__init__(config)
         _load()
+        self._reads = RemoteReads(self.name, NixlAgent, self._buffer)
 
-    def _new_agent(self) -> NixlAgent:
-        return NixlAgent()
+    def prepare(self) -> bytes:
+        return self._reads.member()
+
+    @classmethod
+    def _check_members(cls, sender: bytes, receivers: Sequence[bytes]) -> None:
+        check_members(cls.name, (sender, *receivers))
+
+    def _forget_sender(self) -> None:
+        self._reads.hang_up()
+
+    def _new_store(self) -> RegisteredSlot[Any]:
+        return self._reads.new_slot()
+
+    def _pull(self, manifest: Manifest, buckets: Sequence[Bucket], deadline: Deadline) -> AsyncGenerator[None]:
+        return self._reads.pull(manifest, buckets, deadline)
+
+    def close(self) -> None:
+        self._reads.hang_up()  # before the memory is freed, so no peer can read it
+        super().close()
 
 
 def _load() -> tuple[Any, tuple[type[Exception], ...]]:

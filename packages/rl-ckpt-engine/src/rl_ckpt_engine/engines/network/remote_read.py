@@ -1,4 +1,4 @@
-"""RemoteReadEngine: receivers read the sender's memory through a library such as NIXL.
+"""RemoteReads: receivers read the sender's memory through a library such as NIXL.
 
 The sender copies the weights once into memory that it registers with the library (see
 shared_memory) and takes no part in the reads. A receiver reads the header first, to check that the
@@ -9,18 +9,15 @@ the last one.
 from __future__ import annotations
 
 import secrets
-from abc import abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.engines.base.memfd import HEADER_BYTES, PAYLOAD_START, Slot, complete_header
-from rl_ckpt_engine.engines.base.publishing_engine import PublishingEngine
-from rl_ckpt_engine.engines.base.receive_buffer import Bucket
+from rl_ckpt_engine.engines.base.receive_buffer import Bucket, ReceiveBuffer
 from rl_ckpt_engine.payload.block_stream import Deadline
 from rl_ckpt_engine.payload.manifest import DIGEST_BYTES, Manifest, decode_struct
 from rl_protocol.errors import WeightSyncError
@@ -105,44 +102,46 @@ class RegisteredSlot(Slot, Generic[T]):
         return msgspec.msgpack.encode(ReadPlacement(agent=self._agent.metadata, address=address_of(self._bytes)))
 
 
-class RemoteReadEngine(PublishingEngine[RegisteredSlot[T]]):
-    """Receivers read the sender's registered memory.
+class RemoteReads(Generic[T]):
+    """The part of an engine that registers a sender's memory and reads it at a receiver.
 
     A sender's memory is that of its two largest versions, a receiver's that of its largest.
+
+    Args:
+        engine: name of the engine, for messages.
+        new_agent: creates this process's agent; a WeightSyncError says why it can't.
+        buffer: the receiver's memory.
     """
 
-    def __init__(self, config: CheckpointEngineConfig | None = None) -> None:
-        super().__init__(config)
+    def __init__(self, engine: str, new_agent: Callable[[], Agent[T]], buffer: ReceiveBuffer) -> None:
+        self._engine = engine
+        self._new_agent = new_agent
+        self._buffer = buffer
         self._me = ReadMember(token=secrets.token_bytes(DIGEST_BYTES))
         self._agent: Agent[T] | None = None
         self._header: Bytes = np.zeros(HEADER_BYTES, np.uint8)
         self._abandoned: list[Bytes] = []
 
-    @abstractmethod
-    def _new_agent(self) -> Agent[T]:
-        """Create this process's agent; raises WeightSyncError if the library can't be used."""
-
-    def prepare(self) -> bytes:
+    def member(self) -> bytes:
+        """This member's metadata."""
         return msgspec.msgpack.encode(self._me)
-
-    @classmethod
-    def _check_members(cls, sender: bytes, receivers: Sequence[bytes]) -> None:
-        for member in (sender, *receivers):
-            decode_struct(_member_decoder, member, f"metadata of an engine {cls.name!r}")
-
-    def _forget_sender(self) -> None:
-        self._hang_up()
 
     def _connected(self) -> Agent[T]:
         if self._agent is None:
             self._agent = self._new_agent()
         return self._agent
 
-    def _new_store(self) -> RegisteredSlot[T]:
+    def new_slot(self) -> RegisteredSlot[T]:
+        """Memory for one version at the sender."""
         return RegisteredSlot(self._connected())
 
-    async def _pull(self, manifest: Manifest, buckets: Sequence[Bucket], deadline: Deadline) -> AsyncGenerator[None]:
-        placement = decode_struct(_placement_decoder, manifest.placement, f"placement of an engine {self.name!r}")
+    async def pull(self, manifest: Manifest, buckets: Sequence[Bucket], deadline: Deadline) -> AsyncGenerator[None]:
+        """Fill the memory of each bucket in order and yield after each.
+
+        Raises:
+            WeightSyncError: the version is gone, the sender died, or the deadline passed.
+        """
+        placement = decode_struct(_placement_decoder, manifest.placement, f"placement of an engine {self._engine!r}")
         running: list[T] = []
         finished = False
         agent = self._connected()
@@ -178,16 +177,23 @@ class RemoteReadEngine(PublishingEngine[RegisteredSlot[T]]):
             self._header = self._header.copy()
             self._buffer.clear()
         running.clear()
-        self._hang_up()
+        self.hang_up()
 
-    def _hang_up(self) -> None:
+    def hang_up(self) -> None:
+        """End all connections; the next use makes new ones."""
         if self._agent is not None:
             self._agent.close()
             self._agent = None
 
-    def close(self) -> None:
-        self._hang_up()  # before the memory is freed, so no peer can read it
-        super().close()
+
+def check_members(engine: str, members: Iterable[bytes]) -> None:
+    """Check the metadata of members of an engine.
+
+    Raises:
+        WeightSyncError: they can't be decoded.
+    """
+    for member in members:
+        decode_struct(_member_decoder, member, f"metadata of an engine {engine!r}")
 
 
 def address_of(memory: Bytes) -> int:

@@ -56,7 +56,7 @@ class TcpEngine(PublishingEngine[Slot]):
         super().__init__(config)
         key = load_key()
         host = _listen_address(self._config.listen, key)
-        self._transport = TcpTransport(self.name, host, key, self._versions.find)
+        self._transport = TcpTransport(self.name, host, key, self._sending.versions.find)
 
     def prepare(self) -> bytes:
         """Start to listen and return the metadata. A receiver does not listen if `listen` is

@@ -24,8 +24,8 @@ from rl_ckpt_engine.engines.network.tcp_server import (
     NONCE_BYTES,
     REQUEST,
     BucketSender,
-    FileBucketSender,
     Server,
+    SocketBucketSender,
     set_options,
 )
 from rl_ckpt_engine.payload.block_stream import Deadline
@@ -78,7 +78,7 @@ class TcpTransport:
         key: Secret,
         find: Callable[[bytes], Published[Slot] | None],
         *,
-        new_bucket_sender: Callable[[], BucketSender] = FileBucketSender,
+        new_bucket_sender: Callable[[], BucketSender] = SocketBucketSender,
         receive_bucket: Callable[[socket.socket, memoryview], BucketReceive] | None = None,
         before_hang_up: Callable[[], None] = _no_more,
     ) -> None:

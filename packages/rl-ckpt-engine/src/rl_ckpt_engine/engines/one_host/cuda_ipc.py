@@ -16,7 +16,6 @@ avoids. The engine prepares for sources and sinks on the device.
 from __future__ import annotations
 
 import logging
-import mmap
 import socket
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
@@ -65,7 +64,7 @@ class CudaIpcEngine(PublishingEngine[Slot]):
             self.name,
             _LOOPBACK,
             load_key(),
-            self._versions.find,
+            self._sending.versions.find,
             new_bucket_sender=lambda: DeviceBucketSender(self._device, self._config.bucket_bytes),
             receive_bucket=lambda peer, target: DeviceBucketReceive(peer, target, self._opened),
             before_hang_up=self._opened.close,
@@ -130,12 +129,12 @@ class DeviceBucketSender:
         self._turns = [DeviceBucket(0, 0, b"")] * 2
         self._allocated: list[int] = []
 
-    def deliver(self, peer: socket.socket, fd: int, offset: int, size: int) -> None:
+    def deliver(self, peer: socket.socket, payload: Bytes) -> None:
         """See BucketSender.deliver; what is sent is the handle of the bucket that holds the
         bytes."""
         try:
-            bucket = self._next(size)
-            self._device.write(bucket.address, _mapped(fd, offset, size))
+            bucket = self._next(payload.nbytes)
+            self._device.write(bucket.address, payload)
         except WeightSyncError as error:
             _log.warning("A bucket could not be delivered to a receiver: %s", error)
             raise ConnectionAbortedError(str(error)) from error
@@ -172,10 +171,3 @@ class DeviceBucketReceive(BucketReceive):
         handle = bytearray(HANDLE_BYTES)
         super().fill(memoryview(handle))
         self._opened.read(bytes(handle), np.frombuffer(target, np.uint8))
-
-
-def _mapped(fd: int, offset: int, size: int) -> Bytes:
-    """Map bytes of a file as a read-only uint8 array [size]."""
-    before = offset % mmap.ALLOCATIONGRANULARITY
-    memory = mmap.mmap(fd, before + size, access=mmap.ACCESS_READ, offset=offset - before)
-    return np.frombuffer(memory, np.uint8, offset=before)

@@ -138,7 +138,7 @@ class NaiveEngine(PublishingEngine[TensorList]):
 
     def _find(self, manifest: Manifest) -> list[WeightTensor]:
         sender = _engines.get(_member(manifest.sender).token)
-        published = None if sender is None else sender._versions.find(manifest.sync_id)
+        published = None if sender is None else sender._sending.versions.find(manifest.sync_id)
         if published is None:
             raise WeightSyncError(
                 f"Version {manifest.version} is no longer available: its sender was closed, or has a later version. A new sync is needed."

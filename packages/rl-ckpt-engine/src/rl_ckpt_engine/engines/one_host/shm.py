@@ -85,11 +85,11 @@ class ShmEngine(PublishingEngine[SealedSlot]):
         return SealedSlot()
 
     def room(self, layout: Sequence[TensorSpec]) -> list[npt.NDArray[np.uint8]]:
-        self._versions.require_idle("There is no memory for another version")
-        if not self._free:
-            self._free.append(self._new_store())
+        self._sending.versions.require_idle("There is no memory for another version")
+        if not self._sending.free:
+            self._sending.free.append(self._new_store())
         try:
-            return self._free[-1].room([spec.nbytes for spec in layout])  # send_weights takes the last one
+            return self._sending.free[-1].room([spec.nbytes for spec in layout])  # send_weights takes the last one
         except OSError as error:
             raise WeightSyncError(f"There is no memory for {len(layout)} tensors (engine 'shm'): {error}.") from error
 

@@ -85,15 +85,15 @@ class DiskEngine(PublishingEngine[Folder]):
 
     def finalize(self, version: int) -> None:
         """Commit the version: from now on `latest` returns it."""
-        former = self._versions.finalize(version)
-        committed = self._versions.committed
+        former = self._sending.versions.finalize(version)
+        committed = self._sending.versions.committed
         assert committed is not None, "finalize commits"
         try:
             write_durably(self._directory / LATEST, committed.held.name.encode())
             fsync(self._directory)
         except OSError as error:
             raise WeightSyncError(f"Version {version} could not be committed in {self._directory}: {error}.") from error
-        self._recycle(former)
+        self._sending.recycle(former)
         for folder in self._directory.glob(_FOLDERS):
             if folder.name != committed.held.name:
                 shutil.rmtree(folder, ignore_errors=True)

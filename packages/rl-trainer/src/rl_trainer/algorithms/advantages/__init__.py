@@ -18,7 +18,7 @@ from rl_trainer.algorithms.advantages.rloo import rloo
 from rl_trainer.config.registry import Registry
 
 ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry(
-    "algorithm.adv_estimator",
+    "AlgorithmConfig.adv_estimator",
     "rl_trainer.advantage_estimators",
     Estimator,
     {

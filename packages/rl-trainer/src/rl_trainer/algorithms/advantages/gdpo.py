@@ -19,11 +19,11 @@ def gdpo(inputs: AdvantageInputs) -> Estimate:
         ConfigError: there are no components, or not one weight for each.
     """
     e = inputs.episodes
-    components = inputs.require("reward_components", "Name them in algorithm.gdpo_reward_keys.")[e.final_row]
+    components = inputs.require("reward_components", "Name them in AlgorithmConfig.gdpo_reward_keys.")[e.final_row]
     weights = np.ones(components.shape[1]) if inputs.component_weights is None else inputs.component_weights
     if weights.shape != components.shape[1:]:
         raise ConfigError(
-            f"algorithm.gdpo_reward_weights must have one weight for each of the {components.shape[1]} keys; got {weights.size}."
+            f"AlgorithmConfig.gdpo_reward_weights must have one weight for each of the {components.shape[1]} keys; got {weights.size}."
         )
     total = np.zeros(e.lengths.size)
     for component, weight in zip(components.T, weights, strict=True):

@@ -23,7 +23,7 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> Estimate:
     """
     e, remedy = (
         inputs.episodes,
-        "They come from the old_log_prob stage: set algorithm.old_log_prob=recompute.",
+        "They come from the old_log_prob stage: set AlgorithmConfig.old_log_prob=recompute.",
     )
     energy = 1 - 2 * np.exp(inputs.gather(inputs.require("old_log_probs", remedy)))
     energy += inputs.gather(inputs.require("sum_pi_squared", remedy))

@@ -52,7 +52,7 @@ class PolicyLoss:
 _HERE = "rl_trainer.algorithms.losses"
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry(
-    "actor.policy_loss.loss_mode",
+    "PolicyLossConfig.loss_mode",
     GROUP,
     PolicyLoss,
     {

@@ -1,4 +1,4 @@
-"""The KL divergence from the reference policy as a term of the loss (`actor.use_kl_loss`)."""
+"""The KL divergence from the reference policy as a term of the loss (`ActorConfig.use_kl_loss`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def kl_loss(log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kind: str) -> to
     Raises:
         ConfigError: unknown kind.
     """
-    name = kl_name(kind, KL_LOSSES, "actor.kl_loss_type")
+    name = kl_name(kind, KL_LOSSES, "ActorConfig.kl_loss_type")
     d = (log_prob - ref_log_prob).clamp(-SAFE_LOG, SAFE_LOG)
     value = _estimate(d, name.removesuffix("+"))
     if not name.endswith("+"):

@@ -50,7 +50,7 @@ class TokenColumns:
         """
         if self.ref_log_prob is None:
             raise BatchError(
-                "actor.use_kl_loss=true needs the column ref_log_prob, which the ref stage writes; got none."
+                "ActorConfig.use_kl_loss=true needs the column ref_log_prob, which the ref stage writes; got none."
             )
         return self.ref_log_prob
 

@@ -8,6 +8,7 @@ from rl_protocol.ports import Generation
 from rl_trainer.rollout.partial_generation import generate_turn
 from rl_trainer.rollout.session_turns import Generate, Trajectory
 from rl_trainer.rollout.stats import RolloutStats
+from rl_trainer.rollout.token_versions import version_runs
 
 
 class Transcript:
@@ -27,7 +28,10 @@ class Transcript:
         self._ids: list[int] = []
         self._mask: list[bool] = []
         self._log_probs: list[float] = []
-        self._versions: list[int] = []
+        self._versions: list[int | None] = []
+        """[R] version of the weights that generated each token; None: the policy did not."""
+        self._newest = 0
+        """Version of the weights that the last turn ended with."""
 
     @property
     def left(self) -> int:
@@ -49,27 +53,31 @@ class Transcript:
             response_ids=tuple(token for part in parts for token in part.response_ids),
             log_probs=tuple(value for part in parts for value in part.log_probs),
             finish_reason=finish,
-            weight_version=min(part.weight_version for part in parts),
+            weight_version=min(part.weight_version for part in parts if part.response_ids or part is parts[-1]),
         )
-        self._add(turn.response_ids, turn.log_probs, sampled=True)
-        self._versions.append(turn.weight_version)
+        versions = [part.weight_version for part in parts for _ in part.response_ids]
+        self._add(turn.response_ids, turn.log_probs, versions)
+        self._newest = parts[-1].weight_version
         return turn
 
     def observe(self, ids: Sequence[int]) -> None:
         """Append tokens that the policy reads, and is not trained on."""
-        self._add(ids, [0.0] * len(ids), sampled=False)
+        self._add(ids, [0.0] * len(ids), [None] * len(ids))
 
-    def _add(self, ids: Sequence[int], log_probs: Sequence[float], *, sampled: bool) -> None:
+    def _add(self, ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int | None]) -> None:
         self._ids += ids
         self._log_probs += log_probs
-        self._mask += [sampled] * len(ids)
+        self._versions += versions
+        self._mask += [version is not None for version in versions]
 
     def trajectory(self, stats: RolloutStats | None = None) -> Trajectory:
         """The trajectory, after at least one turn."""
+        runs = version_runs(self._versions)
         return Trajectory(
             response_ids=tuple(self._ids),
             response_mask=tuple(self._mask),
             log_probs=tuple(self._log_probs),
-            weight_version=min(self._versions),
+            weight_version=min((version for version, _ in runs), default=self._newest),
+            versions=runs,
             stats=stats,
         )

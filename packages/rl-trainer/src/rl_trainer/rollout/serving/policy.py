@@ -53,7 +53,7 @@ def over_session(generate: Generate) -> Policy:
 
     async def ask(context: Sequence[int], max_tokens: int, seed: int | None) -> Generation:
         if seed is not None:
-            raise ConfigError("The seed of a run's sessions is trainer.seed; leave seed out.")
+            raise ConfigError("The seed of a run's sessions is LoopConfig.seed; leave seed out.")
         return await asyncio.shield(asyncio.ensure_future(generate(context, max_tokens)))
 
     return ask

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rl_protocol import RolloutError
 from rl_trainer.rollout.session_turns import Trajectory
+from rl_trainer.rollout.token_versions import version_runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ class Recorder:
     >>> recorder.add(Completion(context=(5, 6, 7, 9), response_ids=(8,), log_probs=(-0.1,), versions=(4,)))
     >>> recorder.trajectories()
     [Trajectory(response_ids=(7, 9, 8), response_mask=(True, False, True), log_probs=(-0.5, 0.0,
-    -0.1), weight_version=3)]
+    -0.1), weight_version=3, versions=((3, 2), (4, 1)))]
 
     Args:
         prompt_ids: [P] what every context begins with.
@@ -105,7 +106,7 @@ class _Growing:
         self.ids = ids
         self._made: list[bool] = []
         self._log_probs: list[float] = []
-        self._version: int | None = None
+        self._versions: list[int | None] = []
 
     def go_on(self, completion: Completion) -> None:
         given = len(completion.context) - len(self.ids)
@@ -113,12 +114,14 @@ class _Growing:
         self.ids = (*completion.context, *completion.response_ids)
         self._made += [False] * given + [True] * made
         self._log_probs += [0.0] * given + list(completion.log_probs)
-        self._version = min(completion.versions if self._version is None else (self._version, *completion.versions))
+        self._versions += [None] * given + list(completion.versions)
 
     def trajectory(self, prompt: int) -> Trajectory:
+        runs = version_runs(self._versions)
         return Trajectory(
             response_ids=self.ids[prompt:],
             response_mask=tuple(self._made),
             log_probs=tuple(self._log_probs),
-            weight_version=self._version or 0,
+            weight_version=min((version for version, _ in runs), default=-1),
+            versions=runs,
         )

@@ -15,6 +15,7 @@ ENTRIES: tuple[Entry, ...] = (
     converted(f"{ROLLOUT}.name", "rollout.name", conversions.rollout_name),
     converted(f"{ROLLOUT}.top_k", "rollout.top_k", conversions.at_least_0("rollout.top_k")),
     converted(f"{ROLLOUT}.dtype", "rollout.dtype", conversions.one_of("rollout.dtype", conversions.DTYPES)),
+    converted(f"{ROLLOUT}.free_cache_engine", "rollout.free_cache_engine", conversions.free_cache_engine),
     only(f"{ROLLOUT}.do_sample", True, why="greedy samples teach nothing; rollout.temperature is above 0"),
     converted(f"{ROLLOUT}.val_kwargs.temperature", "rollout.val_kwargs.temperature", conversions.val_temperature),
     converted(f"{ROLLOUT}.val_kwargs.do_sample", "rollout.val_kwargs.temperature", lambda _v, _verl: {}),
@@ -39,7 +40,7 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     no_effect(
         _ENGINE,
-        """mode enforce_eager cudagraph_capture_sizes free_cache_engine max_num_batched_tokens max_model_len enable_chunked_prefill
+        """mode enforce_eager cudagraph_capture_sizes max_num_batched_tokens max_model_len enable_chunked_prefill
         enable_prefix_caching scheduling_policy load_format layered_summon disable_log_stats multi_stage_wake_up engine_kwargs.*
         skip_tokenizer_init limit_images logprobs_mode""",
         prefix=f"{ROLLOUT}.",

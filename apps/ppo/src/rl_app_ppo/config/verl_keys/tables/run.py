@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rl_app_ppo.config.verl_keys import conversions
-from rl_app_ppo.config.verl_keys.entries import Entry, checked, converted, no_effect, only, unsupported
+from rl_app_ppo.config.verl_keys.entries import Entry, checked, converted, no_effect, unsupported
 
 _SAMPLES = "samples/ of the run folder holds what was generated"
 _LOCAL = "a run and its checkpoints are kept in its folder, trainer.output_dir/trainer.run_name"
@@ -45,7 +45,14 @@ ENTRIES: tuple[Entry, ...] = (
     no_effect("responses are always dealt so that ranks are alike in tokens", "trainer.balance_batch"),
     unsupported("set trainer.total_training_steps=0", "trainer.val_only"),
     no_effect("there is one trainer", "trainer.use_v1"),
-    only("trainer.v1.trainer_mode", "sync", why="generation and training take turns; every step is on-policy"),
+    converted("trainer.v1.trainer_mode", "async_rl.max_staleness async_rl.depth", conversions.trainer_mode),
+    no_effect(
+        "trainer.v1.trainer_mode=separate_async sets async_rl.max_staleness and async_rl.depth",
+        "separate_async.num_warmup_batches sampler.max_off_policy_threshold sampler.max_off_policy_strategy",
+        prefix="trainer.v1.",
+    ),
+    no_effect("the weights are sent after every step", "trainer.v1.separate_async.parameter_sync_step"),
+    no_effect("the trainer's processes never generate", "trainer.v1.separate_async.hybrid_rollout.*"),
     unsupported("set data.curriculum", "trainer.v1.sampler.custom_sampler.path"),
     unsupported("a prompt whose sessions all fail is left out", "trainer.v1.sampler.sync_refill_failed_groups"),
     no_effect("verl reads it in asynchronous modes alone", "trainer.v1.*"),

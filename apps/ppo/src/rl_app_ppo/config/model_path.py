@@ -58,6 +58,19 @@ def _cache() -> str:
     return constants.HF_HUB_CACHE
 
 
+def model_type(name: str) -> str | None:
+    """`model_type` of the model that `model.path=name` names; None: `find_model` finds none.
+
+    Raises:
+        ConfigError: its config.json can't be read.
+    """
+    path = Path(name).expanduser()
+    folder = path if path.is_dir() else _cached(name) if _HUB_NAME.fullmatch(name) else None
+    if folder is None or not (folder / "config.json").exists():
+        return None
+    return str(read_json(folder / "config.json", name).get("model_type", ""))
+
+
 def _cached(name: str) -> Path | None:
     """The newest snapshot of a model in the local Hugging Face cache, without network access."""
     from huggingface_hub import snapshot_download  # takes a second to import

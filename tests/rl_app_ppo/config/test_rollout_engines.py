@@ -1,0 +1,160 @@
+"""`rollout.name`: engines of this repository, and those that installed packages offer."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+from unittest.mock import AsyncMock
+
+import msgspec
+import pytest
+
+import rl_transferqueue
+from rl_app_ppo.checks.machine import check_gpus, check_installed_engines
+from rl_app_ppo.checks.preflight import preflight
+from rl_app_ppo.cli.main import main
+from rl_app_ppo.config.loading import load_config, resolve, to_yaml
+from rl_app_ppo.config.placement import shares_base, worker_groups
+from rl_app_ppo.config.rollout_engines import GROUP, ROLLOUT_ENGINES
+from rl_app_ppo.worker import build
+from rl_app_ppo.worker.messages import BuildCall
+from rl_ckpt_engine import PluginPolicy
+from rl_protocol import ConfigError
+from rl_protocol.ports import GenerationRequest, SamplingParams
+from rl_transferqueue import TransferQueueConfig, start_local_plane
+
+PACKAGE = """
+from rl_app_ppo.config.rollout_engines import RolloutEngineKind
+from rl_protocol import ConfigError
+from rl_protocol.ports import WeightCapabilities
+
+
+class Parrot:
+    capabilities = WeightCapabilities()
+    weight_version = 0
+
+    def __init__(self, setup):
+        self.setup = setup
+
+    def load_weights(self, weights, version):
+        self.weight_version = version
+
+    async def generate(self, requests, params):
+        from rl_protocol.ports import Generation
+
+        said = [request.prompt_ids[-params.max_new_tokens :] for request in requests]
+        return [
+            Generation(response_ids=ids, log_probs=(0.0,) * len(ids), finish_reason="length", weight_version=0)
+            for ids in said
+        ]
+
+
+class ParrotKind(RolloutEngineKind):
+    def missing(self):
+        return MISSING
+
+    def check_gpus(self, count):
+        if GPUS > count():
+            raise ConfigError("rollout.name=parrot needs a GPU.")
+
+    def check_model(self, described, rollout):
+        if described["num_attention_heads"] % 3 == 0:
+            raise ConfigError("rollout.name=parrot takes no model whose heads are divisible by 3.")
+
+    def build(self, setup):
+        return Parrot(setup)
+
+
+class TogetherKind(ParrotKind):
+    shares_process = True
+
+
+MISSING, GPUS = "", 0
+parrot, together = ParrotKind(), TogetherKind()
+"""
+NAME = "rollout.name=parrot"
+
+
+@pytest.fixture
+def someones(install_plugins, tmp_path):
+    """The module of an installed package with two rollout engines, which the operator allows."""
+    module = f"someones_{tmp_path.name}"  # registries keep what they have loaded
+    points = {name: f"{module}:{name}" for name in ("parrot", "together")}
+    (install_plugins(GROUP, **points) / f"{module}.py").write_text(PACKAGE)
+    return importlib.import_module(module)
+
+
+def test_an_engine_of_a_package_generates_in_the_worker(someones, base_model, monkeypatch):
+    config = load_config([NAME, f"model.path={base_model}", "rollout.max_batch_size=3"])
+    plane = start_local_plane(TransferQueueConfig(backend="memory", capacity_mb=8, segment_mb=1))
+    call = BuildCall(config=to_yaml(config), model_path=str(base_model), plane=msgspec.json.encode(plane.descriptor))
+
+    async def generated():
+        async with await rl_transferqueue.connect(plane.descriptor) as client:
+            monkeypatch.setattr(build, "connect", AsyncMock(return_value=client))
+            (worker, endpoint) = (await build.build_workers(("rollout",), call))["rollout"]
+            assert endpoint is not None
+            asked = [GenerationRequest(uid="p", session=0, prompt_ids=(2, 3, 4))]
+            return worker._engine.setup, await worker._engine.generate(asked, SamplingParams(max_new_tokens=2))
+
+    setup, (response,) = asyncio.run(generated())
+    plane.close()
+    assert response.response_ids == (3, 4)
+    assert (setup.path, setup.rollout.max_batch_size, setup.lora) == (base_model, 3, None)
+
+
+def test_it_has_a_process_of_its_own_unless_it_says_that_it_shares_one(someones):
+    assert resolve([NAME]).settings["placement"].origin == "placement=auto with rollout.name=parrot"
+    assert ("rollout",) in [group.roles for group in worker_groups(load_config([NAME]))]
+    with pytest.raises(ConfigError, match=r"for which rollout\.name must be hf; got parrot"):
+        load_config([NAME, "placement=fused"])
+    fused = load_config(["rollout.name=together"])
+    assert fused.placement == ("fused",)
+    assert ("actor", "ref", "rollout") in [group.roles for group in worker_groups(fused)]
+
+
+def test_it_gets_whole_weights_unless_it_says_that_it_takes_adapters(someones, monkeypatch):
+    with pytest.raises(ConfigError, match=r"rollout\.name=parrot takes no adapters; got lora\.rank=4"):
+        load_config([NAME, "lora.rank=4"])
+    assert not load_config([NAME, "lora.rank=4", "lora.merge=true"]).sends_adapters
+    monkeypatch.setattr(someones.TogetherKind, "adapters", True)
+    assert not shares_base(load_config(["rollout.name=together", "lora.rank=4"]))
+    assert shares_base(load_config(["lora.rank=4"]))
+
+
+def test_its_own_checks_run_before_a_process_starts(someones, tmp_path, monkeypatch):
+    config = load_config([NAME])
+    preflight(config, PluginPolicy())
+    monkeypatch.setattr(someones, "GPUS", 99)
+    with pytest.raises(ConfigError, match="parrot needs a GPU"):
+        check_gpus(config, ("cpu",))
+    monkeypatch.setattr(someones, "MISSING", "libparrot")
+    with pytest.raises(ConfigError, match=r"rollout\.name=parrot needs libparrot, which is not installed"):
+        check_installed_engines(config)
+    monkeypatch.undo()
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 6, "max_position_embeddings": 64}))
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    with pytest.raises(ConfigError, match="heads are divisible by 3"):
+        preflight(load_config([NAME, f"model.path={tmp_path}"]), PluginPolicy())
+
+
+def test_names_that_can_not_be_used_are_refused_with_exit_code_2(install_plugins, tmp_path, capsys):
+    install_plugins(GROUP, allowed=False, sly="json:dumps")
+    install_plugins(GROUP, odd="json:dumps")
+    for name, message in (
+        ("vlm", f"rollout.name must be one of {', '.join(ROLLOUT_ENGINES.names())}; got 'vlm'. Did you mean 'vllm'?"),
+        ("sly", "is installed but not allowed"),
+        ("odd", "must be a RolloutEngineKind; got function"),
+    ):
+        assert main([f"rollout.name={name}", f"trainer.output_dir={tmp_path / 'outputs'}"]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_the_engines_of_this_repository_say_what_they_can_do():
+    hf, vllm = ROLLOUT_ENGINES.get("hf"), ROLLOUT_ENGINES.get("vllm")
+    assert (hf.shares_process, hf.shares_base, hf.images, hf.adapters) == (True, True, True, True)
+    assert (vllm.shares_process, vllm.shares_base, vllm.images, vllm.adapters) == (False, False, False, True)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+import time
+
+import pytest
+
+from rl_app_ppo.watchdog import watchdog
+from rl_app_ppo.watchdog.watchdog import INTERRUPT, Watchdog
+from rl_protocol import HangError, WorkerError
+
+HANG_S = 0.3
+
+
+def watch(work, progress=lambda: 0, reports=None):
+    async def main():
+        async with Watchdog(HANG_S, progress, lambda: (reports or ["who waits"]).pop()).watching():
+            return await work()
+
+    return asyncio.run(main())
+
+
+def test_a_run_in_which_nothing_moves_ends_with_the_report():
+    cleaned = []
+
+    async def work():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned.append(True)
+
+    before = signal.getsignal(INTERRUPT)
+    with pytest.raises(HangError, match="who waits"):
+        watch(work)
+    assert cleaned == [True]
+    assert signal.getsignal(INTERRUPT) is before
+
+
+def test_progress_keeps_a_run_alive():
+    counter = itertools.count()
+
+    async def work():
+        await asyncio.sleep(4 * HANG_S)
+        return "done"
+
+    assert watch(work, lambda: next(counter)) == "done"
+
+
+def test_a_callback_that_blocks_the_event_loop_is_interrupted(monkeypatch):
+    monkeypatch.setattr(watchdog, "_GRACE_S", 0.1)
+
+    async def work():
+        time.sleep(60)  # noqa: ASYNC251 - as a hook that blocks does
+
+    with pytest.raises(HangError, match="who waits"):
+        watch(work)
+
+
+def test_an_error_that_follows_from_the_end_is_the_hang():
+    async def work():
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise WorkerError("was cancelled") from None
+
+    with pytest.raises(HangError, match="who waits"):
+        watch(work)
+
+
+@pytest.mark.parametrize("error", [WorkerError("died"), asyncio.CancelledError()])
+def test_other_ends_stay_what_they_are(error):
+    async def work():
+        raise error
+
+    with pytest.raises(type(error)):
+        watch(work)

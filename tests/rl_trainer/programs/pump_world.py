@@ -1,0 +1,216 @@
+"""A trainer with stand-in workers that name rows and compute nothing, for tests of its pumps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import msgspec
+from replay_buffers import make_buffers, opened
+
+from rl_protocol import BatchData, RowKey, ragged
+from rl_protocol.ports import SessionResult, WeightSyncReport, settle
+from rl_protocol.testing.memory_data_plane import MemoryDataPlane
+from rl_trainer import (
+    ActorConfig,
+    AlgorithmConfig,
+    CriticConfig,
+    LoopConfig,
+    PPOTrainer,
+    PromptOrder,
+    RolloutConfig,
+    TrainerParts,
+    Workers,
+    build_graph,
+)
+from rl_trainer.config import AsyncConfig, FilterGroupsConfig, ReplayConfig
+from rl_trainer.driver.checkpoint_writer import CheckpointWriter
+from rl_trainer.workers.messages import (
+    FilterResult,
+    RewardResult,
+    RolloutCall,
+    RolloutResult,
+    SavedFiles,
+    StageCall,
+    StageResult,
+)
+
+BATCH, N = 4, 2
+
+
+class World:
+    """Stand-ins for all workers, and what they were told.
+
+    Args:
+        delays: turns of the event loop that calls take, one after the other.
+        faults: errors by (method, number of the call from 0).
+        kept: how many prompts of a round are informative; None: the run has no filter.
+        async_rl: further settings of AsyncConfig.
+    """
+
+    def __init__(
+        self,
+        *,
+        bound=0,
+        steps=4,
+        delays=(1,),
+        faults=None,
+        kept=None,
+        replay=None,
+        folder=None,
+        deterministic=False,
+        workers=1,
+        **async_rl,
+    ):
+        self.delays, self.faults, self.kept = list(delays), dict(faults or {}), kept
+        self.calls, self.turn = Counter(), 0
+        self.version, self.generating, self.most = 0, 0, 0
+        self.rolled, self.trained, self.steps, self.versions = [], [], [], {}
+        filtering = FilterGroupsConfig(enable=kept is not None, max_num_gen_batches=9)
+        algorithm = AlgorithmConfig(filter_groups=filtering, old_log_prob="recompute")
+        rollout = [StandIn(self, f"rollout-{i}") for i in range(workers)]
+        self.workers = Workers(rollout=rollout, reward=StandIn(self, "reward"), actor=[StandIn(self, "actor")])
+        self.plane = MemoryDataPlane()
+        self.buffers = make_buffers(self.plane, replay, bound)
+        self.trainer = PPOTrainer(
+            TrainerParts(
+                graph=build_graph(algorithm, ActorConfig()),
+                plane=self.plane,
+                buffers=self.buffers,
+                replay=replay or ReplayConfig(),
+                workers=self.workers,
+                weight_sync=self,
+                train_order=PromptOrder(100, BATCH, 0),
+                validation_size=3,
+                rollout=RolloutConfig(n=N, response_length=2, num_workers=1),
+                actor=ActorConfig(),
+                critic=CriticConfig(),
+                filter_groups=algorithm.filter_groups,
+                loop=LoopConfig(
+                    total_training_steps=steps,
+                    test_freq=2,
+                    val_before_train=False,
+                    save_freq=1,
+                    deterministic=deterministic,
+                ),
+                on_step=lambda step, metrics: self.steps.append((step, dict(metrics))),
+                async_rl=AsyncConfig(max_staleness=bound, **async_rl),
+                checkpoints=CheckpointWriter(folder, config="", keep=0, workers=self.workers, timeout_s=60)
+                if folder
+                else None,
+            )
+        )
+
+    async def pause(self):
+        for _ in range(self.delays[self.turn % len(self.delays)]):
+            await asyncio.sleep(0)
+        self.turn += 1
+
+    def fit(self, resume=None):
+        async def main():
+            async with opened(self.buffers), asyncio.timeout(60):
+                if resume is not None:
+                    await self.trainer.resume(resume)
+                await self.trainer.fit()
+                assert asyncio.all_tasks() - {asyncio.current_task()} <= {b._listener for b in self.buffers.values()}
+
+        asyncio.run(main())
+        return self
+
+    async def update_weights(self, version):
+        await self.pause()
+        assert not self.generating, "the weights change below a running generation"
+        self.version = version
+        return WeightSyncReport(version=version, num_bytes=1, seconds=0.0, receivers=("rollout",))
+
+    async def rollout(self, call):
+        self.generating += len(call.prompts)
+        self.most = max(self.most, self.generating)
+        began = self.version
+        try:
+            await self.pause()
+        finally:
+            self.generating -= len(call.prompts)
+        leases = [prompt.lease for prompt in call.prompts]
+        assert {lease.version for lease in leases} == {began} == {self.version}
+        ended = [SessionResult(lease, session, rows=1) for lease in leases for session in lease.sessions]
+        rows = BatchData({"responses": ragged([[3, 4]] * len(ended), "int64")})
+        tags = [{"prompt_len": 1, "response_len": 2}] * len(ended)
+        await settle(self.plane, ended, rows, tags=tags)
+        if call.partition.name == "train":
+            self.versions |= {prompt.lease.uid: prompt.lease.version for prompt in call.prompts}
+            self.rolled += [(prompt.lease.uid, prompt.row) for prompt in call.prompts]
+        return RolloutResult(tokens=2 * len(ended))
+
+    def filter(self, call):
+        uids = dict.fromkeys(RowKey.parse(key).uid for key in call.batch.keys)
+        return FilterResult(uids=tuple(uids)[: self.kept])
+
+    def update_actor(self, call):
+        self.trained.append(sorted({RowKey.parse(key).uid for key in call.batch.keys}))
+
+
+class StandIn:
+    """A WorkerHandle that answers after `World.pause`."""
+
+    def __init__(self, world, name):
+        self.world, self.name, self.process, self.bytes_moved = world, name, self, 0
+
+    async def call(self, method, payload, *, timeout_s):
+        world = self.world
+        number = world.calls[method]
+        world.calls[method] += 1
+        if method != "rollout":
+            await world.pause()
+        if error := world.faults.get((method, number)):
+            raise error
+        if method == "rollout":
+            return msgspec.msgpack.encode(await world.rollout(msgspec.msgpack.decode(payload, type=RolloutCall)))
+        kinds = {"reward": RewardResult, "evaluate": RewardResult, "finish_save": lambda: SavedFiles(files={})}
+        answer = kinds.get(method, StageResult)()
+        if method in ("filter", "update_actor"):
+            answer = getattr(world, method)(msgspec.msgpack.decode(payload, type=StageCall)) or answer
+        return msgspec.msgpack.encode(answer)
+
+
+def ages(world):
+    return [metrics["training/off_policy/trajectory_staleness/max"] for step, metrics in world.steps if step]
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """An event loop whose clock the test sets."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+
+    def time(self):
+        return self.now
+
+    def spin(self):
+        """Run until every task waits."""
+        while True:
+            self.call_soon(self.stop)
+            self.run_forever()
+            if not self._ready:
+                return
+
+
+class HeldWorld(World):
+    """A World whose calls end one by one, in any order."""
+
+    def __init__(self, loop, **options):
+        self.loop, self.held = loop, []
+        super().__init__(**options)
+
+    async def pause(self):
+        ended = self.loop.create_future()
+        self.held.append(ended)
+        try:
+            await ended
+        finally:
+            self.held.remove(ended)
+
+    async def train(self):
+        async with opened(self.buffers):
+            await self.trainer.fit()

@@ -1,0 +1,98 @@
+"""Faults of asynchronous training, injected between the real pumps and their workers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from pump_world import BATCH, HeldWorld, Loop, World, ages
+
+from rl_protocol import RLError
+from rl_trainer import PromptOrder
+from rl_trainer.checkpoints.folder import newest_whole
+from rl_trainer.config import ReplayConfig
+from rl_trainer.workers.messages import RolloutResult
+
+
+@pytest.mark.parametrize("inflight", [0, 3])
+def test_a_prompt_that_a_worker_silently_drops_is_rolled_out_again_and_not_waited_for_for_ever(inflight):
+    """The worker answers as if all were well, and has not settled the sessions of a prompt."""
+    loop = Loop()
+    world = HeldWorld(
+        loop,
+        bound=2,
+        steps=3,
+        replay=ReplayConfig(on_failure="refill", max_attempts=3, lease_s=60),
+        max_inflight_prompts=inflight,
+    )
+    generate, dropped = world.rollout, []
+
+    async def forgetful(call):
+        if not dropped:
+            dropped.append(call.prompts[0].lease.uid)
+            call = msgspec.structs.replace(call, prompts=call.prompts[1:])
+        return await generate(call) if call.prompts else RolloutResult()
+
+    world.rollout = forgetful
+    for buffer in world.buffers.values():
+        buffer._clock = loop.time
+    run = loop.create_task(world.train())
+    loop.spin()
+    while not run.done():
+        if world.held:
+            world.held[0].set_result(None)
+        else:
+            assert dict(world.buffers["train"].unsettled()).keys() == set(dropped)
+            loop.now += 61
+        loop.spin()
+    run.result()
+    loop.close()
+    assert dropped[0] in world.trained[0]
+    assert [len(uids) for uids in world.trained] == [BATCH] * 3
+
+
+@pytest.mark.parametrize(("bound", "inflight"), [(0, 0), (2, 0), (2, 3)])
+def test_a_run_that_is_restarted_again_and_again_trains_on_each_prompt_once_and_keeps_its_bound(
+    tmp_path, bound, inflight
+):
+    """It is killed at every second step; each checkpoint is that of the step before."""
+    options = {"bound": bound, "folder": tmp_path, "delays": [3, 0, 7]}
+    if inflight:
+        options["max_inflight_prompts"] = inflight
+    rows, trained, done = {}, [], 0
+    while done < 9:
+        kept, _ = newest_whole(tmp_path)
+        world = World(steps=9, faults={("update_actor", 2): RLError("killed")} if done < 8 else None, **options)
+        if done < 8:
+            with pytest.raises(RLError, match="killed"):
+                world.fit(kept)
+        else:
+            world.fit(kept)
+        rows |= dict(world.rolled)
+        kept, _ = newest_whole(tmp_path)
+        assert max(ages(world)) <= bound
+        trained += world.trained[: kept.manifest.step - done]
+        done = kept.manifest.step
+    uids = [uid for batch in trained for uid in batch]
+    assert len(uids) == len(set(uids)) == 9 * BATCH
+    assert sorted(rows[uid] for uid in uids) == sorted(PromptOrder(100, BATCH, 0).take(0, 9 * BATCH))
+
+
+@pytest.mark.parametrize("bound", [1, 3])
+def test_the_last_validation_ends_with_the_run_and_nothing_is_sampled_beyond_it(bound):
+    """The validation is the last to be answered; no pump waits for a version that never comes."""
+    loop = Loop()
+    world = HeldWorld(loop, bound=bound, steps=2)
+    run = loop.create_task(world.train())
+    loop.spin()
+    while not run.done():
+        assert world.held
+        world.held[-1].set_result(None)
+        loop.spin()
+    run.result()
+    left = asyncio.all_tasks(loop)
+    loop.close()
+    assert {uid.partition("-")[0] for uid, _ in world.rolled} == {"s1", "s2"}
+    assert world.calls["evaluate"] == 1
+    assert left == set()
