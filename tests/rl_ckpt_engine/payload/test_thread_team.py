@@ -53,4 +53,4 @@ def test_an_error_in_any_thread_is_raised_when_all_have_ended(monkeypatch: pytes
     before = threading.active_count()
     with ThreadTeam() as team, pytest.raises(OSError, match="no memory"):
         team.map(work, 5)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # a thread of an earlier test may still end
