@@ -44,8 +44,8 @@ def test_the_gradients_of_dora_are_those_of_peft(ranks, models, program, tmp_pat
     from transformers import AutoModelForCausalLM
 
     from rl_megatron_peft.backend.policy import MiniBatchCounts
-    from rl_megatron_peft.backend.train.forward_backward import token_places
     from rl_megatron_peft.backend.train.settings import AdamConfig
+    from rl_protocol.padding import pad_sequences
 
     settings = {"adam": AdamConfig(lr=3e-2, grad_clip=1e9), "micro_batch_rows": 0}
     policy = program.policy_of(models / "qwen2", ranks, kind, dropout, **settings)
@@ -58,7 +58,7 @@ def test_the_gradients_of_dora_are_those_of_peft(ranks, models, program, tmp_pat
     model = peft.PeftModel.from_pretrained(base, tmp_path / "a", is_trainable=True).eval()
     if dropout:
         model = with_masks_of(policy, model, batch, "2/0/0")
-    tokens = token_places(batch, torch.device("cpu"))
+    tokens = pad_sequences(batch.ragged("prompts"), batch.ragged("responses"))
     log_p = torch.log_softmax(model(tokens.ids).logits[tokens.row, tokens.place, :15], -1)
     taken = log_p.gather(-1, tokens.targets[:, None])[:, 0]
     counts = MiniBatchCounts(tokens=int(batch.ragged("response_mask").values.sum()), sequences=6)

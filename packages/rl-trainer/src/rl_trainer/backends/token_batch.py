@@ -73,12 +73,7 @@ def token_batch(
     """
     prompts, responses = batch.ragged("prompts"), batch.ragged("responses")
     p, r = prompts.lengths, responses.lengths
-    targets = torch.tensor(responses.values, dtype=torch.int64)
-    joined = pad_sequences(
-        (torch.tensor(prompts.values, dtype=torch.int64), torch.from_numpy(p)),
-        (targets, torch.from_numpy(r)),
-        fill=pad_id,
-    )
+    joined = pad_sequences(prompts, responses, fill=pad_id)
     row, place, line = joined.row, joined.place, joined.row
     inputs: dict[str, Any]
     if packed:
@@ -102,7 +97,7 @@ def token_batch(
         position=place.to(device),
         row=row.to(device),
         rows=len(batch),
-        targets=targets.to(device),
+        targets=joined.targets.to(device),
         first=int(place.numpy().min(initial=int(p.max(initial=0)))),
     )
 

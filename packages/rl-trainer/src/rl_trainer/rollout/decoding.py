@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl_protocol.padding import mask_left, position_ids
 from rl_protocol.ports import GenerationRequest
 from rl_trainer.backends.loading import Facts
 from rl_trainer.backends.token_batch import image_inputs
@@ -54,10 +55,10 @@ def read_prompts(model: Any, facts: Facts, requests: Sequence[GenerationRequest]
         source.append(place[key])
     lengths = [len(request.prompt_ids) for request in different]
     width = max(lengths)
-    rows = [[facts.pad_id] * (width - len(r.prompt_ids)) + list(r.prompt_ids) for r in different]
-    ids = torch.tensor(rows, dtype=torch.int64)
-    mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    real = mask_left(torch.tensor(lengths), width)
+    ids = torch.full(real.shape, facts.pad_id)
+    ids[real] = torch.tensor([token for request in different for token in request.prompt_ids])
+    mask, positions = real.long(), position_ids(real)
     images = _images(facts, different, ids)
     if images:
         positions, _ = model.model.get_rope_index(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,48 +12,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from rl_protocol import BatchData
-from rl_protocol.padding import pad_sequences
+from rl_protocol.padding import Sequences, pad_sequences
 
 T = TypeVar("T")
 
 OnOutput = Callable[[int, torch.Tensor], T]
 """(micro-batch number, output of the model [T, ...]) -> in training its share of the loss."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenPlaces:
-    """N trajectories as model input, and the places that predict their T response tokens.
-
-    Attributes:
-        ids: int64 [N, L], right-padded: causal attention ignores what follows.
-        row: int64 [T], the row of each response token.
-        place: int64 [T], the place whose output predicts the token: the one before its own.
-        targets: int64 [T], the response tokens.
-    """
-
-    ids: torch.Tensor
-    row: torch.Tensor
-    place: torch.Tensor
-    targets: torch.Tensor
-
-
-def token_places(batch: BatchData, device: torch.device, multiple: int = 1) -> TokenPlaces:
-    """Concatenate `prompts` and `responses` of every row; L is a multiple of `multiple`.
-
-    Raises:
-        BatchError: a prompt is empty, so that nothing predicts the first response token.
-    """
-    prompts, responses = (
-        (torch.tensor(column.values, dtype=torch.int64), torch.from_numpy(column.lengths))
-        for column in (batch.ragged("prompts"), batch.ragged("responses"))
-    )
-    joined = pad_sequences(prompts, responses, multiple=multiple)
-    return TokenPlaces(
-        ids=joined.ids.to(device),
-        row=joined.row.to(device),
-        place=joined.place.to(device),
-        targets=responses[0].to(device),
-    )
 
 
 def _padded(length: int, multiple: int) -> int:
@@ -103,12 +66,14 @@ def run_passes(
         number = next(numbers)
         if before_pass is not None:
             before_pass(number)
-        tokens = token_places(micro_batches[number], device, multiple)
-        positions = torch.arange(tokens.ids.shape[1], device=device).expand_as(tokens.ids)
-        return stage(tokens.ids, positions, None), partial(finish, number, tokens)
+        micro = micro_batches[number]
+        joined = pad_sequences(micro.ragged("prompts"), micro.ragged("responses"), multiple=multiple)
+        ids = joined.ids.to(device)  # padded on the right, where causal attention does not look
+        positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
+        return stage(ids, positions, None), partial(finish, number, joined)
 
-    def finish(number: int, tokens: TokenPlaces, out: torch.Tensor, non_loss_data: bool = False) -> Any:
-        found = out[tokens.row, tokens.place]
+    def finish(number: int, joined: Sequences, out: torch.Tensor, non_loss_data: bool = False) -> Any:
+        found = out[joined.row.to(device), joined.place.to(device)]
         if vocab is not None:
             found = gather_from_tensor_model_parallel_region(found)[:, :vocab]
         result = on_output(number, found)
