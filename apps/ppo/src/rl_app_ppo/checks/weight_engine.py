@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rl_app_ppo.config.placement import IN_PROCESS
 from rl_ckpt_engine import (
     CheckpointEngine,
     CheckpointEngineConfig,
@@ -28,7 +27,7 @@ def check_sync(
     registry = CheckpointEngineRegistry(plugins)
     engine = registry.resolve(config)
     registry.manager(config)
-    if engine.name.removeprefix("delta-") == IN_PROCESS and not one_process:
+    if engine.capabilities.same_process_only and not one_process:
         raise ConfigError(
             f"checkpoint_engine.backend={engine.name} works within one process, but trainer and rollout are separate processes; set it to "
             "shm, or set placement=fused."

@@ -50,6 +50,7 @@ class Capabilities:
 
     Attributes:
         same_host_only: sender and receivers must run on one host.
+        same_process_only: and in one process.
         zero_copy: receivers get views of the sender's memory, not copies.
         elastic: receivers join and leave independently. If not, the members move the bytes in a
             process group: `join`, `serve`, `leave`, `offer`.
@@ -65,6 +66,7 @@ class Capabilities:
     zero_copy: bool
     elastic: bool
     devices: tuple[str, ...]
+    same_process_only: bool = False
     durable: bool = False
     caches: bool = False
     direct: bool = False

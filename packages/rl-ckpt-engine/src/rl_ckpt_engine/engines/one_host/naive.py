@@ -81,7 +81,13 @@ class NaiveEngine(PublishingEngine[TensorList]):
     API_VERSION: ClassVar[int] = 1
     name: ClassVar[str] = "naive"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        same_host_only=True, zero_copy=True, elastic=True, devices=("cpu",), caches=True, shares=True
+        same_host_only=True,
+        same_process_only=True,
+        zero_copy=True,
+        elastic=True,
+        devices=("cpu",),
+        caches=True,
+        shares=True,
     )
 
     def __init__(self, config: CheckpointEngineConfig | None = None) -> None:

@@ -1,0 +1,32 @@
+"""Which weight engines are accepted, by what they declare."""
+
+from __future__ import annotations
+
+import pytest
+
+import rl_ckpt_engine.registry
+from rl_app_ppo.checks.weight_engine import check_sync
+from rl_ckpt_engine import CheckpointEngineConfig, PluginPolicy
+from rl_ckpt_engine.engines.one_host.naive import NaiveEngine
+from rl_protocol import ConfigError
+
+
+class InProcess(NaiveEngine):
+    """An engine of a user that works within one process."""
+
+    API_VERSION = 1
+    name = "in_process"
+
+
+@pytest.mark.parametrize("name", ["in_process", "delta-in_process", "naive", "delta-naive"])
+def test_an_engine_of_one_process_needs_actor_and_rollout_in_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rl_ckpt_engine.registry._REGISTERED, "in_process", InProcess)
+    config, policy = CheckpointEngineConfig(backend=name), PluginPolicy()
+    with pytest.raises(ConfigError, match=rf"checkpoint_engine\.backend={name} works within one process"):
+        check_sync(config, policy)
+    assert check_sync(config, policy, one_process=True).name == name
+
+
+def test_an_engine_between_processes_is_accepted_for_either_placement() -> None:
+    for one_process in (False, True):
+        assert check_sync(CheckpointEngineConfig(backend="shm"), PluginPolicy(), one_process=one_process).name == "shm"
