@@ -56,7 +56,10 @@ def test_a_wrong_address_of_the_data_plane_is_refused_with_its_key():
         (["reward.function=nope"], r"^reward\.function='nope' is not known"),
         (["reward.function=nope.toml"], r"^reward\.function='nope\.toml': .* does not exist"),
         (["rollout.session=nope"], r"^rollout\.session must be one of"),
-        (["trainer.hooks=nope"], r"^trainer\.hooks must be one of"),
+        (
+            ["trainer.hooks=nope"],
+            r"^trainer\.hooks must be empty, because no installed package registers a Hook; got 'nope'",
+        ),
         (["data.curriculum=nope"], r"^data\.curriculum must be one of"),
         (["data.train_files=nope.csv"], r"data\.train_files and data\.val_files can be \*\.jsonl"),
         (["model_engine=nope"], r"^model_engine must be one of"),

@@ -18,6 +18,7 @@ from rl_trainer.algorithms.losses.loss_function import TokenLoss
 from rl_trainer.algorithms.losses.policy_objective import PolicyObjective, TokenColumns
 from rl_trainer.algorithms.metrics import WeightedMeans
 from rl_trainer.config import KLControlConfig, PolicyLossConfig, RolloutCorrectionConfig
+from rl_trainer.config.registry import Registry
 from rl_trainer.graph.config_checks import check_combination
 from rl_trainer.workers.reward import RewardWorker
 
@@ -119,6 +120,20 @@ def test_a_registered_name_cannot_be_registered_again(offer):
 def test_an_unknown_name_is_refused_with_the_nearest(registry_, wrong, right):
     with pytest.raises(ConfigError, match=f"Did you mean '{right}"):
         registry_.get(wrong)
+
+
+def test_a_registry_without_names_tells_how_to_register_one(install_plugins):
+    empty: Registry[Estimator] = Registry("Config.moods", "rl_trainer.moods", Estimator, {}, {})
+    with pytest.raises(ConfigError) as refused:
+        empty.get("calm")
+    assert str(refused.value) == (
+        "Config.moods must be empty, because no installed package registers a Estimator; got 'calm'. To register one, install a "
+        "package whose pyproject.toml has calm = 'module:object' under [project.entry-points.'rl_trainer.moods']."
+    )
+    install_plugins("rl_trainer.other_moods", calmer="someones_package:it")
+    other: Registry[Estimator] = Registry("Config.moods", "rl_trainer.other_moods", Estimator, {}, {})
+    with pytest.raises(ConfigError, match=r"must be one of calmer; got 'calm'\. Did you mean 'calmer'"):
+        other.get("calm")
 
 
 def test_the_driver_checks_every_combination_without_torch():

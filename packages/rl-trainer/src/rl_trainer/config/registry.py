@@ -66,9 +66,18 @@ class Registry(Generic[T]):
         if name in self._built_in:
             return self._built_in[name]
         if not offered:
-            hint = nearest(self._elsewhere.get(name, name), self.names())
-            raise ConfigError(f"{self._key} must be one of {', '.join(self.names())}; got {name!r}.{hint}")
+            raise ConfigError(self._unknown(name))
         return self._load(offered[0])
+
+    def _unknown(self, name: str) -> str:
+        known = self.names()
+        if known:
+            hint = nearest(self._elsewhere.get(name, name), known)
+            return f"{self._key} must be one of {', '.join(known)}; got {name!r}.{hint}"
+        return (
+            f"{self._key} must be empty, because no installed package registers a {self._kind.__name__}; got {name!r}. To register one, "
+            f"install a package whose pyproject.toml has {name} = 'module:object' under [project.entry-points.{self._group!r}]."
+        )
 
     def _load(self, entry: EntryPoint) -> T:
         if entry in self._loaded:
