@@ -149,6 +149,25 @@ def test_models_of_one_process_learn_what_each_learns_alone(model, alone, lora):
     assert np.ptp(critic.compute_values(batch).ragged("values").values) > 0
 
 
+def test_the_worker_of_the_reference_has_no_optimizer(model, alone, monkeypatch, tmp_path):
+    from rl_app_ppo.worker import megatron
+    from rl_app_ppo.worker.messages import BuildCall
+    from rl_protocol import ConfigError
+    from rl_protocol.testing.memory_data_plane import MemoryDataPlane
+    from rl_trainer import step_columns
+
+    config = load_config([*SMALL, "actor.use_kl_loss=true", "placement=separate"])
+    ranks = alone(config)
+    monkeypatch.setattr(megatron, "join_ranks", lambda *_: ranks)
+    call = BuildCall(config="", model_path=str(model), plane=b"", store=str(tmp_path))
+    columns = step_columns(config.algorithm, config.actor)
+    build = megatron.build_megatron(config, call, MemoryDataPlane(), columns)
+    reference, actor = (build(role, None)[0] for role in ("ref", "actor"))
+    assert len(actor._backend.optimizer.trained) == len(list(actor._backend.model.parameters()))
+    with pytest.raises(ConfigError, match="built frozen, as a reference"):
+        reference._backend.optimizer  # noqa: B018
+
+
 @pytest.mark.parametrize("lora", [["lora.rank=2"], []], ids=["adapters", "all weights"])
 def test_bfloat16_is_what_is_computed_in_and_float32_what_is_trained(model, alone, lora):
     import torch

@@ -134,3 +134,43 @@ def test_bfloat16_computes_as_transformers_does_and_trains_in_float32(ranks, mod
                 assert torch.equal(one.parameter, held.bfloat16())
                 # more precise than the model's weights
                 assert not torch.equal(held, held.bfloat16().float())
+
+
+def test_a_frozen_policy_computes_the_same_and_holds_its_weights_only(ranks, models, program):
+    """An optimizer of bfloat16 weights holds float32 copies of them from the start."""
+    import torch
+
+    trained, frozen = (
+        program.policy_of(models / "even", ranks, "whole", frozen=frozen, dtype=torch.bfloat16)
+        for frozen in (False, True)
+    )
+    weights = sum(parameter.nbytes for parameter in frozen.model.parameters())
+    assert held_bytes(trained) >= 3 * weights
+    assert weights <= held_bytes(frozen) < 1.1 * weights  # rotary frequencies beside them
+    batch = program.batch_of(3, 1)
+    found = [p.compute_log_probs(batch, temperature=1.0).ragged("log_probs").values for p in (trained, frozen)]
+    assert found[0].tobytes() == found[1].tobytes()
+    for ask in (lambda: frozen.update(batch, temperature=1.0), frozen.snapshot, lambda: frozen.optimizer):
+        with pytest.raises(ConfigError, match="built frozen, as a reference"):
+            ask()
+    assert all(parameter.grad is None for parameter in frozen.model.parameters())
+
+
+def held_bytes(policy):
+    """Bytes of the tensors to which a policy's attributes refer, directly or through others."""
+    import gc
+    import types
+
+    import torch
+
+    stops = (types.ModuleType, types.FunctionType, type)
+    left, seen, memory = list(vars(policy).values()), set(), {}
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, stops):
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            memory[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        left.extend(gc.get_referents(one))
+    return sum(memory.values())

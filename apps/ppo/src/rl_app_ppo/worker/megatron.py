@@ -94,7 +94,7 @@ def build_megatron(config: AppConfig, call: BuildCall, plane: DataPlane, columns
         if role == "critic":
             return CriticWorker(plane, columns, megatron_critic(config, path, ranks)), None
         temperature = config.rollout.temperature
-        policy = megatron_policy(config, path, ranks)
+        policy = megatron_policy(config, path, ranks, frozen=role == "ref")
         if role == "ref":
             return ReferenceWorker(plane, columns, policy, temperature), None
         return ActorWorker(plane, columns, policy, temperature), sender_of(config, call, policy)
@@ -102,8 +102,10 @@ def build_megatron(config: AppConfig, call: BuildCall, plane: DataPlane, columns
     return build
 
 
-def megatron_policy(config: AppConfig, path: Path, ranks: Ranks) -> MegatronPolicyBackend:
+def megatron_policy(config: AppConfig, path: Path, ranks: Ranks, *, frozen: bool = False) -> MegatronPolicyBackend:
     """Create this rank's part of the policy; models in one process get the same `ranks`.
+
+    A frozen one is a reference without an optimizer.
 
     Raises:
         ConfigError: Megatron-Core does not support the model or layout; names the setting.
@@ -124,6 +126,7 @@ def megatron_policy(config: AppConfig, path: Path, ranks: Ranks) -> MegatronPoli
             dtype=TORCH_DTYPES[options.param_dtype],
             distributed_optimizer=options.distributed_optimizer,
         ),
+        frozen=frozen,
     )
 
 

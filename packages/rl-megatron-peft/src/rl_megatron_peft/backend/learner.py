@@ -37,7 +37,7 @@ from rl_megatron_peft.base_model.fingerprint import fingerprint
 from rl_megatron_peft.base_model.model_shape import ModelShape
 from rl_megatron_peft.peft.folders import new_folder
 from rl_megatron_peft.peft.lora_config import LoraConfig
-from rl_protocol import BatchData, OutputError, RaggedColumn
+from rl_protocol import BatchData, ConfigError, OutputError, RaggedColumn
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,7 @@ class MegatronLearner(ABC, Generic[LossFn]):
         ranks: place of this process, from `rl_megatron_peft.backend.parallel.open_ranks`.
         settings: how the model is trained.
         mapping: maps the weights in `path` to the ranks.
+        frozen: the model is a reference: updates are refused, and no optimizer is built.
 
     Raises:
         ConfigError: a model, layout or setting is not supported; names the field.
@@ -95,6 +96,7 @@ class MegatronLearner(ABC, Generic[LossFn]):
         ranks: Ranks,
         settings: TrainSettings | None = None,
         mapping: MakeMapping = best_mapping,
+        frozen: bool = False,
     ) -> None:
         capabilities()
         self.settings = TrainSettings() if settings is None else settings
@@ -112,13 +114,25 @@ class MegatronLearner(ABC, Generic[LossFn]):
         self._mapping.load(self.model)
         self._dropout_context = DropoutContext()
         self._vocab = None if self.has_value_head else self.shape.vocab
-        self.optimizer = Optimizer(
-            self._make_trainable(),
-            self.settings.adam,
-            ranks,
-            self.settings.lr_schedule,
-            distributed=self.settings.distributed_optimizer,
+        trained, settings = self._make_trainable(), self.settings
+        self._optimizer = (
+            None
+            if frozen
+            else Optimizer(
+                trained, settings.adam, ranks, settings.lr_schedule, distributed=settings.distributed_optimizer
+            )
         )
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer.
+
+        Raises:
+            ConfigError: the model is frozen, so it has none.
+        """
+        if self._optimizer is None:
+            raise ConfigError("This model was built frozen, as a reference; it can't be updated.", field="frozen")
+        return self._optimizer
 
     # -- computing
 
