@@ -59,7 +59,7 @@ def test_ranks_with_a_rollout_in_each_process_learn_what_separate_rollouts_do(ap
         trained = [step for step in steps if step["step"]]
         assert [step["weight_sync/version"] for step in trained] == [1, 2]
         assert [step["weight_sync/receivers"] for step in trained] == [2, 2]
-        assert [step["training/policy_lag"] for step in trained] == [0, 0]
+        assert [step["training/off_policy/trajectory_staleness_worst/max"] for step in trained] == [0, 0]
         assert max(step["training/rollout_log_probs_diff_max"] for step in trained) < 1e-4
         weights[chosen] = load_file(folder / "checkpoint" / "model.safetensors")
     logs = {path.name for path in (folder / "logs").glob("*.log")}
@@ -77,5 +77,5 @@ def test_the_rollout_in_the_actors_process_gets_every_version(app):
     steps = done.metrics[-3:]
     assert [step["weight_sync/version"] for step in steps] == [1, 2, 3]
     assert [step["weight_sync/receivers"] for step in steps] == [1, 1, 1]
-    assert [step["training/policy_lag"] for step in steps] == [0, 0, 0]
+    assert [step["training/off_policy/trajectory_staleness_worst/max"] for step in steps] == [0, 0, 0]
     assert max(step["training/rollout_log_probs_diff_max"] for step in steps) < 1e-4

@@ -47,5 +47,5 @@ def test_a_killed_rollout_worker_is_replaced_and_the_run_continues(tmp_path, bas
     assert (trained[-1]["weight_sync/receivers"], trained[-1]["weight_sync/rejoined"]) == (2, 1)
     # Repeated responses come from the current weights; the base model's log-probs would differ by
     # far more.
-    assert [m["training/policy_lag"] for m in trained] == [0] * STEPS
+    assert [m["training/off_policy/trajectory_staleness_worst/max"] for m in trained] == [0] * STEPS
     assert max(m["training/rollout_log_probs_diff_max"] for m in trained) < 1e-4

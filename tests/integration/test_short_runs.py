@@ -25,7 +25,7 @@ def test_grpo_runs_and_writes_everything(app):
     assert {m["perf/driver_bytes"] < 256 * KIB for m in trained} == {True}
     assert [m["weight_sync/version"] for m in trained] == [1, 2, 3]
     assert [m["weight_sync/receivers"] for m in trained] == [2, 2, 2]
-    assert [m["training/policy_lag"] for m in trained] == [0, 0, 0]
+    assert [m["training/off_policy/trajectory_staleness_worst/max"] for m in trained] == [0, 0, 0]
     # The rollout's log-probs under the weights of the last sync equal the trainer's under its own:
     # the sync is real and exact.
     assert max(m["training/rollout_log_probs_diff_max"] for m in trained) < 1e-4
@@ -73,7 +73,7 @@ def test_with_the_sync_off_the_run_says_so_and_the_lag_grows(app):
     done = app("checkpoint_engine.enabled=false", "trainer.total_training_steps=3")
     assert done.code == 0, done.err
     assert "SYNC IS OFF" in done.out
-    assert [m["training/policy_lag"] for m in done.metrics[1:]] == [0, 1, 2]
+    assert [m["training/off_policy/trajectory_staleness_worst/max"] for m in done.metrics[1:]] == [0, 1, 2]
     assert not any("weight_sync/version" in m for m in done.metrics)
 
 

@@ -44,7 +44,7 @@ def three_steps(app, *overrides):
     assert done.code == 0, done.err
     trained = [m for m in done.metrics if m["step"]]
     assert [m["weight_sync/version"] for m in trained] == [1, 2, 3]
-    assert [m["training/policy_lag"] for m in trained] == [0, 0, 0]
+    assert [m["training/off_policy/trajectory_staleness_worst/max"] for m in trained] == [0, 0, 0]
     # In every turn, vLLM's log-probs under the weights of the last sync equal the trainer's under
     # its own.
     assert max(m["training/rollout_log_probs_diff_max"] for m in trained) < TOLERANCE
@@ -121,7 +121,7 @@ def test_adapters_of_megatron_are_served_and_an_engine_that_is_killed_is_replace
     assert "Rollout worker rollout-0 gets a new process, 1 of 3 in a row." in log
     trained = [line for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if line["step"]]
     assert [m["weight_sync/version"] for m in trained] == list(range(1, steps + 1))
-    assert [m["training/policy_lag"] for m in trained] == [0] * steps
+    assert [m["training/off_policy/trajectory_staleness_worst/max"] for m in trained] == [0] * steps
     for m in trained:  # 8 responses to each of 8 prompts, in every step
         assert m["perf/total_num_tokens"] == pytest.approx(64 * (m["prompt_length/mean"] + m["response_length/mean"]))
     assert {m["weight_sync/bytes"] for m in trained} == {ADAPTER_BYTES}

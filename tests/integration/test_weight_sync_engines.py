@@ -25,7 +25,7 @@ def test_an_engine_carries_the_weights_of_a_run(app, engine):
     trained = done.metrics[1:]
     assert [m["weight_sync/version"] for m in trained] == [1, 2, 3]
     assert [(m["weight_sync/receivers"], m["weight_sync/quarantined"]) for m in trained] == [(2, 0)] * 3
-    assert [m["training/policy_lag"] for m in trained] == [0, 0, 0]
+    assert [m["training/off_policy/trajectory_staleness_worst/max"] for m in trained] == [0, 0, 0]
     assert all(m["weight_sync/bytes"] == FULL for m in trained)
     assert all(m["weight_sync/receive_seconds"] > 0 for m in trained)
     # Steps 2 and 3 generate with trained weights, so a failed sync would give other log-probs.

@@ -34,7 +34,7 @@ def test_the_step_line_keeps_its_columns():
     line = step_line(3, 30, metrics)
     assert line.startswith("step  3/30  reward  0.500  accuracy 0.500  length  4.00  kl  0.0100")
     assert "validation 0.750" in step_line(3, 30, {**metrics, "val-core/x/acc/mean@1": 0.75})
-    assert "lag 2" in step_line(3, 30, {**metrics, "training/policy_lag": 2.0})
+    assert "lag 2" in step_line(3, 30, {**metrics, "training/off_policy/trajectory_staleness_worst/max": 2.0})
     assert validation_accuracy({"val-core/x/acc/mean@1": 0.5, "val-core/y/acc/mean@1": 1.0}) == 0.75
     assert validation_accuracy(metrics) is None
 
@@ -47,7 +47,7 @@ def test_the_step_line_has_no_entropy_that_was_not_computed():
 def test_a_changed_choice_of_old_log_probs_is_said_once():
     said = []
     notes = OldLogProbNotes(said.append, 1e-3)
-    gap, lag = "training/rollout_log_probs_diff_mean", "training/policy_lag"
+    gap, lag = "training/rollout_log_probs_diff_mean", "training/off_policy/trajectory_staleness_worst/max"
     for step, (difference, steps_old) in enumerate([(2e-7, 0), (1e-3, 0), (0.02, 0), (0.03, 0), (0.5, 1), (0.0, 0)]):
         notes.on_step_end(step, {gap: difference, lag: float(steps_old)})
     notes.on_step_end(6, {})
@@ -55,7 +55,7 @@ def test_a_changed_choice_of_old_log_probs_is_said_once():
         "step 0: log-probs of rollout engine and actor agree (mean difference 2e-07 nats): old log-probs are the engine's",
         "step 2: log-probs of rollout engine and actor differ by 0.02 nats on average, more than "
         "algorithm.old_log_prob_tolerance=0.001: old log-probs are recomputed",
-        "step 4: rows are from older weights (training/policy_lag 1): old log-probs are recomputed",
+        "step 4: rows are from older weights (training/off_policy/trajectory_staleness_worst/max 1): old log-probs are recomputed",
         "step 5: log-probs of rollout engine and actor agree (mean difference 0 nats): old log-probs are the engine's",
     ]
 

@@ -45,7 +45,7 @@ def test_all_rows_are_compared_first_every_twentieth_step_and_when_rows_are_old(
 @pytest.mark.parametrize(("gap", "lag", "samples"), [(2e-3, 0.0, False), (1e-3, 0.0, True), (2e-3, 1.0, True)])
 def test_after_a_larger_difference_all_rows_are_compared_unless_old_rows_explain_it(gap, lag, samples):
     choice = auto()
-    choice.note({GAP: gap, "training/policy_lag": lag})
+    choice.note({GAP: gap, "training/off_policy/trajectory_staleness_worst/max": lag})
     assert choice.samples(2, lag=0) == samples
     choice.note({GAP: 0.0})
     assert choice.samples(2, lag=0)

@@ -580,10 +580,10 @@ def test_rollout_and_trainer_agree_while_synchronised_and_the_lag_grows_otherwis
     together.fit()
     apart.fit()
     metrics = [m for step, m in together.steps if step]
-    assert [m["training/policy_lag"] for m in metrics] == [0, 0, 0]
+    assert [m["training/off_policy/trajectory_staleness_worst/max"] for m in metrics] == [0, 0, 0]
     assert max(m["training/rollout_log_probs_diff_max"] for m in metrics) < 1e-4
     metrics = [m for step, m in apart.steps if step]
-    assert [m["training/policy_lag"] for m in metrics] == [0, 1, 2]
+    assert [m["training/off_policy/trajectory_staleness_worst/max"] for m in metrics] == [0, 1, 2]
     assert metrics[2]["training/rollout_log_probs_diff_max"] > 1e-3
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from rl_ckpt_engine.sync.progress import PHASES, SyncProgress
 from rl_protocol.ports import GroupFailure
 from rl_trainer import Hook
-from rl_trainer.algorithms.old_log_prob import GAP
+from rl_trainer.algorithms.old_log_prob import GAP, STALENESS
 
 ACCURACY = "acc/mean@"
 
@@ -45,7 +45,7 @@ def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
         f"{metrics.get('timing_s/step', 0.0):5.2f} s",
     ]
     accuracy = validation_accuracy(metrics)
-    lag = metrics.get("training/policy_lag", 0.0)
+    lag = metrics.get(STALENESS, 0.0)
     return "  ".join(
         [
             *parts,
@@ -141,11 +141,11 @@ class OldLogProbNotes(Hook):
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         if GAP not in metrics:
             return
-        gap, lag = metrics[GAP], metrics.get("training/policy_lag", 0.0)
+        gap, lag = metrics[GAP], metrics.get(STALENESS, 0.0)
         if lag:
             what, text = (
                 "lag",
-                f"rows are from older weights (training/policy_lag {lag:.0f}): old log-probs are recomputed",
+                f"rows are from older weights ({STALENESS} {lag:.0f}): old log-probs are recomputed",
             )
         elif gap <= self._tolerance:
             what = "agree"

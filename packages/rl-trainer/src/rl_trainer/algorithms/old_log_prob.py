@@ -11,6 +11,8 @@ from rl_trainer.config import AlgorithmConfig, RolloutCorrectionConfig
 
 GAP = "training/rollout_log_probs_diff_mean"
 """Metric that `algorithm.old_log_prob_tolerance` bounds."""
+STALENESS = "training/off_policy/trajectory_staleness_worst/max"
+"""Metric, versions: age of the oldest weights that generated any of a step's tokens."""
 SAMPLED_FRACTION = 0.05
 """Fraction of the rows that `auto` compares at most, in a step that takes the engine's."""
 FULL_CHECK_PERIOD = 20

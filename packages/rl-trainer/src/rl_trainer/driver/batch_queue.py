@@ -206,7 +206,6 @@ class Staleness:
         """Under verl's names."""
         spans = [1 + old - new for old, new in zip(self.oldest, self.newest, strict=True)]
         return {
-            "training/policy_lag": float(max(self.oldest)),
             **stats("training/off_policy/trajectory_spans", spans),
             **stats("training/off_policy/trajectory_staleness", self.newest),
             **stats("training/off_policy/trajectory_staleness_worst", self.oldest),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rl_trainer.algorithms.old_log_prob import FULL_CHECK_PERIOD, GAP, LogProbGap, sampled_rows
+from rl_trainer.algorithms.old_log_prob import FULL_CHECK_PERIOD, GAP, STALENESS, LogProbGap, sampled_rows
 from rl_trainer.driver.stage_calls import StepRows, WorkerHandle, call_ranks, forward_calls, read_ahead
 from rl_trainer.driver.stage_runner import ModelStage
 
@@ -39,7 +39,7 @@ class AutoOldLogProb:
     def samples(self, step: int, lag: int) -> bool:
         """Whether the step compares a sample and not all rows.
 
-        `lag` is its training/policy_lag.
+        `lag` is the age of its oldest weights, in versions.
         """
         return self.agree and lag == 0 and (step - 1) % FULL_CHECK_PERIOD > 0
 
@@ -62,7 +62,7 @@ class AutoOldLogProb:
 
     def note(self, metrics: Mapping[str, float]) -> None:
         """Keep what a step found, unless rows from older weights explain it."""
-        if GAP in metrics and not metrics.get("training/policy_lag"):
+        if GAP in metrics and not metrics.get(STALENESS):
             self.agree = self.agrees(metrics)
 
     def agrees(self, metrics: Mapping[str, float]) -> bool:

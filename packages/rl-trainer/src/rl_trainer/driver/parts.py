@@ -33,7 +33,7 @@ class TrainerParts:
     """The open replay buffer of each of `rl_trainer.workers.columns.PARTITIONS`."""
     workers: Workers
     weight_sync: WeightSync | None
-    """None: rollout keeps the initial weights, and `training/policy_lag` grows."""
+    """None: rollout keeps the initial weights, and the staleness of the batches grows."""
     train_order: PromptOrder
     validation_size: int
     rollout: RolloutConfig
