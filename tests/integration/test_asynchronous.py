@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
+import signal
+import time
 
 import pytest
+
+from rl_trainer.checkpoints.folder import newest_whole, step_name
+
+from .conftest import marked, name_of, started, words_of
 
 ASYNC = (
     "async_rl.max_staleness=2",
@@ -36,3 +44,63 @@ def test_a_deterministic_run_does_not_depend_on_the_number_of_workers(app):
     assert {m[f"{name}_spans/max"] for m in metrics} == {1}
     assert [m["async/admitted"] for m in metrics][2:] == [0, 0]
     assert all(m["actor/grad_norm"] > 0 for m in metrics)
+
+
+def parameters(folder):
+    return hashlib.sha256((folder / "checkpoint" / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("bound", [1, 2])
+def test_a_run_whose_driver_is_killed_ends_with_the_parameters_of_one_that_was_not(
+    app, tmp_path, mark, base_model, bound
+):
+    """The resumed run trains first on the batches that the checkpoint has."""
+    common = (
+        *ASYNC,
+        f"async_rl.max_staleness={bound}",
+        "trainer.total_training_steps=8",
+        "trainer.deterministic=true",
+        "trainer.save_freq=1",
+        "trainer.max_ckpt_to_keep=0",
+    )
+    small = (
+        f"model.path={base_model}",
+        "data.val_size=32",
+        "data.train_batch_size=8",
+        "actor.ppo_mini_batch_size=8",
+        "rollout.num_workers=1",
+        "actor.use_kl_loss=false",
+    )
+    folder = tmp_path / "killed"
+    process = started(mark, folder, *small, *common, lines=2)
+    deadline = time.monotonic() + 400
+    while not (folder / "checkpoints" / step_name(2)).exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    (driver,) = [p for p in marked(mark) if "trainer.run_name=killed" in words_of(p) and name_of(p) != "uv"]
+    driver.send_signal(signal.SIGKILL)
+    process.communicate(timeout=300)
+    assert not (folder / "checkpoint").exists()
+    found, _ = newest_whole(folder / "checkpoints")
+    step = found.manifest.step
+    assert [batch.step for batch in found.held.batches] == list(range(step + 1, min(step + bound, 8) + 1))
+
+    resumed = app(*common, "trainer.run_name=killed", "trainer.resume_mode=auto")
+    assert resumed.code == 0, resumed.err
+    assert f"resumes after step {step} " in resumed.out
+    assert "+ 0 dropped + 0 held" in resumed.out
+    straight = app(*common, "trainer.run_name=straight")
+    assert straight.code == 0, straight.err
+    assert parameters(folder) == parameters(tmp_path / "straight")
+
+    damaged = tmp_path / "damaged" / step_name(2)
+    shutil.copytree(tmp_path / "straight" / "checkpoints" / step_name(2), damaged)
+    rows = damaged / "held" / "train.batch"
+    rows.write_bytes(rows.read_bytes()[:-1])
+    refused = app(*common, f"trainer.resume_mode={damaged}", "trainer.run_name=other")
+    assert refused.code == 2
+    assert "is no whole checkpoint: held/train.batch has " in refused.err
+    assert not (tmp_path / "other").exists()

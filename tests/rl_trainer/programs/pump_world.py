@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import ClassVar
 
 import msgspec
 from replay_buffers import make_buffers, opened
 
 from rl_protocol import BatchData, RowKey, ragged
 from rl_protocol.ports import SessionResult, WeightSyncReport, settle
+from rl_protocol.rl_columns import prompt_partition
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_trainer import (
     ActorConfig,
@@ -26,7 +28,9 @@ from rl_trainer import (
 from rl_trainer.config import AsyncConfig, FilterGroupsConfig, ReplayConfig
 from rl_trainer.driver.checkpoint_writer import CheckpointWriter
 from rl_trainer.workers.messages import (
+    CopyRowsCall,
     FilterResult,
+    PutRowsCall,
     RewardResult,
     RolloutCall,
     RolloutResult,
@@ -34,6 +38,8 @@ from rl_trainer.workers.messages import (
     StageCall,
     StageResult,
 )
+from rl_trainer.workers.saved_rows import RowFiles
+from rl_trainer.workers.stateful import StatefulWorker
 
 BATCH, N = 4, 2
 
@@ -71,6 +77,7 @@ class World:
         rollout = [StandIn(self, f"rollout-{i}") for i in range(workers)]
         self.workers = Workers(rollout=rollout, reward=StandIn(self, "reward"), actor=[StandIn(self, "actor")])
         self.plane = MemoryDataPlane()
+        self.rows = Rows(self.plane)
         self.buffers = make_buffers(self.plane, replay, bound)
         self.trainer = PPOTrainer(
             TrainerParts(
@@ -136,6 +143,8 @@ class World:
         ended = [SessionResult(lease, session, rows=1) for lease in leases for session in lease.sessions]
         rows = BatchData({"responses": ragged([[3, 4]] * len(ended), "int64")})
         tags = [{"prompt_len": 1, "response_len": 2}] * len(ended)
+        prompts = BatchData({"prompts": ragged([[prompt.row] for prompt in call.prompts], "int64")})
+        await self.plane.put(prompt_partition(call.partition.name), [lease.uid for lease in leases], prompts)
         await settle(self.plane, ended, rows, tags=tags)
         if call.partition.name == "train":
             self.versions |= {prompt.lease.uid: prompt.lease.version for prompt in call.prompts}
@@ -148,6 +157,22 @@ class World:
 
     def update_actor(self, call):
         self.trained.append(sorted({RowKey.parse(key).uid for key in call.batch.keys}))
+
+
+class Rows(StatefulWorker):
+    """What the reward worker does for sampled batches in checkpoints."""
+
+    handlers: ClassVar = {"copy_rows": CopyRowsCall, "put_rows": PutRowsCall, **StatefulWorker.state_handlers}
+
+    def __init__(self, plane):
+        files = RowFiles(plane)
+        self.copy_rows, self.put_rows, self.writes = files.copy, files.put, files.take_writes
+
+    def copy_state(self, part):
+        return self.writes()
+
+    def take_state(self, folder):
+        pass
 
 
 class StandIn:
@@ -166,6 +191,8 @@ class StandIn:
             raise error
         if method == "rollout":
             return msgspec.msgpack.encode(await world.rollout(msgspec.msgpack.decode(payload, type=RolloutCall)))
+        if self.name == "reward" and method in world.rows.handlers:
+            return await world.rows.handle(method, payload)
         kinds = {"reward": RewardResult, "evaluate": RewardResult, "finish_save": lambda: SavedFiles(files={})}
         answer = kinds.get(method, StageResult)()
         if method in ("filter", "update_actor"):

@@ -44,6 +44,7 @@ from rl_trainer import (
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
 from rl_trainer.checkpoints.folder import newest_whole
+from rl_trainer.config import AsyncConfig
 from rl_trainer.driver.checkpoint_writer import CheckpointWriter
 from rl_trainer.rewards import InlineScorer
 from rl_trainer.rollout.hf_engine import HFRolloutEngine
@@ -53,8 +54,10 @@ SCENARIOS = {
     "gae": {"estimator": "gae", "kl": KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=1e-3, horizon=64)},
     "lora": {"lora": LoraConfig(rank=4, alpha=8, dropout=0.2)},
     "curriculum": {"curriculum": True},
+    "asynchronous": {"bound": 2},
 }
-"""Options of `Run`: a critic with adaptive KL control, LoRA with dropout, a curriculum.
+"""Options of `Run`: a critic with adaptive KL control, LoRA with dropout, a curriculum, sampling
+that runs ahead.
 
 The dropout draws from the random state of the process.
 """
@@ -125,9 +128,10 @@ class Run:
         validate=0,
         hooks=None,
         curriculum=False,
+        bound=0,
     ):
         more = {"use_kl_in_reward": True, "kl_ctrl": kl} if kl else {}
-        algorithm = AlgorithmConfig(adv_estimator=estimator, **more)
+        algorithm = AlgorithmConfig(adv_estimator=estimator, old_log_prob="recompute" if bound else "auto", **more)
         actor = ActorConfig(optim=OPTIM, ppo_mini_batch_size=2, use_kl_loss=True)
         critic = CriticConfig(optim=OPTIM, ppo_mini_batch_size=2, warmup_steps=1)
         rollout = RolloutConfig(n=4, response_length=3, num_workers=1)
@@ -157,7 +161,7 @@ class Run:
         writer = None
         if folder is not None:
             writer = CheckpointWriter(folder, config="a: 1\n", keep=keep, workers=workers, timeout_s=60)
-        self.buffers = make_buffers(plane)
+        self.plane, self.buffers = plane, make_buffers(plane, max_staleness=bound)
         self.trainer = PPOTrainer(
             TrainerParts(
                 graph=graph,
@@ -171,8 +175,13 @@ class Run:
                 actor=actor,
                 critic=critic,
                 loop=LoopConfig(
-                    total_training_steps=steps, test_freq=validate, save_freq=save_freq, stage_timeout_s=60
+                    total_training_steps=steps,
+                    test_freq=validate,
+                    save_freq=save_freq,
+                    stage_timeout_s=60,
+                    deterministic=bool(bound),
                 ),
+                async_rl=AsyncConfig(max_staleness=bound),
                 on_step=lambda step, metrics: self.metrics.__setitem__(step, dict(metrics)),
                 checkpoints=writer,
                 hooks=hooks or {},
@@ -184,9 +193,9 @@ class Run:
 
         async def work():
             found, self.skipped = newest_whole(self.folder) if self.folder is not None else (None, {})
-            if found is not None:
-                await self.trainer.resume(found)
             async with opened(self.buffers):
+                if found is not None:
+                    await self.trainer.resume(found)
                 return await self.trainer.fit()
 
         return asyncio.run(work())

@@ -32,7 +32,9 @@ def same(a, b):
     return all(np.array_equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    "scenario", sorted(SCENARIOS.keys() - {"asynchronous"})
+)  # whose last steps sample nothing ahead
 def test_two_and_two_steps_equal_four_bit_by_bit(model_path, tmp_path, scenario):
     torch.manual_seed(SEED)
     straight = Run(model_path, None, steps=4, **SCENARIOS[scenario])

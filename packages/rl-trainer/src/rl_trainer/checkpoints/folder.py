@@ -9,6 +9,7 @@ checkpoints/step-000010/
     trainer.json            RunState
     actor/  critic/         per rank: tensors (safetensors), counters and random state (JSON)
     reward/worker.json
+    held/                   with async_rl.max_staleness > 0: sampled batches, see held_batches.py
     hf/                     the policy for users, as transformers or peft writes it
 
 Users may add files to hf/. Any other file that the manifest does not name makes a checkpoint
@@ -32,6 +33,7 @@ import msgspec
 
 from rl_protocol.errors import UNREADABLE
 from rl_protocol.support.disk_writes import fsync, write_errors
+from rl_trainer.checkpoints.held_batches import INDEX, HeldBatches
 
 FORMAT = 2
 MANIFEST, CONFIG, RUN_STATE = "manifest.json", "config.yaml", "trainer.json"
@@ -80,8 +82,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The driver's place in the run.
 
-    Groups that are in flight or wait for their step are generated again after a restart, so this is
-    the driver's whole state.
+    No group is in flight in a checkpoint. Batches that wait for their step are in HeldBatches.
     """
 
     step: int = 0
@@ -92,7 +93,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prompts_taken: int = 0
     """Prompts taken from the endless sequence so far."""
     prompts_untrained: tuple[int, ...] = ()
-    """Places in that sequence which were taken for steps that are not done, by step."""
+    """Places in that sequence which were taken for steps that are not done, by step; also those of
+    HeldBatches.
+    """
     log_probs_agree: bool = True
     """Whether log-probs of rollout engine and actor agreed in the last step that compared them."""
 
@@ -113,6 +116,13 @@ class Checkpoint:
     def run_state(self) -> RunState:
         """The driver's place in the run."""
         return msgspec.json.decode((self.folder / RUN_STATE).read_bytes(), type=RunState)
+
+    @property
+    def held(self) -> HeldBatches | None:
+        """The batches that were sampled and not trained; None: there are none."""
+        if INDEX not in self.manifest.files:
+            return None
+        return msgspec.msgpack.decode((self.folder / INDEX).read_bytes(), type=HeldBatches)
 
 
 def step_name(step: int) -> str:
@@ -217,7 +227,19 @@ def inspect(folder: Path) -> Checkpoint | str:
         step = checkpoint.run_state.step
     except UNREADABLE as error:
         return f"{RUN_STATE} can't be read: {error}"
-    return checkpoint if step == manifest.step else f"{RUN_STATE} is that of step {step}, {MANIFEST} of {manifest.step}"
+    if step != manifest.step:
+        return f"{RUN_STATE} is that of step {step}, {MANIFEST} of {manifest.step}"
+    return _held_fault(checkpoint) or checkpoint
+
+
+def _held_fault(checkpoint: Checkpoint) -> str:
+    """What is wrong with the batches that were sampled; empty: nothing."""
+    try:
+        held = checkpoint.held
+    except UNREADABLE as error:
+        return f"{INDEX} can't be read: {error}"
+    fault = held.fault(checkpoint.manifest.step, checkpoint.manifest.files) if held else ""
+    return f"{INDEX} is wrong: {fault}" if fault else ""
 
 
 def _is_below(name: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from rl_trainer.data.prompt_order import PromptOrder
@@ -43,6 +43,10 @@ class PromptDraws:
         self.position += fresh
         return rows
 
+    def places(self, step: int) -> tuple[int, ...]:
+        """Places in the order of the prompts that a step has drawn."""
+        return tuple(self._drawn.get(step, ()))
+
     def trained(self, step: int) -> None:
         """Forget the prompts of a step that was trained."""
         self._drawn.pop(step, None)
@@ -55,9 +59,17 @@ class PromptDraws:
         steps = (self._drawn[step] for step in sorted(self._drawn))
         return (*chain.from_iterable(steps), *self._again)
 
-    def restore(self, position: int, untrained: Sequence[int]) -> None:
-        """Continue from here; the untrained prompts are drawn first."""
-        self.position, self._again, self._drawn = position, list(untrained), {}
+    def restore(
+        self, position: int, untrained: Sequence[int], drawn: Mapping[int, Sequence[int]] | None = None
+    ) -> None:
+        """Continue from here.
+
+        The untrained prompts are drawn first, but for those in `drawn`, which steps keep.
+        """
+        self.position = position
+        self._drawn = {step: list(places) for step, places in (drawn or {}).items()}
+        kept = set(chain.from_iterable(self._drawn.values()))
+        self._again = [place for place in untrained if place not in kept]
 
     def rewind(self) -> None:
         """Draw the prompts of all steps that are not trained again."""

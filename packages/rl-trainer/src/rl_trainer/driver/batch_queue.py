@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -29,15 +29,24 @@ class BatchQueue(Generic[Batch]):
         last: the last one.
         timeout_s: longest time of each wait.
         one_by_one: a step is begun when the one before is sampled.
+        ready: batches of the first steps, which are sampled already.
     """
 
-    def __init__(self, first: int, last: int, timeout_s: float, *, one_by_one: bool = False) -> None:
+    def __init__(
+        self,
+        first: int,
+        last: int,
+        timeout_s: float,
+        *,
+        one_by_one: bool = False,
+        ready: Mapping[int, Batch] | None = None,
+    ) -> None:
         self._timeout_s = timeout_s
-        self._next = first
+        self._ready: dict[int, Batch | DataLostError] = dict(ready or {})
+        self._next = first + len(self._ready)
         self._last = last
         self._one_by_one = one_by_one
-        self._admitted = first - 1
-        self._ready: dict[int, Batch | DataLostError] = {}
+        self._admitted = self._next - 1
         self._sampling: set[int] = set()
         self._halted = False
         self._changed = asyncio.Condition()
@@ -98,9 +107,9 @@ class BatchQueue(Generic[Batch]):
         async with deadline(self._timeout_s, "the end of sampling"), self._changed:
             await self._changed.wait_for(lambda: not self._sampling and (self._next > self._admitted or self._halted))
 
-    def waiting(self) -> list[Batch]:
-        """The batches that wait for the training."""
-        return [batch for batch in self._ready.values() if not isinstance(batch, DataLostError)]
+    def waiting(self) -> dict[int, Batch]:
+        """The batches that wait for the training, by step."""
+        return {step: batch for step, batch in self._ready.items() if not isinstance(batch, DataLostError)}
 
     @asynccontextmanager
     async def rewound(self, step: int) -> AsyncGenerator[None]:

@@ -30,6 +30,7 @@ from rl_trainer.checkpoints.folder import (
     sweep,
     writing,
 )
+from rl_trainer.checkpoints.held_batches import HELD, INDEX, HeldBatches
 from rl_trainer.driver.stage_calls import WorkerHandle, Workers, call
 from rl_trainer.workers.messages import FinishSaveCall, LoadStateCall, SavedFiles, SaveStateCall, StageResult
 
@@ -79,10 +80,10 @@ class CheckpointWriter:
         """Folder of the checkpoint of that step."""
         return self._folder / step_name(step)
 
-    async def begin(self, state: RunState, score: float | None) -> None:
+    async def begin(self, state: RunState, score: float | None, held: HeldBatches | None = None) -> None:
         """Have all workers copy their state, and write it in the background.
 
-        Waits for the previous save first.
+        Waits for the previous save first. `held` are batches whose rows a worker has copied.
 
         Raises:
             OutputError: this or the previous checkpoint can't be written.
@@ -99,7 +100,7 @@ class CheckpointWriter:
             for role, rank in self._roles
         ]
         await gather_or_cancel(*calls)
-        self._saving = asyncio.create_task(self._write(temporary, state, score, start))
+        self._saving = asyncio.create_task(self._write(temporary, state, score, held, start))
 
     def poll(self) -> SavedCheckpoint | None:
         """The checkpoint that was finished since the last call; None if there is none.
@@ -133,25 +134,39 @@ class CheckpointWriter:
         if done and not task.cancelled() and isinstance(error := task.exception(), RLError):
             logger.error("The checkpoint that was being written is lost: %s", error)
 
-    async def _write(self, temporary: Path, state: RunState, score: float | None, start: float) -> SavedCheckpoint:
+    async def _write(
+        self, temporary: Path, state: RunState, score: float | None, held: HeldBatches | None, start: float
+    ) -> SavedCheckpoint:
         """Collect the files of the workers, add those of the driver, and publish the checkpoint."""
         calls = [call(rank, "finish_save", FinishSaveCall(), SavedFiles, self._timeout_s) for _, rank in self._roles]
         files: dict[str, FileFacts] = {}
         for saved in await gather_or_cancel(*calls):
             files |= saved.files
-        await asyncio.to_thread(self._publish, temporary, state, score, files)
+        await asyncio.to_thread(self._publish, temporary, state, score, held, files)
         return SavedCheckpoint(
             step=state.step,
             num_bytes=sum(file.num_bytes for file in files.values()),
             seconds=time.perf_counter() - start,
         )
 
-    def _publish(self, temporary: Path, state: RunState, score: float | None, files: Mapping[str, FileFacts]) -> None:
+    def _publish(
+        self,
+        temporary: Path,
+        state: RunState,
+        score: float | None,
+        held: HeldBatches | None,
+        files: Mapping[str, FileFacts],
+    ) -> None:
         config = self._config.encode()
         with writing(temporary):
             (temporary / CONFIG).write_bytes(config)
             (temporary / RUN_STATE).write_bytes(msgspec.json.encode(state))
-            own = durable(temporary, [temporary / CONFIG, temporary / RUN_STATE])
+            names = [CONFIG, RUN_STATE]
+            if held is not None:
+                (temporary / HELD).mkdir(exist_ok=True)
+                (temporary / INDEX).write_bytes(msgspec.msgpack.encode(held))
+                names.append(INDEX)
+            own = durable(temporary, [temporary / name for name in names])
         manifest = Manifest(
             step=state.step,
             score=score,

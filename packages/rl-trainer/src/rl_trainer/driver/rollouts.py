@@ -91,6 +91,8 @@ class Rollouts:
         self._open: dict[tuple[str, int], list[_Rollout]] = {}
         """Rollouts by partition and step, until their groups are committed."""
         self._taken: dict[tuple[str, int], list[str]] = {}
+        self._restored: dict[tuple[str, int], list[str]] = {}
+        """Prompts that were rolled out before a restart, until their groups are committed."""
 
     async def roll_out(
         self, partition: Partition, prompts: Sequence[PromptRef], spare: Spare | None = None
@@ -120,6 +122,11 @@ class Rollouts:
         self._taken.setdefault(batch, []).extend(dict.fromkeys(map(str, result.rows.tag_values("uid"))))
         return result
 
+    def adopt(self, name: str, step: int, uids: Sequence[str]) -> None:
+        """Commit these taken groups of the partition, and their prompts, with those of the step."""
+        self._taken.setdefault((name, step), []).extend(uids)
+        self._restored[name, step] = list(uids)
+
     def failures_of(self, name: str, uids: Collection[str]) -> list[GroupFailure]:
         """Failed attempts at these prompts of the partition since the last call, the oldest
         first.
@@ -148,15 +155,16 @@ class Rollouts:
         rows and prompts.
         """
         await self._buffers[name].commit(self._taken.pop((name, step), []))
-        rollouts = self._open.pop((name, step), [])
-        others = any(partition == name for partition, _ in self._open)
-        prompts = [uid for rollout in rollouts for uid in rollout.prompts] if others else None
+        rollouts, restored = self._open.pop((name, step), []), self._restored.pop((name, step), [])
+        others = any(partition == name for partition, _ in (*self._open, *self._restored))
+        prompts = [*restored, *(uid for rollout in rollouts for uid in rollout.prompts)] if others else None
         await self.plane.clear(prompt_partition(name), prompts)
 
     async def clear(self, name: str) -> None:
         """Remove all groups and rows of the partition, and of its prompts."""
-        for batch in [batch for batch in self._open if batch[0] == name]:
-            del self._open[batch]
+        for batch in [batch for batch in (*self._open, *self._restored) if batch[0] == name]:
+            self._open.pop(batch, None)
+            self._restored.pop(batch, None)
             self._taken.pop(batch, None)
         self._failures.pop(name, None)
         await self._buffers[name].clear()

@@ -132,6 +132,11 @@ class Sampler:
             self._notify("on_rollout_failure", partition.step, rolled.failures, rolled.replaced)
         return rolled
 
+    def adopt(self, step: int, uids: Sequence[str]) -> None:
+        """Count groups of a step that were sampled before a restart, and are taken again."""
+        self.rollouts.adopt(TRAIN_PARTITION, step, uids)
+        self.finished += len(uids)
+
     async def score(self, name: str, answer: type[Scoring], step: int, batch: KVBatchMeta) -> Scoring:
         """Score responses, for training (`reward`) or validation (`evaluate`); notify hooks of
         failures.

@@ -33,8 +33,10 @@ from rl_trainer.algorithms.metrics import stats
 from rl_trainer.algorithms.staleness_policy import StalenessPolicy
 from rl_trainer.asyncio_tasks import gather_or_cancel
 from rl_trainer.checkpoints.folder import Checkpoint, RunState
+from rl_trainer.checkpoints.held_batches import HeldBatches
 from rl_trainer.driver.batch_queue import MOST_STAGES, Admissions, BatchQueue, GroupCounts, Staleness
 from rl_trainer.driver.checkpoint_writer import CheckpointWriter, SavedCheckpoint, load
+from rl_trainer.driver.held_batches import BatchKeeper
 from rl_trainer.driver.hooks import notify
 from rl_trainer.driver.idle import IdleClock
 from rl_trainer.driver.old_log_prob import STAGE, AutoOldLogProb
@@ -123,12 +125,15 @@ class PPOTrainer:
         self._steps_done = 0
         self._version = 0
         self._critic_updates = 0
+        self._keeper = BatchKeeper(parts, self._sampler)
         self._batches = BatchQueue[Sampled](1, 0, self._longest_wait_s)
+        self._restored: dict[int, Sampled] = {}
         self._trained = 0
         self._dropped = 0
 
     async def resume(self, checkpoint: Checkpoint) -> None:
-        """Restore the workers' state, the rollout weights and the place in the run.
+        """Restore the workers' state, the rollout weights, the place in the run, and the batches
+        that were sampled; for these the replay buffers must be open.
 
         Raises:
             ConfigError: the checkpoint belongs to another model.
@@ -138,7 +143,11 @@ class PPOTrainer:
         await load(checkpoint, parts.workers, parts.loop.stage_timeout_s)
         self._steps_done, self._version = state.step, state.version
         self._critic_updates, self._rollouts.version = state.critic_updates, self._version
-        self._sampler.draws.restore(state.prompts_taken, state.prompts_untrained)
+        held = checkpoint.held
+        drawn = {batch.step: batch.places for batch in held.batches} if held else None
+        self._sampler.draws.restore(state.prompts_taken, state.prompts_untrained, drawn)
+        if held is not None:
+            self._restored = await self._keeper.restore(held, checkpoint.folder, self._version)
         self._old_log_prob.agree = state.log_probs_agree
         if parts.weight_sync is not None and self._version:
             await parts.weight_sync.update_weights(self._version)
@@ -166,7 +175,9 @@ class PPOTrainer:
     async def _run_pumps(self) -> dict[str, float]:
         """Run both pumps; the first failure ends both."""
         last, one_by_one = self._parts.loop.total_training_steps, self._policy.deterministic
-        self._batches = BatchQueue(self._steps_done + 1, last, self._longest_wait_s, one_by_one=one_by_one)
+        self._batches = BatchQueue(
+            self._steps_done + 1, last, self._longest_wait_s, one_by_one=one_by_one, ready=self._restored
+        )
         try:
             async with asyncio.TaskGroup() as pumps:
                 rollouts = pumps.create_task(self._run_rollouts(pumps))
@@ -234,6 +245,7 @@ class PPOTrainer:
             return self._published(writer, writer.poll())
         metrics = self._published(writer, await writer.finish())
         self._notify("on_checkpoint_begin", self._steps_done)
+        held = await self._hold()
         state = RunState(
             step=self._steps_done,
             version=self._version,
@@ -242,8 +254,15 @@ class PPOTrainer:
             prompts_untrained=self._sampler.draws.untrained,
             log_probs_agree=self._old_log_prob.agree,
         )
-        await writer.begin(state, score)
+        await writer.begin(state, score, held)
         return metrics | {"timing_s/save_checkpoint": time.perf_counter() - start}
+
+    async def _hold(self) -> HeldBatches | None:
+        """Wait until all admitted steps are sampled, and copy their batches for a checkpoint."""
+        if not self._policy.max_staleness:
+            return None
+        await self._batches.sampled()
+        return await self._keeper.hold(self._steps_done, self._batches.waiting())
 
     def _published(self, writer: CheckpointWriter, saved: SavedCheckpoint | None) -> dict[str, float]:
         """Notify the hooks of a published checkpoint; returns its metrics."""
@@ -407,7 +426,9 @@ class PPOTrainer:
     def _ahead(self) -> dict[str, float]:
         """How old what is generated now, and what waits for its step, is already."""
         in_flight = [self._version - version for version in self._rollouts.in_flight(TRAIN_PARTITION)]
-        waiting = (Staleness.of(batch.rows, self._version).oldest for batch in self._batches.waiting() if batch.rows)
+        waiting = (
+            Staleness.of(batch.rows, self._version).oldest for batch in self._batches.waiting().values() if batch.rows
+        )
         in_queue = [age for ages in waiting for age in ages]
         return stats("async/in_flight_staleness", in_flight) | stats("async/in_queue_staleness", in_queue)
 

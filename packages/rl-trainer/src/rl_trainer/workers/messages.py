@@ -9,6 +9,7 @@ import msgspec
 from rl_protocol import KVBatchMeta
 from rl_protocol.ports import Lease, SamplingParams
 from rl_trainer.checkpoints.folder import FileFacts
+from rl_trainer.checkpoints.held_batches import SavedRows
 
 
 class PromptRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -140,3 +141,17 @@ class LoadStateCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Restore the state from a folder."""
 
     path: str
+
+
+class CopyRowsCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Read these rows from the data plane, and write them with the save that follows."""
+
+    rows: tuple[SavedRows, ...]
+
+
+class PutRowsCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Put rows of a checkpoint into the data plane."""
+
+    path: str
+    """Folder of their files."""
+    rows: tuple[SavedRows, ...]

@@ -21,8 +21,17 @@ from rl_trainer.rewards.validation_metrics import ScoredSession, mean_accuracy, 
 from rl_trainer.workers.advantage import FAILURE_TAG, AdvantageStages
 from rl_trainer.workers.base import with_prompts
 from rl_trainer.workers.columns import TASK_COLUMNS, TRAINER_SCHEMA, StepColumns
-from rl_trainer.workers.messages import FilterResult, RewardResult, StageCall, StageResult, ValidationResult
+from rl_trainer.workers.messages import (
+    CopyRowsCall,
+    FilterResult,
+    PutRowsCall,
+    RewardResult,
+    StageCall,
+    StageResult,
+    ValidationResult,
+)
 from rl_trainer.workers.sample_log import SampleLog, TrainSamples
+from rl_trainer.workers.saved_rows import RowFiles
 from rl_trainer.workers.scoring import ResponseScorer, RewardSettings, final_rows, outcome_metrics
 from rl_trainer.workers.stateful import StatefulWorker
 
@@ -52,6 +61,8 @@ class RewardWorker(StatefulWorker):
         "filter": StageCall,
         "baseline": StageCall,
         "adv": StageCall,
+        "copy_rows": CopyRowsCall,
+        "put_rows": PutRowsCall,
         **StatefulWorker.state_handlers,
     }
 
@@ -71,6 +82,7 @@ class RewardWorker(StatefulWorker):
         self._settings = settings
         self._responses = ResponseScorer(scorer, decode, settings.algorithm.gdpo_reward_keys)
         self._advantages = AdvantageStages(plane, columns, settings)
+        self._row_files = RowFiles(plane)
         self._samples = samples
         self._train_samples = train_samples
 
@@ -170,6 +182,12 @@ class RewardWorker(StatefulWorker):
     async def adv(self, rows: KVBatchMeta | Fetched, call: StageCall) -> StageResult:
         return await self._advantages.adv(rows, call)
 
+    async def copy_rows(self, call: CopyRowsCall) -> StageResult:
+        return await self._row_files.copy(call)
+
+    async def put_rows(self, call: PutRowsCall) -> StageResult:
+        return await self._row_files.put(call)
+
     def copy_state(self, part: str) -> Mapping[str, Write]:
         state = _State(kl_coef=self._advantages.kl_coef)
 
@@ -177,7 +195,7 @@ class RewardWorker(StatefulWorker):
             (folder / STATE).write_bytes(msgspec.json.encode(state))
             return [folder / STATE]
 
-        return {part: write}
+        return {part: write, **self._row_files.take_writes()}
 
     def take_state(self, folder: Path) -> None:
         state = msgspec.json.decode((folder / STATE).read_bytes(), type=_State)

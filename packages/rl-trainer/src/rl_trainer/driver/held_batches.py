@@ -1,0 +1,167 @@
+"""Keeps batches that were sampled and not trained over a restart: in the checkpoint, and back."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+
+import msgspec
+
+from rl_protocol import DataLostError, KVBatchMeta, RowKey, Tag
+from rl_protocol.ports import Lease, SessionResult, settle
+from rl_protocol.rl_columns import TRAIN_PARTITION, prompt_partition
+from rl_trainer.checkpoints.held_batches import HELD, HeldBatch, HeldBatches, SavedRows
+from rl_trainer.driver.parts import TrainerParts
+from rl_trainer.driver.sampler import Sampled, Sampler
+from rl_trainer.driver.stage_calls import call
+from rl_trainer.workers.messages import CopyRowsCall, PromptRef, PutRowsCall, StageResult
+
+logger = logging.getLogger(__name__)
+
+
+class BatchKeeper:
+    """Copies sampled batches into a checkpoint, and restores them.
+
+    The driver keeps names, tags and numbers. The reward worker copies the columns from the data
+    plane into files of the checkpoint, and puts them back.
+
+    Args:
+        parts: of the run.
+        sampler: samples its batches.
+    """
+
+    def __init__(self, parts: TrainerParts, sampler: Sampler) -> None:
+        self._parts = parts
+        self._sampler = sampler
+
+    async def hold(self, step: int, waiting: Mapping[int, Sampled]) -> HeldBatches | None:
+        """Have the reward worker copy the rows of the batches of the steps after `step`, up to the
+        first that is not among those that wait.
+
+        Returns:
+            What the driver writes; None: there is no batch, or rows were lost with a storage unit.
+        """
+        steps = list(takewhile(waiting.__contains__, range(step + 1, step + 1 + len(waiting))))
+        if not steps:
+            return None
+        batches = [self._held(one, waiting[one]) for one in steps]
+        keys = [key for batch in batches for key in batch.keys]
+        uids = dict.fromkeys(RowKey.parse(key).uid for key in keys)
+        listed = await self._parts.plane.list_rows(TRAIN_PARTITION)
+        tags = dict(zip(listed.keys, listed.tags, strict=True))
+        others = [key for key in set(tags).difference(keys) if RowKey.parse(key).uid in uids]
+        held = HeldBatches(
+            sessions=self._parts.rollout.n,
+            batches=tuple(batches),
+            trajectories=(_saved(keys, tags, "train.batch" if keys else ""), _saved(sorted(others), tags)),
+            prompts=SavedRows(
+                partition=prompt_partition(TRAIN_PARTITION), keys=tuple(uids), file="prompts.batch" if uids else ""
+            ),
+        )
+        files = CopyRowsCall(rows=tuple(rows for rows in (*held.trajectories, held.prompts) if rows.file))
+        try:
+            await self._call("copy_rows", files)
+        except DataLostError as error:
+            logger.warning("The checkpoint of step %d has no sampled batches: %s", step, error)
+            return None
+        return held
+
+    def _held(self, step: int, sampled: Sampled) -> HeldBatch:
+        return HeldBatch(
+            step=step,
+            places=self._sampler.draws.places(step),
+            prompts=tuple((prompt.uid, prompt.row) for prompt in sampled.prompts),
+            keys=sampled.rows.keys,
+            metrics=sampled.metrics,
+        )
+
+    async def restore(self, held: HeldBatches, checkpoint: Path, version: int) -> dict[int, Sampled]:
+        """Put the rows back into the data plane, and take their groups to train `version`.
+
+        Raises:
+            WireError: a file is damaged.
+            RLError: a part failed.
+        """
+        leases = await self._lease(held)
+        trajectories = [_leased(rows, leases) for rows in held.trajectories if rows.keys]
+        prompts = [held.prompts] if held.prompts.keys else []
+        await self._call("put_rows", PutRowsCall(path=str(checkpoint / HELD), rows=(*trajectories, *prompts)))
+        await settle(self._parts.plane, _results(trajectories, leases), timeout_s=self._parts.loop.stage_timeout_s)
+        names = {
+            old: new
+            for before, after in zip((rows for rows in held.trajectories if rows.keys), trajectories, strict=True)
+            for old, new in zip(before.keys, after.keys, strict=True)
+        }
+        return {batch.step: await self._take(batch, names, version) for batch in held.batches}
+
+    async def _lease(self, held: HeldBatches) -> dict[str, Lease]:
+        """Add the groups to the replay buffer, and lease them with the version of their oldest
+        trajectory.
+        """
+        buffer, timeout_s = self._parts.buffers[TRAIN_PARTITION], self._parts.loop.stage_timeout_s
+        versions: dict[str, int] = {}
+        for rows in held.trajectories:
+            for tag in rows.tags:
+                uid, version = str(tag["uid"]), int(tag["version"] or 0)
+                versions[uid] = min(version, versions.get(uid, version))
+        by_version: defaultdict[int, list[str]] = defaultdict(list)
+        for batch in held.batches:
+            await buffer.add(batch.uids, held.sessions)
+            for uid in batch.uids:
+                by_version[versions[uid]].append(uid)
+        leases: dict[str, Lease] = {}
+        for version, uids in sorted(by_version.items()):
+            while left := [uid for uid in uids if uid not in leases]:
+                some = await buffer.lease(len(left), version=version, timeout_s=timeout_s, uids=left)
+                leases |= {lease.uid: lease for lease in some}
+        return leases
+
+    async def _take(self, batch: HeldBatch, names: Mapping[str, str], version: int) -> Sampled:
+        """Take the groups of a batch, as if they had been sampled now."""
+        rows, uids = KVBatchMeta(partition=TRAIN_PARTITION, keys=()), batch.uids
+        if uids:
+            taken = await self._parts.buffers[TRAIN_PARTITION].take(
+                len(uids), version=version, timeout_s=self._parts.loop.stage_timeout_s, uids=uids
+            )
+            rows = taken.select_keys([names[key] for key in batch.keys])
+        self._sampler.adopt(batch.step, uids)
+        prompts = [PromptRef(uid, row) for uid, row in batch.prompts]
+        return Sampled(rows, prompts, len(uids), dict(batch.metrics))
+
+    async def _call(self, method: str, message: msgspec.Struct) -> None:
+        parts = self._parts
+        await call(parts.workers.reward, method, message, StageResult, parts.loop.stage_timeout_s)
+
+
+def _saved(keys: Sequence[str], tags: Mapping[str, Tag], file: str = "") -> SavedRows:
+    return SavedRows(partition=TRAIN_PARTITION, keys=tuple(keys), tags=tuple(tags[key] for key in keys), file=file)
+
+
+def _leased(rows: SavedRows, leases: Mapping[str, Lease]) -> SavedRows:
+    """The rows under the sessions of new leases, which are first attempts."""
+    keys, tags = list[str](), list[Tag]()
+    for key, tag in zip(rows.keys, rows.tags, strict=True):
+        old = RowKey.parse(key)
+        lease = leases[old.uid]
+        session = lease.sessions[old.session % len(lease.sessions)]
+        keys.append(RowKey(old.uid, session, old.index).text)
+        tags.append({**tag, "attempt": lease.attempt})
+    return msgspec.structs.replace(rows, keys=tuple(keys), tags=tuple(tags))
+
+
+def _results(trajectories: Sequence[SavedRows], leases: Mapping[str, Lease]) -> list[SessionResult]:
+    """How each session of the leases ended."""
+    counts: defaultdict[tuple[str, int], int] = defaultdict(int)
+    for rows in trajectories:
+        for key in map(RowKey.parse, rows.keys):
+            counts[key.uid, key.session] += 1
+    return [
+        SessionResult(lease, session, rows=counts[uid, session])
+        if counts[uid, session]
+        else SessionResult(lease, session, error="had failed before the checkpoint")
+        for uid, lease in leases.items()
+        for session in lease.sessions
+    ]
