@@ -14,7 +14,7 @@ from rl_protocol.torch import from_weight
 from rl_trainer import ActorConfig, CriticConfig, OptimConfig
 from rl_trainer.algorithms.lr_schedule import lr_factor
 from rl_trainer.backends.forward_passes import ForwardPasses
-from rl_trainer.backends.packing import packed_attention
+from rl_trainer.backends.packing import PackedLayout, packed_attention
 from rl_trainer.backends.token_batch import token_batch
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
@@ -65,12 +65,47 @@ def test_a_packed_critic_equals_a_padded_one(model_path, training_batch):
 def test_the_layout_of_packed_tokens_by_hand():
     data = BatchData({"prompts": ragged([[5], [6, 7]], "int64"), "responses": ragged([[8, 9], [4]], "int64")})
     packed = token_batch(data, 0, packed=True)
-    assert packed.inputs["input_ids"].tolist() == [[5, 8, 9, 6, 7, 4]]
-    assert packed.inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2]]
-    assert packed.inputs["cu_seq_lens_q"].tolist() == [0, 3, 6]
-    assert packed.inputs["max_length_q"] == 3
-    assert packed.position.tolist() == [0, 1, 4]
+    assert packed.inputs["input_ids"].tolist() == [[5, 8, 6, 7]]  # nothing follows the last tokens, 9 and 4
+    assert packed.inputs["position_ids"].tolist() == [[0, 1, 0, 1]]
+    layout = packed.inputs["layout"]
+    assert (layout.sequences, layout.longest, layout.source.tolist()) == (2, 2, [0, 1, 2, 3])
+    assert packed.position.tolist() == [0, 1, 3]
     assert (packed.row.tolist(), packed.line.tolist(), packed.targets.tolist()) == ([0, 0, 1], [0, 0, 0], [8, 9, 4])
+
+
+def test_rows_share_the_tokens_of_equal_prompts():
+    prompts, responses = [[5, 6], [7], [5, 6], [5]], [[1, 2], [4, 4, 4], [3], []]
+    packed = token_batch(
+        BatchData({"prompts": ragged(prompts, "int64"), "responses": ragged(responses, "int64")}), 0, packed=True
+    )
+    assert packed.inputs["input_ids"].tolist() == [[5, 6, 1, 7, 4, 4, 5]]
+    assert packed.inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0]]
+    layout, padding = packed.inputs["layout"], 0
+    source = [[0, 1, 2], [3, 4, 5], [0, 1, padding], [6, padding, padding]]
+    assert layout.source.view(4, 3).tolist() == source
+    assert layout.source[layout.place].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert packed.position.tolist() == [1, 2, 3, 4, 5, 1]  # both 1 and 3 follow token 1, the 6 of the first row
+    assert (packed.row.tolist(), packed.targets.tolist()) == ([0, 0, 1, 1, 1, 2], [1, 2, 4, 4, 4, 3])
+
+
+def test_few_equal_prompts_are_not_shared():
+    data = BatchData({"prompts": ragged([[5], [5], [6]], "int64"), "responses": ragged([[8] * 9] * 3, "int64")})
+    packed = token_batch(data, 0, packed=True)
+    assert packed.inputs["layout"].source.tolist() == list(range(27))
+
+
+def test_shared_prompts_give_the_gradients_of_separate_ones(model_path, training_batch):
+    data = training_batch(TorchPolicyBackend(model_path, None), rows=8)
+    prompts = data.ragged("prompts")
+    rows = [prompts.values[a:b].tolist() for a, b in pairwise(prompts.offsets)]
+    alike = BatchData({**data.columns, "prompts": ragged([rows[i // 4] for i in range(8)], "int64")})
+    norms: list[float] = []
+    for how in ({}, {"use_remove_padding": True}, {"use_remove_padding": True, "ppo_micro_batch_size": 1}):
+        policy = TorchPolicyBackend(model_path, config(**how))
+        norms.append(policy.update(alike, temperature=0.8)["actor/grad_norm"])
+    tokens = token_batch(alike, 0, packed=True)
+    assert tokens.inputs["input_ids"].shape[1] < sum(map(len, rows[:2] * 4))
+    assert norms[1:] == pytest.approx(norms[:1] * 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("starts", [[0, 3, 4, 7], [0, 3, 6], [0, 5]], ids=["ragged", "equal", "one"])
@@ -78,10 +113,7 @@ def test_attention_stays_within_each_sequence(starts):
     torch.manual_seed(0)
     tokens, sequences = starts[-1], list(pairwise(starts))
     q, k, v = torch.randn(1, 4, tokens, 8), torch.randn(1, 2, tokens, 8), torch.randn(1, 2, tokens, 8)
-    longest = max(stop - start for start, stop in sequences)
-    out, none = packed_attention(
-        torch.nn.Identity(), q, k, v, None, 0.3, cu_seq_lens_q=torch.tensor(starts), max_length_q=longest
-    )
+    out, none = packed_attention(torch.nn.Identity(), q, k, v, None, 0.3, layout=PackedLayout.of(starts))
     assert none is None
     for start, stop in sequences:
         for head in range(4):
@@ -96,14 +128,12 @@ def test_a_sliding_window_ends_what_a_token_attends_to(starts):
     torch.manual_seed(0)
     tokens, window, sequences = starts[-1], 2, list(pairwise(starts))
     q, k, v = torch.randn(1, 4, tokens, 8), torch.randn(1, 2, tokens, 8), torch.randn(1, 2, tokens, 8)
-    longest = max(stop - start for start, stop in sequences)
     out, _ = packed_attention(
         torch.nn.Identity(),
         *(q, k, v),
         None,
         0.3,
-        cu_seq_lens_q=torch.tensor(starts),
-        max_length_q=longest,
+        layout=PackedLayout.of(starts),
         sliding_window=window,
     )
     for start, stop in sequences:

@@ -3,18 +3,73 @@
 The tokens are laid out as [sequences, longest] for attention and gathered afterwards; sequences of
 equal length are only viewed so. Padding comes after the real tokens, where causal attention never
 looks, so only a sliding window needs a mask. The rest of the model, which is most of its work,
-computes real tokens only.
+computes real tokens only, and those of a prompt once for all sequences that share it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AttentionInterface
 
+from rl_trainer.algorithms.arrays import BoolArray, IntArray
+
 PACKED_ATTENTION = "rl_trainer_packed"
 """Name for `attn_implementation`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedLayout:
+    """Where the T tokens of a packed input are in their sequences, [sequences, longest] places.
+
+    Sequences that begin with the same tokens may share these: they are then one token at several
+    places.
+    """
+
+    sequences: int
+    longest: int
+    """Tokens of the longest sequence."""
+    source: torch.Tensor
+    """int64 [sequences * longest], the token at each place; at padding any one."""
+    place: torch.Tensor
+    """int64 [T], a place of each token."""
+
+    @classmethod
+    def of(cls, starts: Sequence[int]) -> PackedLayout:
+        """Of sequences that share nothing: the start of each, and T."""
+        lengths = np.diff(starts)
+        real = np.arange(lengths.max()) < lengths[:, None]
+        return cls.numbered(real, np.arange(len(lengths)), np.zeros_like(lengths))
+
+    @classmethod
+    def numbered(cls, real: BoolArray, owner: IntArray, shared: IntArray) -> PackedLayout:
+        """Number the tokens sequence by sequence.
+
+        Args:
+            real: [sequences, longest], false at padding, which comes last.
+            owner: [sequences], the first sequence that begins with the same shared tokens.
+            shared: [sequences], how many tokens it shares with its owner.
+        """
+        own = owner == np.arange(len(owner))
+        begins = np.arange(real.shape[1]) < shared[:, None]
+        new = real & (own[:, None] | ~begins)
+        number = np.cumsum(new).reshape(new.shape) - 1
+        source = np.where(real, np.where(begins, number[owner], number), 0)
+        sequences, longest = real.shape
+        return cls(
+            sequences=sequences,
+            longest=longest,
+            source=torch.from_numpy(source.ravel()),
+            place=torch.from_numpy(np.flatnonzero(new)),
+        )
+
+    def to(self, device: torch.device) -> PackedLayout:
+        """The layout on a device."""
+        return replace(self, source=self.source.to(device), place=self.place.to(device))
 
 
 def packed_attention(
@@ -26,8 +81,7 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    cu_seq_lens_q: torch.Tensor,
-    max_length_q: int,
+    layout: PackedLayout,
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -37,8 +91,7 @@ def packed_attention(
         module, attention_mask, dropout: ignored; training with policy ratios has no dropout.
         query, key, value: [1, heads, T, D]; key and value may have fewer heads.
         scaling: scale of the scores.
-        cu_seq_lens_q: int64 [sequences + 1], start of each sequence, and T.
-        max_length_q: tokens of the longest sequence.
+        layout: of the tokens.
         sliding_window: the last tokens that a token attends to, itself included; None: all.
 
     Returns:
@@ -46,23 +99,19 @@ def packed_attention(
     """
     del module, attention_mask, dropout
     mask = None
-    if sliding_window is not None and sliding_window < max_length_q:
-        mask = _within(sliding_window, max_length_q, query.device)
-    tokens, sequences = query.shape[2], cu_seq_lens_q.numel() - 1
-    if tokens == sequences * max_length_q:
-        out = _attend(_cut(query, sequences), _cut(key, sequences), _cut(value, sequences), scaling, mask)
+    if sliding_window is not None and sliding_window < layout.longest:
+        mask = _within(sliding_window, layout.longest, query.device)
+    if query.shape[2] == layout.sequences * layout.longest:
+        n = layout.sequences
+        out = _attend(_cut(query, n), _cut(key, n), _cut(value, n), scaling, mask)
         return out.transpose(1, 2).flatten(0, 1)[None], None
-    lengths = cu_seq_lens_q[1:] - cu_seq_lens_q[:-1]
-    shift = torch.arange(sequences, device=query.device) * max_length_q - cu_seq_lens_q[:-1]
-    place = torch.repeat_interleave(shift, lengths, output_size=tokens) + torch.arange(tokens, device=query.device)
 
     def apart(x: torch.Tensor) -> torch.Tensor:
-        heads, depth = x.shape[1], x.shape[3]
-        laid_out = x.new_zeros(sequences * max_length_q, heads, depth).index_copy(0, place, x[0].transpose(0, 1))
-        return laid_out.view(sequences, max_length_q, heads, depth).transpose(1, 2)
+        laid_out = x[0].transpose(0, 1).index_select(0, layout.source)
+        return laid_out.unflatten(0, (layout.sequences, -1)).transpose(1, 2)
 
     out = _attend(apart(query), apart(key), apart(value), scaling, mask)
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, place)[None], None
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, layout.place)[None], None
 
 
 def _cut(x: torch.Tensor, sequences: int) -> torch.Tensor:

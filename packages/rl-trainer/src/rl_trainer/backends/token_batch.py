@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,17 @@ import torch
 from rl_protocol import BatchData
 from rl_protocol.batch.columns import AnyArray
 from rl_protocol.batch.packed_arrays import SHAPES_SUFFIX
-from rl_protocol.padding import pad_sequences, response_places
+from rl_protocol.padding import pad_sequences
 from rl_protocol.rl_columns import GRIDS, PATCHES
 from rl_trainer.algorithms.arrays import IntArray
 from rl_trainer.algorithms.losses.policy_objective import TokenColumns
 from rl_trainer.algorithms.losses.value_loss import ValueColumns
+from rl_trainer.backends.packing import PackedLayout
 from rl_trainer.data.image_columns import check_responses
 
 CPU = torch.device("cpu")
+SHARED_FROM = 16
+"""Tokens of a packed batch of which sharing prompts must save one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +34,7 @@ class TokenBatch:
     """
 
     inputs: dict[str, Any]
-    """Model arguments: right-padded [N, L], or packed [1, sum of lengths]."""
+    """Model arguments: right-padded [N, L], or packed [1, tokens]."""
     line: torch.Tensor
     """int64 [T], input row of each token: its trajectory; 0 if packed."""
     position: torch.Tensor
@@ -63,7 +67,8 @@ def token_batch(
     Args:
         batch: `prompts`, `responses`; for a model with images also IMAGE_COLUMNS.
         pad_id: padding token.
-        packed: join sequences end to end; not possible with images.
+        packed: join sequences end to end, without their last tokens, whose outputs are not read;
+            not possible with images. Rows may share the tokens of equal prompts.
         device: of the model.
         image_token: placeholder of an image; None: the model reads text only.
 
@@ -72,18 +77,16 @@ def token_batch(
             response contains an image token.
     """
     prompts, responses = batch.ragged("prompts"), batch.ragged("responses")
-    p, r = prompts.lengths, responses.lengths
     joined = pad_sequences(prompts, responses, fill=pad_id)
-    row, place, line = joined.row, joined.place, joined.row
+    place, line = joined.place, joined.row
     inputs: dict[str, Any]
     if packed:
-        starts = np.concatenate([[0], np.cumsum(p + r)])
-        place, line = response_places(torch.from_numpy(p + r), torch.from_numpy(r)), torch.zeros_like(row)
+        layout = packed_layout(batch)
+        place, line = layout.source[joined.row * layout.longest + joined.place], torch.zeros_like(joined.row)
         inputs = {
-            "input_ids": joined.ids[joined.real][None].to(device),
-            "position_ids": torch.from_numpy((np.arange(starts[-1]) - np.repeat(starts[:-1], p + r))[None]).to(device),
-            "cu_seq_lens_q": torch.from_numpy(starts).to(device),
-            "max_length_q": int((p + r).max(initial=1)),
+            "input_ids": joined.ids[:, : layout.longest].flatten()[layout.place][None].to(device),
+            "position_ids": (layout.place % layout.longest)[None].to(device),
+            "layout": layout.to(device),
         }
     else:
         inputs = {
@@ -95,11 +98,28 @@ def token_batch(
         inputs=inputs,
         line=line.to(device),
         position=place.to(device),
-        row=row.to(device),
+        row=joined.row.to(device),
         rows=len(batch),
         targets=joined.targets.to(device),
-        first=int(place.numpy().min(initial=int(p.max(initial=0)))),
+        first=int(place.numpy().min(initial=int(prompts.lengths.max(initial=0)))),
     )
+
+
+def packed_layout(batch: BatchData) -> PackedLayout:
+    """Lay out `prompts` and `responses` without the last token of each response.
+
+    Rows with equal prompts share the tokens of the prompt if that saves at least one token in
+    SHARED_FROM; sequences of equal length that share nothing need no copies in attention.
+    """
+    prompts, lengths = batch.ragged("prompts"), lengths_of(batch) - (batch.ragged("responses").lengths > 0)
+    first: dict[bytes, int] = {}
+    spans = pairwise(prompts.offsets.tolist())
+    owner = np.array([first.setdefault(prompts.values[a:b].tobytes(), i) for i, (a, b) in enumerate(spans)], np.int64)
+    saved = prompts.lengths[owner != np.arange(len(owner))].sum()
+    if saved * SHARED_FROM < lengths.sum():
+        owner = np.arange(len(owner))
+    real = np.arange(lengths.max(initial=1)) < lengths[:, None]
+    return PackedLayout.numbered(real, owner, prompts.lengths)
 
 
 def _images(batch: BatchData, ids: IntArray, token: int, device: torch.device) -> dict[str, torch.Tensor]:
