@@ -71,6 +71,23 @@ def test_ranks_with_a_rollout_in_each_process_learn_what_separate_rollouts_do(ap
         np.testing.assert_array_equal(together[key], value, err_msg=key)
 
 
+def test_the_reward_in_the_process_of_the_first_rank_learns_what_a_separate_one_does(app):
+    ranks = ("model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu", "trainer.val_before_train=false")
+    weights = {}
+    for chosen in ("separate", "actor+ref+reward"):
+        done = app(f"placement={chosen}", f"trainer.run_name={chosen}", *PINNED, *ranks)
+        assert done.code == 0, done.err
+        folder = done.folder.parent / chosen
+        weights[chosen] = load_file(folder / "checkpoint" / "model.safetensors")
+    logs = {path.stem for path in (folder / "logs").glob("*.log")}
+    assert {"actor_ref_reward", "actor_ref-1", "rollout-0"} <= logs
+    assert "reward" not in logs
+    apart, together = weights.values()
+    assert apart.keys() == together.keys()
+    for key, value in apart.items():
+        np.testing.assert_array_equal(together[key], value, err_msg=key)
+
+
 def test_the_rollout_in_the_actors_process_gets_every_version(app):
     done = app("placement=fused", "trainer.total_training_steps=3")
     assert done.code == 0, done.err

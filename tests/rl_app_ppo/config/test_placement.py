@@ -14,7 +14,7 @@ from rl_protocol import ConfigError
 
 def processes(*overrides):
     groups = worker_groups(load_config(overrides))
-    return {group.process_name(rank): group.roles for group in groups for rank in range(group.ranks)}
+    return {group.process_name(rank): group.roles_of(rank) for group in groups for rank in range(group.ranks)}
 
 
 SEPARATE = "placement=separate"
@@ -46,15 +46,40 @@ def test_with_separate_every_role_and_replica_has_a_process():
             "fused",
             "placement=auto with one actor rank and rollout.name=hf",
         ),
+        (["model_engine=fsdp"], "fused", "placement=auto with one actor rank and rollout.name=hf"),
+        (
+            ["model_engine=fsdp", "fsdp.world_size=2"],
+            "fused",
+            "placement=auto with 2 actor ranks and rollout.name=hf",
+        ),
+        (
+            ["model_engine=megatron", "megatron.tensor_model_parallel_size=2"],
+            "fused",
+            "placement=auto with 2 actor ranks and rollout.name=hf",
+        ),
+        (
+            ["model_engine=megatron", "megatron.world_size=4"],
+            "actor+ref+critic",
+            "placement=auto with 4 actor ranks, more than rollout replicas",
+        ),
+        (
+            ["model_engine=fsdp", "fsdp.world_size=4", "rollout.num_workers=4"],
+            "fused",
+            "placement=auto with 4 actor ranks and rollout.name=hf",
+        ),
+        (
+            ["model_engine=fsdp", "fsdp.world_size=2", "rollout.num_workers=1"],
+            "separate",
+            "placement=auto with rollout.num_workers=1",
+        ),
         (["rollout.num_workers=3"], "separate", "placement=auto with rollout.num_workers=3"),
         (["rollout.name=vllm"], "separate", "placement=auto with rollout.name=vllm"),
-        (["model_engine=fsdp"], "separate", "placement=auto with model_engine=fsdp"),
         (["checkpoint_engine.backend=tcp"], "separate", "placement=auto with checkpoint_engine.backend=tcp"),
         (["async_rl.max_staleness=1"], "separate", "placement=auto with async_rl.max_staleness=1"),
         (["placement=actor+ref"], "actor+ref", "command line"),
     ],
 )
-def test_auto_is_fused_unless_a_key_asks_for_more_processes(overrides, chosen, origin):
+def test_auto_is_fused_unless_more_processes_are_asked_for_or_save_copies(overrides, chosen, origin):
     setting = resolve(overrides).settings["placement"]
     assert (setting.value, setting.origin) == ((chosen,), origin)
 
@@ -109,6 +134,29 @@ def test_every_rank_of_the_actor_has_a_rollout_in_its_process(engine, ranks):
     assert not shares_weights(config), "the ranks gather a copy"
     beside = load_config(["placement=actor+ref+critic", *asked[1:]])
     assert {len(group.roles) for group in worker_groups(beside)} == {3, 1}
+
+
+def test_auto_takes_as_many_processes_as_ranks_and_as_many_copies_as_separate():
+    two = ("model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu", "actor.use_kl_loss=true")
+    assert processes(*two).keys() == {"actor_ref_rollout", "actor_ref_rollout-1", "reward"}
+    four = ("model_engine=fsdp", "fsdp.world_size=4", "fsdp.device=cpu", "actor.use_kl_loss=true")
+    trained = {"actor_ref", *(f"actor_ref-{rank}" for rank in range(1, 4))}
+    assert processes(*four).keys() == trained | {"rollout-0", "rollout-1", "reward"}
+    for chosen in (two, four):
+        least = needed_bytes(1000, load_config([*chosen, SEPARATE]))
+        assert needed_bytes(1000, load_config([*chosen])) == least
+    assert needed_bytes(1000, load_config([*four, "placement=fused"]))["rollout"] == 2 * least["rollout"]
+
+
+def test_the_reward_beside_several_ranks_is_in_the_first_process():
+    asked = ["model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu", "placement=actor+reward"]
+    assert processes(*asked, "actor.use_kl_loss=false", "rollout.num_workers=1") == {
+        "actor_reward": ("actor", "reward"),
+        "actor-1": ("actor",),
+        "rollout-0": ("rollout",),
+    }
+    line = "here actor+reward (reward in the first) in 2 processes, rollout in 2; rollout gets the weights through shm"
+    assert f"    {line}\n" in explain("placement", resolve([*asked, "actor.use_kl_loss=false"]))
 
 
 def test_ranks_that_another_key_gives_are_counted_as_well(tmp_path):
@@ -188,7 +236,10 @@ def test_other_placements_are_refused(placement, words):
             ["rollout.num_workers=2"],
             r"puts actor and ref and rollout into one process, .*rollout\.num_workers must be 1",
         ),
-        (["rollout.name=vllm"], r"rollout\.name must be hf; got vllm"),
+        (
+            ["rollout.name=vllm"],
+            r"rollout\.name=vllm needs its worker's process alone\. Set rollout\.name=hf, or a placement",
+        ),
         (["checkpoint_engine.backend=shm"], r"checkpoint_engine\.backend must be naive; got shm"),
         (
             ["model_engine=fsdp", "fsdp.world_size=3", "rollout.num_workers=2"],
@@ -197,10 +248,6 @@ def test_other_placements_are_refused(placement, words):
         (
             ["model_engine=fsdp", "fsdp.world_size=2", "placement=fused,critic+reward", "algorithm=ppo"],
             r"names critic twice",
-        ),
-        (
-            ["model_engine=fsdp", "fsdp.world_size=2", "placement=actor+reward"],
-            r"model_engine must be torch, or another with one rank; it has 2 ranks",
         ),
     ],
 )

@@ -107,7 +107,9 @@ def test_an_engine_of_a_package_generates_in_the_worker(someones, base_model, mo
 def test_it_has_a_process_of_its_own_unless_it_says_that_it_shares_one(someones):
     assert resolve([NAME]).settings["placement"].origin == "placement=auto with rollout.name=parrot"
     assert ("rollout",) in [group.roles for group in worker_groups(load_config([NAME]))]
-    with pytest.raises(ConfigError, match=r"for which rollout\.name must be hf; got parrot"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.name=parrot needs its worker's process alone\. Set rollout\.name=hf"
+    ):
         load_config([NAME, "placement=fused"])
     fused = load_config(["rollout.name=together"])
     assert fused.placement == ("fused",)

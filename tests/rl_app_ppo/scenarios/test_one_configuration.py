@@ -380,7 +380,7 @@ def test_explain_says_meaning_default_and_origin(tmp_path):
     assert explain("rollout.n", resolved) == (
         f"rollout.n = 4   (--config {file})\n    responses per prompt\n    int, default 8\n\n"
         "layers, weakest first: defaults, default of model_engine=fsdp, "
-        "placement=auto with model_engine=fsdp, algorithm=grpo, preset=demo, "
+        "placement=auto with one actor rank and rollout.name=hf, algorithm=grpo, preset=demo, "
         f"--config {file}, command line\n"
     )
     origins = {

@@ -153,8 +153,9 @@ def _layers_below(given: Sequence[Source]) -> list[Source]:
     ]
     chosen = {key: value for _, values in [*named, *given] for key, value in values.items()}
     engine = get_training_backend(str(chosen.get("model_engine", AppConfig().model_engine)))
-    placement, why = resolved_placement(chosen)
-    beside = placement_defaults(placement, _ranks(engine.name, chosen))
+    ranks = _ranks(engine.name, chosen)
+    placement, why = resolved_placement(chosen, ranks)
+    beside = placement_defaults(placement, ranks)
     return [
         (f"default of model_engine={engine.name}", _of_models(engine.defaults)),
         *_padding(engine, chosen.get("model.path")),

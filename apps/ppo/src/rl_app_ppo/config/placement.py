@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from rl_app_ppo.config.rollout_engines import ROLLOUT_ENGINES
-from rl_app_ppo.config.training_backends import get_training_backend
 from rl_protocol import ConfigError
 from rl_protocol.support.options import items
-from rl_trainer import needs_critic, needs_reference
+from rl_trainer import RolloutConfig, needs_critic, needs_reference
 
 if TYPE_CHECKING:
     from rl_app_ppo.config.schema import AppConfig
@@ -23,18 +22,27 @@ NAMED = {"separate": "", "fused": "actor+ref+rollout+critic"}
 """Value of `placement` -> the groups that it stands for."""
 IN_PROCESS = "naive"
 """Weight engine of an actor and a rollout in one process."""
+MODELS = "actor+ref+critic"
+"""The group of all trained models."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
-    """Roles that share each of `ranks` processes; a rollout alone has replicas instead of ranks."""
+    """Roles that share each of `ranks` processes; a rollout alone has replicas instead of ranks.
+
+    There is one reward worker, in the first process of its group.
+    """
 
     roles: tuple[Role, ...]
     ranks: int
 
+    def roles_of(self, rank: int) -> tuple[Role, ...]:
+        """The roles of a process."""
+        return tuple(role for role in self.roles if role != "reward" or rank == 0)
+
     def process_name(self, rank: int) -> str:
         """Name of a process, and of its log."""
-        return self._numbered("_".join(self.roles), rank)
+        return self._numbered("_".join(self.roles_of(rank)), rank)
 
     def role_name(self, role: Role, rank: int) -> str:
         """Name of a role's worker in a process."""
@@ -44,28 +52,33 @@ class WorkerGroup:
         return name if rank == 0 and self.roles != ("rollout",) else f"{name}-{rank}"
 
 
-def resolved_placement(chosen: Mapping[str, object]) -> tuple[tuple[str, ...], str]:
+def resolved_placement(chosen: Mapping[str, object], ranks: int) -> tuple[tuple[str, ...], str]:
     """The placement that the options of a run ask for, and why.
+
+    By default the models of a rank share its process, and so does a rollout, unless that takes more
+    replicas than without: each holds a copy of the weights, which replicas of their own share.
 
     Args:
         chosen: dotted key -> value of everything that presets and the user set.
+        ranks: processes that share the actor.
     """
     given = tuple(items(chosen.get("placement", AUTO)))
     if given != (AUTO,):
         return given, f"default of placement={','.join(given)}"
-    if not get_training_backend(str(chosen.get("model_engine", "torch"))).fuses:
-        return ("separate",), f"placement={AUTO} with model_engine={chosen['model_engine']}"
     if not ROLLOUT_ENGINES.get(str(chosen.get("rollout.name", "hf"))).shares_process:
         return ("separate",), f"placement={AUTO} with rollout.name={chosen['rollout.name']}"
     one_process = {
-        "rollout.num_workers": 1,
+        "rollout.num_workers": ranks,
         "checkpoint_engine.backend": IN_PROCESS,
         "async_rl.max_staleness": 0,
     }
     for key, needed in one_process.items():
         if chosen.get(key, needed) != needed:
             return ("separate",), f"placement={AUTO} with {key}={chosen[key]}"
-    return ("fused",), f"placement={AUTO} with one actor rank and rollout.name={chosen.get('rollout.name', 'hf')}"
+    why = f"placement={AUTO} with {'one actor rank' if ranks == 1 else f'{ranks} actor ranks'}"
+    if "rollout.num_workers" not in chosen and ranks > RolloutConfig().num_workers:
+        return (MODELS,), f"{why}, more than rollout replicas"
+    return ("fused",), f"{why} and rollout.name={chosen.get('rollout.name', 'hf')}"
 
 
 def parse_placement(placement: Sequence[str]) -> tuple[tuple[Role, ...], ...]:
@@ -134,7 +147,7 @@ def worker_groups(config: AppConfig) -> tuple[WorkerGroup, ...]:
 def described_groups(config: AppConfig) -> str:
     """The processes of a run, and how its rollout gets the weights."""
     groups = worker_groups(config)
-    first, *others = [("+".join(group.roles), group.ranks) for group in groups]
+    first, *others = [(_described(group), group.ranks) for group in groups]
     named = [
         f"{first[0]} in {first[1]} process{'es' if first[1] > 1 else ''}",
         *(f"{name} in {n}" for name, n in others),
@@ -148,6 +161,11 @@ def described_groups(config: AppConfig) -> str:
     else:
         weights = f"gets the weights through {config.checkpoint_engine.backend}"
     return f"{', '.join(named)}; rollout {weights}"
+
+
+def _described(group: WorkerGroup) -> str:
+    once = group.ranks > 1 and len(group.roles) > 1 and "reward" in group.roles
+    return "+".join(group.roles) + (" (reward in the first)" if once else "")
 
 
 def placement_defaults(placement: Sequence[str], ranks: int) -> dict[str, object]:
@@ -198,10 +216,11 @@ def _check_group(group: WorkerGroup, config: AppConfig) -> None:
     wanted: dict[str, tuple[object, object]] = {}
     if "rollout" in group.roles:
         if not config.generator.shares_process:
-            wanted["rollout.name"] = (config.rollout.name, "hf")
+            raise ConfigError(
+                f"{shared}, but rollout.name={config.rollout.name} needs its worker's process alone. Set "
+                f"rollout.name=hf, or a placement that leaves the rollout out, such as {MODELS}."
+            )
         wanted["rollout.num_workers"] = (config.rollout.num_workers, group.ranks)
-    if "reward" in group.roles and group.ranks > 1:
-        wanted["model_engine"] = (config.model_engine, f"torch, or another with one rank; it has {group.ranks} ranks")
     if {"actor", "rollout"} <= set(group.roles) and config.checkpoint_engine.enabled:
         wanted["checkpoint_engine.backend"] = (config.checkpoint_engine.backend, IN_PROCESS)
     for key, (got, need) in wanted.items():

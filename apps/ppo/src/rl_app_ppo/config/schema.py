@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from rl_app_ppo.config.placement import AUTO, NAMED, parse_placement
+from rl_app_ppo.config.placement import AUTO, MODELS, NAMED, parse_placement
 from rl_app_ppo.config.presets import NO_PRESET
 from rl_app_ppo.config.rollout_engines import GROUP, ROLLOUT_ENGINES, RolloutEngineKind
 from rl_app_ppo.config.training_backends import (
@@ -325,9 +325,10 @@ class AppConfig(Options):
     placement: tuple[str, ...] = option(
         (AUTO,),
         f"roles that share a process: {' or '.join(NAMED)} ({NAMED['fused']}), or groups such as actor+ref,critic+reward; "
-        "roles that it does not name have a process each, and each rank of the actor has one with all roles of its group; "
-        f"{AUTO}: fused with model_engine=torch and rollout.name=hf unless "
-        "rollout.num_workers, checkpoint_engine.backend or async_rl.max_staleness ask for more processes",
+        "roles that it does not name have a process each, and each rank of the actor has one with all roles of its group (the one "
+        "reward worker is in the first); rollout.name=vllm, which generates in processes of its own, shares none; "
+        f"{AUTO}: fused with rollout.name=hf unless rollout.num_workers, checkpoint_engine.backend or async_rl.max_staleness ask for "
+        f"more processes; {MODELS} with more ranks than rollout replicas, so that not each rank holds a copy of the weights for generation",
         resume="free",
     )
     algorithm: AlgorithmConfig = group(AlgorithmConfig, "advantages", verl="algorithm")

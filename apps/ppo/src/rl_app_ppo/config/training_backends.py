@@ -33,7 +33,6 @@ class TrainingBackendSpec:
         sum_pi_squared: its policies can compute that column.
         packs_sequences: it joins the sequences of a forward pass, or cuts batches by tokens.
         images: it trains models that see images.
-        fuses: `placement=auto` puts its models and the rollout into one process.
         lends_weights: where a model has one rank, its weights are given out without a copy.
         lends_base: a rollout in the actor's process may use its frozen base weights.
         state: engines of one kind of state read each other's checkpoints; empty: its own kind.
@@ -53,7 +52,6 @@ class TrainingBackendSpec:
     sum_pi_squared: bool = True
     packs_sequences: bool = True
     images: bool = False
-    fuses: bool = False
     lends_weights: bool = True
     lends_base: bool = False
     state: str = ""
@@ -82,7 +80,6 @@ TRAINING_BACKENDS: Mapping[str, TrainingBackendSpec] = {
             build="rl_app_ppo.worker.build:build_torch",
             defaults=_PACKED,
             images=True,
-            fuses=True,
             lends_base=True,
             state="torch",
         ),

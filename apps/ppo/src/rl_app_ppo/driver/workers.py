@@ -95,11 +95,11 @@ class WorkerPool:
         threads, cpus = self._config.trainer.threads_per_worker, self._config.ray.cpus_per_worker
         for group in self._groups:
             for rank in range(group.ranks):
-                name = group.process_name(rank)
+                roles, name = group.roles_of(rank), group.process_name(rank)
                 log, reserved = self._files.logs / f"{name}.log", cpus * cpus_used(group, self._config)
-                process = RayProcess(group.roles, name, log, threads, reserved, self.calls)
+                process = RayProcess(roles, name, log, threads, reserved, self.calls)
                 self.processes.append(process)
-                for role in group.roles:
+                for role in roles:
                     worker = RayWorker(process, role, group.role_name(role, rank))
                     self._handles.setdefault(role, []).append(worker)
 
