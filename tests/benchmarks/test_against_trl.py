@@ -17,7 +17,7 @@ from harness.process_tree import CommandRun, Line
 from peers.grpo_task import ACCURACY, Task, score, warmed_up
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl_trainer.algorithms.lr_schedule import lr_factor
+from rl_trainer import OptimConfig
 from rl_trainer.rewards.functions import exact_match
 from rl_trainer.rewards.gsm8k import score_flexible
 
@@ -89,7 +89,7 @@ def test_the_peers_score_as_our_rewards_do(response: str, truth: str):
 
 
 def test_the_peers_warm_up_as_our_schedule_does():
-    ours = [lr_factor("constant", step, warmup=16, decay=0, least=0.0) for step in range(1, 40)]
+    ours = [OptimConfig(lr_warmup_steps=16).lr_factor(step) for step in range(1, 40)]
     assert [warmed_up(step, 16) for step in range(1, 40)] == ours
 
 

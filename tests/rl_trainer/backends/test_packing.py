@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from rl_protocol import BatchData, BatchError, ConfigError, ragged
+from rl_protocol import BatchData, BatchError, ragged
 from rl_protocol.torch import from_weight
 from rl_trainer import ActorConfig, CriticConfig, OptimConfig
-from rl_trainer.algorithms.lr_schedule import lr_factor
 from rl_trainer.backends.forward_passes import ForwardPasses
 from rl_trainer.backends.packing import PackedLayout, packed_attention
 from rl_trainer.backends.token_batch import token_batch
@@ -160,29 +159,3 @@ def test_passes_hold_every_row_once_within_their_bound():
     assert ForwardPasses(world=World()).cut(lengths, []) == []
     with pytest.raises(BatchError, match="9 tokens, more than the 8"):
         ForwardPasses(world=World(), max_tokens=8).cut(lengths, rows)
-
-
-def test_schedules_by_hand():
-    cosine = [lr_factor("cosine", step, warmup=2, decay=6, least=0.2) for step in (1, 2, 4, 6, 10)]
-    assert cosine == pytest.approx([0.5, 1.0, 0.6, 0.2, 0.2])
-    assert [lr_factor("constant", step, warmup=4, decay=0, least=0.0) for step in (1, 3, 4, 9)] == [
-        0.25,
-        0.75,
-        1.0,
-        1.0,
-    ]
-    assert lr_factor("linear", 1, warmup=0, decay=4, least=0.0) == 0.75
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lr_scheduler_type": "cosin"}, r"lr_scheduler_type must be one of"),
-        ({"lr_scheduler_type": "cosine"}, r"lr_decay_steps must be greater than"),
-        ({"lr_decay_steps": 10}, r"lr_decay_steps must be .* 0 with constant"),
-        ({"min_lr_ratio": 0.5}, r"min_lr_ratio must be 0 with constant"),
-    ],
-)
-def test_schedules_that_make_no_sense_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        OptimConfig(**settings)

@@ -181,7 +181,7 @@ def build_fsdp(config: AppConfig, call: BuildCall, plane: DataPlane, columns: St
         call.rank,
         config.ranks,
         store=Path(call.store),
-        device=resolve_device(options.device),
+        device=resolve_device(options.trains_on),
         timeout_s=config.trainer.stage_timeout_s,
     )
     return train_with(FsdpStrategy(options, world), config, call, plane, columns)

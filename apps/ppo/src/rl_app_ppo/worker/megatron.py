@@ -26,7 +26,6 @@ from rl_trainer.algorithms.batching import schedule_rows
 from rl_trainer.algorithms.losses.aggregate import BatchCounts
 from rl_trainer.algorithms.losses.policy_objective import PolicyObjective
 from rl_trainer.algorithms.losses.value_loss import ValueObjective, value_fit
-from rl_trainer.algorithms.lr_schedule import lr_factor
 from rl_trainer.algorithms.metrics import WeightedMeans
 from rl_trainer.algorithms.old_log_prob import loss_correction
 from rl_trainer.backends.parallel_strategy import resolve_device
@@ -119,7 +118,7 @@ def megatron_policy(config: AppConfig, path: Path, ranks: Ranks, *, frozen: bool
         settings=TrainSettings(
             fused=False,  # one A per module, as in the other engines
             adam=_adam(actor.optim),
-            lr_schedule=_factor(actor.optim),
+            lr_schedule=actor.optim.lr_factor,
             mini_batches=_mini_batches(actor.schedule(config.rollout.n, config.trainer.seed)),
             micro_batch_rows=actor.ppo_micro_batch_size,
             seed=config.trainer.seed,
@@ -140,7 +139,7 @@ def megatron_critic(config: AppConfig, path: Path, ranks: Ranks) -> TrainerCriti
         ranks=ranks,
         settings=TrainSettings(
             adam=_adam(critic.optim),
-            lr_schedule=_factor(critic.optim),
+            lr_schedule=critic.optim.lr_factor,
             mini_batches=_mini_batches(critic.schedule(config.rollout.n, config.trainer.seed)),
             micro_batch_rows=critic.ppo_micro_batch_size,
             dtype=TORCH_DTYPES[options.param_dtype],
@@ -174,19 +173,6 @@ def _adam(optim: OptimConfig) -> AdamConfig:
         weight_decay=optim.weight_decay,
         grad_clip=optim.grad_clip,
     )
-
-
-def _factor(optim: OptimConfig) -> Callable[[int], float]:
-    def factor(step: int) -> float:
-        return lr_factor(
-            optim.lr_scheduler_type,
-            step,
-            warmup=optim.lr_warmup_steps,
-            decay=optim.lr_decay_steps,
-            least=optim.min_lr_ratio,
-        )
-
-    return factor
 
 
 def _mini_batches(schedule: Schedule) -> Callable[[BatchData, int], Sequence[Sequence[int]]]:

@@ -14,6 +14,7 @@ from rl_trainer.algorithms.arrays import IntArray
 from rl_trainer.algorithms.batching import micro_batches
 from rl_trainer.backends.token_batch import lengths_of
 from rl_trainer.backends.world import World
+from rl_trainer.config.optim import UpdateConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,12 @@ class ForwardPasses:
     world: World
     max_rows: int = 0
     max_tokens: int = 0
+
+    @classmethod
+    def of(cls, world: World, config: UpdateConfig, max_rows: int | None = None) -> ForwardPasses:
+        """The passes of an update; `max_rows` is for those without gradients."""
+        rows = config.ppo_micro_batch_size if max_rows is None else max_rows
+        return cls(world=world, max_rows=rows, max_tokens=config.ppo_max_token_len)
 
     def cut(self, lengths: IntArray, rows: Sequence[int]) -> list[list[int]]:
         """Cut `rows`, which index `lengths` [N], into parts.

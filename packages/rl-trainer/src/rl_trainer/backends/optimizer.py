@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from rl_protocol import BatchData
 from rl_trainer.algorithms.losses.aggregate import BatchCounts
-from rl_trainer.algorithms.lr_schedule import lr_factor
 from rl_trainer.algorithms.metrics import WeightedMeans
 from rl_trainer.backends.forward_passes import ForwardPasses, silent
 from rl_trainer.backends.token_batch import lengths_of
@@ -112,16 +111,8 @@ class MiniBatchOptimizer:
 
     def _step(self) -> None:
         self.steps += 1
-        config = self._config
-        factor = lr_factor(
-            config.lr_scheduler_type,
-            self.steps,
-            warmup=config.lr_warmup_steps,
-            decay=config.lr_decay_steps,
-            least=config.min_lr_ratio,
-        )
         for weights in self._adam.param_groups:
-            weights["lr"] = config.lr * factor
+            weights["lr"] = self._config.lr * self._config.lr_factor(self.steps)
         self._adam.step()
         for weight in self._weights:
             if not isinstance(weight, DTensor):

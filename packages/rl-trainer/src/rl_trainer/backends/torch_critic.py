@@ -70,10 +70,9 @@ class TorchCriticBackend:
         self._strategy.prepare(self._model, self._model.layers)
         self._schedule = config.schedule(rollout_n, seed)
         self._objective = ValueObjective(config)
-        world, tokens = self._strategy.world, config.ppo_max_token_len
-        self._forward = ForwardPasses(world=world, max_rows=forward_rows, max_tokens=tokens)
-        passes = ForwardPasses(world=world, max_rows=config.ppo_micro_batch_size, max_tokens=tokens)
-        self._optimizer = MiniBatchOptimizer(self._model, config.optim, passes)
+        world = self._strategy.world
+        self._forward = ForwardPasses.of(world, config, forward_rows)
+        self._optimizer = MiniBatchOptimizer(self._model, config.optim, ForwardPasses.of(world, config))
         self._updates = 0
 
     def compute_values(self, batch: BatchData) -> BatchData:

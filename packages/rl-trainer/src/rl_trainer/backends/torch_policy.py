@@ -92,14 +92,13 @@ class TorchPolicyBackend:
         self._head = OutputHead.of(self._model)
         self._strategy.prepare(self._model, layers)
         self._sum_pi_squared = options.sum_pi_squared
-        world, tokens = self._strategy.world, self._config.ppo_max_token_len
-        self._forward = ForwardPasses(world=world, max_rows=options.forward_rows, max_tokens=tokens)
+        world = self._strategy.world
+        self._forward = ForwardPasses.of(world, self._config, options.forward_rows)
         self._schedule = self._config.schedule(rollout_n, seed)
         self._updates = 0
         self._optimizer: MiniBatchOptimizer | None = None
         if config is not None and not options.frozen:
-            passes = ForwardPasses(world=world, max_rows=config.ppo_micro_batch_size, max_tokens=tokens)
-            self._optimizer = MiniBatchOptimizer(self._model, config.optim, passes)
+            self._optimizer = MiniBatchOptimizer(self._model, config.optim, ForwardPasses.of(world, config))
             self._objective = PolicyObjective(config, options.correction)
 
     def compute_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:

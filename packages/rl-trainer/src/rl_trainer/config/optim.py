@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rl_protocol.support.options import Options, group, option, require
@@ -32,6 +33,25 @@ class OptimConfig(Options):
             self.lr_decay_steps,
         )
         require(decays or self.min_lr_ratio == 0, f"{path}min_lr_ratio", "0 with constant", self.min_lr_ratio)
+
+    def lr_factor(self, step: int) -> float:
+        """Fraction of `lr` at an optimizer step; the first is 1.
+
+        It rises linearly to 1 over the warmup, then falls to the minimum at `lr_decay_steps` and
+        stays there. With constant it stays at 1.
+
+        >>> falls = OptimConfig(lr_scheduler_type="linear", lr_warmup_steps=2, lr_decay_steps=6)
+        >>> [falls.lr_factor(step) for step in (1, 2, 4, 6, 9)]
+        [0.5, 1.0, 0.5, 0.0, 0.0]
+        """
+        warmup = self.lr_warmup_steps
+        if step < warmup:
+            return step / warmup
+        if self.lr_scheduler_type == "constant":
+            return 1.0
+        progress = min((step - warmup) / (self.lr_decay_steps - warmup), 1.0)
+        remaining = 1 - progress if self.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * remaining
 
 
 @dataclass(frozen=True, kw_only=True)
