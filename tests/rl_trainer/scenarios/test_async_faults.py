@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import msgspec
 import pytest
@@ -96,3 +97,51 @@ def test_the_last_validation_ends_with_the_run_and_nothing_is_sampled_beyond_it(
     assert {uid.partition("-")[0] for uid, _ in world.rolled} == {"s1", "s2"}
     assert world.calls["evaluate"] == 1
     assert left == set()
+
+
+@pytest.mark.parametrize("inflight", [0, 3])
+def test_calls_that_are_given_up_are_aborted_before_the_weights_change_and_never_meanwhile(inflight):
+    """The engine dies of an abort during an update. Leases end below calls that run, whose prompts
+    another call then generates, in twelve orders of events.
+    """
+    aborted = []
+    for seed in range(12):
+        loop, draw = Loop(), random.Random(seed)
+        replay = ReplayConfig(on_failure="refill", max_attempts=99, lease_s=600)
+        world = HeldWorld(loop, bound=2, steps=4, replay=replay, max_inflight_prompts=inflight)
+        generate, send, updating = world.rollout, world.update_weights, []
+
+        async def fragile(call, generate=generate, updating=updating):
+            try:
+                return await generate(call)
+            except asyncio.CancelledError:
+                aborted.append(bool(updating))
+                if updating:
+                    updating.append("dead")
+                raise
+
+        async def sent(version, send=send, updating=updating):
+            updating.append(version)
+            report = await send(version)
+            assert updating == [version], "the engine died of an abort while its weights changed"
+            updating.clear()
+            return report
+
+        world.rollout, world.update_weights = fragile, sent
+        for buffer in world.buffers.values():
+            buffer._clock = loop.time
+        run = loop.create_task(world.train())
+        loop.spin()
+        ended = 0
+        while not run.done():
+            if ended < 4 and draw.random() < 0.3:
+                ended += 1
+                loop.now += 601
+            else:
+                draw.choice(world.held).set_result(None)
+            loop.spin()
+        run.result()
+        loop.close()
+        assert [len(uids) for uids in world.trained] == [BATCH] * 4
+    assert aborted
+    assert not any(aborted)
