@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import random
 import shutil
 import signal
+import threading
 import time
 
+import psutil
 import pytest
 
 from rl_trainer.checkpoints.folder import newest_whole, step_name
 
-from .conftest import marked, name_of, started, words_of
+from .conftest import marked, name_of, processes_of, started, words_of
 
 ASYNC = (
     "async_rl.max_staleness=2",
@@ -104,3 +108,68 @@ def test_a_run_whose_driver_is_killed_ends_with_the_parameters_of_one_that_was_n
     assert refused.code == 2
     assert "is no whole checkpoint: held/train.batch has " in refused.err
     assert not (tmp_path / "other").exists()
+
+
+@contextlib.contextmanager
+def delayed(folder, workers, seed):
+    """Stop one worker process of a run after the other, each for up to 500 ms."""
+    over, stops = threading.Event(), []
+
+    def work():
+        draw = random.Random(seed)
+        while not over.wait(draw.uniform(0, 0.1)):
+            worker = draw.choice(workers)
+            with contextlib.suppress(OSError, IndexError, psutil.Error):  # it has not started, or has ended
+                process = psutil.Process(processes_of(folder, worker)[-1])
+                process.suspend()
+                try:
+                    stops.append(draw.uniform(0, 0.5))
+                    over.wait(stops[-1])
+                finally:
+                    process.resume()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield stops
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("steps", "workers", "seeds"),
+    [
+        pytest.param(4, (2,), (0,), marks=pytest.mark.slow),
+        pytest.param(20, (1, 2, 3), range(5), marks=pytest.mark.nightly),
+    ],
+)
+def test_parameters_depend_neither_on_delays_nor_on_the_number_of_workers(app, tmp_path, steps, workers, seeds):
+    """The table of all runs is committed as `deterministic_runs.json`."""
+    runs = []
+
+    def run(count, seed):
+        folder = tmp_path / f"{count}-{seed}"
+        names = ["actor", "reward", *(f"rollout-{i}" for i in range(count))]
+        with contextlib.ExitStack() as stack:
+            stops = stack.enter_context(delayed(folder, names, seed)) if seed is not None else []
+            done = app(
+                *ASYNC,
+                f"trainer.total_training_steps={steps}",
+                "trainer.deterministic=true",
+                f"rollout.num_workers={count}",
+                f"trainer.run_name={folder.name}",
+            )
+        assert done.code == 0, done.err
+        assert "+ 0 dropped + 0 held" in done.out
+        digest = parameters(folder)
+        runs.append({"workers": count, "seed": seed, "stops": len(stops), "stopped_s": round(sum(stops), 1)})
+        runs[-1]["sha256"] = digest
+        return digest
+
+    expected = run(1, None)
+    found = {run(count, seed) for count in workers for seed in seeds}
+    (tmp_path / "runs.json").write_text(json.dumps({"steps": steps, "max_staleness": 2, "runs": runs}, indent=1) + "\n")
+    assert found == {expected}
+    assert min(one["stops"] for one in runs[1:]) >= steps

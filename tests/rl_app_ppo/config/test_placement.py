@@ -274,6 +274,15 @@ def test_what_can_not_run_beside_generation_is_refused_by_name(overrides, words)
         load_config(["async_rl.max_staleness=1", *overrides])
 
 
+def test_a_deterministic_run_recomputes_its_old_log_probs_and_says_who_set_that():
+    given = ["placement=separate", "trainer.threads_per_worker=1"]
+    assert load_config(given).algorithm.old_log_prob == "auto"
+    setting = resolve([*given, "trainer.deterministic=true"]).settings["algorithm.old_log_prob"]
+    assert (setting.value, setting.origin) == ("recompute", "trainer.deterministic=true")
+    load_config([*given, "trainer.deterministic=true", "algorithm.old_log_prob=recompute"])
+    assert resolve([*given, "trainer.deterministic=false"]).config.algorithm.old_log_prob == "auto"
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -282,6 +291,8 @@ def test_what_can_not_run_beside_generation_is_refused_by_name(overrides, words)
             ["trainer.threads_per_worker=0"],
             r"trainer\.threads_per_worker must be at least 1 with trainer\.deterministic",
         ),
+        (["algorithm.old_log_prob=auto"], r"algorithm\.old_log_prob must be recompute with trainer\.deterministic"),
+        (["algorithm.old_log_prob=rollout"], r"algorithm\.old_log_prob must be recompute with trainer\.deterministic"),
     ],
 )
 def test_what_depends_on_timing_is_refused_in_a_deterministic_run(overrides, words):

@@ -27,7 +27,7 @@ from rl_app_ppo.config.presets import ALGORITHM, NO_PRESET, PRESET, Source, choo
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.config.training_backends import TRAINING_BACKENDS, TrainingBackendSpec, get_training_backend
 from rl_app_ppo.config.unused_options import check_engine, refuse_unused
-from rl_app_ppo.config.verl_keys.aliases import one_spelling
+from rl_app_ppo.config.verl_keys.aliases import OLD_LOG_PROB, one_spelling
 from rl_app_ppo.config.verl_keys.table import describe
 from rl_protocol import ConfigError
 from rl_protocol.support.option_tree import Option, list_options, unmet_need
@@ -159,6 +159,7 @@ def _layers_below(given: Sequence[Source]) -> list[Source]:
     return [
         (f"default of model_engine={engine.name}", _of_models(engine.defaults)),
         *_padding(engine, chosen.get("model.path")),
+        *_of_deterministic(chosen),
         (why, {"placement": placement, **beside}),
         *named,
         (choice.algorithm.origin, {"algorithm.name": choice.algorithm.name}),
@@ -187,6 +188,12 @@ def _padding(engine: TrainingBackendSpec, model: object) -> list[Source]:
     found = model_type(model) if joins and model and isinstance(model, str) else None
     reason = "" if found is None else why_padded(found)
     return [(f"model.path={model} {reason}", _of_models({"use_remove_padding": False}))] if reason else []
+
+
+def _of_deterministic(chosen: Mapping[str, object]) -> list[Source]:
+    """The layer of a deterministic run: its old log-probs come from the actor alone."""
+    on = chosen.get("trainer.deterministic") is True
+    return [("trainer.deterministic=true", {OLD_LOG_PROB: "recompute"})] if on else []
 
 
 def _preset(name: str) -> Mapping[str, Any]:

@@ -446,6 +446,12 @@ class AppConfig(Options):
             self.rollout.name,
         )
         require(
+            self.algorithm.old_log_prob == "recompute",
+            f"{path}algorithm.old_log_prob",
+            "recompute with trainer.deterministic=true, which sets it: the rollout engine's log-probs depend on what it generates beside",
+            self.algorithm.old_log_prob,
+        )
+        require(
             self.trainer.threads_per_worker > 0,
             f"{path}trainer.threads_per_worker",
             "at least 1 with trainer.deterministic=true: with 0, sums depend on how many processes share the cores",

@@ -24,6 +24,7 @@ class LoopConfig(Options):
     deterministic: bool = option(
         False,
         "the trained weights do not depend on delays or on RolloutConfig.num_workers: each prompt is generated alone, and with "
-        "AsyncConfig.max_staleness>0 a weight update waits until all admitted steps are sampled",
+        "AsyncConfig.max_staleness>0 a weight update waits until all admitted steps are sampled. Needs AlgorithmConfig.old_log_prob=recompute, "
+        "which the app sets",
     )
     stage_timeout_s: float = option(600.0, "longest one stage of a step may take, seconds", gt=0, resume="free")
