@@ -17,11 +17,11 @@ from rl_megatron_peft.backend.critic import MegatronCriticBackend
 from rl_megatron_peft.backend.learner import MetricSums, MiniBatchCounts
 from rl_megatron_peft.backend.parallel import Ranks, all_reduce_data_parallel, open_ranks
 from rl_megatron_peft.backend.policy import MegatronPolicyBackend
-from rl_megatron_peft.backend.train.settings import AdamConfig, TrainSettings
+from rl_megatron_peft.backend.train.settings import TrainSettings
 from rl_protocol import BatchData
 from rl_protocol.ports import DataPlane, RolloutEngine
 from rl_protocol.torch import TORCH_DTYPES
-from rl_trainer import ActorWorker, CriticWorker, MegatronConfig, OptimConfig, ReferenceWorker, StepColumns
+from rl_trainer import ActorWorker, CriticWorker, MegatronConfig, ReferenceWorker, StepColumns
 from rl_trainer.algorithms.batching import schedule_rows
 from rl_trainer.algorithms.losses.aggregate import BatchCounts
 from rl_trainer.algorithms.losses.policy_objective import PolicyObjective
@@ -117,7 +117,7 @@ def megatron_policy(config: AppConfig, path: Path, ranks: Ranks, *, frozen: bool
         ranks=ranks,
         settings=TrainSettings(
             fused=False,  # one A per module, as in the other engines
-            adam=_adam(actor.optim),
+            adam=actor.optim,
             lr_schedule=actor.optim.lr_factor,
             mini_batches=_mini_batches(actor.schedule(config.rollout.n, config.trainer.seed)),
             micro_batch_rows=actor.ppo_micro_batch_size,
@@ -138,7 +138,7 @@ def megatron_critic(config: AppConfig, path: Path, ranks: Ranks) -> TrainerCriti
         loss=TrainerValueLoss(ValueObjective(critic)),
         ranks=ranks,
         settings=TrainSettings(
-            adam=_adam(critic.optim),
+            adam=critic.optim,
             lr_schedule=critic.optim.lr_factor,
             mini_batches=_mini_batches(critic.schedule(config.rollout.n, config.trainer.seed)),
             micro_batch_rows=critic.ppo_micro_batch_size,
@@ -162,16 +162,6 @@ def join_ranks(config: AppConfig, rank: int, store: Path) -> Ranks:
             pipeline=megatron.pipeline_model_parallel_size,
             sequence_parallel=megatron.sequence_parallel,
         )
-    )
-
-
-def _adam(optim: OptimConfig) -> AdamConfig:
-    return AdamConfig(
-        lr=optim.lr,
-        beta1=optim.beta1,
-        beta2=optim.beta2,
-        weight_decay=optim.weight_decay,
-        grad_clip=optim.grad_clip,
     )
 
 

@@ -25,7 +25,7 @@ from rl_megatron_peft.backend.parallel import (
 )
 from rl_megatron_peft.backend.train.gradients import Gradients
 from rl_megatron_peft.backend.train.param_groups import TrainedParameter
-from rl_megatron_peft.backend.train.settings import AdamConfig, constant
+from rl_megatron_peft.backend.train.settings import AdamSettings, constant
 from rl_megatron_peft.base_model.layout import state_owners
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -47,7 +47,7 @@ class Optimizer:
     def __init__(
         self,
         trained: Sequence[TrainedParameter],
-        config: AdamConfig,
+        config: AdamSettings,
         ranks: Ranks,
         lr_schedule: Callable[[int], float] = constant,
         *,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -12,6 +13,21 @@ from rl_protocol import BatchData, ConfigError
 
 MiniBatchSchedule = Callable[[BatchData, int], Sequence[Sequence[int]]]
 """(batch, number of the update) -> rows of each optimizer step."""
+
+
+class AdamSettings(Protocol):
+    """Settings of AdamW: an `AdamConfig`, or a trainer's own object with these attributes."""
+
+    @property
+    def lr(self) -> float: ...
+    @property
+    def beta1(self) -> float: ...
+    @property
+    def beta2(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def grad_clip(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +87,7 @@ class TrainSettings:
         distributed_optimizer: data-parallel replicas share the optimizer state; see Optimizer.
     """
 
-    adam: AdamConfig = field(default_factory=AdamConfig)
+    adam: AdamSettings = field(default_factory=AdamConfig)
     lr_schedule: Callable[[int], float] = constant
     mini_batches: MiniBatchSchedule | None = None
     micro_batch_rows: int = 8
