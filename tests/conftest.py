@@ -17,6 +17,8 @@ from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
+from process_settings import seed_all, settings_kept
+
 # Property tests run on shared machines, where the time of one example says nothing: no deadline.
 # Locally, each run tries new examples; in CI the examples depend only on the code, so that a
 # failure comes from the change and can be repeated.
@@ -93,6 +95,14 @@ def _put_long_files_first(items: list[pytest.Item]) -> None:
         timeout = item.get_closest_marker("timeout")
         longest[item.path] = max(longest.get(item.path, 0.0), float(timeout.args[0]) if timeout else 0.0)
     items.sort(key=lambda item: -longest[item.path])
+
+
+@pytest.fixture(autouse=True)
+def _process_settings() -> Iterator[None]:
+    """Give each test the same seeds, and restore the settings of the process that it changes."""
+    with settings_kept():
+        seed_all()
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -217,9 +227,6 @@ def make_vision_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
 
     def make(family: str = "qwen2_vl") -> Path:
         path = tmp_path_factory.mktemp(family)

@@ -43,10 +43,7 @@ def write_models(root, vocab, **only):
     """Write a model per family, or only those in `only`, whose norms and biases are random."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
     classes = {
         "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
         "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
@@ -124,7 +121,6 @@ def program():
 @pytest.fixture(scope="session")
 def open_rank():
     """A context manager that opens a process group of one rank."""
-    import torch
     import torch.distributed as dist
 
     from rl_megatron_peft import Layout
@@ -133,8 +129,6 @@ def open_rank():
         warnings.simplefilter("ignore")  # import warnings of Megatron-Core and its dependencies
         import rl_megatron_peft.backend.resume  # noqa: F401
         from rl_megatron_peft.backend.parallel import close_ranks, open_ranks
-
-    torch.set_num_threads(1)
 
     @contextmanager
     def made():

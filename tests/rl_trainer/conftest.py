@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from rl_protocol import BatchData, ragged
 
@@ -26,12 +25,9 @@ def model_path(tmp_path_factory):
     """Folder with a Qwen2 model of 20 thousand parameters and 14 tokens, and its tokenizer."""
     from tokenizers import Tokenizer, models
 
-    torch.set_num_threads(1)
-    transformers_logging.disable_progress_bar()
     path = tmp_path_factory.mktemp("model")
     words = {word: i for i, word in enumerate(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=len(words),
         hidden_size=32,
@@ -45,6 +41,7 @@ def model_path(tmp_path_factory):
         eos_token_id=1,
         bos_token_id=None,
     )
+    torch.manual_seed(0)
     Qwen2ForCausalLM(config).save_pretrained(path)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
     return path

@@ -21,14 +21,10 @@ WARNING = "a warning of transformers"
 
 @pytest.fixture
 def shown():
-    """Bars and warnings are shown, whatever earlier tests of this process have switched off."""
-    bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    """Bars and warnings are shown; the test's end restores what was set before."""
     transformers_logging.enable_progress_bar()
+    enable_progress_bars()
     transformers_logging.set_verbosity_warning()
-    yield
-    transformers_logging.set_verbosity(verbosity)
-    if not bars:
-        transformers_logging.disable_progress_bar()
 
 
 @pytest.fixture
@@ -70,8 +66,5 @@ def test_what_libraries_print_is_silenced_for_the_call(written):
 
 def test_bars_that_the_caller_has_hidden_stay_hidden(written):
     disable_progress_bars()
-    try:
-        assert written("quiet", quiet=True) == ""
-        assert are_progress_bars_disabled()
-    finally:
-        enable_progress_bars()
+    assert written("quiet", quiet=True) == ""
+    assert are_progress_bars_disabled()

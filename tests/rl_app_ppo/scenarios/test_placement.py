@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
+from process_settings import settings_kept
 from safetensors.numpy import load_file
 
 from rl_app_ppo.cli.main import main
@@ -56,7 +55,6 @@ def trained(base_model, tmp_path, monkeypatch):
 
     def train(name, *overrides):
         LocalProcess.started.clear()
-        handlers, threads = list(logging.getLogger().handlers), torch.get_num_threads()
         small = (
             f"model.path={base_model}",
             f"trainer.output_dir={tmp_path}",
@@ -73,14 +71,8 @@ def trained(base_model, tmp_path, monkeypatch):
             "transfer_queue.backend=memory",
             "trainer.threads_per_worker=1",
         )
-        try:
+        with settings_kept():  # workers in this process change them
             assert main([*small, *overrides]) == 0
-        finally:
-            torch.set_num_threads(threads)
-            logging.captureWarnings(capture=False)
-            for handler in set(logging.getLogger().handlers) - set(handlers):
-                logging.getLogger().removeHandler(handler)
-                handler.close()
         return list(LocalProcess.started), load_file(tmp_path / name / "checkpoint" / "model.safetensors")
 
     train.folder = tmp_path

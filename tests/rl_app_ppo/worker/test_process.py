@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
 from typing import ClassVar
 
@@ -53,10 +52,7 @@ class Threads(Worker):
 @pytest.mark.parametrize(("threads", "seen"), [(0, [6, 2, 2, 6]), (1, [1, 1, 1, 1])])
 def test_a_stage_computes_with_the_cores_that_the_stages_beside_it_leave(monkeypatch, tmp_path, threads, seen):
     """trainer.threads_per_worker=0; a call that says nothing about cores changes nothing."""
-    import torch
-
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
-    before, handlers = torch.get_num_threads(), list(logging.getLogger().handlers)
     batch = KVBatchMeta(partition="train", keys=("p/0/0",))
     calls = [
         ("update_actor", StageCall(step=1, batch=batch, side_by_side=1)),
@@ -64,15 +60,8 @@ def test_a_stage_computes_with_the_cores_that_the_stages_beside_it_leave(monkeyp
         ("read_ahead", ReadAheadCall(stage="update_actor", batch=batch)),
         ("update_actor", StageCall(step=1, batch=batch, side_by_side=1)),
     ]
-    try:
-        process, worker = WorkerProcess(["actor"], "actor", tmp_path / "log", threads), Threads()
-        process._workers["actor"] = worker, None
-        for method, call in calls:
-            asyncio.run(process.call("actor", method, msgspec.msgpack.encode(call)))
-    finally:
-        torch.set_num_threads(before)
-        logging.captureWarnings(capture=False)
-        for handler in set(logging.getLogger().handlers) - set(handlers):
-            logging.getLogger().removeHandler(handler)
-            handler.close()
+    process, worker = WorkerProcess(["actor"], "actor", tmp_path / "log", threads), Threads()
+    process._workers["actor"] = worker, None
+    for method, call in calls:
+        asyncio.run(process.call("actor", method, msgspec.msgpack.encode(call)))
     assert worker.seen == seen

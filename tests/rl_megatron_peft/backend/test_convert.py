@@ -25,13 +25,11 @@ FUSED = {
 
 @pytest.fixture(scope="module")
 def convert():
-    import torch
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from rl_megatron_peft.backend.convert import convert
 
-    torch.set_num_threads(1)
     return convert
 
 

@@ -28,7 +28,7 @@ def test_a_frame_is_read_or_refused_within_bounds(path: Path):
     raw = path.read_bytes()
     assert len(raw) < 2048
     tracemalloc.start()
-    began, refused = time.process_time(), False
+    began, refused = time.thread_time(), False
     try:
         read(raw)
     except WireError:
@@ -37,7 +37,7 @@ def test_a_frame_is_read_or_refused_within_bounds(path: Path):
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < MEMORY
-    assert time.process_time() - began < 1
+    assert time.thread_time() - began < 1
     expected = path.name.split("-")[0]
     assert expected == "any" or refused == (expected == "bad")
 
