@@ -25,6 +25,7 @@ class ForkServer:
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
+        self._serves = False
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -47,9 +48,12 @@ class ForkServer:
             requests.listen()
             if self._process.poll() is None:
                 socket.send_fds(self._control, [b"\0"], [requests.fileno()])
+                self._serves = True
 
     def close(self) -> None:
         """End the process; safe to call twice."""
+        if not self._serves:  # as after a refused configuration, for which its imports would be waited for
+            self._process.kill()
         self._control.close()
         try:
             self._process.wait(_STOP_S)
