@@ -229,7 +229,7 @@ engine = HFRolloutEngine(sys.argv[1])
 weights = [to_weight(name, tensor.clone()) for name, tensor in engine._model.state_dict().items()]
 engine.load_weights(weights, 1)
 requests = [GenerationRequest(uid=f"p{i}", session=0, prompt_ids=(2, 3)) for i in range(64)]
-generate = lambda: asyncio.run(engine.generate(requests, SamplingParams(max_new_tokens=64, ignore_eos=True)))
+generate = lambda: asyncio.run(engine.generate(requests, SamplingParams(max_new_tokens=16, ignore_eos=True)))
 resident = lambda: psutil.Process().memory_info().rss
 before = generate()
 awake = resident()
