@@ -21,7 +21,7 @@ from .conftest import marked, name_of, processes_of, started, words_of
 ASYNC = (
     "async_rl.max_staleness=2",
     "trainer.total_training_steps=4",
-    "trainer.test_freq=0",
+    "trainer.test_freq=2",
     "actor.optim.lr=1e-3",
     "trainer.threads_per_worker=1",
 )

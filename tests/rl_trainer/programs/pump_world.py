@@ -70,7 +70,7 @@ class World:
     ):
         self.delays, self.faults, self.kept = list(delays), dict(faults or {}), kept
         self.calls, self.turn = Counter(), 0
-        self.version, self.generating, self.most = 0, 0, 0
+        self.version, self.generating, self.sampling, self.most = 0, 0, 0, 0
         self.rolled, self.trained, self.steps, self.versions = [], [], [], {}
         filtering = FilterGroupsConfig(enable=kept is not None, max_num_gen_batches=9)
         algorithm = AlgorithmConfig(filter_groups=filtering, old_log_prob="recompute")
@@ -132,12 +132,14 @@ class World:
 
     async def rollout(self, call):
         self.generating += len(call.prompts)
-        self.most = max(self.most, self.generating)
+        self.sampling += len(call.prompts) if call.partition.name == "train" else 0
+        self.most = max(self.most, self.sampling)
         began = self.version
         try:
             await self.pause()
         finally:
             self.generating -= len(call.prompts)
+            self.sampling -= len(call.prompts) if call.partition.name == "train" else 0
         leases = [prompt.lease for prompt in call.prompts]
         assert {lease.version for lease in leases} == {began} == {self.version}
         ended = [SessionResult(lease, session, rows=1) for lease in leases for session in lease.sessions]

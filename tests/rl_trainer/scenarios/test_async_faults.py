@@ -145,3 +145,48 @@ def test_calls_that_are_given_up_are_aborted_before_the_weights_change_and_never
         assert [len(uids) for uids in world.trained] == [BATCH] * 4
     assert aborted
     assert not any(aborted)
+
+
+@pytest.mark.parametrize("inflight", [0, 2])
+def test_training_goes_on_beside_a_validation_whose_responses_have_one_version(inflight):
+    """The rollouts of the validation are answered last. The step after it is trained meanwhile, and
+    its weights wait.
+    """
+    loop = Loop()
+    world = HeldWorld(loop, bound=2, steps=4, max_inflight_prompts=inflight)
+    generate, open_calls, versions = world.rollout, [], []
+
+    async def noted(call):
+        if call.partition.name != "val":
+            return await generate(call)
+        began, gate = world.version, loop.create_future()
+        open_calls.append(gate)
+        await gate
+        versions.append((began, world.version))
+        return await generate(call)
+
+    world.rollout = noted
+    run = loop.create_task(world.train())
+    loop.spin()
+    while world.held:
+        world.held[0].set_result(None)
+        loop.spin()
+    assert not run.done()
+    assert len(world.trained) == 3, "step 3 was not trained during the validation after step 2"
+    assert world.version == 2
+    assert [step for step, _ in world.steps] == [1]
+    while not run.done():
+        for gate in open_calls:
+            if not gate.done():
+                gate.set_result(None)
+        loop.spin()
+        if world.held:
+            world.held[0].set_result(None)
+            loop.spin()
+    run.result()
+    loop.close()
+    assert versions[0] == (2, 2)
+    assert all(began == ended for began, ended in versions)
+    assert [step for step, _ in world.steps] == [1, 2, 3, 4]
+    validated = {step: metrics["val-aux/version"] for step, metrics in world.steps if "val-aux/version" in metrics}
+    assert validated == {2: 2.0, 4: 4.0}

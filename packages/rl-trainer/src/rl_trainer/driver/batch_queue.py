@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -131,6 +131,52 @@ class BatchQueue(Generic[Batch]):
             self._changed.notify_all()
 
 
+class SideValidation:
+    """A validation that runs beside the steps after it. Its responses have one version.
+
+    Args:
+        timeout_s: longest time of each wait.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._rolled_out = asyncio.Event()
+        self._rolled_out.set()
+        self._reported: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def rolling_out(self) -> Generator[None]:
+        """Responses are generated within, so weights must not change."""
+        self._rolled_out.clear()
+        try:
+            yield
+        finally:
+            self._rolled_out.set()
+
+    async def rolled_out(self) -> None:
+        """Wait until no validation generates.
+
+        Raises:
+            HangError: one still does after `timeout_s`.
+        """
+        async with deadline(self._timeout_s, "the responses of the validation"):
+            await self._rolled_out.wait()
+
+    def begin(self, reported: asyncio.Task[None]) -> None:
+        """A validation has begun; the task ends when its metrics are logged."""
+        self._reported = reported
+
+    async def over(self) -> None:
+        """Wait until the metrics of the last validation are logged.
+
+        Raises:
+            RLError: it failed; HangError: they are not within `timeout_s`.
+        """
+        if self._reported is not None:
+            async with deadline(self._timeout_s, "the validation of an earlier step"):
+                await asyncio.shield(self._reported)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupCounts:
     """What became of the prompts that were rolled out for training.
@@ -219,3 +265,18 @@ class Staleness:
             **stats("training/off_policy/trajectory_staleness", self.newest),
             **stats("training/off_policy/trajectory_staleness_worst", self.oldest),
         }
+
+
+def one_version(rows: KVBatchMeta) -> int:
+    """The version that generated all of these tagged trajectories.
+
+    Raises:
+        RolloutError: there are several.
+    """
+    ages = Staleness.of(rows, 0)
+    versions = sorted({-age for age in (*ages.oldest, *ages.newest)})
+    if len(versions) != 1:
+        raise RolloutError(
+            f"The responses of one validation have versions {versions} of the weights; it must have one."
+        )
+    return versions[0]

@@ -35,6 +35,8 @@ from rl_trainer.driver.stage_calls import WorkerHandle, Workers, call
 from rl_trainer.workers.messages import FinishSaveCall, LoadStateCall, SavedFiles, SaveStateCall, StageResult
 
 logger = logging.getLogger(__name__)
+Score = float | asyncio.Future[float | None] | None
+"""By which checkpoints are compared; a future is cancelled if its validation fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +82,11 @@ class CheckpointWriter:
         """Folder of the checkpoint of that step."""
         return self._folder / step_name(step)
 
-    async def begin(self, state: RunState, score: float | None, held: HeldBatches | None = None) -> None:
+    async def begin(self, state: RunState, score: Score, held: HeldBatches | None = None) -> None:
         """Have all workers copy their state, and write it in the background.
 
-        Waits for the previous save first. `held` are batches whose rows a worker has copied.
+        Waits for the previous save first. A score that is a future is waited for before the
+        checkpoint is published. `held` are batches whose rows a worker has copied.
 
         Raises:
             OutputError: this or the previous checkpoint can't be written.
@@ -135,13 +138,15 @@ class CheckpointWriter:
             logger.error("The checkpoint that was being written is lost: %s", error)
 
     async def _write(
-        self, temporary: Path, state: RunState, score: float | None, held: HeldBatches | None, start: float
+        self, temporary: Path, state: RunState, score: Score, held: HeldBatches | None, start: float
     ) -> SavedCheckpoint:
         """Collect the files of the workers, add those of the driver, and publish the checkpoint."""
         calls = [call(rank, "finish_save", FinishSaveCall(), SavedFiles, self._timeout_s) for _, rank in self._roles]
         files: dict[str, FileFacts] = {}
         for saved in await gather_or_cancel(*calls):
             files |= saved.files
+        if isinstance(score, asyncio.Future):
+            score = await score
         await asyncio.to_thread(self._publish, temporary, state, score, held, files)
         return SavedCheckpoint(
             step=state.step,

@@ -39,7 +39,8 @@ class Hook:
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """After the step, its validation and the beginning of its checkpoint, with all logged
-        metrics.
+        metrics. A validation that runs beside the next step ends later, and its metrics are only in
+        `on_validate_end`.
         """
 
     def on_sample_begin(self, step: int, num_prompts: int) -> None:

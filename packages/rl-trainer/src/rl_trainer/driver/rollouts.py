@@ -81,7 +81,8 @@ class Rollouts:
         self.version = 0
         longest_s = MOST_STAGES * timeout_s
         self.gate = ReplicaGate(longest_s)
-        self.permits = Permits(policy.permits, longest_s)
+        self.permits = {name: Permits(policy.permits, longest_s) for name in buffers}
+        """To generate, by partition."""
         self.shared_router = Router("least_loaded" if router == "even" else router, len(workers))
         """Chooses replicas for the calls of one prompt."""
         self.running = 0
@@ -239,7 +240,7 @@ class _Rollout:
 
     async def _dispatch(self, tasks: asyncio.TaskGroup, uids: Collection[str]) -> None:
         """Wait for a permit, and send these prompts to the replicas whenever some may start."""
-        permits = self._rollouts.permits
+        permits = self._rollouts.permits[self._partition.name]
         await permits.acquire(self._partition.step)
         try:
             while True:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -34,8 +34,16 @@ from rl_trainer.algorithms.staleness_policy import StalenessPolicy
 from rl_trainer.asyncio_tasks import gather_or_cancel
 from rl_trainer.checkpoints.folder import Checkpoint, RunState
 from rl_trainer.checkpoints.held_batches import HeldBatches
-from rl_trainer.driver.batch_queue import MOST_STAGES, Admissions, BatchQueue, GroupCounts, Staleness
-from rl_trainer.driver.checkpoint_writer import CheckpointWriter, SavedCheckpoint, load
+from rl_trainer.driver.batch_queue import (
+    MOST_STAGES,
+    Admissions,
+    BatchQueue,
+    GroupCounts,
+    SideValidation,
+    Staleness,
+    one_version,
+)
+from rl_trainer.driver.checkpoint_writer import CheckpointWriter, SavedCheckpoint, Score, load
 from rl_trainer.driver.held_batches import BatchKeeper
 from rl_trainer.driver.hooks import notify
 from rl_trainer.driver.idle import IdleClock
@@ -128,6 +136,7 @@ class PPOTrainer:
         self._keeper = BatchKeeper(parts, self._sampler)
         self._batches = BatchQueue[Sampled](1, 0, self._longest_wait_s)
         self._restored: dict[int, Sampled] = {}
+        self._side = SideValidation(self._longest_wait_s)
         self._trained = 0
         self._dropped = 0
 
@@ -181,7 +190,7 @@ class PPOTrainer:
         try:
             async with asyncio.TaskGroup() as pumps:
                 rollouts = pumps.create_task(self._run_rollouts(pumps))
-                last = await self._run_training()
+                last = await self._run_training(pumps)
                 rollouts.cancel()
         except* RLError as failed:
             raise failed.exceptions[0] from None
@@ -206,34 +215,52 @@ class PPOTrainer:
         else:
             await self._batches.finish(step, sampled)
 
-    async def _run_training(self) -> dict[str, float]:
+    async def _run_training(self, pumps: asyncio.TaskGroup) -> dict[str, float]:
         """Train on one batch after the other; returns the metrics of the last validation."""
         loop = self._parts.loop
         last: dict[str, float] = {}
         validates = self._parts.validation_size > 0
         if validates and loop.val_before_train and not self._steps_done:
-            last = (await self.validate(0)).metrics
+            with self._idle.because("validation"):
+                last = (await self.validate(0)).metrics
             self._parts.on_step(0, last)
         self._idle.read()  # what was before the first step belongs to none
         for step in range(self._steps_done + 1, loop.total_training_steps + 1):
             self._notify("on_step_begin", step)
             with noted(f"step {step}"):
                 metrics = await self._step(step)
-            final, accuracy = step == loop.total_training_steps, None
-            if validates and (final or (loop.test_freq and step % loop.test_freq == 0)):
+            final, score, beside = step == loop.total_training_steps, None, None
+            with self._idle.because("validation"):
+                await self._side.over()
                 start = time.perf_counter()
-                validation = await self.validate(step)
-                last, accuracy = validation.metrics, validation.accuracy
-                metrics |= last | {"timing_s/testing": time.perf_counter() - start}
+                if validates and (final or (loop.test_freq and step % loop.test_freq == 0)):
+                    if final or not self._policy.max_staleness:
+                        validation = await self.validate(step)
+                        last, score = validation.metrics, validation.accuracy
+                        metrics |= last | {"timing_s/testing": time.perf_counter() - start}
+                    else:
+                        beside = pumps.create_task(self.validate(step))
+                        score = _future_score(beside)
             self._steps_done = step
             with noted(f"step {step}"), noted("stage save_checkpoint"), self._idle.busy("trainer"):
-                metrics |= await self._save(final, accuracy)
+                metrics |= await self._save(final, score)
             metrics |= self._idle.read()
-            self._parts.on_step(step, metrics)
+            if beside is None:
+                self._parts.on_step(step, metrics)
+            else:
+                self._side.begin(pumps.create_task(self._report(step, metrics, beside, start)))
             self._notify("on_step_end", step, metrics)
         return last
 
-    async def _save(self, final: bool, score: float | None) -> dict[str, float]:
+    async def _report(
+        self, step: int, metrics: Mapping[str, float], beside: asyncio.Task[Validation], start: float
+    ) -> None:
+        """Log the metrics of a step with those of its validation, once this is done."""
+        validation = await beside
+        seconds = time.perf_counter() - start
+        self._parts.on_step(step, {**metrics, **validation.metrics, "timing_s/testing": seconds})
+
+    async def _save(self, final: bool, score: Score) -> dict[str, float]:
         """Begin a checkpoint where one is due; metrics of a finished one, and the time the loop
         waited.
         """
@@ -317,6 +344,8 @@ class PPOTrainer:
         with self._idle.because("refit"):
             if self._policy.deterministic:
                 await self._batches.sampled()
+            with self._idle.because("validation"):
+                await self._side.rolled_out()
             async with self._rollouts.gate.closed():
                 await self._sleep.wake(clock, "weights")
                 report = await clock.time("update_weights", sync.update_weights(self._version))
@@ -339,12 +368,15 @@ class PPOTrainer:
         partition = Partition(name=VALIDATION_PARTITION, split="val", step=step, n=settings.n, sampling=sampling)
 
         async def evaluate() -> Validation:
-            rows = (await self._sampler.roll_out(partition, prompts)).rows
+            with self._side.rolling_out():
+                rows = (await self._sampler.roll_out(partition, prompts)).rows
             judged = await self._sampler.score("evaluate", ValidationResult, step, rows.without_tags())
             rolled = {f"val-aux/{name}": value for name, value in rollout_metrics(rows).items()}
+            if self._policy.max_staleness:
+                rolled["val-aux/version"] = float(one_version(rows))
             return Validation(judged.metrics | rolled, judged.accuracy)
 
-        with noted(f"validation after step {step}"), self._idle.because("validation"):
+        with noted(f"validation after step {step}"):
             async with self._rollouts.committed_after(VALIDATION_PARTITION, step):
                 validation = await self._repeated(step, evaluate, lambda: self._rollouts.clear(VALIDATION_PARTITION))
         self._notify("on_validate_end", step, validation.metrics)
@@ -512,3 +544,17 @@ class PPOTrainer:
         traffic.
         """
         return sum(w.bytes_moved for w in self._parts.workers.all()) + self._parts.plane.traffic().total
+
+
+def _future_score(beside: asyncio.Task[Validation]) -> asyncio.Future[float | None]:
+    """The score of a validation that runs; cancelled if it fails."""
+    score = asyncio.get_running_loop().create_future()
+
+    def done(task: asyncio.Task[Validation]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            score.cancel()
+        elif not score.done():
+            score.set_result(task.result().accuracy)
+
+    beside.add_done_callback(done)
+    return score
