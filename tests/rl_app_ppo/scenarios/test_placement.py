@@ -6,7 +6,9 @@ The worker processes are objects of this process.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -39,7 +41,10 @@ class LocalProcess(RayProcess):
 
 @pytest.fixture
 def trained(base_model, tmp_path, monkeypatch):
-    """A function that runs the app with local processes; returns the processes and the weights."""
+    """A function that runs the app with local processes; returns the processes and the weights.
+
+    What the workers leave open is collected here, or its warnings would fail a later test.
+    """
 
     async def enough(self):
         del self
@@ -76,7 +81,13 @@ def trained(base_model, tmp_path, monkeypatch):
         return list(LocalProcess.started), load_file(tmp_path / name / "checkpoint" / "model.safetensors")
 
     train.folder = tmp_path
-    return train
+    yield train
+    for process in LocalProcess.started:
+        process.actor = None
+    gc.unfreeze()  # workers exempt what exists while they are built, their clients among it, from collections
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # a worker closes no socket: it ends with its process
+        gc.collect()
 
 
 def test_replicas_that_sleep_during_updates_learn_the_same_bit_for_bit(trained):
