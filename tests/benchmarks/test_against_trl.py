@@ -49,7 +49,7 @@ def test_the_app_resolves_its_options_to_the_settings_of_the_task(kl_coef: float
     task = replace(TASK, kl_coef=kl_coef)
     options = [f"{key}={value}" for key, value in our_options(task, task.steps).items()]
     command = [sys.executable, str(ROOT / "apps" / "ppo"), "algorithm=grpo", *options, "--cfg"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     found = our_settings(yaml.safe_load(done.stdout))
     wanted = task.settings()

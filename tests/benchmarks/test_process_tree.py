@@ -25,7 +25,7 @@ import dataclasses, json, os, pathlib, sys
 from harness.process_tree import run_command
 folder = pathlib.Path(sys.argv[1])
 command = [sys.executable, "-c", sys.argv[2], str(folder / "lines.jsonl"), sys.argv[3]]
-run = run_command(command, folder / "lines.jsonl", folder / "log", env=os.environ, folder=folder, timeout_s=60)
+run = run_command(command, folder / "lines.jsonl", folder / "log", env=os.environ, folder=folder, timeout_s=300)
 print(json.dumps(dataclasses.asdict(run)))
 """
 
@@ -33,7 +33,7 @@ print(json.dumps(dataclasses.asdict(run)))
 def measure(folder: Path, code: int) -> subprocess.CompletedProcess[str]:
     """In a process of its own, since it adopts and waits for all children."""
     command = [sys.executable, "-c", MEASURE, str(folder), COMMAND, str(code)]
-    return subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_children_and_orphans_count(tmp_path: Path):

@@ -60,7 +60,7 @@ print(children())
 
 def run(modules: list[str]) -> list[str]:
     code = SESSION.replace("MODULES", repr(modules))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if "(raylet)" not in line]  # it reports the killed worker
 
