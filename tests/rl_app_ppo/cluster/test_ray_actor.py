@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import ActorDiedError
 
 from rl_app_ppo.cluster import ray_actor
 from rl_app_ppo.cluster.ray_actor import RayProcess, RayWorker
-from rl_protocol import WorkerError
+from rl_app_ppo.worker.call_socket import CallServer
+from rl_protocol import RewardError, WorkerDiedError, WorkerError
 
 
 class Stopped:
@@ -47,3 +50,73 @@ def test_a_worker_that_hangs_is_named_at_its_deadline_and_blocks_no_other(tmp_pa
     asyncio.run(body())
     assert ticks > 1
     assert worker.bytes_moved == len(b"rows")
+
+
+class Served:
+    """A Ray actor that takes calls at a Unix socket; `listening` is its server."""
+
+    def __init__(self, call):
+        self._calls = CallServer(call)
+        self.died = asyncio.Event()
+        self.listen = SimpleNamespace(remote=self._listen)
+        self.raise_error = SimpleNamespace(remote=self._raise_error)
+        self.stay = SimpleNamespace(remote=self._stay)
+
+    async def _listen(self, path):
+        self.listening = await self._calls.listen(Path(path))
+
+    async def _raise_error(self, number):
+        raise self._calls.take_error(number)
+
+    async def _stay(self):
+        await self.died.wait()
+        raise ActorDiedError
+
+
+def test_calls_over_a_socket_answer_fail_and_end_as_those_of_ray(tmp_path, monkeypatch):
+    async def call(role, method, payload):
+        if method == "score":
+            raise RewardError("row 3 has no truth")
+        if method == "last":
+            process.actor.died.set()
+            await asyncio.Event().wait()
+        return f"{role} {method} ".encode() + payload
+
+    class Process(RayProcess):
+        def _start(self):
+            return Served(call)
+
+    process = Process(["reward"], "judge", tmp_path / "judge.log", 1)
+    process.pid, worker = 7, RayWorker(process, "reward", "judge")
+
+    async def body() -> None:
+        await process.connect(tmp_path)
+        assert await worker.call("adv", b"rows", timeout_s=20.0) == b"reward adv rows"
+        assert worker.bytes_moved == len(b"rows" + b"reward adv rows")
+        with pytest.raises(RewardError, match="row 3 has no truth"):
+            await worker.call("score", b"", timeout_s=20.0)
+        with pytest.raises(WorkerDiedError, match="Worker judge died during last"):
+            await worker.call("last", b"", timeout_s=20.0)
+        with pytest.raises(WorkerDiedError, match="Worker judge died during adv"):
+            await worker.call("adv", b"", timeout_s=20.0)
+        process.actor.listening.close()
+
+    asyncio.run(body())
+
+
+def test_a_process_of_another_host_or_with_a_long_path_is_called_through_ray(tmp_path):
+    class Process(RayProcess):
+        def _start(self):
+            return SimpleNamespace(call=SimpleNamespace(remote=self.answer))
+
+        async def answer(self, *_):
+            return b"through Ray"
+
+    async def body(pid: int, folder: Path) -> bytes:
+        process = Process(["reward"], "judge", tmp_path / "judge.log", 1)
+        process.pid = pid
+        await process.connect(folder)
+        return await process.call("reward", "adv", b"")
+
+    assert asyncio.run(body(0, tmp_path)) == b"through Ray"
+    assert asyncio.run(body(7, tmp_path / ("long" * 40))) == b"through Ray"

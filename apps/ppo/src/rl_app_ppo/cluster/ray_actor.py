@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.watchdog.calls import CallLog
+from rl_app_ppo.worker.call_socket import Connection
 from rl_app_ppo.worker.messages import WarmupProgress
 from rl_app_ppo.worker.process import WorkerProcess
 from rl_protocol import RLError, WorkerDiedError, WorkerError
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _actor_class: Any = ray.remote(WorkerProcess)
+_LONGEST_PATH = 107
+"""Bytes of the path of a Unix socket."""
 
 
 class RayProcess:
@@ -57,6 +61,10 @@ class RayProcess:
         self._threads = threads
         self._cpus = cpus
         self._built: tuple[bytes, float] | None = None
+        self._sockets: Path | None = None
+        self._connection: Connection | None = None
+        self._end: asyncio.Future[bytes] | None = None
+        """Of a call that ends only with the process, or when Ray loses it."""
         self.actor = self._start()
 
     async def build(self, payload: bytes, *, timeout_s: float) -> None:
@@ -105,8 +113,41 @@ class RayProcess:
             raise self._translate(self.name, "start", error, timeout_s) from None
         self.pid = pid if host == socket.gethostname() else 0
 
+    async def connect(self, folder: Path) -> None:
+        """Send the calls that follow over a Unix socket in this folder of mode 0700.
+
+        Those to a process on another host still go through Ray, and so do those of all processes if
+        the path of the folder is too long for a socket.
+
+        Raises:
+            WorkerError: see WorkerHandle.call.
+        """
+        self._sockets = folder
+        path = folder / f"{self.pid}.sock"
+        if not self.pid or len(bytes(path)) > _LONGEST_PATH:
+            return
+        with self.errors("listen"):
+            await self.actor.listen.remote(str(path))
+        self._connection = await Connection.connect(path)
+        end: asyncio.Future[bytes] = asyncio.ensure_future(self.actor.stay.remote())
+        end.add_done_callback(partial(_close, self._connection))
+        self._end = end
+
+    async def call(self, role: Role, method: str, payload: bytes) -> bytes:
+        """Call the worker of a role; use it within `errors`."""
+        end = self._end
+        if self._connection is None or end is None:
+            return await self.actor.call.remote(role, method, payload)
+        try:
+            answer = await self._connection.call(role, method, payload)
+        except ConnectionResetError:
+            return await asyncio.shield(end)  # raises why the process has ended
+        if answer.payload is None:
+            return await self.actor.raise_error.remote(answer.number)
+        return answer.payload
+
     def send(self, method: str, payload: bytes) -> Callable[[], Awaitable[bytes]]:
-        """Start a call, ahead of all later ones, without waiting for it.
+        """Start a call through Ray, ahead of all later ones, without waiting for it.
 
         Returns:
             A function that waits for the answer. It raises WorkerError if the process died, and
@@ -138,9 +179,14 @@ class RayProcess:
             payload, timeout_s = self._built
             await self.ready(timeout_s)
             await self.build(payload, timeout_s=timeout_s)
+        if self._sockets is not None:
+            await self.connect(self._sockets)
 
     def kill(self) -> None:
         """Kill the process."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
         ray.kill(self.actor)
 
     def _start(self) -> Any:
@@ -161,6 +207,13 @@ class RayProcess:
         return WorkerError(
             f"Worker {name} did not answer {method} within {timeout_s:g} s; raise trainer.stage_timeout_s or see its log. {log}"
         )
+
+
+def _close(connection: Connection, end: asyncio.Future[bytes]) -> None:
+    """Close the connection to a process that has ended, so that all calls end."""
+    if not end.cancelled():
+        end.exception()  # those calls raise it
+    connection.close()
 
 
 class RayWorker:
@@ -184,7 +237,7 @@ class RayWorker:
         waiting = self.process.calls.waiting(self.name, method, payload)
         with waiting, self.process.errors(method, timeout_s, self.name):
             async with asyncio.timeout(timeout_s):
-                answer: bytes = await self.process.actor.call.remote(self.role, method, payload)
+                answer = await self.process.call(self.role, method, payload)
         self.bytes_moved += len(answer)
         return answer
 

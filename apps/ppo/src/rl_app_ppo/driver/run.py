@@ -173,7 +173,7 @@ async def _load_models(
     """Wait for the processes and load their models; returns the folder of the initial policy."""
     model_path = given_model(plan.config) or await _demo_model(plan.config, pool, screen, startup)
     with startup.phase("workers", f"starting {len(pool)} worker processes"):
-        await pool.ready()
+        await pool.ready(store)
     with startup.phase("models", "workers load their models"):
         await pool.build(model_path, plane.descriptor, store, plan.plugins)
     return model_path

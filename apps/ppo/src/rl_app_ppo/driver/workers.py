@@ -103,14 +103,22 @@ class WorkerPool:
                     worker = RayWorker(process, role, group.role_name(role, rank))
                     self._handles.setdefault(role, []).append(worker)
 
-    async def ready(self) -> None:
-        """Wait until all processes run.
+    async def ready(self, sockets: Path) -> None:
+        """Wait until all processes run, and connect to those of this host over Unix sockets.
+
+        A run that writes Ray's timeline (trainer.profile_steps) calls them through Ray, so that the
+        timeline shows the calls.
+
+        Args:
+            sockets: a folder of mode 0700 for them.
 
         Raises:
             WorkerError: one died, or did not start within `ray.start_timeout_s`.
         """
         timeout_s = self._config.ray.start_timeout_s
         await asyncio.gather(*(process.ready(timeout_s) for process in self.processes))
+        if not self._config.trainer.profile_steps:
+            await asyncio.gather(*(process.connect(sockets) for process in self.processes))
 
     async def make_demo_model(self, screen: Screen, startup: Startup) -> Path:
         """Have the first actor make the demo's base model; returns its folder."""

@@ -16,6 +16,7 @@ import msgspec
 
 from rl_app_ppo.config.full_keys import FullKeysFormatter
 from rl_app_ppo.config.placement import Role
+from rl_app_ppo.worker.call_socket import CallServer
 from rl_app_ppo.worker.messages import BuildCall, WarmupProgress
 from rl_app_ppo.worker.weight_endpoints import require_admission
 from rl_ckpt_engine.endpoints.operations import METHODS
@@ -45,6 +46,8 @@ class WorkerProcess:
         self._roles = tuple(roles)
         self._workers: dict[Role, Built] = {}
         self._trace: Trace | None = None
+        self._calls = CallServer(self.call)
+        self._listening: asyncio.Server | None = None
         self._share_cores: Callable[[int], None] | None = None
         handler = logging.FileHandler(log_path)
         handler.setFormatter(FullKeysFormatter())
@@ -64,6 +67,18 @@ class WorkerProcess:
     async def place(self) -> tuple[str, int]:
         """The host and the id of this process."""
         return socket.gethostname(), os.getpid()
+
+    async def listen(self, path: str) -> None:
+        """Take calls at a Unix socket, too, which is made at this path."""
+        self._listening = await self._calls.listen(Path(path))
+
+    async def stay(self) -> bytes:
+        """Never return: Ray ends this call with the reason why the process has ended."""
+        return await asyncio.get_running_loop().create_future()
+
+    async def raise_error(self, number: int) -> bytes:
+        """Raise the error with which a call over the socket failed."""
+        raise self._calls.take_error(number)
 
     async def call(self, role: Role, method: str, payload: bytes) -> bytes:
         """Answer one call to the worker of a role; `build` and `profile.*` are for all of them.
