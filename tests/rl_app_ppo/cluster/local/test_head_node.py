@@ -8,7 +8,7 @@ import sys
 import pytest
 
 SESSION = """
-import asyncio, os, signal, sys
+import asyncio, os, signal, sys, time
 from contextlib import closing
 from pathlib import Path
 from rl_app_ppo.cluster.environment import environment, ray_settings
@@ -26,6 +26,15 @@ def children():
             found[int(file.parent.name)] = Path(command[0]).name
     return found
 
+def servers():
+    return sorted(name for name in children().values() if name[:6] != "python")
+
+def servers_once(wanted):  # a process that starts or ends is seen for a moment
+    deadline = time.monotonic() + 60
+    while (found := servers()) != wanted and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
 async def session(fork_server):
     from rl_app_ppo.cluster.ray_session import ray_session
     from rl_app_ppo.config.loading import load_config
@@ -40,7 +49,7 @@ async def session(fork_server):
         worker_class = ray.remote(num_cpus=0)(Worker)
         first = worker_class.remote()
         parent, *facts, pid = ray.get(first.facts.remote())
-        print(facts == [os.nice(0), True, "yes"], sorted(name for name in children().values() if name[:6] != "python"))
+        print(facts == [os.nice(0), True, "yes"], servers_once(["gcs_server", "raylet"]))
         print(parent == fork_server.pid)
         os.kill(pid, signal.SIGKILL)
         try:
