@@ -50,6 +50,29 @@ def test_a_deterministic_run_does_not_depend_on_the_number_of_workers(app):
     assert all(m["actor/grad_norm"] > 0 for m in metrics)
 
 
+LONG = (
+    "rollout.temperature=5",  # hardly ever the end of the sequence
+    "rollout.response_length=48",
+    "rollout.max_batch_size=2",  # generation takes longer than training, so updates find it running
+    "rollout.num_workers=1",
+    "trainer.val_before_train=false",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_update", ["continue", "abort"])
+def test_new_weights_take_over_the_responses_that_are_being_generated(app, on_update):
+    done = app(*ASYNC, *LONG, f"async_rl.on_update={on_update}", "trainer.total_training_steps=6")
+    assert done.code == 0, done.err
+    assert "+ 0 dropped + 0 held" in done.out
+    steps, spans = [m for m in done.metrics if m["step"]], "training/off_policy/trajectory_spans/max"
+    counted, other = ("continued", "restarted") if on_update == "continue" else ("restarted", "continued")
+    assert sum(m[f"async/{counted}"] for m in steps) > 0
+    assert {m[f"async/{other}"] for m in steps} == {0}
+    assert max(m[spans] for m in steps) == (2 if on_update == "continue" else 1)
+    assert max(m["training/off_policy/trajectory_staleness_worst/max"] for m in steps) <= 2
+
+
 def parameters(folder):
     return hashlib.sha256((folder / "checkpoint" / "model.safetensors").read_bytes()).hexdigest()
 

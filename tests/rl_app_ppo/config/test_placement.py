@@ -288,6 +288,11 @@ def test_a_deterministic_run_recomputes_its_old_log_probs_and_says_who_set_that(
     [
         (["rollout.name=vllm"], r"rollout\.name must be hf with trainer\.deterministic=true"),
         (
+            ["async_rl.max_staleness=1", "async_rl.on_update=continue"],
+            r"async_rl\.on_update must be finish with trainer\.deterministic=true: .*; got 'continue'",
+        ),
+        (["async_rl.max_staleness=1", "async_rl.on_update=abort"], r"async_rl\.on_update must be finish with"),
+        (
             ["trainer.threads_per_worker=0"],
             r"trainer\.threads_per_worker must be at least 1 with trainer\.deterministic",
         ),

@@ -96,6 +96,21 @@ def test_an_update_waits_for_what_runs_and_nothing_starts_before_it_ends():
     asyncio.run(main())
 
 
+def test_an_update_that_does_not_drain_lets_calls_run_and_none_begin():
+    async def main():
+        gate = ReplicaGate(60)
+        await gate.enter()
+        async with gate.closed(drain=False):
+            entering = asyncio.create_task(gate.enter())
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not entering.done()
+            gate.leave()
+        await asyncio.wait_for(entering, 10)
+
+    asyncio.run(main())
+
+
 def test_an_update_that_fails_opens_the_gate():
     async def main():
         gate = ReplicaGate(60)

@@ -70,6 +70,7 @@ class World:
     ):
         self.delays, self.faults, self.kept = list(delays), dict(faults or {}), kept
         self.calls, self.turn = Counter(), 0
+        self.on_update, self.overtaken = async_rl.get("on_update", "finish"), 0
         self.version, self.generating, self.sampling, self.most = 0, 0, 0, 0
         self.rolled, self.trained, self.steps, self.versions = [], [], [], {}
         filtering = FilterGroupsConfig(enable=kept is not None, max_num_gen_batches=9)
@@ -126,7 +127,8 @@ class World:
 
     async def update_weights(self, version):
         await self.pause()
-        assert not self.generating, "the weights change below a running generation"
+        if self.on_update == "finish":
+            assert not self.generating, "the weights change below a running generation"
         self.version = version
         return WeightSyncReport(version=version, num_bytes=1, seconds=0.0, receivers=("rollout",))
 
@@ -141,10 +143,14 @@ class World:
             self.generating -= len(call.prompts)
             self.sampling -= len(call.prompts) if call.partition.name == "train" else 0
         leases = [prompt.lease for prompt in call.prompts]
-        assert {lease.version for lease in leases} == {began} == {self.version}
+        assert {lease.version for lease in leases} == {began}
+        oldest = self.version if self.on_update == "abort" else began
+        assert self.on_update != "finish" or began == self.version
         ended = [SessionResult(lease, session, rows=1) for lease in leases for session in lease.sessions]
         rows = BatchData({"responses": ragged([[3, 4]] * len(ended), "int64")})
-        tags = [{"prompt_len": 1, "response_len": 2}] * len(ended)
+        newest = {"newest_version": self.version} if self.version > oldest else {}
+        tags = [{"prompt_len": 1, "response_len": 2, "version": oldest, **newest}] * len(ended)
+        self.overtaken += len(leases) if self.version > began and call.partition.name == "train" else 0
         prompts = BatchData({"prompts": ragged([[prompt.row] for prompt in call.prompts], "int64")})
         await self.plane.put(prompt_partition(call.partition.name), [lease.uid for lease in leases], prompts)
         await settle(self.plane, ended, rows, tags=tags)

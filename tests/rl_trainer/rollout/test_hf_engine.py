@@ -271,3 +271,70 @@ def test_weights_that_are_not_its_own_or_not_sent_again_are_not_dropped(model_pa
         asyncio.run(engine.sleep(2))
     asyncio.run(engine.wake())
     assert generate(engine, REQUESTS) == expected
+
+
+def changed(model_path):
+    """All weights of the model, a little larger."""
+    state = TorchPolicyBackend(model_path, None)
+    return [
+        to_weight(weight.name, torch.from_numpy(weight.data.view(np.float32).reshape(weight.shape) * 1.1))
+        for weight in state.named_weights()
+    ]
+
+
+@pytest.mark.parametrize("way", ["load", "adopt"])
+def test_weights_that_are_loaded_meanwhile_end_the_running_responses(model_path, way):
+    """What was generated until then is the same as without them, and of the old version."""
+    engine = HFRolloutEngine(model_path, interruptible=True)
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    checked = []
+
+    async def main():
+        whole = await engine.generate(REQUESTS, params)
+        running = asyncio.create_task(engine.generate(REQUESTS, params))
+        for _ in range(6):
+            await asyncio.sleep(0)
+        if way == "load":
+            engine.load_weights(changed(model_path), 1)
+        else:
+            engine.adopt_weights(changed(model_path), 1, lambda: checked.append(1))
+        return whole, await running, await engine.generate(REQUESTS, params)
+
+    whole, cut, after = asyncio.run(main())
+    lengths = {len(one.response_ids) for one in cut}
+    (length,) = lengths
+    assert 0 < length < 24
+    assert {(one.finish_reason, one.weight_version) for one in cut} == {("abort", 0)}
+    assert [one.response_ids for one in cut] == [one.response_ids[:length] for one in whole]
+    assert [one.log_probs for one in cut] == [one.log_probs[:length] for one in whole]
+    assert {(one.finish_reason, one.weight_version) for one in after} == {("length", 1)}
+    assert [one.log_probs for one in after] != [one.log_probs for one in whole]
+    assert bool(checked) == (way == "adopt")
+
+
+def test_generations_that_are_interruptible_run_one_after_the_other(model_path):
+    """And give the same tokens as an engine that is not."""
+    engine, plain = HFRolloutEngine(model_path, interruptible=True), HFRolloutEngine(model_path)
+    params = SamplingParams(max_new_tokens=6)
+
+    async def both():
+        return await asyncio.gather(engine.generate(REQUESTS[:5], params), engine.generate(REQUESTS[5:], params))
+
+    first, second = asyncio.run(both())
+    assert first == generate(plain, REQUESTS[:5])
+    assert second == generate(plain, REQUESTS[5:])
+
+
+def test_what_adopted_weights_generated_after_they_were_overwritten_is_dropped_at_once(model_path):
+    engine = HFRolloutEngine(model_path, interruptible=True)
+    calls = []
+
+    def watch():
+        calls.append(1)
+        if len(calls) == 2:
+            raise WeightSyncError("overwritten")
+
+    engine.adopt_weights(changed(model_path), 1, watch)
+    with pytest.raises(RolloutError, match="version 1 is dropped"):
+        generate(engine, REQUESTS, max_new_tokens=24, ignore_eos=True)
+    assert len(calls) == 2

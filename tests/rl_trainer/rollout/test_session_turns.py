@@ -138,6 +138,82 @@ def test_sessions_that_cannot_be_trained_on_are_named(trajectories, message):
     assert message in str(failure)
 
 
+class Updated:
+    """An engine whose weights change during its first calls, after one token of each response."""
+
+    weight_version = 0
+
+    def __init__(self, updates):
+        self.updates, self.budgets = updates, []
+
+    async def generate(self, requests, params):
+        version, self.weight_version = self.weight_version, min(self.weight_version + 1, self.updates)
+        self.budgets.append(params.max_new_tokens)
+        made = 1 if version < self.weight_version else params.max_new_tokens
+        reason = "abort" if version < self.weight_version else "length"
+        return [
+            Generation(
+                response_ids=(10 * version + len(request.prompt_ids),) * made,
+                log_probs=(-float(version),) * made,
+                finish_reason=reason,
+                weight_version=version,
+            )
+            for request in requests
+        ]
+
+
+def test_new_weights_continue_a_response_after_the_tokens_that_it_has():
+    engine = Updated(updates=2)
+    ((one,), (other,)) = asyncio.run(run_sessions(SESSIONS.get("single_turn"), refs(2, 3), engine, SAMPLING))
+    assert engine.budgets == [4, 3, 2]
+    assert one.response_ids == (2, 13, 24, 24)
+    assert other.response_ids == (3, 14, 25, 25)
+    assert one.log_probs == (0.0, -1.0, -2.0, -2.0)
+    assert one.versions == ((0, 1), (1, 1), (2, 2))
+    assert (one.weight_version, one.newest_version, one.truncated) == (0, 2, True)
+
+
+def test_an_update_that_comes_with_the_last_token_leaves_a_whole_response():
+    sampling = SamplingParams(max_new_tokens=1)
+    ((one,),) = asyncio.run(run_sessions(SESSIONS.get("single_turn"), refs(2), Updated(updates=1), sampling))
+    assert (one.response_ids, one.weight_version, one.truncated) == ((2,), 0, True)
+
+
+def test_new_weights_start_a_response_again():
+    engine = Updated(updates=2)
+    out = asyncio.run(run_sessions(SESSIONS.get("single_turn"), refs(2), engine, SAMPLING, restart=True))
+    assert engine.budgets == [4, 4, 4]
+    assert out == [
+        [
+            Trajectory(
+                response_ids=(22,) * 4,
+                response_mask=(True,) * 4,
+                log_probs=(-2.0,) * 4,
+                weight_version=2,
+                truncated=True,
+            )
+        ]
+    ]
+
+
+def test_a_session_that_hides_the_update_starts_again_too():
+    """It catches every error, asks again and returns something else."""
+    begun = []
+
+    async def session(row, generate):
+        begun.append(row)
+        try:
+            return [Trajectory.of(await generate(row.prompt_ids))]
+        except RolloutError:
+            with pytest.raises(RolloutError, match="starts again"):
+                await generate(row.prompt_ids)
+            return [Trajectory(response_ids=(5,), response_mask=(True,), log_probs=(0.0,), weight_version=0)]
+
+    engine = Updated(updates=1)
+    ((one,),) = asyncio.run(run_sessions(SessionKind(session), refs(2), engine, SAMPLING, restart=True))
+    assert (len(begun), one.response_ids, one.weight_version) == (2, (12,) * 4, 1)
+
+
 def test_a_session_that_raises_fails_alone_and_names_the_place():
     async def session(row, generate):
         generation = await generate(row.prompt_ids)

@@ -24,6 +24,7 @@ from pump_world import BATCH, HeldWorld, Loop, ages
 
 from rl_protocol import DataLostError, WorkerError
 from rl_trainer.config import ReplayConfig
+from rl_trainer.config.async_rl import ON_UPDATE
 
 STEPS = 4
 LEASE_S = 600.0
@@ -44,11 +45,16 @@ class Pumps(RuleBasedStateMachine):
         depth=st.integers(0, 3),
         inflight=st.integers(0, 6),
         kept=st.sampled_from([None, None, 3]),
+        on_update=st.sampled_from(ON_UPDATE),
     )
-    def start(self, bound, depth, inflight, kept):
+    def start(self, bound, depth, inflight, kept, on_update):
         self.options = {"bound": bound, "kept": kept}
         if bound:
-            self.options |= {"depth": min(depth, bound), "max_inflight_prompts": inflight}
+            self.options |= {
+                "depth": min(depth, bound),
+                "max_inflight_prompts": inflight,
+                "on_update": on_update,
+            }
         self.run_again()
 
     def run_again(self):

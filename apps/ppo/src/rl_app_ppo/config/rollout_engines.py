@@ -46,6 +46,10 @@ class RolloutSetup:
     """Longest start, seconds."""
     call_timeout_s: float
     """Longest call, seconds."""
+    interruptible: bool = False
+    """Whether weights change while it generates: it then ends the running responses, which the new
+    weights continue or repeat.
+    """
 
 
 class RolloutEngineKind(ABC):
@@ -125,7 +129,13 @@ class _Transformers(RolloutEngineKind):
         from rl_trainer.rollout.hf_engine import HFRolloutEngine  # torch: the driver needs none
 
         rollout = setup.rollout
-        return HFRolloutEngine(setup.path, max_batch_size=rollout.max_batch_size, dtype=rollout.dtype, lora=setup.lora)
+        return HFRolloutEngine(
+            setup.path,
+            max_batch_size=rollout.max_batch_size,
+            dtype=rollout.dtype,
+            lora=setup.lora,
+            interruptible=setup.interruptible,
+        )
 
 
 class _VLLM(RolloutEngineKind):

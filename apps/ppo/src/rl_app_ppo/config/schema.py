@@ -452,6 +452,12 @@ class AppConfig(Options):
             self.algorithm.old_log_prob,
         )
         require(
+            self.async_rl.on_update == "finish",
+            f"{path}async_rl.on_update",
+            "finish with trainer.deterministic=true: where new weights continue or repeat a response depends on when they come",
+            self.async_rl.on_update,
+        )
+        require(
             self.trainer.threads_per_worker > 0,
             f"{path}trainer.threads_per_worker",
             "at least 1 with trainer.deterministic=true: with 0, sums depend on how many processes share the cores",

@@ -137,7 +137,8 @@ def _rollout(config: AppConfig, call: BuildCall, plane: DataPlane, engine: Rollo
     path = Path(call.model_path)
     receiver = ReceiverEndpoint(make_engine(config.checkpoint_engine, call.plugins), engine)
     data, session = open_data(config, path), config.rollout.session
-    return RolloutWorker(plane, engine, data, session, session_tokenizer(load_tokenizer(path)), _reader(path)), receiver
+    tokenizer, restart = session_tokenizer(load_tokenizer(path)), config.async_rl.on_update == "abort"
+    return RolloutWorker(plane, engine, data, session, tokenizer, _reader(path), restart=restart), receiver
 
 
 def _reader(path: Path) -> ImageReader | None:
@@ -160,6 +161,7 @@ def _generator(config: AppConfig, path: Path) -> RolloutEngine:
         or cores_of_each(rollout.num_workers * rollout.tensor_model_parallel_size),
         start_timeout_s=config.ray.start_timeout_s,
         call_timeout_s=config.trainer.stage_timeout_s,
+        interruptible=config.async_rl.on_update != "finish",
     )
     return config.generator.build(setup)
 

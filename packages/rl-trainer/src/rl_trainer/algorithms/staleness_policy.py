@@ -32,6 +32,8 @@ class StalenessPolicy:
         max_inflight: prompts that are generated at once, each alone; 0: those of one step.
         deterministic: whether a weight update waits until all admitted steps are sampled, and these
             are sampled one after the other.
+        on_update: see AsyncConfig. A response that new weights continue or start again has no older
+            token than the version at its start, which the depth bounds.
     """
 
     batch_size: int
@@ -39,6 +41,7 @@ class StalenessPolicy:
     depth: int = 0
     max_inflight: int = 0
     deterministic: bool = False
+    on_update: str = "finish"
 
     @classmethod
     def of(
@@ -51,6 +54,7 @@ class StalenessPolicy:
             depth=config.steps_ahead,
             max_inflight=config.max_inflight_prompts or (replicas if deterministic else 0),
             deterministic=deterministic,
+            on_update=config.on_update,
         )
 
     @property
@@ -70,6 +74,11 @@ class StalenessPolicy:
     def permits(self) -> int:
         """How many permits to generate there are."""
         return self.max_inflight or 1
+
+    @property
+    def drains(self) -> bool:
+        """Whether a weight update waits for the running generation."""
+        return self.on_update == "finish"
 
     def too_old(self, age: int) -> bool:
         """Whether a token may not be trained `age` versions after the one that generated it."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from rl_protocol.support.options import Options, option, require
 
+ON_UPDATE = ("finish", "continue", "abort")
+
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncConfig(Options):
@@ -14,8 +16,7 @@ class AsyncConfig(Options):
     max_staleness: int = option(
         0,
         "most versions between the weights that generated a response and those it trains. 0: generate, then train. "
-        "1: generate the next batch while training on this one; more: further batches ahead. A weight update waits for "
-        "the running generation",
+        "1: generate the next batch while training on this one; more: further batches ahead.",
         ge=0,
     )
     depth: int = option(
@@ -29,6 +30,14 @@ class AsyncConfig(Options):
         "prompts that are generated at once, each in a call of its own to the replica with the least work, also across steps; "
         "0: those of one step, divided over the replicas, then those of the next",
         ge=0,
+        needs="max_staleness>0",
+    )
+
+    on_update: str = option(
+        "finish",
+        "responses that are being generated when the weights change: finish (the update waits for them), continue (the new weights "
+        "continue them after the tokens that they have; the oldest token counts for max_staleness), abort (the new weights start them again)",
+        choices=ON_UPDATE,
         needs="max_staleness>0",
     )
 

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from rl_protocol import DataLostError, KVBatchMeta, RLError, RolloutError
 from rl_trainer.algorithms.metrics import stats
 from rl_trainer.asyncio_tasks import deadline
-from rl_trainer.workers.columns import NEWEST_VERSION
+from rl_trainer.workers.columns import newest_version
 
 Batch = TypeVar("Batch")
 MOST_STAGES = 100
@@ -214,11 +214,15 @@ class Admissions:
         admitted: drawn.
         refilled: drawn in the place of others, which failed or were not informative.
         dropped: see GroupCounts.
+        continued: those with a response that new weights continued.
+        restarted: those with a response that new weights started again.
     """
 
     admitted: int
     refilled: int
     dropped: int
+    continued: int = 0
+    restarted: int = 0
 
     def metrics(self, before: Admissions) -> dict[str, float]:
         """What has changed since."""
@@ -226,6 +230,8 @@ class Admissions:
             "async/admitted": float(self.admitted - before.admitted),
             "async/refilled": float(self.refilled - before.refilled),
             "async/dropped": float(self.dropped - before.dropped),
+            "async/continued": float(self.continued - before.continued),
+            "async/restarted": float(self.restarted - before.restarted),
         }
 
 
@@ -254,7 +260,7 @@ class Staleness:
             if first is None:
                 raise RolloutError(f"Row {key!r} has no tag `version`: the weights that generated it are unknown.")
             oldest.append(version - int(first))
-            newest.append(version - int(tag.get(NEWEST_VERSION) or first))
+            newest.append(version - (newest_version(tag) or 0))
         return cls(oldest=oldest, newest=newest)
 
     def metrics(self) -> dict[str, float]:

@@ -56,10 +56,10 @@ class Permits:
 
 
 class ReplicaGate:
-    """Generation and weight updates exclude each other.
+    """Keeps calls that generate and weight updates apart.
 
-    Calls that generate run side by side. An update waits for those that run, and new ones wait for
-    the update.
+    Calls that generate run side by side, and new ones wait for an update. The update waits for
+    those that run, unless the replicas can change weights below them.
 
     Args:
         timeout_s: longest time of each wait.
@@ -91,8 +91,8 @@ class ReplicaGate:
             self._idle.set()
 
     @asynccontextmanager
-    async def closed(self) -> AsyncGenerator[None]:
-        """Wait until nothing is generated; nothing is until the context ends.
+    async def closed(self, *, drain: bool = True) -> AsyncGenerator[None]:
+        """Let no call enter until the context ends; with `drain`, first wait until none runs.
 
         Raises:
             HangError: something is after `timeout_s`.
@@ -100,8 +100,9 @@ class ReplicaGate:
         assert self._open.is_set(), "one weight update at a time"
         self._open.clear()
         try:
-            async with deadline(self._timeout_s, "the running generation, before a weight update"):
-                await self._idle.wait()
+            if drain:
+                async with deadline(self._timeout_s, "the running generation, before a weight update"):
+                    await self._idle.wait()
             yield
         finally:
             self._open.set()

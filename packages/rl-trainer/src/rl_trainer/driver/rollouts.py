@@ -17,6 +17,7 @@ from rl_trainer.driver.batch_queue import MOST_STAGES
 from rl_trainer.driver.replica_gate import Permits, ReplicaGate
 from rl_trainer.driver.rollout_router import Router, imbalance, roll_out
 from rl_trainer.driver.stage_calls import WorkerHandle, call
+from rl_trainer.workers.columns import newest_version
 from rl_trainer.workers.messages import LeasedPrompt, Partition, PromptRef, RolloutCall, RolloutResult
 
 Spare = Callable[[int], Sequence[PromptRef]]
@@ -34,6 +35,7 @@ class RolledOut:
         truncated: trajectories that reached rollout.response_length.
         failures: failed attempts at a prompt.
         replaced: prompts in whose place another one was rolled out.
+        overtaken: prompts with a response during which the weights changed.
     """
 
     rows: KVBatchMeta
@@ -42,6 +44,7 @@ class RolledOut:
     truncated: int
     failures: Sequence[GroupFailure]
     replaced: int
+    overtaken: int
 
 
 class Rollouts:
@@ -186,6 +189,8 @@ class _Rollout:
         """Row in the data set of each prompt."""
         self._attempt: dict[str, int] = {}
         """Newest attempt at each prompt."""
+        self._version: dict[str, int] = {}
+        """Version of the weights that started it."""
         self._permitted: list[tuple[Collection[str], asyncio.Task[None]]] = []
         """The prompts of each permit, and what sends them."""
         self._calls: dict[asyncio.Task[None], Sequence[Lease]] = {}
@@ -215,7 +220,15 @@ class _Rollout:
             self._truncated,
             self._rollouts.failures_of(self._partition.name, self.prompts),
             self._replaced,
+            self._overtaken(rows),
         )
+
+    def _overtaken(self, rows: KVBatchMeta) -> int:
+        """Number of prompts with a response that newer weights generated than those that started
+        it.
+        """
+        newest = ((str(tag["uid"]), newest_version(tag)) for tag in rows.tags or ())
+        return len({uid for uid, version in newest if version is not None and version > self._version[uid]})
 
     def in_flight(self) -> list[Lease]:
         """The leases of calls that run."""
@@ -261,6 +274,7 @@ class _Rollout:
             rollouts.gate.leave()
             raise
         self._attempt |= {lease.uid: lease.attempt for lease in leases}
+        self._version |= {lease.uid: lease.version for lease in leases}
         prompts = tuple(LeasedPrompt(lease, self.prompts[lease.uid]) for lease in leases)
         task = tasks.create_task(self._run_call(RolloutCall(partition=self._partition, prompts=prompts)))
         task.add_done_callback(lambda _: rollouts.gate.leave())

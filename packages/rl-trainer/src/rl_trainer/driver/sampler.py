@@ -53,6 +53,7 @@ class Sampler:
         finished: prompts that were rolled out for training.
         admitted: prompts that steps have drawn.
         refilled: those of them that were drawn in the place of others.
+        overtaken: prompts with a response during which the weights changed.
     """
 
     def __init__(self, parts: TrainerParts, policy: StalenessPolicy) -> None:
@@ -67,7 +68,7 @@ class Sampler:
             timeout_s=parts.loop.stage_timeout_s,
         )
         self.draws = PromptDraws(parts.train_order)
-        self.finished = self.admitted = self.refilled = 0
+        self.finished = self.admitted = self.refilled = self.overtaken = 0
 
     async def sample(self, step: int) -> Sampled:
         """Roll prompts out and score them, until there are enough informative ones."""
@@ -95,6 +96,7 @@ class Sampler:
             add_failures(metrics, rolled)
             groups += rolled.groups
             self.finished += rolled.groups
+            self.overtaken += rolled.overtaken
             new, truncated = rolled.rows, truncated + rolled.truncated
             self._notify("on_sample_end", step, new)
             metrics["rollout/imbalance"] = max(rolled.imbalance, metrics.get("rollout/imbalance", 1.0))

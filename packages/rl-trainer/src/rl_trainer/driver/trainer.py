@@ -7,7 +7,7 @@ training: log_prob_gap? -> old_log_prob? | ref | values -> adv -> update_critic 
 Two pumps run in one TaskGroup. The rollouts sample a step once the training admits it: with
 async_rl.max_staleness=0 when the training waits for it, otherwise as many steps before as
 `rl_trainer.algorithms.staleness_policy` says. Several steps are sampled at once. A weight update
-waits for the running generation, so every response is generated with one version.
+waits for the running generation, or the new weights continue or repeat it (async_rl.on_update).
 
 When a storage unit dies with rows of the step, everything before the updates is repeated with the
 same prompts. All ranks read the rows of the updates before the first update begins. From then on
@@ -333,8 +333,10 @@ class PPOTrainer:
         return metrics
 
     async def _update_weights(self, clock: Clock, result: StepResult) -> dict[str, float]:
-        """Send the new weights to the replicas, if there are any, once the running generation has
-        ended; returns metrics.
+        """Send the new weights to the replicas, if there are any; returns metrics.
+
+        With async_rl.on_update=finish the running generation ends first. Otherwise the replicas
+        change their weights below it.
         """
         sync = self._parts.weight_sync
         if sync is None or not result.actor_updated:
@@ -346,7 +348,7 @@ class PPOTrainer:
                 await self._batches.sampled()
             with self._idle.because("validation"):
                 await self._side.rolled_out()
-            async with self._rollouts.gate.closed():
+            async with self._rollouts.gate.closed(drain=self._policy.drains):
                 await self._sleep.wake(clock, "weights")
                 report = await clock.time("update_weights", sync.update_weights(self._version))
                 await self._sleep.wake(clock, "kv_cache")
@@ -453,7 +455,14 @@ class PPOTrainer:
 
     def _admissions(self) -> Admissions:
         sampler = self._sampler
-        return Admissions(admitted=sampler.admitted, refilled=sampler.refilled, dropped=self._dropped)
+        overtaken = {self._policy.on_update: sampler.overtaken}
+        return Admissions(
+            admitted=sampler.admitted,
+            refilled=sampler.refilled,
+            dropped=self._dropped,
+            continued=overtaken.get("continue", 0),
+            restarted=overtaken.get("abort", 0),
+        )
 
     def _ahead(self) -> dict[str, float]:
         """How old what is generated now, and what waits for its step, is already."""

@@ -86,7 +86,7 @@ def _images(facts: Facts, requests: Sequence[GenerationRequest], ids: torch.Tens
 
 
 class DecodingBatch:
-    """Rows that are generated together; `run` is called once.
+    """Rows that are generated together: `step` until it returns false.
 
     Args:
         model: a transformers causal language model.
@@ -94,6 +94,9 @@ class DecodingBatch:
         sampler: chooses the tokens.
         max_new_tokens: of each row.
         eos_id: token that ends a row; None: no token does.
+
+    Attributes:
+        made: tokens that each row has got, unless `eos_id` has ended it.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class DecodingBatch:
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._tokens = torch.zeros((len(self._rows), max_new_tokens), dtype=torch.int64)
         self._log_probs = torch.zeros((len(self._rows), max_new_tokens))
+        self.made = 0
         self._by_hand = decodes(model, self._cache)
         self._mask: torch.Tensor | None = None
         if prompts.attention_mask is not None:
@@ -117,17 +121,17 @@ class DecodingBatch:
         self._positions = prompts.position_ids.amax(0) if prompts.position_ids.ndim == 3 else prompts.position_ids
         self._positions = self._positions[prompts.source].amax(-1, keepdim=True)
 
-    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and log-probs, both [requests, max_new_tokens]; what follows `eos_id` has no
-        meaning."""
+    def step(self) -> bool:
+        """Generate the next token of each row; returns whether a row needs another one."""
         with torch.inference_mode():
-            logits = self._prefill()
-            for step in range(self._tokens.shape[1]):
-                if step:
-                    logits = self._decode(step)
-                if self._choose(logits, step):
-                    break
-        return self._tokens, self._log_probs
+            logits = self._decode(self.made) if self.made else self._prefill()
+            ended = self._choose(logits, self.made)
+        self.made += 1
+        return not ended and self.made < self._tokens.shape[1]
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and log-probs, both [requests, made]; what follows `eos_id` has no meaning."""
+        return self._tokens[:, : self.made], self._log_probs[:, : self.made]
 
     def _prefill(self) -> torch.Tensor:
         prompts = self._prompts

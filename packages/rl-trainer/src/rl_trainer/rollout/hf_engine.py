@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,10 +32,19 @@ class HFRolloutEngine:
         dtype: element type of the weights and of the computation.
         lora: settings of the adapters that the engine takes; it then keeps the float32 weights of
             their modules beside the model. None: it takes whole weights only.
+        interruptible: whether the event loop runs between two tokens, so that new weights can be
+            loaded during a generation. They end the running responses with the finish reason
+            `abort`, and one version generated all tokens of each.
     """
 
     def __init__(
-        self, path: str | Path, *, max_batch_size: int = 512, dtype: str = "float32", lora: LoraConfig | None = None
+        self,
+        path: str | Path,
+        *,
+        max_batch_size: int = 512,
+        dtype: str = "float32",
+        lora: LoraConfig | None = None,
+        interruptible: bool = False,
     ) -> None:
         self._merged: MergedAdapter | None = None
         if lora is None:
@@ -46,6 +56,8 @@ class HFRolloutEngine:
             self._merged = MergedAdapter(whole, lora)
             self._model = whole.to(TORCH_DTYPES[dtype])
         self._max_batch_size = max_batch_size
+        self._interruptible = interruptible
+        self._one_at_a_time = asyncio.Lock()
         self._version = 0
         self._watch: Callable[[], None] | None = None  # set while the weights are borrowed memory
         self._dropped: dict[torch.nn.Parameter, torch.Size] = {}  # during sleep
@@ -182,8 +194,9 @@ class HFRolloutEngine:
         for request in requests:
             self._check(request, params)
         out: list[Generation] = []
-        for start in range(0, len(requests), self._max_batch_size):
-            out.extend(self._generate_batch(requests[start : start + self._max_batch_size], params))
+        async with self._one_at_a_time:
+            for start in range(0, len(requests), self._max_batch_size):
+                out.extend(await self._generate_batch(requests[start : start + self._max_batch_size], params))
         self._check_adopted()
         return out
 
@@ -196,6 +209,15 @@ class HFRolloutEngine:
             raise RolloutError(
                 f"What was generated with version {self._version} is dropped, since its weights were released meanwhile: {error}"
             ) from error
+
+    async def _interrupted(self) -> bool:
+        """Let the event loop run, which may load new weights; returns whether it did."""
+        if not self._interruptible:
+            return False
+        version = self._version
+        self._check_adopted()
+        await asyncio.sleep(0)
+        return self._version != version
 
     def _check(self, request: GenerationRequest, params: SamplingParams) -> None:
         total = len(request.prompt_ids) + params.max_new_tokens
@@ -214,7 +236,7 @@ class HFRolloutEngine:
                 "begin with the prompt of its row, and only a model that sees images can be shown one."
             )
 
-    def _generate_batch(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Generation]:
+    async def _generate_batch(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Generation]:
         batch = DecodingBatch(
             self._model,
             read_prompts(self._model, self._facts, requests),
@@ -222,18 +244,26 @@ class HFRolloutEngine:
             max_new_tokens=params.max_new_tokens,
             eos_id=None if params.ignore_eos else self._eos_id,
         )
-        tokens, log_probs = batch.run()
-        return [self._generation(t, p, params) for t, p in zip(tokens.tolist(), log_probs.tolist(), strict=True)]
+        version = self._version
+        while batch.step() and not await self._interrupted():
+            pass
+        end = "length" if batch.made == params.max_new_tokens else "abort"
+        eos_id = None if params.ignore_eos else self._eos_id
+        rows = zip(*(column.tolist() for column in batch.result()), strict=True)
+        return [_generation(tokens, log_probs, end, eos_id, version) for tokens, log_probs in rows]
 
-    def _generation(self, tokens: list[int], log_probs: list[float], params: SamplingParams) -> Generation:
-        stop = not params.ignore_eos and self._eos_id in tokens
-        length = tokens.index(self._eos_id) + 1 if stop else len(tokens)
-        return Generation(
-            response_ids=tuple(tokens[:length]),
-            log_probs=tuple(log_probs[:length]),
-            finish_reason="stop" if stop else "length",
-            weight_version=self._version,
-        )
+
+def _generation(
+    tokens: list[int], log_probs: list[float], end: Literal["length", "abort"], eos_id: int | None, version: int
+) -> Generation:
+    """A response of these tokens up to `eos_id`; without that token its finish reason is `end`."""
+    length = tokens.index(eos_id) + 1 if eos_id is not None and eos_id in tokens else 0
+    return Generation(
+        response_ids=tuple(tokens[: length or None]),
+        log_probs=tuple(log_probs[: length or None]),
+        finish_reason="stop" if length else end,
+        weight_version=version,
+    )
 
 
 def _checked_weights(

@@ -12,16 +12,19 @@ import asyncio
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import msgspec
 
 from rl_protocol import ConfigError, RLError, RolloutError
 from rl_protocol.ports import Generation, GenerationRequest, ImageInput, RolloutEngine, SamplingParams
+from rl_trainer.asyncio_tasks import gather_or_cancel
 from rl_trainer.config.registry import Registry
 from rl_trainer.data import PromptRow
+from rl_trainer.rollout.partial_generation import generate_turn
 from rl_trainer.rollout.stats import RolloutStats
-from rl_trainer.rollout.token_versions import VersionRuns, check_runs
+from rl_trainer.rollout.token_versions import VersionRuns, check_runs, version_runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +53,17 @@ class Trajectory:
     """The trajectory ended because rollout.response_length was reached."""
 
     @classmethod
-    def of(cls, generation: Generation) -> Trajectory:
-        """The trajectory of a session of one turn."""
+    def of(cls, *parts: Generation) -> Trajectory:
+        """The trajectory of a session of one turn, which was generated in these parts."""
+        ids = tuple(chain.from_iterable(part.response_ids for part in parts))
+        runs = version_runs([part.weight_version for part in parts for _ in part.response_ids])
         return cls(
-            response_ids=generation.response_ids,
-            response_mask=(True,) * len(generation.response_ids),
-            log_probs=generation.log_probs,
-            weight_version=generation.weight_version,
-            truncated=generation.finish_reason == "length",
+            response_ids=ids,
+            response_mask=(True,) * len(ids),
+            log_probs=tuple(chain.from_iterable(part.log_probs for part in parts)),
+            weight_version=min((version for version, _ in runs), default=parts[-1].weight_version),
+            versions=runs if len(runs) > 1 else (),
+            truncated=parts[-1].finish_reason == "length",
         )
 
     @property
@@ -108,7 +114,9 @@ class SessionKind:
 
 
 async def _single_turn(row: PromptRow, generate: Generate) -> Sequence[Trajectory]:
-    return [Trajectory.of(await generate(row.prompt_ids))]
+    budget = generate.response_length
+    parts, finish = await generate_turn(lambda made, left: generate((*row.prompt_ids, *made), left), budget)
+    return [Trajectory.of(*parts[:-1], msgspec.structs.replace(parts[-1], finish_reason=finish))]
 
 
 SESSIONS = Registry(
@@ -133,8 +141,13 @@ async def run_sessions(
     engine: RolloutEngine,
     sampling: SamplingParams,
     tokenizer: Tokenizer | None = None,
+    *,
+    restart: bool = False,
 ) -> list[list[Trajectory] | RLError]:
     """Run all sessions.
+
+    With `restart`, a session starts again if the engine aborts one of its requests, as an update of
+    the weights does. Otherwise it gets the tokens so far, and can continue.
 
     Returns:
         For each session its trajectories, or why it failed: it raised an exception, has no
@@ -144,7 +157,7 @@ async def run_sessions(
         ConfigError: a session needs the tokenizer, and there is none.
         RLError: the engine failed.
     """
-    batcher = _RequestBatcher(engine, sampling, tokenizer, len(refs))
+    batcher = _RequestBatcher(engine, sampling, tokenizer, len(refs), restart=restart)
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(batcher.run(kind, ref)) for ref in refs]
@@ -164,10 +177,17 @@ class _RequestBatcher:
     """Collects the requests of all sessions, and sends them once every session waits."""
 
     def __init__(
-        self, engine: RolloutEngine, sampling: SamplingParams, tokenizer: Tokenizer | None, running: int
+        self,
+        engine: RolloutEngine,
+        sampling: SamplingParams,
+        tokenizer: Tokenizer | None,
+        running: int,
+        *,
+        restart: bool,
     ) -> None:
         self.sampling = sampling
         self.tokenizer = tokenizer
+        self.restart = restart
         self._engine = engine
         self._running = running
         self._waiting: list[_Wait] = []
@@ -176,11 +196,9 @@ class _RequestBatcher:
 
     async def run(self, kind: SessionKind, ref: SessionRef) -> list[Trajectory] | RLError:
         try:
-            ended = await self._run(kind, ref)
-        except ConfigError:
-            raise
-        except RLError as error:
-            ended = error
+            ended = await self._attempt(kind, ref)
+            while ended is None:
+                ended = await self._attempt(kind, ref)
         finally:
             self._running -= 1
         if self._broken is not None:  # this session caught the error, which ended the others
@@ -188,9 +206,20 @@ class _RequestBatcher:
         await self._serve_when_all_wait()
         return ended
 
-    async def _run(self, kind: SessionKind, ref: SessionRef) -> list[Trajectory]:
+    async def _attempt(self, kind: SessionKind, ref: SessionRef) -> list[Trajectory] | RLError | None:
+        """Run a session; None: it must start again, whatever became of it."""
+        handle = _SessionHandle(self, ref)
         try:
-            trajectories = list(await kind.run(ref.row, _SessionHandle(self, ref)))
+            ended = await self._run(kind, ref, handle)
+        except ConfigError:
+            raise
+        except RLError as error:
+            ended = error
+        return None if handle.aborted and self._broken is None else ended
+
+    async def _run(self, kind: SessionKind, ref: SessionRef, handle: _SessionHandle) -> list[Trajectory]:
+        try:
+            trajectories = list(await kind.run(ref.row, handle))
         except RLError:
             raise
         except Exception as error:
@@ -212,16 +241,20 @@ class _RequestBatcher:
         if not self._waiting or len(self._waiting) < self._running:
             return
         waiting, self._waiting = sorted(self._waiting, key=lambda wait: (wait.request.uid, wait.request.session)), []
-        for budget in sorted({wait.max_tokens for wait in waiting}):
-            served = [wait for wait in waiting if wait.max_tokens == budget]
-            sampling = msgspec.structs.replace(self.sampling, max_new_tokens=budget)
-            try:
-                generations = await self._engine.generate([wait.request for wait in served], sampling)
-            except RLError as error:
-                self._broken = error
-                raise
-            for wait, generation in zip(served, generations, strict=True):
-                wait.answer.set_result(generation)
+        budgets = sorted({wait.max_tokens for wait in waiting})
+        await gather_or_cancel(
+            *(self._serve(budget, [wait for wait in waiting if wait.max_tokens == budget]) for budget in budgets)
+        )
+
+    async def _serve(self, budget: int, served: Sequence[_Wait]) -> None:
+        sampling = msgspec.structs.replace(self.sampling, max_new_tokens=budget)
+        try:
+            generations = await self._engine.generate([wait.request for wait in served], sampling)
+        except RLError as error:
+            self._broken = error
+            raise
+        for wait, generation in zip(served, generations, strict=True):
+            wait.answer.set_result(generation)
 
 
 def request_of_turn(
@@ -236,9 +269,14 @@ def request_of_turn(
 
 
 class _SessionHandle:
-    """`Generate` of one session."""
+    """`Generate` of one attempt at a session.
+
+    Attributes:
+        aborted: whether the session must start again, so that it gets no more responses.
+    """
 
     def __init__(self, batcher: _RequestBatcher, ref: SessionRef) -> None:
+        self.aborted = False
         self._batcher = batcher
         self._ref = ref
         self._turns = 0
@@ -257,7 +295,12 @@ class _SessionHandle:
         ref, turn = self._ref, self._turns
         self._turns += 1
         request = request_of_turn(ref.uid, ref.session, turn, context, ref.images)
-        return await self._batcher.generate(request, max_tokens or self.response_length)
+        if not self.aborted:
+            generation = await self._batcher.generate(request, max_tokens or self.response_length)
+            if not self._batcher.restart or generation.finish_reason != "abort":
+                return generation
+            self.aborted = True
+        raise RolloutError(f"Session {ref.session} of prompt {ref.uid!r} starts again, since the weights have changed.")
 
 
 def _check(ref: SessionRef, trajectories: Sequence[Trajectory], sampling: SamplingParams) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from rl_protocol import KVBatchMeta
+from rl_protocol import KVBatchMeta, Tag
 from rl_protocol.batch.schema import BatchSchema, ColumnSpec, SameLength
 from rl_protocol.rl_columns import IMAGE_COLUMNS, TRAIN_PARTITION, TRAJECTORY_SCHEMA, VALIDATION_PARTITION
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
@@ -71,6 +71,16 @@ TRAINER_SCHEMA = BatchSchema(
 
 NEWEST_VERSION = "newest_version"
 """Tag of a trajectory that several versions of the weights generated; `version` is the oldest."""
+
+
+def newest_version(tag: Tag) -> int | None:
+    """The newest version of the weights that generated the trajectory with this tag; None: the tag
+    has none.
+    """
+    found = tag.get(NEWEST_VERSION, tag.get("version"))
+    return None if found is None else int(found)
+
+
 TASK_COLUMNS = ("data_source", "ground_truth", "extra_info")
 """Columns of a prompt that reward functions read."""
 MASK_AS = {"loss_mask": "response_mask"}

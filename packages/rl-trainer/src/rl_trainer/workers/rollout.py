@@ -31,6 +31,8 @@ class RolloutWorker(Worker):
         session: name of the kind of session.
         tokenizer: the policy's tokenizer, for sessions that read or write text.
         images: reads the images of prompts, for a policy that sees images.
+        restart: whether sessions start again when an update of the weights aborts one of their
+            requests; otherwise the new weights continue it.
     """
 
     handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"rollout": RolloutCall}
@@ -43,6 +45,8 @@ class RolloutWorker(Worker):
         session: str = "single_turn",
         tokenizer: Tokenizer | None = None,
         images: ImageReader | None = None,
+        *,
+        restart: bool = False,
     ) -> None:
         self.plane = plane
         self.columns = StepColumns(images=IMAGE_COLUMNS if images is not None else ())
@@ -51,6 +55,7 @@ class RolloutWorker(Worker):
         self._session = SESSIONS.get(session)
         self._tokenizer = tokenizer
         self._images = images
+        self._restart = restart
 
     async def rollout(self, call: RolloutCall) -> RolloutResult:
         """Run the sessions, put the prompt rows, then settle the sessions.
@@ -69,7 +74,9 @@ class RolloutWorker(Worker):
             for prompt, row, seen in zip(prompts, rows, images, strict=True)
             for session in prompt.lease.sessions
         ]
-        ended = await run_sessions(self._session, refs, self._engine, partition.sampling, self._tokenizer)
+        ended = await run_sessions(
+            self._session, refs, self._engine, partition.sampling, self._tokenizer, restart=self._restart
+        )
         uids = tuple(prompt.lease.uid for prompt in prompts)
         await self.write_prompts(KVBatchMeta(partition=prompt_partition(partition.name), keys=uids), rows, images)
         leases = [prompt.lease for prompt in prompts for _ in prompt.lease.sessions]
