@@ -14,7 +14,7 @@ import time
 import psutil
 import pytest
 
-from rl_trainer.checkpoints.folder import newest_whole, step_name
+from rl_trainer.checkpoints.checkpoint_folder import newest_whole, step_name
 
 from .conftest import marked, name_of, processes_of, started, words_of
 

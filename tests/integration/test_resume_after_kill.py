@@ -20,7 +20,7 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from rl_trainer.checkpoints.folder import Checkpoint, inspect, newest_whole, step_name
+from rl_trainer.checkpoints.checkpoint_folder import Checkpoint, inspect, newest_whole, step_name
 
 from .conftest import MARK, PATIENT, command, marked, nothing_left
 

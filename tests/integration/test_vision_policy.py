@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from rl_trainer.checkpoints.folder import step_name
+from rl_trainer.checkpoints.checkpoint_folder import step_name
 
 from .conftest import MARK, command, nothing_left
 

@@ -15,8 +15,8 @@ from rl_protocol import BatchData, dense
 from rl_transferqueue import PlaneDescriptor, TransferQueueConfig
 from rl_transferqueue.transport.bulk_server import BulkServer
 from rl_transferqueue.transport.connection_limits import DEFAULT, Limits
+from rl_transferqueue.transport.event_loop import Reactor
 from rl_transferqueue.transport.plane_secret import PlaneKey
-from rl_transferqueue.transport.reactor import Reactor
 
 MIB = 1 << 20
 SMALL = TransferQueueConfig(num_storage_units=1, capacity_mb=8, segment_mb=1, listen="127.0.0.2", shared_memory=False)

@@ -14,7 +14,7 @@ from rl_app_ppo.outputs.resume import Start, find_start
 from rl_app_ppo.outputs.run_folder import set_aside
 from rl_protocol import ConfigError, OutputError
 from rl_trainer import Workers
-from rl_trainer.checkpoints.folder import RunState, step_name
+from rl_trainer.checkpoints.checkpoint_folder import RunState, step_name
 from rl_trainer.driver.checkpoint_writer import CheckpointWriter
 from rl_trainer.workers.stateful import StatefulWorker
 

@@ -19,7 +19,7 @@ from rl_protocol import DataLostError, KVBatchMeta, RLError, RolloutError, Worke
 from rl_trainer import (
     PromptOrder,
 )
-from rl_trainer.checkpoints.folder import newest_whole
+from rl_trainer.checkpoints.checkpoint_folder import newest_whole
 from rl_trainer.config import ReplayConfig
 from rl_trainer.driver.batch_queue import BatchQueue, GroupCounts, Staleness
 from rl_trainer.driver.idle import IdleClock

@@ -15,7 +15,7 @@ from pump_world import BATCH, World
 from resumable_run import Run
 
 from rl_protocol import DataLostError, RLError, wire
-from rl_trainer.checkpoints.folder import Checkpoint, inspect, newest_whole, step_name
+from rl_trainer.checkpoints.checkpoint_folder import Checkpoint, inspect, newest_whole, step_name
 from rl_trainer.checkpoints.held_batches import INDEX
 from rl_trainer.config import ReplayConfig
 from rl_trainer.driver.hooks import Hook
@@ -151,7 +151,7 @@ def test_weights_are_bit_equal_after_a_failure_and_a_resume(model_path, tmp_path
 
 def reseal(checkpoint):
     """Write the manifest of the files that are in the folder now."""
-    from rl_trainer.checkpoints.folder import MANIFEST, facts
+    from rl_trainer.checkpoints.checkpoint_folder import MANIFEST, facts
 
     files = {
         name: facts(checkpoint.folder / name)

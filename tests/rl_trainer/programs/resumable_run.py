@@ -43,7 +43,7 @@ from rl_trainer import (
 )
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
-from rl_trainer.checkpoints.folder import newest_whole
+from rl_trainer.checkpoints.checkpoint_folder import newest_whole
 from rl_trainer.config import AsyncConfig
 from rl_trainer.driver.checkpoint_writer import CheckpointWriter
 from rl_trainer.rewards import InlineScorer

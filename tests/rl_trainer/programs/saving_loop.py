@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from rl_trainer import Worker, Workers
-from rl_trainer.checkpoints.folder import RunState, newest_whole
+from rl_trainer.checkpoints.checkpoint_folder import RunState, newest_whole
 from rl_trainer.driver.checkpoint_writer import CheckpointWriter
 from rl_trainer.workers.stateful import StatefulWorker
 

@@ -11,7 +11,7 @@ from pump_world import BATCH, HeldWorld, Loop, World, ages
 
 from rl_protocol import RLError
 from rl_trainer import PromptOrder
-from rl_trainer.checkpoints.folder import newest_whole
+from rl_trainer.checkpoints.checkpoint_folder import newest_whole
 from rl_trainer.config import ReplayConfig
 from rl_trainer.workers.messages import RolloutResult
 

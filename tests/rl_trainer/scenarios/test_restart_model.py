@@ -27,7 +27,7 @@ from pump_world import BATCH, HeldWorld, Loop, World, ages
 from replay_buffers import opened
 
 from rl_trainer import PromptOrder
-from rl_trainer.checkpoints.folder import newest_whole
+from rl_trainer.checkpoints.checkpoint_folder import newest_whole
 
 STEPS = 4
 

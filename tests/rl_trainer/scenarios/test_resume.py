@@ -19,7 +19,7 @@ import torch
 from resumable_run import SCENARIOS, Run
 
 from rl_trainer.backends.snapshot import RandomState, seed_generators
-from rl_trainer.checkpoints.folder import Checkpoint, inspect, newest_whole, step_name
+from rl_trainer.checkpoints.checkpoint_folder import Checkpoint, inspect, newest_whole, step_name
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 SEED = 3

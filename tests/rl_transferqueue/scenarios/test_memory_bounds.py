@@ -21,7 +21,7 @@ from rl_transferqueue.controller.rows.waiters import Watcher
 from rl_transferqueue.memory.anchors import Anchor
 from rl_transferqueue.memory.block_epochs import Epochs
 from rl_transferqueue.transport.bulk_server import BulkServer
-from rl_transferqueue.transport.reactor import Reactor
+from rl_transferqueue.transport.event_loop import Reactor
 from rl_transferqueue.wire.header_cache import HeaderCache
 from rl_transferqueue.wire.messages import Fence, Located, TagColumn
 from rl_transferqueue.wire.spans import BlockRef, Span

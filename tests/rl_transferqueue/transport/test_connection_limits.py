@@ -29,8 +29,8 @@ from rl_transferqueue.transport.bulk_protocol import ReadRows, Sending, WantedPi
 from rl_transferqueue.transport.bulk_server import BulkServer
 from rl_transferqueue.transport.connection_limits import DEFAULT, Limits
 from rl_transferqueue.transport.control_server import Caller, Server
+from rl_transferqueue.transport.event_loop import Reactor
 from rl_transferqueue.transport.listener import Listener
-from rl_transferqueue.transport.reactor import Reactor
 from rl_transferqueue.transport.unix_link import SCHEME, Frames
 from rl_transferqueue.wire.descriptor import UnitAddress
 from rl_transferqueue.wire.messages import (

@@ -17,8 +17,8 @@ from rl_megatron_peft.base_model.naming import (
     qkv_rows,
 )
 from rl_megatron_peft.errors import AdapterError
-from rl_megatron_peft.peft.adapter import Adapter, LoraPair, read_adapter, verify_adapter, write_adapter
-from rl_megatron_peft.peft.folders import FolderKind, folder_kind, whole_checkpoints
+from rl_megatron_peft.peft.adapter_folder import Adapter, LoraPair, read_adapter, verify_adapter, write_adapter
+from rl_megatron_peft.peft.checkpoint_folders import FolderKind, folder_kind, whole_checkpoints
 from rl_megatron_peft.peft.lora_config import LoraConfig
 
 __version__ = "0.1.0"

@@ -19,9 +19,9 @@ from rl_trainer.config.backends import EngineConfig, FsdpConfig, MegatronConfig,
 from rl_trainer.config.lora import LoraConfig
 from rl_trainer.data import Curriculum, CurriculumKind, Mixture, PromptDataset, PromptOrder, PromptRow
 from rl_trainer.driver.hooks import Hook
-from rl_trainer.driver.parts import TrainerParts
 from rl_trainer.driver.stage_calls import WorkerHandle, Workers
 from rl_trainer.driver.trainer import PPOTrainer
+from rl_trainer.driver.trainer_parts import TrainerParts
 from rl_trainer.graph.config_checks import check_combination
 from rl_trainer.graph.stages import (
     StepGraph,
@@ -32,7 +32,7 @@ from rl_trainer.graph.stages import (
     needs_sum_pi_squared,
 )
 from rl_trainer.rollout.session_turns import Generate, SessionKind, Tokenizer, Trajectory
-from rl_trainer.rollout.stats import RolloutStats
+from rl_trainer.rollout.trajectory_stats import RolloutStats
 from rl_trainer.workers.actor import ActorWorker, ReferenceWorker
 from rl_trainer.workers.base import Worker
 from rl_trainer.workers.columns import StepColumns, step_columns

@@ -6,7 +6,7 @@ import pytest
 
 from rl_app_ppo.cli.explain import explain
 from rl_app_ppo.config.loading import load_config, options, resolve
-from rl_app_ppo.config.verl_keys.entries import Lost, Note, Verl
+from rl_app_ppo.config.verl_keys.key_entries import Lost, Note, Verl
 from rl_app_ppo.config.verl_keys.table import TABLE, describe, find
 from rl_app_ppo.verl_import.convert import import_verl
 from rl_app_ppo.verl_import.reading import defaults, defaults_file, resolved_defaults

@@ -32,7 +32,7 @@ from rl_trainer.rollout.agents import (
 from rl_trainer.rollout.agents.tools import answer
 from rl_trainer.rollout.partial_generation import MAX_ABORTS
 from rl_trainer.rollout.session_turns import SessionRef, run_sessions
-from rl_trainer.rollout.stats import rollout_metrics
+from rl_trainer.rollout.trajectory_stats import rollout_metrics
 
 EOS = 1
 LETTERS = Tokenizer(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl_app_ppo.outputs.metrics_file import read_metrics
 from rl_app_ppo.outputs.run_folder import RunFiles
-from rl_trainer.checkpoints.folder import step_name
+from rl_trainer.checkpoints.checkpoint_folder import step_name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from rl_app_ppo.config.placement import Role
-from rl_app_ppo.watchdog.calls import CallLog
+from rl_app_ppo.watchdog.unanswered_calls import CallLog
 from rl_app_ppo.worker.call_socket import Connection
 from rl_app_ppo.worker.messages import WarmupProgress
 from rl_app_ppo.worker.process import WorkerProcess

@@ -12,7 +12,7 @@ from rl_app_ppo.driver.workers import WorkerPool
 from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.outputs.run_folder import RunFiles, writing
 from rl_app_ppo.watchdog.report import Observed
-from rl_app_ppo.watchdog.watchdog import Watchdog
+from rl_app_ppo.watchdog.watchdog_thread import Watchdog
 from rl_protocol.ports import ReplayBuffer
 
 

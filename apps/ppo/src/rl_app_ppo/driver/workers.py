@@ -16,7 +16,7 @@ from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_app_ppo.outputs.startup_times import Startup
-from rl_app_ppo.watchdog.calls import CallLog
+from rl_app_ppo.watchdog.unanswered_calls import CallLog
 from rl_app_ppo.worker.messages import BuildCall
 from rl_ckpt_engine import PluginPolicy
 from rl_trainer import Workers, needs_reference

@@ -13,7 +13,7 @@ from rl_app_ppo.outputs.run_folder import CHECKPOINTS, MODEL
 from rl_protocol import ConfigError, OutputError
 from rl_protocol.support.option_tree import list_options
 from rl_protocol.support.options import items
-from rl_trainer.checkpoints.folder import Checkpoint, inspect, newest_whole
+from rl_trainer.checkpoints.checkpoint_folder import Checkpoint, inspect, newest_whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from rl_app_ppo.config.loading import to_yaml
 from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import OutputError
 from rl_protocol.support.disk_writes import write_errors
-from rl_trainer.checkpoints.folder import sweep
+from rl_trainer.checkpoints.checkpoint_folder import sweep
 
 writing = partial(
     write_errors,

@@ -14,7 +14,7 @@ from rl_app_ppo.config.loading import load_config, nearest_key, resolve, to_yaml
 from rl_app_ppo.config.presets import ALGORITHM, NO_PRESET, PRESET
 from rl_app_ppo.config.unused_options import unused
 from rl_app_ppo.config.verl_keys.conversions import ACTOR, ENGINES
-from rl_app_ppo.config.verl_keys.entries import Answer, Lost, Note, Value, Verl
+from rl_app_ppo.config.verl_keys.key_entries import Answer, Lost, Note, Value, Verl
 from rl_app_ppo.config.verl_keys.table import find
 from rl_app_ppo.verl_import.reading import CONFIG_NAME, defaults, defaults_file, read_verl, resolved, resolved_defaults
 

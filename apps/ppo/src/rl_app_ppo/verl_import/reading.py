@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_app_ppo.config.plain_yaml import flatten, parse_yaml, read_yaml
-from rl_app_ppo.config.verl_keys.entries import Value
+from rl_app_ppo.config.verl_keys.key_entries import Value
 from rl_protocol import ConfigError
 
 CONFIG_NAME = "--config-name"

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_app_ppo.watchdog.calls import CallLog
 from rl_app_ppo.watchdog.stacks import descendants, dumped_stacks, own_stacks, task_stacks
+from rl_app_ppo.watchdog.unanswered_calls import CallLog
 from rl_protocol.ports import ReplayBuffer
 
 

@@ -35,7 +35,7 @@ from rl_megatron_peft.backend.train.param_groups import (
 from rl_megatron_peft.backend.train.settings import TrainSettings
 from rl_megatron_peft.base_model.fingerprint import fingerprint
 from rl_megatron_peft.base_model.model_shape import ModelShape
-from rl_megatron_peft.peft.folders import new_folder
+from rl_megatron_peft.peft.checkpoint_folders import new_folder
 from rl_megatron_peft.peft.lora_config import LoraConfig
 from rl_protocol import BatchData, ConfigError, OutputError, RaggedColumn
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from rl_megatron_peft.backend.io.hf_export import write_model
 from rl_megatron_peft.backend.learner import MegatronLearner, MetricSums, MiniBatchCounts
-from rl_megatron_peft.backend.lora.adapter_io import gather_adapter, scatter_adapter
 from rl_megatron_peft.backend.lora.attach import adapters_off
+from rl_megatron_peft.backend.lora.gather_adapter import gather_adapter, scatter_adapter
 from rl_megatron_peft.backend.train.forward_backward import log_probs
-from rl_megatron_peft.peft.adapter import Adapter, peft_tensors, read_adapter, write_adapter_files
+from rl_megatron_peft.peft.adapter_folder import Adapter, peft_tensors, read_adapter, write_adapter_files
 from rl_megatron_peft.peft.lora_config import LoraConfig
 from rl_protocol import BatchData, ConfigError, WeightTensor
 from rl_protocol.ports import WeightCapabilities

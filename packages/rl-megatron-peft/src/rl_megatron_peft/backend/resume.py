@@ -28,7 +28,7 @@ from rl_megatron_peft.backend.learner import MegatronLearner
 from rl_megatron_peft.backend.parallel import all_gather_json
 from rl_megatron_peft.backend.train.optimizer import MOMENTS
 from rl_megatron_peft.errors import AdapterError, bad_file
-from rl_megatron_peft.peft.folders import FORMAT, MANIFEST, refuse_unless_resumable
+from rl_megatron_peft.peft.checkpoint_folders import FORMAT, MANIFEST, refuse_unless_resumable
 from rl_protocol import OutputError
 from rl_protocol.support.disk_writes import fsync
 

@@ -11,7 +11,7 @@ from rl_protocol.errors import ConfigError, RLError, RolloutError
 from rl_rollout_vllm.engine.admission import AdmissionControl
 from rl_rollout_vllm.engine.engine_client import EngineClient, MemoryPart
 from rl_rollout_vllm.engine.requests import ActiveWeights, RequestRunner
-from rl_rollout_vllm.engine.weight_loader import WeightLoader
+from rl_rollout_vllm.engine.weight_sender import WeightLoader
 from rl_rollout_vllm.errors import EngineDiedError, TornWeightsError
 
 

@@ -17,7 +17,7 @@ from rl_rollout_vllm.engine.event_loop import LoopThread, RemoteIterator
 from rl_rollout_vllm.engine.launch import start_vllm
 from rl_rollout_vllm.engine.partial_generation import OnUpdate, TokenRange
 from rl_rollout_vllm.engine.requests import ActiveWeights, RequestRunner, check_requests
-from rl_rollout_vllm.engine.weight_loader import WeightLoader
+from rl_rollout_vllm.engine.weight_sender import WeightLoader
 from rl_rollout_vllm.weights.adapters import adapter_of_tensors, read_adapter
 from rl_rollout_vllm.weights.buckets import check_weights
 from rl_rollout_vllm.weights.checkpoint import Checkpoint, read_checkpoint, read_json, require_shards

@@ -16,7 +16,7 @@ import msgspec
 
 from rl_protocol import RLError
 from rl_trainer.asyncio_tasks import deadline, gather_or_cancel
-from rl_trainer.checkpoints.folder import (
+from rl_trainer.checkpoints.checkpoint_folder import (
     CONFIG,
     RUN_STATE,
     Checkpoint,

@@ -14,9 +14,9 @@ from rl_protocol import DataLostError, KVBatchMeta, RowKey, Tag
 from rl_protocol.ports import Lease, SessionResult, settle
 from rl_protocol.rl_columns import TRAIN_PARTITION, prompt_partition
 from rl_trainer.checkpoints.held_batches import HELD, HeldBatch, HeldBatches, SavedRows
-from rl_trainer.driver.parts import TrainerParts
-from rl_trainer.driver.sampler import Sampled, Sampler
+from rl_trainer.driver.batch_sampler import Sampled, Sampler
 from rl_trainer.driver.stage_calls import call
+from rl_trainer.driver.trainer_parts import TrainerParts
 from rl_trainer.workers.messages import CopyRowsCall, PromptRef, PutRowsCall, StageResult
 
 logger = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from rl_protocol.support.options import require
 from rl_trainer.algorithms.metrics import stats
 from rl_trainer.algorithms.staleness_policy import StalenessPolicy
 from rl_trainer.asyncio_tasks import gather_or_cancel
-from rl_trainer.checkpoints.folder import Checkpoint, RunState
+from rl_trainer.checkpoints.checkpoint_folder import Checkpoint, RunState
 from rl_trainer.checkpoints.held_batches import HeldBatches
 from rl_trainer.driver.batch_queue import (
     MOST_STAGES,
@@ -43,17 +43,17 @@ from rl_trainer.driver.batch_queue import (
     Staleness,
     one_version,
 )
+from rl_trainer.driver.batch_sampler import Sampled, Sampler
 from rl_trainer.driver.checkpoint_writer import CheckpointWriter, SavedCheckpoint, Score, load
 from rl_trainer.driver.held_batches import BatchKeeper
 from rl_trainer.driver.hooks import notify
 from rl_trainer.driver.idle import IdleClock
 from rl_trainer.driver.old_log_prob import STAGE, AutoOldLogProb
-from rl_trainer.driver.parts import TrainerParts
 from rl_trainer.driver.rollout_sleep import RolloutSleep
-from rl_trainer.driver.sampler import Sampled, Sampler
 from rl_trainer.driver.stage_calls import StepRows, call, forward_calls, update_calls
 from rl_trainer.driver.stage_runner import Clock, ModelStage, StageRunner, noted
-from rl_trainer.rollout.stats import rollout_metrics
+from rl_trainer.driver.trainer_parts import TrainerParts
+from rl_trainer.rollout.trajectory_stats import rollout_metrics
 from rl_trainer.workers.columns import BASELINE_PARTITION
 from rl_trainer.workers.messages import (
     Partition,

@@ -23,8 +23,8 @@ from rl_trainer.asyncio_tasks import gather_or_cancel
 from rl_trainer.config.registry import Registry
 from rl_trainer.data import PromptRow
 from rl_trainer.rollout.partial_generation import generate_turn
-from rl_trainer.rollout.stats import RolloutStats
 from rl_trainer.rollout.token_versions import VersionRuns, check_runs, version_runs
+from rl_trainer.rollout.trajectory_stats import RolloutStats
 
 
 @dataclass(frozen=True, kw_only=True)

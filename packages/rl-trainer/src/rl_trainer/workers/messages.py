@@ -8,7 +8,7 @@ import msgspec
 
 from rl_protocol import KVBatchMeta
 from rl_protocol.ports import Lease, SamplingParams
-from rl_trainer.checkpoints.folder import FileFacts
+from rl_trainer.checkpoints.checkpoint_folder import FileFacts
 from rl_trainer.checkpoints.held_batches import SavedRows
 
 

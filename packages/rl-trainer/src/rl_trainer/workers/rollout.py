@@ -15,7 +15,7 @@ from rl_protocol.rl_columns import IMAGE_COLUMNS, PROMPT_SCHEMA, prompt_partitio
 from rl_trainer.data import PromptDataset, PromptRow
 from rl_trainer.data.image_columns import ImageReader, image_columns
 from rl_trainer.rollout.session_turns import SESSIONS, SessionRef, Tokenizer, Trajectory, run_sessions
-from rl_trainer.rollout.stats import FULL
+from rl_trainer.rollout.trajectory_stats import FULL
 from rl_trainer.workers.base import Worker
 from rl_trainer.workers.columns import NEWEST_VERSION, TASK_COLUMNS, TRAINER_SCHEMA, StepColumns
 from rl_trainer.workers.messages import RolloutCall, RolloutResult

@@ -12,7 +12,7 @@ from typing import ClassVar
 import msgspec
 
 from rl_protocol import WorkerError
-from rl_trainer.checkpoints.folder import FileFacts, durable, writing
+from rl_trainer.checkpoints.checkpoint_folder import FileFacts, durable, writing
 from rl_trainer.checkpoints.resumable import Write
 from rl_trainer.workers.base import Worker
 from rl_trainer.workers.messages import FinishSaveCall, LoadStateCall, SavedFiles, SaveStateCall, StageResult

@@ -16,8 +16,8 @@ from rl_transferqueue.memory.block_epochs import SharedEpochs
 from rl_transferqueue.transport.addresses import Endpoints, endpoint
 from rl_transferqueue.transport.bulk_server import BulkServer
 from rl_transferqueue.transport.control_server import Handler, Server
+from rl_transferqueue.transport.event_loop import Reactor
 from rl_transferqueue.transport.plane_secret import PlaneKey
-from rl_transferqueue.transport.reactor import Reactor
 from rl_transferqueue.wire.messages import GetMetrics, GetStats, Metrics, Stats
 from rl_transferqueue.wire.spans import ALIGN
 

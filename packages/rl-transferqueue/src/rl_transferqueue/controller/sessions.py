@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from rl_protocol.errors import WireError
 from rl_transferqueue.controller.unacknowledged import Unacknowledged
 from rl_transferqueue.transport.control_server import Caller
-from rl_transferqueue.transport.reactor import Reactor, Timer
+from rl_transferqueue.transport.event_loop import Reactor, Timer
 
 SESSION_BYTES = 8
 """Length of a session's identity."""

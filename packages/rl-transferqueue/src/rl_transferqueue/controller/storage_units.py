@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from rl_transferqueue.controller.unit_link import UnitLink
-from rl_transferqueue.transport.reactor import Reactor
+from rl_transferqueue.transport.event_loop import Reactor
 from rl_transferqueue.wire.messages import Answer, UnitRequest
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import msgspec
 from rl_protocol.errors import PlaneLostError
 from rl_transferqueue.transport.connection import Connection
 from rl_transferqueue.transport.connection_limits import TRUSTED
-from rl_transferqueue.transport.reactor import Reactor
+from rl_transferqueue.transport.event_loop import Reactor
 from rl_transferqueue.transport.unix_link import connect_unix
 from rl_transferqueue.wire.messages import CONTROLLER, Answer, Populate, Reply, Request, UnitRequest, pack
 

@@ -9,8 +9,8 @@ from rl_transferqueue.backends import Share, block_key, load_backend
 from rl_transferqueue.transport.addresses import Endpoints, endpoint
 from rl_transferqueue.transport.bulk_server import BulkServer
 from rl_transferqueue.transport.control_server import Caller, Server
+from rl_transferqueue.transport.event_loop import Reactor
 from rl_transferqueue.transport.plane_secret import PlaneKey
-from rl_transferqueue.transport.reactor import Reactor
 from rl_transferqueue.wire.messages import CONTROLLER, Done, Fence, Free, Populate
 
 

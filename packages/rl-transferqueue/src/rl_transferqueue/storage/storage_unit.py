@@ -13,8 +13,8 @@ from rl_transferqueue.memory.arena import Arena
 from rl_transferqueue.transport.addresses import Endpoints, endpoint
 from rl_transferqueue.transport.bulk_server import BulkServer
 from rl_transferqueue.transport.control_server import Caller, Server
+from rl_transferqueue.transport.event_loop import Reactor
 from rl_transferqueue.transport.plane_secret import PlaneKey
-from rl_transferqueue.transport.reactor import Reactor
 from rl_transferqueue.wire.arrays import Ints
 from rl_transferqueue.wire.header_cache import unpack_header
 from rl_transferqueue.wire.messages import CONTROLLER, Copy, Done, Fence, Measure, Measured, Populate

@@ -44,9 +44,9 @@ from rl_transferqueue.transport.bulk_protocol import (
     server_proof,
 )
 from rl_transferqueue.transport.connection_limits import DEFAULT, Limits, Stall
+from rl_transferqueue.transport.event_loop import Reactor
 from rl_transferqueue.transport.listener import Listener
 from rl_transferqueue.transport.plane_secret import PlaneKey
-from rl_transferqueue.transport.reactor import Reactor
 from rl_transferqueue.wire.arrays import Ints
 from rl_transferqueue.wire.header_cache import unpack_header
 from rl_transferqueue.wire.messages import Fence, failure

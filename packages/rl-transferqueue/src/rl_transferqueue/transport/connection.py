@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from rl_transferqueue.transport.connection_limits import TRUSTED, Limits, Stall
-from rl_transferqueue.transport.reactor import Reactor, Timer
+from rl_transferqueue.transport.event_loop import Reactor, Timer
 from rl_transferqueue.transport.unix_link import LinkClosed, UnixLink
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ import msgspec
 from rl_protocol.errors import UNREADABLE, BatchError, RLError, WireError
 from rl_transferqueue.transport.connection import Connection
 from rl_transferqueue.transport.connection_limits import DEFAULT, Limits
+from rl_transferqueue.transport.event_loop import Reactor
 from rl_transferqueue.transport.listener import Listener
 from rl_transferqueue.transport.plane_secret import PlaneKey
-from rl_transferqueue.transport.reactor import Reactor
 from rl_transferqueue.transport.request_counters import RequestCounters
 from rl_transferqueue.transport.unix_link import LinkClosed, UnixLink, listen_unix
 from rl_transferqueue.transport.zmq_router import ZmqRouter

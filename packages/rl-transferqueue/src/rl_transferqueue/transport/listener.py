@@ -7,7 +7,7 @@ import logging
 import socket
 from collections.abc import Callable
 
-from rl_transferqueue.transport.reactor import Reactor
+from rl_transferqueue.transport.event_loop import Reactor
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import zmq
 
 from rl_transferqueue.transport.addresses import endpoint
 from rl_transferqueue.transport.connection_limits import Limits, Stall
+from rl_transferqueue.transport.event_loop import Reactor
 from rl_transferqueue.transport.plane_secret import PlaneKey
-from rl_transferqueue.transport.reactor import Reactor
 from rl_transferqueue.wire.messages import MAX_FRAME
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from pathlib import Path
 from ray._private.services import RAYLET_EXECUTABLE
 from ray._private.workers import default_worker
 
-from rl_app_ppo.cluster.local import ask_for_fork, idle_agent
+from rl_app_ppo.cluster.local import fork_client, idle_agent
 
 _ISOLATED = (sys.executable, "-I", "-S")
 """A program of the standard library alone starts in 20 ms."""
@@ -111,5 +111,5 @@ def _worker(session: Session, fork_socket: Path) -> str:
         "cluster-id": session.cluster_id,
     }
     worker = [default_worker.__file__, *(f"--{name}={value}" for name, value in options.items())]
-    command = [*_ISOLATED, ask_for_fork.__file__, str(fork_socket), *worker, "RAY_WORKER_DYNAMIC_OPTION_PLACEHOLDER"]
+    command = [*_ISOLATED, fork_client.__file__, str(fork_socket), *worker, "RAY_WORKER_DYNAMIC_OPTION_PLACEHOLDER"]
     return subprocess.list2cmdline(command)

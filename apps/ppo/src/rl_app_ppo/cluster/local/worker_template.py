@@ -2,7 +2,7 @@
 
 It starts with the run, and imports what workers need while the driver checks the configuration and
 starts Ray. Arguments: names of modules. Standard input is a socket, on which it receives the
-socket for requests of `ask_for_fork`; it ends when the driver closes the other end.
+socket for requests of `fork_client`; it ends when the driver closes the other end.
 
 It imports no Ray, which reads variables of a worker when it is loaded.
 """
@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl_app_ppo.cluster.local.ask_for_fork import LENGTH, STANDARD
+from rl_app_ppo.cluster.local.fork_client import LENGTH, STANDARD
 
 _TIMEOUT_S = 10.0
 

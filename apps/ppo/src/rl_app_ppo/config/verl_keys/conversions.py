@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-from rl_app_ppo.config.verl_keys.entries import Answer, Convert, Lost, Note, Value, Verl
+from rl_app_ppo.config.verl_keys.key_entries import Answer, Convert, Lost, Note, Value, Verl
 from rl_protocol.support.options import items, nearest
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl_trainer.config.critic import CRITIC_AGG_MODES

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.config.verl_keys import conversions
-from rl_app_ppo.config.verl_keys.entries import Entry, converted, same
+from rl_app_ppo.config.verl_keys.key_entries import Entry, converted, same
 from rl_app_ppo.config.verl_keys.tables import algorithm, data, models, rollout, run
 from rl_protocol.support.option_tree import list_options
 

@@ -27,8 +27,8 @@ from rl_megatron_peft.base_model.layout import ROW_PARALLEL, Layout
 from rl_megatron_peft.base_model.model_shape import ModelShape
 from rl_megatron_peft.base_model.naming import FUSED, MegatronModule
 from rl_megatron_peft.errors import bad_file
-from rl_megatron_peft.peft.adapter import Adapter, LoraPair, verify_adapter
-from rl_megatron_peft.peft.folders import LEGACY
+from rl_megatron_peft.peft.adapter_folder import Adapter, LoraPair, verify_adapter
+from rl_megatron_peft.peft.checkpoint_folders import LEGACY
 from rl_megatron_peft.peft.lora_config import LoraConfig
 from rl_protocol.torch import to_weight
 

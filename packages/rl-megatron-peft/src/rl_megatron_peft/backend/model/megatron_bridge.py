@@ -26,7 +26,8 @@ class BridgeCapabilities:
 
     Attributes:
         uses: functions of AutoBridge that this module calls.
-        lacks: functions that later versions add; `rl_megatron_peft.peft.adapter` does their work.
+        lacks: functions that later versions add; `rl_megatron_peft.peft.adapter_folder` does what
+            they do.
         pads_vocabulary: it supports a vocabulary that tensor parallelism does not divide.
         without_transformer_engine: it can be imported without Transformer Engine.
     """

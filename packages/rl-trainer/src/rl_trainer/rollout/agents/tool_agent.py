@@ -17,7 +17,7 @@ from rl_trainer.rollout.agents.dialects import Answer, Dialect
 from rl_trainer.rollout.agents.tools import Tool, answer
 from rl_trainer.rollout.agents.transcript import Transcript
 from rl_trainer.rollout.session_turns import Generate, Trajectory
-from rl_trainer.rollout.stats import RolloutStats
+from rl_trainer.rollout.trajectory_stats import RolloutStats
 
 Finish = Literal["stop", "turns", "turn_length", "observation_length", "response_length", "abort"]
 """Why a session ended: with an answer; a call after the last turn; a turn that was too long; too

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rl_protocol.ports import Generation
 from rl_trainer.rollout.partial_generation import generate_turn
 from rl_trainer.rollout.session_turns import Generate, Trajectory
-from rl_trainer.rollout.stats import RolloutStats
 from rl_trainer.rollout.token_versions import version_runs
+from rl_trainer.rollout.trajectory_stats import RolloutStats
 
 
 class Transcript:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rl_app_ppo.config.verl_keys import conversions
 from rl_app_ppo.config.verl_keys.aliases import BYPASS, OLD_LOG_PROB, old_log_prob
-from rl_app_ppo.config.verl_keys.entries import Entry, converted, no_effect, only, unsupported
+from rl_app_ppo.config.verl_keys.key_entries import Entry, converted, no_effect, only, unsupported
 
 ENTRIES: tuple[Entry, ...] = (
     converted(

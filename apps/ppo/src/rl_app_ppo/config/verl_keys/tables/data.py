@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rl_app_ppo.config.verl_keys import conversions
-from rl_app_ppo.config.verl_keys.entries import Entry, checked, converted, no_effect, only, unsupported
+from rl_app_ppo.config.verl_keys.key_entries import Entry, checked, converted, no_effect, only, unsupported
 
 _CURRICULUM = "set data.curriculum to the name of a curriculum that an installed package offers"
 _FUNCTION = "write a reward function and set reward.function=path.py:name"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rl_app_ppo.config.verl_keys import conversions
 from rl_app_ppo.config.verl_keys.conversions import ACTOR, MODEL
-from rl_app_ppo.config.verl_keys.entries import Entry, checked, converted, no_effect, only, same, unsupported
+from rl_app_ppo.config.verl_keys.key_entries import Entry, checked, converted, no_effect, only, same, unsupported
 from rl_trainer.algorithms.losses import POLICY_LOSSES
 
 REF = "actor_rollout_ref.ref"

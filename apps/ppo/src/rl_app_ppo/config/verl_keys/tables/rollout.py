@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rl_app_ppo.config.verl_keys import conversions
 from rl_app_ppo.config.verl_keys.conversions import ROLLOUT
-from rl_app_ppo.config.verl_keys.entries import Entry, converted, no_effect, only, unsupported
+from rl_app_ppo.config.verl_keys.key_entries import Entry, converted, no_effect, only, unsupported
 
 _ENGINE = "the rollout engine's own settings are not passed on"
 _LAYOUT = "rollout.num_workers replicas of rollout.tensor_model_parallel_size processes generate"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rl_app_ppo.config.verl_keys import conversions
-from rl_app_ppo.config.verl_keys.entries import Entry, checked, converted, no_effect, unsupported
+from rl_app_ppo.config.verl_keys.key_entries import Entry, checked, converted, no_effect, unsupported
 
 _SAMPLES = "samples/ of the run folder holds what was generated"
 _LOCAL = "a run and its checkpoints are kept in its folder, trainer.output_dir/trainer.run_name"

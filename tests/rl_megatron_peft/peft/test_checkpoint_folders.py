@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl_megatron_peft import AdapterError, FolderKind, folder_kind, whole_checkpoints
-from rl_megatron_peft.peft.folders import refuse_unless_resumable
+from rl_megatron_peft.peft.checkpoint_folders import refuse_unless_resumable
 
 
 @pytest.mark.parametrize(

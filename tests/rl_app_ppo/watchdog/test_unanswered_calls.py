@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rl_app_ppo.watchdog.calls import SHOWN, CallLog, OpenCall
+from rl_app_ppo.watchdog.unanswered_calls import SHOWN, CallLog, OpenCall
 from rl_protocol import KVBatchMeta
 from rl_protocol.ports import Lease, SamplingParams
 from rl_trainer.workers.messages import FinishSaveCall, LeasedPrompt, Partition, ReadAheadCall, RolloutCall, StageCall

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from rl_app_ppo.watchdog import watchdog
-from rl_app_ppo.watchdog.watchdog import INTERRUPT, Watchdog
+from rl_app_ppo.watchdog import watchdog_thread
+from rl_app_ppo.watchdog.watchdog_thread import INTERRUPT, Watchdog
 from rl_protocol import HangError, WorkerError
 
 HANG_S = 0.3
@@ -49,7 +49,7 @@ def test_progress_keeps_a_run_alive():
 
 
 def test_a_callback_that_blocks_the_event_loop_is_interrupted(monkeypatch):
-    monkeypatch.setattr(watchdog, "_GRACE_S", 0.1)
+    monkeypatch.setattr(watchdog_thread, "_GRACE_S", 0.1)
 
     async def work():
         time.sleep(60)  # noqa: ASYNC251 - as a hook that blocks does

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rl_protocol import ConfigError, OutputError, WorkerError
 from rl_trainer import Workers
-from rl_trainer.checkpoints.folder import (
+from rl_trainer.checkpoints.checkpoint_folder import (
     Checkpoint,
     Manifest,
     RunState,

@@ -27,7 +27,7 @@ import safetensors
 from rl_megatron_peft.base_model.naming import TARGETS, HFModule
 from rl_megatron_peft.errors import bad_file
 from rl_megatron_peft.peft.adapter_config import from_peft, required_field, to_peft
-from rl_megatron_peft.peft.folders import PEFT_CONFIG, new_folder
+from rl_megatron_peft.peft.checkpoint_folders import PEFT_CONFIG, new_folder
 from rl_megatron_peft.peft.lora_config import LoraConfig
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import ConfigError, SchemaError

@@ -11,7 +11,7 @@ from rl_megatron_peft.backend.parallel import Ranks, all_gather_tensor_parallel,
 from rl_megatron_peft.base_model.model_shape import ModelShape
 from rl_megatron_peft.base_model.naming import TARGETS, HFModule
 from rl_megatron_peft.errors import AdapterError
-from rl_megatron_peft.peft.adapter import Adapter, LoraPair
+from rl_megatron_peft.peft.adapter_folder import Adapter, LoraPair
 from rl_megatron_peft.peft.lora_config import LoraConfig
 from rl_protocol import WeightTensor
 from rl_protocol.torch import from_weight, to_weight

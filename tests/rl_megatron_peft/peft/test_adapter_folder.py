@@ -294,7 +294,7 @@ def test_a_failure_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rl_megatron_peft.peft.adapter.os.fsync", full)
+    monkeypatch.setattr("rl_megatron_peft.peft.adapter_folder.os.fsync", full)
     with pytest.raises(OutputError, match="No space left on device"):
         write_adapter(tmp_path / "x", make())
     assert list(tmp_path.iterdir()) == []

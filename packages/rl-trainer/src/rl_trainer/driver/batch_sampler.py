@@ -13,11 +13,11 @@ from rl_trainer.algorithms.dapo import Generate, GiveUp, Train, next_round
 from rl_trainer.algorithms.staleness_policy import StalenessPolicy
 from rl_trainer.data.prompt_draws import PromptDraws
 from rl_trainer.driver.hooks import notify
-from rl_trainer.driver.parts import TrainerParts
 from rl_trainer.driver.rollouts import RolledOut, Rollouts, Spare
 from rl_trainer.driver.stage_calls import call
 from rl_trainer.driver.stage_runner import Clock
-from rl_trainer.rollout.stats import rollout_metrics
+from rl_trainer.driver.trainer_parts import TrainerParts
+from rl_trainer.rollout.trajectory_stats import rollout_metrics
 from rl_trainer.workers.messages import FilterResult, Partition, PromptRef, RewardResult, StageCall
 
 Scoring = TypeVar("Scoring", bound=RewardResult)
