@@ -42,7 +42,13 @@ def ended_by_the_watchdog(run, folder):
 def test_a_stopped_rollout_worker_ends_the_run_with_its_prompts_and_all_stacks(tmp_path, base_model, mark):
     folder = tmp_path / "run"
     overrides = ("placement=separate", "async_rl.max_staleness=1", "algorithm.old_log_prob=recompute")
-    run = started(mark, folder, f"model.path={base_model}", *SMALL, *overrides, lines=3)
+    long = (
+        "rollout.temperature=5",  # hardly ever the end of the sequence
+        "rollout.response_length=48",
+        "rollout.max_batch_size=2",  # responses take far longer than the update of the weights
+        "trainer.val_before_train=false",
+    )
+    run = started(mark, folder, f"model.path={base_model}", *SMALL, *overrides, *long, lines=3)
     (pid,) = processes_of(folder, "rollout-0")
     os.kill(pid, signal.SIGSTOP)
     report = ended_by_the_watchdog(run, folder)

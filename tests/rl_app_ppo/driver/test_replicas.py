@@ -271,6 +271,20 @@ def test_one_that_dies_is_not_replaced_where_no_process_can_start(run):
     asyncio.run(steps())
 
 
+@pytest.mark.parametrize("run", [("shm", 1)], indirect=True)
+def test_an_update_that_finds_no_replica_ends_where_no_process_can_start(run):
+    async def steps() -> None:
+        await run.update(1)
+        (process,) = run.processes
+        process.deaths = ["weights.receive"]
+        sync = ReplicaSync(run.manager, [Replica(process, run.manager, lambda: False)])
+        with pytest.raises(WorkerDiedError, match="rollout-0 is lost and gets no new process: Ray does not run"):
+            await sync.update_weights(2)
+        assert process.started == 1
+
+    asyncio.run(steps())
+
+
 def test_one_that_fails_or_hangs_is_not_replaced(run):
     async def fail(method: str, payload: bytes, *, timeout_s: float) -> bytes:
         raise WorkerError(f"did not answer {method} within {timeout_s:g} s")

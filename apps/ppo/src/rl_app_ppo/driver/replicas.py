@@ -100,11 +100,14 @@ class Replica:
         """If the replica is lost, start a new process and send it the committed version.
 
         Raises:
+            WorkerDiedError: no process can start, because a server of Ray is lost.
             WorkerError: the process did not start.
             WeightSyncError: it could not get the weights.
         """
         if not self.lost:
             return
+        if not self._can_start():
+            raise WorkerDiedError(f"Rollout worker {self.name} is lost and gets no new process: Ray does not run.")
         self._restarts += 1
         _log.warning("Rollout worker %s gets a new process, %d of %d in a row.", self.name, self._restarts, RESTARTS)
         await self._worker.restart()
