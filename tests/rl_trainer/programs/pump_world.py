@@ -7,6 +7,8 @@ from collections import Counter
 from typing import ClassVar
 
 import msgspec
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from replay_buffers import make_buffers, opened
 
 from rl_protocol import BatchData, RowKey, ragged
@@ -249,3 +251,16 @@ class HeldWorld(World):
     async def train(self):
         async with opened(self.buffers):
             await self.trainer.fit()
+
+
+def play(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> None:
+    """Run this many examples of a state machine, of at most this many steps each."""
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+        ),
+    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -18,9 +17,8 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
-from pump_world import BATCH, HeldWorld, Loop, ages
+from pump_world import BATCH, HeldWorld, Loop, ages, play
 
 from rl_protocol import DataLostError, WorkerError
 from rl_trainer.config import ReplayConfig
@@ -147,22 +145,10 @@ class Pumps(RuleBasedStateMachine):
         self.loop.close()
 
 
-def play(examples, steps):
-    run_state_machine_as_test(
-        Pumps,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-        ),
-    )
-
-
 def test_no_order_of_events_stops_the_pumps_loses_a_group_or_breaks_the_bound():
-    play(examples=25, steps=40)
+    play(Pumps, examples=25, steps=40)
 
 
 @pytest.mark.nightly
 def test_twenty_thousand_events():
-    play(examples=400, steps=50)
+    play(Pumps, examples=400, steps=50)

@@ -13,7 +13,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -21,9 +20,8 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
-from pump_world import BATCH, HeldWorld, Loop, World, ages
+from pump_world import BATCH, HeldWorld, Loop, World, ages, play
 from replay_buffers import opened
 
 from rl_trainer import PromptOrder
@@ -151,22 +149,10 @@ class Restarts(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
 
-def play(examples, steps):
-    run_state_machine_as_test(
-        Restarts,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-        ),
-    )
-
-
 def test_a_run_that_is_killed_at_any_event_trains_every_ticket_once_and_as_if_it_had_not_been():
-    play(examples=12, steps=30)
+    play(Restarts, examples=12, steps=30)
 
 
 @pytest.mark.nightly
 def test_ten_thousand_events():
-    play(examples=250, steps=40)
+    play(Restarts, examples=250, steps=40)
