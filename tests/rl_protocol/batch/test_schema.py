@@ -12,6 +12,7 @@ from rl_protocol import (
     BatchSchema,
     ColumnSpec,
     LengthIsProduct,
+    LengthIsRuns,
     LengthIsSum,
     ObjectColumn,
     SameLength,
@@ -104,6 +105,18 @@ def test_packed_arrays_are_as_long_as_their_shapes_say():
     law.check(longer.select_fields(["images"]))
 
 
+def test_runs_cover_exactly_the_elements_of_their_row():
+    law = LengthIsRuns("ids", "versions")
+    versions = ragged([np.array([[3, 2], [5, 1]]), np.zeros((0, 2), np.int64), np.array([[9, 4]])], "int64")
+    law.check(BatchData({"ids": ragged([[1, 1, 1], [], [1] * 4], "int64"), "versions": versions}))
+    shorter = BatchData({"ids": ragged([[1, 1, 1], [1], [1] * 3], "int64"), "versions": versions})
+    with pytest.raises(
+        SchemaError, match=r"Row 1, column 'ids': expected length sum\(versions\[:, 1\]\) = 0, got 1; 2 of 3 rows"
+    ):
+        law.check(shorter)
+    law.check(shorter.select_fields(["ids"]))
+
+
 def test_the_ragged_dimension_is_checked():
     spec = ColumnSpec(name="position_ids", kind="ragged", dtype="int64", dims=(3,), ragged_dim=1)
     spec.check(ragged([np.zeros((3, 5), np.int64)], "int64", ragged_dim=1))
@@ -145,7 +158,7 @@ def test_rl_schemas_say_who_writes_what():
             assert spec.meaning
             assert bool(spec.absence) == (spec.writer != "rollout" or spec.name in IMAGE_COLUMNS)
     for law in TRAJECTORY_SCHEMA.laws:
-        assert isinstance(law, SameLength)
+        assert isinstance(law, SameLength | LengthIsRuns)
         assert all(TRAJECTORY_SCHEMA[name].kind == "ragged" for name in law.columns)
     assert not set(PROMPT_SCHEMA.columns) & set(TRAJECTORY_SCHEMA.columns)
     assert prompt_partition("train") == "train/prompts"

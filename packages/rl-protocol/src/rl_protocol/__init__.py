@@ -6,7 +6,15 @@ from rl_protocol.batch.kv_batch_meta import KVBatchMeta, Scalar, Tag, TagRows
 from rl_protocol.batch.packed_arrays import pack_arrays, unpack_arrays
 from rl_protocol.batch.row_key import RowKey
 from rl_protocol.batch.row_ops import Partitionable, balanced_parts, even_sizes
-from rl_protocol.batch.schema import AlignmentLaw, BatchSchema, ColumnSpec, LengthIsProduct, LengthIsSum, SameLength
+from rl_protocol.batch.schema import (
+    AlignmentLaw,
+    BatchSchema,
+    ColumnSpec,
+    LengthIsProduct,
+    LengthIsRuns,
+    LengthIsSum,
+    SameLength,
+)
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import (
     BatchError,
@@ -52,6 +60,7 @@ __all__ = [
     "HangError",
     "KVBatchMeta",
     "LengthIsProduct",
+    "LengthIsRuns",
     "LengthIsSum",
     "MissingDataError",
     "ObjectColumn",

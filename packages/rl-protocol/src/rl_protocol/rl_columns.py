@@ -8,7 +8,7 @@ holds the rest. A column without an `absence` is part of the first put of its ro
 from __future__ import annotations
 
 from rl_protocol.batch.packed_arrays import SHAPES_SUFFIX
-from rl_protocol.batch.schema import BatchSchema, ColumnSpec, LengthIsProduct, SameLength
+from rl_protocol.batch.schema import BatchSchema, ColumnSpec, LengthIsProduct, LengthIsRuns, SameLength
 
 TRAIN_PARTITION = "train"
 VALIDATION_PARTITION = "val"
@@ -79,6 +79,14 @@ TRAJECTORY_SCHEMA = BatchSchema(
             dtype="float32",
             writer="rollout",
             meaning="log-prob when sampled, nats",
+        ),
+        ColumnSpec(
+            name="rollout_versions",
+            kind="ragged",
+            dtype="int32",
+            dims=(2,),
+            writer="rollout",
+            meaning="runs of [version of the weights, tokens of the response that it generated]",
         ),
         ColumnSpec(
             name="scores",
@@ -159,6 +167,7 @@ TRAJECTORY_SCHEMA = BatchSchema(
                 "returns",
             )
         ),
+        LengthIsRuns("responses", "rollout_versions"),
     ),
 )
 """Columns of trajectory rows."""

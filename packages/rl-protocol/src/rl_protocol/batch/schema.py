@@ -105,6 +105,29 @@ class LengthIsProduct:
             _check_equal(self.values_column, got, f"sum(prod({self.shapes_column}))", want, keys)
 
 
+@dataclass(frozen=True, slots=True)
+class LengthIsRuns:
+    """Law of run-length encoded columns: in every row, the runs cover exactly the elements.
+
+    A run is [value, count]: `dims` of the column of runs are (2,).
+    """
+
+    values_column: str
+    runs_column: str
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.values_column, self.runs_column)
+
+    def check(self, batch: BatchData, keys: Sequence[str] = ()) -> None:
+        """Raise SchemaError for the first row that breaks the law; absent columns pass."""
+        if self.values_column in batch and self.runs_column in batch:
+            runs = batch.ragged(self.runs_column)
+            want = _row_sums(runs, runs.values[:, 1].astype(np.int64))
+            got = batch.ragged(self.values_column).lengths
+            _check_equal(self.values_column, got, f"sum({self.runs_column}[:, 1])", want, keys)
+
+
 def _row_sums(column: RaggedColumn, values: AnyArray) -> AnyArray:
     running = np.concatenate([[0], np.cumsum(values)])
     return running[column.offsets[1:]] - running[column.offsets[:-1]]
@@ -121,7 +144,7 @@ def _check_equal(column: str, got: AnyArray, law: str, want: AnyArray, keys: Seq
         )
 
 
-AlignmentLaw = SameLength | LengthIsSum | LengthIsProduct
+AlignmentLaw = SameLength | LengthIsSum | LengthIsProduct | LengthIsRuns
 
 
 class BatchSchema:

@@ -67,6 +67,11 @@ class Trajectory:
         )
 
     @property
+    def runs(self) -> VersionRuns:
+        """Runs of (version, tokens) of all tokens after the prompt; empty: there are none."""
+        return self.versions or tuple((self.weight_version, tokens) for tokens in (len(self.response_ids),) if tokens)
+
+    @property
     def newest_version(self) -> int:
         """The newest version of the weights that generated it."""
         return max((version for version, _ in self.versions), default=self.weight_version)

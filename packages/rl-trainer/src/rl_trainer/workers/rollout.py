@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 
 from rl_protocol import BatchData, ConfigError, KVBatchMeta, ObjectColumn, RLError, Tag, ragged
 from rl_protocol.bridge import Output, tqbridge
@@ -125,16 +126,17 @@ class RolloutWorker(Worker):
             }
         )
 
-    @tqbridge(writes=("responses", "response_mask", "rollout_log_probs"), schema=TRAINER_SCHEMA)
+    @tqbridge(writes=("responses", "response_mask", "rollout_log_probs", "rollout_versions"), schema=TRAINER_SCHEMA)
     async def write_trajectories(
         self, _: BatchData, step: int, named: Sequence[tuple[Lease, SessionRef, Trajectory]]
     ) -> Output[None]:
-        """Write responses, with their tags."""
+        """Write responses and what generated them, with their tags."""
         data = BatchData(
             {
                 "responses": ragged([t.response_ids for *_, t in named], "int64"),
                 "response_mask": ragged([t.response_mask for *_, t in named], "bool"),
                 "rollout_log_probs": ragged([t.log_probs for *_, t in named], "float32"),
+                "rollout_versions": ragged([np.array(t.runs, np.int32).reshape(-1, 2) for *_, t in named], "int32"),
             }
         )
         tags: list[Tag] = [
