@@ -38,7 +38,7 @@ def test_the_users_ray_settings_win_but_not_over_those_that_keep_ray_private(mon
 def test_waiting_threads_spin_for_a_short_time_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    assert compute_settings(0) == {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "5000"}
+    assert compute_settings(0) == {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "20000"}
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     assert compute_settings(4) == {"OMP_NUM_THREADS": "4", "GOMP_SPINCOUNT": "7"}
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")

@@ -25,7 +25,7 @@ _LOCAL_RAY_SETTINGS = {
 """With ray.address=local Ray listens on loopback and requires a token from every caller."""
 
 
-_SPINS = "5000"
+_SPINS = "20000"
 """Times that a waiting thread looks before it sleeps."""
 
 
@@ -42,10 +42,11 @@ def ray_settings(*, local: bool) -> dict[str, str]:
 def compute_settings(threads: int) -> dict[str, str]:
     """Variables of the compute threads of workers, which torch reads at its import.
 
-    A thread that waits for the others spins for a moment and then sleeps, unless the user has set
-    OMP_WAIT_POLICY or GOMP_SPINCOUNT. With all cores in use by other processes, libgomp's default,
-    60 times longer, made an update of the demo model 25 times slower; without spinning, the update
-    takes 30 % longer on idle cores.
+    A thread that waits for the others spins for up to a millisecond and then sleeps, unless the
+    user has set OMP_WAIT_POLICY or GOMP_SPINCOUNT. On idle cores of a virtual machine, where waking
+    a core is slow, an update of the demo model takes twice as long with a quarter of these spins,
+    and as long with more. With all cores in use by other processes, more spins, such as libgomp's
+    default, made it up to 25 times slower.
 
     Args:
         threads: trainer.threads_per_worker.
