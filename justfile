@@ -69,6 +69,10 @@ test-peer *ARGS:
 bench *ARGS:
     uv run --group bench pytest benchmarks "$@"
 
+# compare ten ratios with the published ones, in half an hour
+headlines *ARGS:
+    uv run --group bench benchmarks/compare.py --headlines "$@"
+
 # check the style of the code
 lint *ARGS:
     {{ dev }} ruff check "$@"

@@ -56,7 +56,13 @@ def test_ci_runs_recipes_and_all_that_check():
 
 def test_the_workflows_run_what_ci_runs():
     run = set().union(*(called(path.read_text()) for path in WORKFLOWS))
-    assert run - {"install"} == called((ROOT / ".ci" / "run").read_text()) - {"install-vllm"}  # `uv run` installs that
+    by_ci = called((ROOT / ".ci" / "run").read_text()) - {"install-vllm"}  # `uv run` installs that
+    assert run - {"install", "headlines"} == by_ci
+
+
+def test_a_workflow_compares_the_headlines_every_week():
+    (scheduled,) = (path for path in WORKFLOWS if "schedule:" in path.read_text())
+    assert called(scheduled.read_text()) == {"headlines"}
 
 
 def test_the_hooks_run_what_ci_runs():
