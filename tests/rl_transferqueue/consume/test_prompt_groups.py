@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rl_protocol import BatchError, ConfigError, RolloutError
 from rl_protocol.ports import Lease
@@ -292,6 +292,14 @@ class GroupLife(RuleBasedStateMachine):
         failed = [g.uid for g in self.book.groups.values() if g.status == "failed"]
         self.book.forget(failed, "failed")
         self.gone += len(failed)
+
+    @precondition(lambda self: self.book.groups)
+    @rule(which=st.integers(0, 9))
+    def give_up(self, which: int) -> None:
+        group = list(self.book.groups.values())[which % len(self.book.groups)]
+        assert self.book.forget([group.uid]) == [group]
+        assert not self.book.settle(group.uid, group.attempt, group.sessions[0], 1)
+        self.gone += 1
 
     @invariant()
     def every_group_is_somewhere(self) -> None:

@@ -106,6 +106,11 @@ class KeepsRows(ReplayBuffer):
         self._book.forget(uids, "taken")
 
 
+class KeepsRowsOfDiscardedGroups(ReplayBuffer):
+    async def discard(self, uids: Sequence[str]) -> None:
+        self._book.forget(uids)
+
+
 class ForgetsFailures(ReplayBuffer):
     def failures(self) -> list[GroupFailure]:
         return []
@@ -121,6 +126,7 @@ class FinishesAtTheFirstSession(ReplayBuffer):
     [
         (SkipsFailedGroups, "test_a_group_that_failed_stops_the_owner_until_it_is_discarded"),
         (KeepsRows, "test_prompts_go_through_and_leave_nothing_behind"),
+        (KeepsRowsOfDiscardedGroups, "test_a_group_can_be_given_up_in_any_status_and_what_arrives_later_is_refused"),
         (ForgetsFailures, "test_a_lease_that_ends_is_seen_without_any_other_event"),
         (FinishesAtTheFirstSession, "test_workers_of_one_group_settle_apart_and_in_any_order"),
     ],

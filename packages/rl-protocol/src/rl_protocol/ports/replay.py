@@ -169,7 +169,7 @@ class ReplayBuffer(Protocol):
 
         add -> pending -> running -> finished -> taken -> committed
                   ^          |           |
-                  +--retry---+--too old--+        failed -> discarded
+                  +--retry---+--too old--+        any status -> discarded
 
     A group is leased as a whole, finished when every session has settled or the lease has ended,
     and taken as a whole, never partly. What happens to a group with failed sessions is a setting of
@@ -232,10 +232,12 @@ class ReplayBuffer(Protocol):
         ...
 
     async def discard(self, uids: Sequence[str]) -> None:
-        """Clear failed groups and all their rows.
+        """Give groups up, in any status: clear them and all their rows.
+
+        Of a running group, sessions that settle later are refused: their rows are cleared, too.
 
         Raises:
-            BatchError: a group has not failed; nothing is cleared.
+            BatchError: a group is not there; nothing is cleared.
         """
         ...
 

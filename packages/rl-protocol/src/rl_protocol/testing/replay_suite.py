@@ -268,13 +268,44 @@ class ReplayBufferSuite:
             assert list(buffer.failed()) == ["a"]
             assert [one.outcome for one in buffer.failures()] == ["failed"]
             with pytest.raises(BatchError):
-                await buffer.discard(["b"])
+                await buffer.discard(["a", "ghost"])
+            assert list(buffer.failed()) == ["a"]
             await buffer.discard(["a"])
             await settle_all(plane, b)
             assert set((await buffer.take(1, version=0, timeout_s=_SOON_S)).tag_values("uid")) == {"b"}
             await buffer.commit(["b"])
 
         self.run(body, settings, leaves=False)
+
+    def test_a_group_can_be_given_up_in_any_status_and_what_arrives_later_is_refused(self) -> None:
+        async def body(plane: DataPlane, buffer: ReplayBuffer) -> None:
+            uids = ["taken", "finished", "running", "pending", "kept"]
+            await buffer.add(uids, 2)
+            leases = {lease.uid: lease for lease in await buffer.lease(3, version=0, timeout_s=_SOON_S)}
+            for uid in ("taken", "finished"):
+                await settle_all(plane, leases[uid])
+            await settle(plane, [SessionResult(leases["running"], 0, rows=1)], scores(0))
+            await buffer.take(1, version=0, timeout_s=_SOON_S, uids={"taken"})
+            there = {"pending": 2, "running": 1, "finished": 1, "failed": 0, "taken": 1}
+            await until(lambda: holds(lambda: buffer.counts() == there))
+            await buffer.discard(uids[:4])
+            assert buffer.counts() == {"pending": 1, "running": 0, "finished": 0, "failed": 0, "taken": 0}
+            assert not buffer.unsettled()
+            assert not buffer.failures()
+            assert not (await plane.list_rows("p")).keys
+            await settle_all(plane, leases["running"])
+            (kept,) = await buffer.lease(9, version=0, timeout_s=_SOON_S)
+            await settle_all(plane, kept)
+            taken = await buffer.take(1, version=0, timeout_s=_SOON_S)
+            assert (kept.uid, taken.keys) == ("kept", ("kept/0/0", "kept/1/0"))
+
+            async def only_the_kept_group() -> bool:
+                return (await plane.list_rows("p")).keys == taken.keys
+
+            await until(only_the_kept_group)
+            await buffer.commit(["kept"])
+
+        self.run(body, BufferSettings(groups_per_version=9), leaves=False)
 
     def test_every_wait_has_a_deadline_and_says_how_things_stand(self) -> None:
         async def body(plane: DataPlane, buffer: ReplayBuffer) -> None:

@@ -4,6 +4,8 @@
               ^          |           |
               +--refill--+--too old--+        failed: `take` raises until the group is discarded
 
+A group of any status can be discarded; sessions of a running one that settle later are refused.
+
 A group is one prompt with `size` sessions (rollouts). It is leased as a whole, concluded when every
 session has settled or the lease has ended, and taken as a whole. Each lease is a new *attempt* with
 new session numbers, so rows of an earlier attempt can't be mistaken for this one's or overwrite
@@ -237,16 +239,17 @@ class GroupBook:
             group.status = "taken"
         return ready
 
-    def forget(self, uids: Sequence[str], status: Literal["taken", "failed"]) -> list[Group]:
-        """Remove and return groups.
+    def forget(self, uids: Sequence[str], status: GroupStatus | None = None) -> list[Group]:
+        """Remove and return groups, which must have that status if one is given.
 
         Raises:
             BatchError: a group is missing or has another status; nothing is removed.
         """
         for uid in uids:
-            if uid not in self.groups or self.groups[uid].status != status:
-                there = self.groups[uid].status if uid in self.groups else "not there"
-                raise BatchError(f"Group {uid!r} is {there}, not {status}.")
+            if uid not in self.groups:
+                raise BatchError(f"Group {uid!r} is not there.")
+            if status is not None and self.groups[uid].status != status:
+                raise BatchError(f"Group {uid!r} is {self.groups[uid].status}, not {status}.")
         self.changed -= set(uids)
         return [self.groups.pop(uid) for uid in dict.fromkeys(uids)]
 

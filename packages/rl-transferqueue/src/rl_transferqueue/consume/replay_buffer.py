@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self, TypeVar, cast
+from typing import Self, TypeVar, cast
 
 from rl_protocol.batch.kv_batch_meta import KVBatchMeta, Scalar, Tag
 from rl_protocol.batch.row_key import RowKey
@@ -133,11 +133,11 @@ class ReplayBuffer:
 
     async def commit(self, uids: Sequence[str]) -> None:
         """Clear taken groups, and all their rows; see the port."""
-        await self._forget(uids, "taken")
+        await self._forget(uids, status="taken")
 
     async def discard(self, uids: Sequence[str]) -> None:
-        """Clear failed groups, and all their rows; see the port."""
-        await self._forget(uids, "failed")
+        """Give groups up, in any status; see the port."""
+        await self._forget(uids)
 
     async def clear(self) -> None:
         """Clear all groups and rows, in any status, and the failures."""
@@ -188,7 +188,7 @@ class ReplayBuffer:
                         "Check the workers, or raise the deadline."
                     ) from None
 
-    async def _forget(self, uids: Sequence[str], status: Literal["taken", "failed"]) -> None:
+    async def _forget(self, uids: Sequence[str], status: GroupStatus | None = None) -> None:
         async with self._changed:
             gone = self._book.forget(uids, status)
             if not self._book.groups:
