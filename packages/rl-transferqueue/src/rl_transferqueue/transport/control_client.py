@@ -30,8 +30,6 @@ from rl_transferqueue.wire.messages import (
 A = TypeVar("A", bound=msgspec.Struct)
 _decoder = msgspec.msgpack.Decoder(Reply)
 _LINGER_S = 0.5
-_HOLD_S = 50e-6
-"""How long a caller polls for its answer before it sleeps; about the time a server needs."""
 _TURN_S = 1e-3
 """How long answers that come at once may keep the loop from others."""
 CLOSED = "This client is closed; connect again."
@@ -216,11 +214,10 @@ class ControlClient:
     def _look(self, answer: asyncio.Future[Answer | None]) -> bool:
         """Poll for an answer that comes at once; yields the processor, but not the event loop."""
         if self._link.near:
-            start = time.monotonic()
+            until = time.monotonic() + LOOK_S
             self._read()
-            while not answer.done() and (passed := time.monotonic() - start) < LOOK_S:
-                if passed > _HOLD_S:
-                    os.sched_yield()
+            while not answer.done() and time.monotonic() < until:
+                os.sched_yield()  # the server may need this processor
                 self._read()
         return answer.done()
 

@@ -26,7 +26,8 @@ SCHEME = "unix:"
 LOOK_S = 200e-6
 """How long either side polls for an expected frame before it sleeps; waking up often costs more."""
 _PREFIX = 4
-_READ = 1 << 18
+_READ = 1 << 16
+"""Bytes per read; malloc maps and unmaps buffers from 128 KiB on, which costs ten short reads."""
 _BACKLOG = 1024
 _CREDENTIALS = struct.Struct("3i")
 """pid, uid, gid."""
