@@ -73,6 +73,23 @@ def test_new_weights_take_over_the_responses_that_are_being_generated(app, on_up
     assert max(m["training/off_policy/trajectory_staleness_worst/max"] for m in steps) <= 2
 
 
+@pytest.mark.slow
+def test_old_log_probs_are_interpolated_without_a_pass_of_the_actor(app):
+    """From the third step on there are responses of weights two versions older."""
+    done = app(*ASYNC, "algorithm.old_log_prob=interpolate", "rollout.num_workers=1", "actor.use_kl_loss=false")
+    assert done.code == 0, done.err
+    steps = [m for m in done.metrics if m["step"]]
+    ages = [m["training/off_policy/trajectory_staleness_worst/max"] for m in steps]
+    assert max(ages) == 2
+    assert all("timing_s/old_log_prob" not in m and m["old_log_prob/recomputed"] == 0 for m in steps)
+    moved = {age: [] for age in (0, 1, 2)}
+    for age, step in zip(ages, steps, strict=True):
+        moved[age].append(step["rollout_corr/rollout_is_mean"])
+    assert set(moved[0] + moved[1]) <= {1.0}
+    assert all(mean != 1 for mean in moved[2])
+    assert all(m["actor/grad_norm"] > 0 for m in steps)
+
+
 def parameters(folder):
     return hashlib.sha256((folder / "checkpoint" / "model.safetensors").read_bytes()).hexdigest()
 

@@ -48,6 +48,10 @@ def test_the_banner_names_the_workers_there_are(overrides, workers):
         (["algorithm.old_log_prob=recompute"], "recomputed in every step"),
         (["algorithm.old_log_prob=rollout"], "those of the rollout engine"),
         (
+            ["algorithm.old_log_prob=interpolate", "async_rl.max_staleness=2"],
+            "between those of the rollout engine and of the trained policy, by the age of the token's weights",
+        ),
+        (
             ["algorithm.rollout_correction.rollout_is=token"],
             "recomputed in every step, since algorithm.rollout_correction.rollout_is compares them with those of the rollout engine",
         ),

@@ -283,6 +283,16 @@ def test_a_deterministic_run_recomputes_its_old_log_probs_and_says_who_set_that(
     assert resolve([*given, "trainer.deterministic=false"]).config.algorithm.old_log_prob == "auto"
 
 
+def test_interpolated_log_probs_weigh_the_ratio_unless_told_otherwise():
+    key, given = "algorithm.rollout_correction.rollout_is", ["async_rl.max_staleness=2"]
+    setting = resolve([*given, "algorithm.old_log_prob=interpolate"]).settings[key]
+    assert (setting.value, setting.origin) == ("token", "algorithm.old_log_prob=interpolate")
+    assert resolve([*given, "algorithm.old_log_prob=interpolate", f"{key}="]).settings[key].value == ""
+    assert resolve([*given, "algorithm.old_log_prob=recompute"]).settings[key].value == ""
+    with pytest.raises(ConfigError, match=r"algorithm\.old_log_prob=interpolate .* async_rl\.max_staleness=0 excludes"):
+        load_config(["algorithm.old_log_prob=interpolate"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -298,6 +308,10 @@ def test_a_deterministic_run_recomputes_its_old_log_probs_and_says_who_set_that(
         ),
         (["algorithm.old_log_prob=auto"], r"algorithm\.old_log_prob must be recompute with trainer\.deterministic"),
         (["algorithm.old_log_prob=rollout"], r"algorithm\.old_log_prob must be recompute with trainer\.deterministic"),
+        (
+            ["algorithm.old_log_prob=interpolate", "async_rl.max_staleness=2"],
+            r"algorithm\.old_log_prob must be recompute with trainer\.deterministic",
+        ),
     ],
 )
 def test_what_depends_on_timing_is_refused_in_a_deterministic_run(overrides, words):

@@ -102,6 +102,31 @@ def test_all_weights_are_trained_as_on_plain_torch(model, alone):
     assert not weights
 
 
+def test_interpolated_log_probs_train_as_on_plain_torch(model, alone):
+    """Half-way between the policy and the rollout's log-probs, with weights up to 1.1."""
+    from rl_app_ppo.worker.megatron import megatron_policy
+    from rl_trainer.algorithms.old_log_prob import loss_correction
+    from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
+
+    asked = ["async_rl.max_staleness=2", "algorithm.old_log_prob=interpolate", "rollout.num_workers=1"]
+    limit = "algorithm.rollout_correction.rollout_is_threshold=1.1"
+    config = load_config([*TRAINED, "actor.optim.lr=1e-3", *asked, limit])
+    ours = megatron_policy(config, model, alone(config))
+    options = PolicyOptions(correction=loss_correction(config.algorithm))
+    theirs = TorchPolicyBackend(
+        model, config.actor, rollout_n=config.rollout.n, seed=config.trainer.seed, options=options
+    )
+    batch = measured_by(theirs)
+    half = ragged([[0.5] * length for length in batch.ragged("responses").lengths], "float32")
+    batch = batch.union(BatchData({"interpolation": half}))
+    one, other = (policy.update(batch, temperature=0.9) for policy in (ours, theirs))
+    assert {name: one[name] for name in other} == pytest.approx(other, rel=1e-4, abs=1e-5)
+    assert other["rollout_corr/rollout_is_mean"] != 1
+    weights = {weight.name: weight.data.view("float32") for weight in theirs.named_weights()}
+    for weight in ours.named_weights():
+        np.testing.assert_allclose(weight.data.view("float32"), weights.pop(weight.name), atol=1e-5)
+
+
 def test_a_critic_learns_as_on_plain_torch(model, alone):
     from rl_app_ppo.worker.megatron import megatron_critic
     from rl_trainer.backends.torch_critic import TorchCriticBackend

@@ -7,11 +7,15 @@ import statistics
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from rl_protocol import BatchError, ragged
 from rl_trainer import AlgorithmConfig
 from rl_trainer.algorithms.old_log_prob import (
     GAP,
     LogProbGap,
+    interpolation,
     loss_correction,
     old_log_prob_mode,
     recompute_reason,
@@ -84,8 +88,38 @@ def test_what_reads_the_pass_of_the_actor_makes_auto_recompute(settings, named):
     assert loss_correction(algorithm) is None
 
 
-@pytest.mark.parametrize("mode", ["auto", "recompute", "rollout"])
+@pytest.mark.parametrize("mode", ["auto", "recompute", "rollout", "interpolate"])
 def test_otherwise_the_mode_is_the_configured_one(mode):
     algorithm = AlgorithmConfig(old_log_prob=mode)
     assert old_log_prob_mode(algorithm) == mode
-    assert (loss_correction(algorithm) is not None) == (mode == "rollout")
+    assert (loss_correction(algorithm) is not None) == (mode in ("rollout", "interpolate"))
+
+
+def runs(*rows):
+    return ragged([np.array(row, np.int32).reshape(-1, 2) for row in rows], "int32")
+
+
+def test_the_old_policy_is_one_version_before_the_trained_one():
+    """Version 7 is trained: a token of version 5 is two versions old, one before the old policy."""
+    column = interpolation(runs([[7, 1], [6, 2], [5, 1]], [], [[4, 1], [3, 1]]), trained=7)
+    expected = [0, 0, 0, 1 / 2, 2 / 3, 3 / 4]
+    assert column.values.tolist() == pytest.approx(expected, rel=1e-6)
+    assert column.offsets.tolist() == [0, 4, 4, 6]
+    assert column.dtype == "float32"
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), max_size=4), min_size=1, max_size=4))
+def test_interpolation_agrees_with_the_slope_of_a_line_through_both_policies(rows):
+    """Log-probs that are linear in the version have the interpolated value at the old version."""
+    made = interpolation(runs(*rows), trained=10)
+    places = made.rows()
+    for row, values in zip(rows, places, strict=True):
+        versions = [version for version, tokens in row for _ in range(tokens)]
+        # log p(v) = 3 v - 1; between v and 10, at version 9
+        found = [(3 * v - 1) + a * ((3 * 10 - 1) - (3 * v - 1)) for v, a in zip(versions, values.tolist(), strict=True)]
+        assert found == pytest.approx([3 * 9 - 1] * len(versions), rel=1e-5)
+
+
+def test_a_token_of_later_weights_is_refused():
+    with pytest.raises(BatchError, match="has tokens of version 8 of the weights, and the update trains version 7"):
+        interpolation(runs([[7, 1]], [[6, 2], [8, 1]]), trained=7)

@@ -195,6 +195,27 @@ def correction(**settings):
             4,
             "needs the weights of the whole batch",
         ),
+        (
+            {"old_log_prob": "interpolate", "adv_estimator": "optimal_token_baseline"},
+            {},
+            4,
+            "which AlgorithmConfig.old_log_prob=interpolate leaves out",
+        ),
+        (
+            {"old_log_prob": "interpolate"},
+            {"policy_loss": PolicyLossConfig(loss_mode="gpg")},
+            4,
+            "loss_mode=gpg has none; set old_log_prob=rollout",
+        ),
+        (
+            {
+                "old_log_prob": "interpolate",
+                "rollout_correction": correction(rollout_is="token", rollout_is_batch_normalize=True),
+            },
+            {},
+            4,
+            "AlgorithmConfig.old_log_prob=interpolate never has",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused(algorithm, actor, n, message):

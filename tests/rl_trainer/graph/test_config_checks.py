@@ -27,6 +27,18 @@ def test_what_older_weights_would_spoil_is_refused(algorithm, actor, words):
         check_staleness(AsyncConfig(max_staleness=2), algorithm, actor)
 
 
+@pytest.mark.parametrize("bound", [0, 1])
+def test_interpolation_needs_weights_of_two_versions_before(bound):
+    """Otherwise the old policy is the one that generated."""
+    algorithm = AlgorithmConfig(old_log_prob="interpolate")
+    check_staleness(AsyncConfig(max_staleness=2), algorithm, ActorConfig())
+    with pytest.raises(
+        ConfigError,
+        match=rf"AsyncConfig\.max_staleness={bound} excludes; set that to at least 2, or old_log_prob=rollout",
+    ):
+        check_staleness(AsyncConfig(max_staleness=bound), algorithm, ActorConfig())
+
+
 def test_a_ratio_or_a_correction_makes_older_weights_usable():
     check_staleness(AsyncConfig(max_staleness=2), AlgorithmConfig(), ActorConfig())
     check_staleness(AsyncConfig(max_staleness=2), CORRECTED, GPG)

@@ -49,6 +49,17 @@ def test_with_log_probs_of_the_engine_the_old_log_prob_stage_is_left_out():
         assert renamed.field_names == ("old_log_probs",)
 
 
+def test_versions_move_only_to_the_update_that_interpolates():
+    graph = build_graph(AlgorithmConfig(old_log_prob="interpolate"), ActorConfig())
+    assert "old_log_prob" not in graph
+    assert [stage.name for stage in graph.stages if "rollout_versions" in stage.reads] == ["update_actor"]
+    assert "rollout_log_probs" in graph["update_actor"].reads
+    for mode in ("auto", "recompute", "rollout"):
+        others = build_graph(AlgorithmConfig(old_log_prob=mode), ActorConfig())
+        assert not [stage.name for stage in others.stages if "rollout_versions" in stage.reads]
+        assert "rollout_versions" in others["rollout"].writes
+
+
 def test_auto_has_the_columns_of_both_kinds_of_steps():
     graph = build_graph(AlgorithmConfig(), ActorConfig())
     assert graph["log_prob_gap"].reads == ("prompts", "responses", "response_mask", "rollout_log_probs")

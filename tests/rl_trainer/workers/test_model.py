@@ -53,6 +53,37 @@ class CountingPlane(MemoryDataPlane):
         return await super().put(*args, **kwargs)
 
 
+class Keeping(BigramPolicy):
+    """A policy that keeps the columns of its updates."""
+
+    def update(self, batch, *, temperature):
+        self.batch = batch
+        return {}
+
+
+def test_an_update_interpolates_by_the_versions_of_its_rows():
+    """Version 3 is trained on: one response of versions 3 and 1, one of version 2."""
+    columns = {
+        "responses": ragged([[4, 4, 1], [3]], "int64"),
+        "response_mask": ragged([[True] * 3, [True]], "bool"),
+        "rollout_log_probs": ragged([[-1.0] * 3, [-2.0]], "float32"),
+        "rollout_versions": ragged([[[3, 1], [1, 2]], [[2, 1]]], "int32"),
+        "advantages": ragged([[1.0] * 3, [1.0]], "float32"),
+    }
+
+    async def body():
+        plane, policy = MemoryDataPlane(), Keeping()
+        batch = await plane.put("train", ["p/0/0", "p/1/0"], BatchData(columns))
+        await plane.put("train/prompts", ["p"], BatchData({"prompts": ragged([[2, 3]], "int64")}))
+        settings = step_columns(AlgorithmConfig(old_log_prob="interpolate"), ActorConfig())
+        await ActorWorker(plane, settings, policy, 1.0).run("update_actor", StageCall(step=4, batch=batch, updates=3))
+        return policy.batch
+
+    batch = asyncio.run(body())
+    assert [row.tolist() for row in batch.ragged("interpolation").rows()] == [[0.0, 0.5, 0.5], [0.0]]
+    assert batch.ragged("old_log_probs").values.tolist() == [-1.0, -1.0, -1.0, -2.0]
+
+
 async def two_trajectories():
     """Yield a plane with the tokens of two responses to one prompt, and their names."""
     plane = CountingPlane()

@@ -41,12 +41,13 @@ class Batch:
             "weights": rng.uniform(0.5, 2, total),
             "mask": rng.random(total) < 0.8,
             "chosen": rng.random(total) < 0.2,
+            "interpolation": rng.random(total),
         }
         mask = self.columns["mask"]
         filled = sum(bool(mask[row].any()) for row in self.rows)
         self.counts = BatchCounts(tokens=int(mask.sum()), sequences=filled)
 
-    def loss(self, objective, split, *, weighted=True):
+    def loss(self, objective, split, *, weighted=True, interpolated=False):
         """Return the summed loss, its gradient per token and the metrics.
 
         `split` lists the rows of each micro-batch.
@@ -66,6 +67,7 @@ class Batch:
                 ref_log_prob=c["ref"],
                 weights=c["weights"] if weighted else None,
                 chosen=c["chosen"],
+                interpolation=c["interpolation"] if interpolated else None,
             )
             share = objective(log_prob, c["entropy"], tokens, self.counts, means)
             share.backward()
@@ -77,11 +79,16 @@ class Batch:
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("name", NAMES)
 @settings(deadline=None, max_examples=5)
-@given(seed=st.integers(0, 1000), part_of=st.lists(st.integers(0, 3), min_size=7, max_size=7), in_loss=st.booleans())
-def test_no_split_changes_the_result(name, mode, seed, part_of, in_loss):
+@given(
+    seed=st.integers(0, 1000),
+    part_of=st.lists(st.integers(0, 3), min_size=7, max_size=7),
+    in_loss=st.booleans(),
+    interpolated=st.booleans(),
+)
+def test_no_split_changes_the_result(name, mode, seed, part_of, in_loss, interpolated):
     """Shares of micro-batches add up to the loss, gradient and metrics of the whole batch.
 
-    This holds for rejection inside the loss, too.
+    This holds for rejection inside the loss, and for interpolated log-probs, too.
     """
     config = ActorConfig(
         policy_loss=PolicyLossConfig(loss_mode=name),
@@ -98,8 +105,9 @@ def test_no_split_changes_the_result(name, mode, seed, part_of, in_loss):
         rollout_is="sequence",
     )
     objective, batch = PolicyObjective(config, correction if in_loss else None), Batch(seed)
-    whole = batch.loss(objective, [range(7)])
-    parts = batch.loss(objective, [[i for i in range(7) if part_of[i] == number] for number in range(4)])
+    whole = batch.loss(objective, [range(7)], interpolated=interpolated)
+    split = [[i for i in range(7) if part_of[i] == number] for number in range(4)]
+    parts = batch.loss(objective, split, interpolated=interpolated)
     assert parts[0] == pytest.approx(whole[0], abs=1e-9)
     assert parts[1].tolist() == pytest.approx(whole[1].tolist(), abs=1e-9)
     assert parts[2] == pytest.approx(whole[2], abs=1e-9)
@@ -179,6 +187,66 @@ def test_a_correction_in_the_loss_rejects_without_shrinking_the_denominator():
     assert log_prob.grad.tolist() == [-0.5, 0.0]
     assert means.result()["rollout_corr/rollout_rs_masked_fraction"] == 0.5
     assert means.result()["pg_loss"] == pytest.approx(1.0)  # mean over the tokens that are left
+
+
+DECOUPLED = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold="1.5")
+
+
+def interpolated_loss(behaviour, current, interpolation, correction=DECOUPLED):
+    """Sum of the losses of tokens with these probabilities and advantage 1, gradient, metrics."""
+    log_prob = torch.tensor(np.log(current), requires_grad=True)
+    loss = PolicyObjective(ActorConfig(loss_agg_mode="token-sum"), correction)(
+        log_prob,
+        torch.zeros(len(current), dtype=torch.float64),
+        TokenColumns(
+            old_log_prob=torch.tensor(np.log(behaviour)),
+            advantages=torch.ones(len(current), dtype=torch.float64),
+            mask=torch.ones(len(current), dtype=torch.bool),
+            row=torch.zeros(len(current), dtype=torch.int64),
+            rows=1,
+            interpolation=None if interpolation is None else torch.tensor(interpolation, dtype=torch.float64),
+        ),
+        BatchCounts(tokens=len(current), sequences=1),
+        means := WeightedMeans(),
+    )
+    loss.backward()
+    return loss.item(), log_prob.grad.tolist(), means.result()
+
+
+def test_decoupled_ppo_by_hand():
+    """Clipped against the interpolated policy, and weighed from there to the rollout's.
+
+    Token 0 lies half-way between 0.5 and 0.6, at sqrt(0.3): its ratio is below the clip range of
+    1.2, and with the weight it is 0.6 / 0.5. Token 1 lies half-way between 0.3 and 0.9: its ratio
+    sqrt(3) is clipped at 1.2, and its weight sqrt(3) truncated at 1.5. Token 2 is of the old policy
+    itself: weight 1, ratio 0.22 / 0.2.
+    """
+    loss, gradient, metrics = interpolated_loss([0.5, 0.3, 0.2], [0.6, 0.9, 0.22], [0.5, 0.5, 0.0])
+    assert loss == pytest.approx(-(1.2 + 1.2 * 1.5 + 1.1))
+    assert gradient == pytest.approx([-1.2, 0.0, -1.1])
+    assert metrics["pg_clipfrac"] == pytest.approx(1 / 3)
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((math.sqrt(1.2) + 1.5 + 1) / 3)
+    assert metrics["rollout_corr/kl"] == pytest.approx(-(math.log(1.2) / 2 + math.log(3) / 2) / 3)
+    assert metrics["ppo_kl"] == pytest.approx(-(math.log(1.2) / 2 + math.log(3) / 2 + math.log(1.1)) / 3)
+
+
+PROBS = st.lists(st.tuples(st.floats(0.2, 0.9), st.floats(0.2, 0.9)), min_size=1, max_size=6)
+
+
+@given(pairs=PROBS)
+def test_the_ends_of_the_interpolation(pairs):
+    """At 0 the loss is that of the rollout's log-probs; at 1 every ratio is 1."""
+    behaviour, current = (list(column) for column in zip(*pairs, strict=True))
+    count = len(pairs)
+    start = interpolated_loss(behaviour, current, [0.0] * count)
+    plain = interpolated_loss(behaviour, current, None, correction=None)
+    assert start[0] == pytest.approx(plain[0], rel=1e-9)
+    assert start[1] == pytest.approx(plain[1], rel=1e-9)
+    assert start[2]["rollout_corr/rollout_is_mean"] == 1
+    loss, gradient, _ = interpolated_loss(behaviour, current, [1.0] * count)
+    weights = [min(new / old, 1.5) for old, new in pairs]
+    assert loss == pytest.approx(-sum(weights), rel=1e-9)
+    assert gradient == pytest.approx([-weight for weight in weights], rel=1e-9)
 
 
 def test_an_unknown_policy_loss_is_refused_with_the_nearest():

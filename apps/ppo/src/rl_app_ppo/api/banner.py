@@ -74,6 +74,7 @@ def _old_log_probs(algorithm: AlgorithmConfig) -> str:
     return {
         "recompute": "recomputed in every step",
         "rollout": "those of the rollout engine",
+        "interpolate": "between those of the rollout engine and of the trained policy, by the age of the token's weights",
         "auto": f"recomputed in every step, since {reason}"
         if reason
         else f"those of the rollout engine where they agree within {algorithm.old_log_prob_tolerance:g} nats, else recomputed",

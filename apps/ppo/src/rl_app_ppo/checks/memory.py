@@ -12,7 +12,7 @@ import numpy as np
 
 from rl_app_ppo.config.placement import shares_base, shares_weights
 from rl_app_ppo.config.schema import AppConfig
-from rl_protocol import ConfigError
+from rl_protocol import ConfigError, SameLength
 from rl_trainer import StepGraph, needs_critic, needs_reference
 from rl_trainer.algorithms.staleness_policy import StalenessPolicy
 from rl_trainer.workers.columns import TRAINER_SCHEMA
@@ -109,7 +109,7 @@ def step_bytes(config: AppConfig, graph: StepGraph, longest: int, validation_row
 
 def _token_bytes(columns: Sequence[str]) -> int:
     """Bytes of one response token in the columns that have a value per token."""
-    per_token = {name for law in TRAINER_SCHEMA.laws for name in law.columns}
+    per_token = {name for law in TRAINER_SCHEMA.laws if isinstance(law, SameLength) for name in law.columns}
     return sum(np.dtype(TRAINER_SCHEMA[name].dtype).itemsize for name in columns if name in per_token)
 
 

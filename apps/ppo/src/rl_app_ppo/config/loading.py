@@ -159,7 +159,7 @@ def _layers_below(given: Sequence[Source]) -> list[Source]:
     return [
         (f"default of model_engine={engine.name}", _of_models(engine.defaults)),
         *_padding(engine, chosen.get("model.path")),
-        *_of_deterministic(chosen),
+        *_of_old_log_prob(chosen),
         (why, {"placement": placement, **beside}),
         *named,
         (choice.algorithm.origin, {"algorithm.name": choice.algorithm.name}),
@@ -190,10 +190,15 @@ def _padding(engine: TrainingBackendSpec, model: object) -> list[Source]:
     return [(f"model.path={model} {reason}", _of_models({"use_remove_padding": False}))] if reason else []
 
 
-def _of_deterministic(chosen: Mapping[str, object]) -> list[Source]:
-    """The layer of a deterministic run: its old log-probs come from the actor alone."""
-    on = chosen.get("trainer.deterministic") is True
-    return [("trainer.deterministic=true", {OLD_LOG_PROB: "recompute"})] if on else []
+def _of_old_log_prob(chosen: Mapping[str, object]) -> list[Source]:
+    """The layers of a deterministic run, whose old log-probs come from the actor alone, and of
+    interpolated ones, whose ratio needs weights against the rollout engine's.
+    """
+    if chosen.get("trainer.deterministic") is True:
+        return [("trainer.deterministic=true", {OLD_LOG_PROB: "recompute"})]
+    if chosen.get(OLD_LOG_PROB) == "interpolate":
+        return [(f"{OLD_LOG_PROB}=interpolate", {"algorithm.rollout_correction.rollout_is": "token"})]
+    return []
 
 
 def _preset(name: str) -> Mapping[str, Any]:

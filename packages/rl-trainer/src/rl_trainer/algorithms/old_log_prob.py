@@ -1,10 +1,11 @@
-"""Old log-probs, of the rollout engine or of a pass of the actor."""
+"""Old log-probs: of the rollout engine, of a pass of the actor, or interpolated in the loss."""
 
 from __future__ import annotations
 
 import msgspec
 import numpy as np
 
+from rl_protocol import BatchError, RaggedColumn
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl_trainer.algorithms.arrays import BoolArray, FloatArray
 from rl_trainer.config import AlgorithmConfig, RolloutCorrectionConfig
@@ -13,6 +14,8 @@ GAP = "training/rollout_log_probs_diff_mean"
 """Metric that `algorithm.old_log_prob_tolerance` bounds."""
 STALENESS = "training/off_policy/trajectory_staleness_worst/max"
 """Metric, versions: age of the oldest weights that generated any of a step's tokens."""
+INTERPOLATION = "interpolation"
+"""Name of the column that `interpolation` makes for the update."""
 SAMPLED_FRACTION = 0.05
 """Fraction of the rows that `auto` compares at most, in a step that takes the engine's."""
 FULL_CHECK_PERIOD = 20
@@ -89,9 +92,46 @@ def old_log_prob_mode(algorithm: AlgorithmConfig) -> str:
     return "recompute" if mode == "auto" and recompute_reason(algorithm) else mode
 
 
+def starts_from_rollout(mode: str) -> bool:
+    """Whether the old log-probs of this mode need no pass of the actor: the loss has those of the
+    rollout engine, and makes the rollout correction.
+    """
+    return mode in ("rollout", "interpolate")
+
+
 def loss_correction(algorithm: AlgorithmConfig) -> RolloutCorrectionConfig | None:
     """The rollout correction that the policy loss makes; None: the `adv` stage makes it."""
-    return algorithm.rollout_correction if algorithm.old_log_prob == "rollout" else None
+    return algorithm.rollout_correction if starts_from_rollout(algorithm.old_log_prob) else None
+
+
+def interpolation(versions: RaggedColumn, trained: int) -> RaggedColumn:
+    """How far each token's old log-prob lies from the rollout engine's (0) to that of the policy
+    being trained (1).
+
+    The old policy is the one a version before the trained one, and log-probs change linearly with
+    the version: (trained - 1 - v) / (trained - v) of a token that version v generated, and 0 for
+    v = trained (AReaL, `prox_logp_method=loglinear`).
+
+    Args:
+        versions: int [runs, 2] per row, the column `rollout_versions`.
+        trained: version of the weights that the update starts from.
+
+    Returns:
+        float32 [R] per row.
+
+    Raises:
+        BatchError: a token is of a later version than the trained one.
+    """
+    age = trained - versions.values[:, 0].astype(np.int64)
+    if (age < 0).any():
+        raise BatchError(
+            f"A response has tokens of version {trained - int(age.min())} of the weights, and the update trains version {trained}: "
+            "only responses of this version and of earlier ones can be trained on."
+        )
+    tokens = versions.values[:, 1]
+    values = np.repeat(np.maximum(age - 1, 0) / np.maximum(age, 1), tokens).astype(np.float32)
+    ends = np.concatenate([[0], np.cumsum(tokens, dtype=np.int64)])
+    return RaggedColumn(values, ends[versions.offsets], "float32")
 
 
 def sampled_rows(count: int, least: int, seed: int, step: int) -> list[int]:

@@ -17,6 +17,7 @@ from rl_protocol.rl_columns import GRIDS, PATCHES
 from rl_trainer.algorithms.arrays import IntArray
 from rl_trainer.algorithms.losses.policy_objective import TokenColumns
 from rl_trainer.algorithms.losses.value_loss import ValueColumns
+from rl_trainer.algorithms.old_log_prob import INTERPOLATION
 from rl_trainer.backends.packing import PackedLayout
 from rl_trainer.data.image_columns import check_responses
 
@@ -188,6 +189,7 @@ def token_columns(micro: BatchData, row: torch.Tensor) -> TokenColumns:
         ref_log_prob=optional("ref_log_prob"),
         weights=optional("rollout_is_weights"),
         chosen=flag(micro, "chosen_tokens", row.device) if "chosen_tokens" in micro else None,
+        interpolation=optional(INTERPOLATION),
     )
 
 

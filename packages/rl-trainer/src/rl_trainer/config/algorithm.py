@@ -14,7 +14,7 @@ KL_CONTROLLERS = ("fixed", "adaptive")
 FILTER_METRICS = ("acc", "score")
 
 
-OLD_LOG_PROBS = ("auto", "recompute", "rollout")
+OLD_LOG_PROBS = ("auto", "recompute", "rollout", "interpolate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,8 @@ class AlgorithmConfig(Options):
     old_log_prob: str = option(
         "auto",
         "log-probs that the ratio of the policy loss is to: recompute (a pass of the actor), rollout (those of the rollout engine; the "
-        "rollout correction moves into the loss), or auto (the engine's in each step in which they agree with the actor's)",
+        "rollout correction moves into the loss), interpolate (decoupled PPO without that pass: between those of the rollout engine and of "
+        "the policy being trained, by the age of the token's weights), or auto (the engine's in each step in which they agree with the actor's)",
         choices=OLD_LOG_PROBS,
     )
     old_log_prob_tolerance: float = option(

@@ -169,11 +169,16 @@ def update_calls(
         BatchError: a rank would get no row.
     """
     if ranks == 1:
-        return [StageCall(step=step, batch=rows.names)]
+        return [StageCall(step=step, batch=rows.names, updates=count)]
     dp_ranks = dp_ranks or range(ranks)
     dealt = split_over_ranks(rows.lengths, schedule, count, max(dp_ranks) + 1)
     return [
-        StageCall(step=step, batch=rows.names.select_rows(dealt[i].rows), mini_batches=dealt[i].mini_batches)
+        StageCall(
+            step=step,
+            batch=rows.names.select_rows(dealt[i].rows),
+            mini_batches=dealt[i].mini_batches,
+            updates=count,
+        )
         for i in dp_ranks
     ]
 

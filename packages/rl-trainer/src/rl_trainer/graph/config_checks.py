@@ -5,6 +5,7 @@ from __future__ import annotations
 from rl_protocol import ConfigError
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl_trainer.algorithms.losses import POLICY_LOSSES
+from rl_trainer.algorithms.old_log_prob import starts_from_rollout
 from rl_trainer.config import ActorConfig, AlgorithmConfig, AsyncConfig
 
 WRITABLE = ("values", "old_log_probs", "sum_pi_squared", "reward_components", "reward_baselines")
@@ -29,6 +30,12 @@ def check_staleness(async_rl: AsyncConfig, algorithm: AlgorithmConfig, actor: Ac
         ConfigError: names the settings, and what to set.
     """
     bound, loss = async_rl.max_staleness, actor.policy_loss.loss_mode
+    if algorithm.old_log_prob == "interpolate" and bound < 2:
+        raise ConfigError(
+            "AlgorithmConfig.old_log_prob=interpolate approximates the policy of one version before, between the one being trained and one "
+            f"of two or more versions before, which AsyncConfig.max_staleness={bound} excludes; set that to at least 2, or "
+            "old_log_prob=rollout, which is the same there."
+        )
     if not bound:
         return
     if not POLICY_LOSSES.get(loss).off_policy and not algorithm.rollout_correction.rollout_is:
@@ -66,17 +73,17 @@ def _check_estimator(algorithm: AlgorithmConfig, rollout_n: int) -> None:
             f"AlgorithmConfig.adv_estimator={name} looks at the parts of the reward alone, not at AlgorithmConfig.use_kl_in_reward=true; "
             "set it to false and ActorConfig.use_kl_loss to true."
         )
-    if "sum_pi_squared" in estimator.reads and algorithm.old_log_prob == "rollout":
+    mode = algorithm.old_log_prob
+    if "sum_pi_squared" in estimator.reads and starts_from_rollout(mode):
         raise ConfigError(
-            f"AlgorithmConfig.adv_estimator={name} needs the old_log_prob stage, which AlgorithmConfig.old_log_prob=rollout leaves out; "
+            f"AlgorithmConfig.adv_estimator={name} needs the old_log_prob stage, which AlgorithmConfig.old_log_prob={mode} leaves out; "
             "set it to auto or recompute."
         )
 
 
 def _check_loss(algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
     name, correction = actor.policy_loss.loss_mode, algorithm.rollout_correction
-    in_loss = algorithm.old_log_prob == "rollout"
-    loss = POLICY_LOSSES.get(name)
+    mode, loss = algorithm.old_log_prob, POLICY_LOSSES.get(name)
     if loss.per_sequence and actor.loss_agg_mode != "seq-mean-token-mean":
         raise ConfigError(
             f"PolicyLossConfig.loss_mode={name} is one loss per response; "
@@ -87,13 +94,18 @@ def _check_loss(algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
             f"PolicyLossConfig.loss_mode={name} is one loss per response, which can't be weighted per token; "
             "set RolloutCorrectionConfig.rollout_is to sequence or geometric."
         )
-    if in_loss and correction.rollout_is and loss.off_policy:
+    if mode == "interpolate" and not loss.off_policy:
+        raise ConfigError(
+            f"AlgorithmConfig.old_log_prob=interpolate is for losses with a ratio to the old policy, and loss_mode={name} has none; set "
+            "old_log_prob=rollout, or another PolicyLossConfig.loss_mode."
+        )
+    if mode == "rollout" and correction.rollout_is and loss.off_policy:
         raise ConfigError(
             f"With AlgorithmConfig.old_log_prob=rollout the ratio of loss_mode={name} is to the rollout engine's policy already, so "
             "importance weights would count it twice; leave rollout_is empty, or set PolicyLossConfig.loss_mode=gpg."
         )
-    if in_loss and correction.rollout_is_batch_normalize:
+    if starts_from_rollout(mode) and correction.rollout_is_batch_normalize:
         raise ConfigError(
             "RolloutCorrectionConfig.rollout_is_batch_normalize needs the weights of the whole batch at once, which "
-            "AlgorithmConfig.old_log_prob=rollout never has; set it to recompute, or rollout_is_batch_normalize to false."
+            f"AlgorithmConfig.old_log_prob={mode} never has; set it to recompute, or rollout_is_batch_normalize to false."
         )

@@ -17,7 +17,7 @@ from rl_protocol import BatchSchema, ConfigError
 from rl_protocol.bridge import Declaration, check_flow, declaration
 from rl_protocol.rl_columns import PROMPT_SCHEMA
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from rl_trainer.algorithms.old_log_prob import old_log_prob_mode
+from rl_trainer.algorithms.old_log_prob import old_log_prob_mode, starts_from_rollout
 from rl_trainer.config import ActorConfig, AlgorithmConfig
 from rl_trainer.workers.actor import ActorWorker, ReferenceWorker
 from rl_trainer.workers.advantage import AdvantageStages
@@ -89,7 +89,9 @@ def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig, *, images: bool 
     columns, mode = step_columns(algorithm, actor, images=images), old_log_prob_mode(algorithm)
     if mode == "auto":
         check_graph(_stages(algorithm, actor, columns.with_rollout_log_probs(), samples=True, recomputes=False))
-    return check_graph(_stages(algorithm, actor, columns, samples=mode == "auto", recomputes=mode != "rollout"))
+    return check_graph(
+        _stages(algorithm, actor, columns, samples=mode == "auto", recomputes=not starts_from_rollout(mode))
+    )
 
 
 def _stages(

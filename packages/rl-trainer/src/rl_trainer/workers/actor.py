@@ -12,7 +12,7 @@ import numpy as np
 from rl_protocol import BatchData, WorkerError
 from rl_protocol.bridge import declaration, tqbridge
 from rl_protocol.ports import DataPlane, PolicyBackend
-from rl_trainer.algorithms.old_log_prob import LogProbGap
+from rl_trainer.algorithms.old_log_prob import INTERPOLATION, LogProbGap, interpolation
 from rl_trainer.checkpoints.resumable import Exportable, Write
 from rl_trainer.workers.columns import MASK_AS, TRAINER_SCHEMA, StepColumns
 from rl_trainer.workers.messages import SaveCall, StageCall, StageResult
@@ -102,11 +102,19 @@ class ActorWorker(ModelWorker, StatefulWorker):
             *step.reference_loss,
             *step.weights,
             *step.chosen,
+            *step.versions,
         ),
         reads_as=lambda step: {**step.old_as, **MASK_AS},
     )
     async def update_actor(self, data: BatchData, call: StageCall) -> StageResult:
-        """Update the policy on the batch."""
+        """Update the policy on the batch.
+
+        Raises:
+            BatchError: the old log-probs are interpolated, and a token is of later weights than the
+                policy's.
+        """
+        for name in self.columns.versions:
+            data = data.union(BatchData({INTERPOLATION: interpolation(data.ragged(name), call.updates)}))
         if call.mini_batches is None:
             return StageResult(metrics=self._backend.update(data, temperature=self._temperature))
         backend = ranked(DistributedPolicy, self._backend)

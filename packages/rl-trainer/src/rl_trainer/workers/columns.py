@@ -10,7 +10,7 @@ from rl_protocol.batch.schema import BatchSchema, ColumnSpec, SameLength
 from rl_protocol.rl_columns import IMAGE_COLUMNS, TRAIN_PARTITION, TRAJECTORY_SCHEMA, VALIDATION_PARTITION
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl_trainer.algorithms.losses import POLICY_LOSSES
-from rl_trainer.algorithms.old_log_prob import old_log_prob_mode
+from rl_trainer.algorithms.old_log_prob import old_log_prob_mode, starts_from_rollout
 from rl_trainer.config import ActorConfig, AlgorithmConfig
 
 BASELINE_PARTITION = "baseline"
@@ -113,6 +113,7 @@ class StepColumns:
         rejected: the mask of the rollout correction.
         weights: importance weights of the rollout correction.
         chosen: tokens that the policy loss treats differently.
+        versions: of the weights that generated each token, for interpolated old log-probs.
     """
 
     images: tuple[str, ...] = ()
@@ -128,6 +129,7 @@ class StepColumns:
     rejected: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     chosen: tuple[str, ...] = ()
+    versions: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -158,7 +160,8 @@ def step_columns(algorithm: AlgorithmConfig, actor: ActorConfig, *, images: bool
     """
     estimator = ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator)
     loss, correction = POLICY_LOSSES.get(actor.policy_loss.loss_mode), algorithm.rollout_correction
-    filtering, from_engine = algorithm.filter_groups, old_log_prob_mode(algorithm) == ROLLOUT
+    filtering, mode = algorithm.filter_groups, old_log_prob_mode(algorithm)
+    from_engine = starts_from_rollout(mode)
     reference = ("ref_log_prob",) if algorithm.use_kl_in_reward or actor.use_kl_loss else ()
     columns = StepColumns(
         images=IMAGE_COLUMNS if images else (),
@@ -171,5 +174,6 @@ def step_columns(algorithm: AlgorithmConfig, actor: ActorConfig, *, images: bool
         rejected=("loss_mask",) if correction.rollout_rs and not from_engine else (),
         weights=("rollout_is_weights",) if correction.rollout_is and not from_engine else (),
         chosen=("chosen_tokens",) if loss.chooses else (),
+        versions=("rollout_versions",) if mode == "interpolate" else (),
     )
     return columns.with_rollout_log_probs() if from_engine else columns

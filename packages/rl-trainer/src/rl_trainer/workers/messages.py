@@ -61,6 +61,10 @@ class StageCall(ComputeCall, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     mini_batches: tuple[tuple[int, ...], ...] | None = None
     """For one of several ranks in an update: its rows in each optimizer step, as places in `batch`.
     """
+    updates: int = 0
+    """Updates of the model before this one; for the actor the version of the weights that it
+    trains.
+    """
 
 
 class ReadAheadCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

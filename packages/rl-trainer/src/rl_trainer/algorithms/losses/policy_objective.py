@@ -24,6 +24,8 @@ class TokenColumns:
 
     Attributes:
         old_log_prob: [T] before the update, or those of the rollout engine.
+        interpolation: [T] part of the way from these to `log_prob` at which the old log-probs are;
+            None: 0.
         advantages: [T].
         mask: bool [T].
         row: int64 [T].
@@ -41,6 +43,13 @@ class TokenColumns:
     ref_log_prob: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     chosen: torch.Tensor | None = None
+    interpolation: torch.Tensor | None = None
+
+    def interpolated(self, log_prob: torch.Tensor) -> torch.Tensor:
+        """The old log-probs [T], without gradient; `log_prob` [T] is that of the trained policy."""
+        if self.interpolation is None:
+            return self.old_log_prob
+        return torch.lerp(self.old_log_prob, log_prob.detach(), self.interpolation)
 
     def require_ref_log_prob(self) -> torch.Tensor:
         """`ref_log_prob`.
@@ -93,11 +102,13 @@ class PolicyObjective:
             means: token means over the mini-batches, weighted by their unmasked tokens.
         """
         config, mask, weights = self._config, tokens.mask, tokens.weights
+        old = tokens.interpolated(log_prob)
         if self._correction is not None:
-            mask, weights = self._correct(self._correction, log_prob, tokens, means)
+            corrected = log_prob if tokens.interpolation is None else old
+            mask, weights = self._correct(self._correction, corrected, tokens, means)
         inputs = LossInputs(
             log_prob=log_prob,
-            old_log_prob=tokens.old_log_prob,
+            old_log_prob=old,
             advantages=tokens.advantages,
             mask=mask,
             row=tokens.row,
@@ -121,9 +132,11 @@ class PolicyObjective:
     def _correct(
         self, correction: RolloutCorrectionConfig, log_prob: torch.Tensor, tokens: TokenColumns, means: WeightedMeans
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Mask and weights from the policy being trained against the rollout's.
+        """Mask and weights from a policy against the rollout's, without gradient, and within each
+        trajectory.
 
-        Without gradient, and within each trajectory.
+        The policy is the one being trained, or with interpolated log-probs the old one: decoupled
+        PPO (Hilton et al. 2021, arXiv:2110.00641) weighs a ratio to it.
         """
         log_ratio = (log_prob - tokens.old_log_prob).detach().double().cpu().numpy()
         mask, row = tokens.mask.cpu().numpy(), tokens.row.cpu().numpy()
