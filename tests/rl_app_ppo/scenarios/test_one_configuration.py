@@ -23,7 +23,7 @@ from rl_app_ppo.config.loading import flat_settings, load_config, options, resol
 from rl_app_ppo.config.placement import worker_groups
 from rl_app_ppo.config.rollout_engines import room_for_adapters
 from rl_app_ppo.config.training_backends import TRAINING_BACKENDS, TrainingBackendSpec
-from rl_app_ppo.config.verl_keys.aliases import SPELLINGS
+from rl_app_ppo.config.verl_keys.aliases import SPELLINGS, VALUES
 from rl_app_ppo.driver.workers import cpus_used
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
@@ -244,7 +244,48 @@ def test_bypass_mode_is_a_spelling_of_old_log_prob(value, ours):
 
 
 def test_every_spelling_is_of_a_key_there_is():
-    assert set(SPELLINGS.values()) <= {option.key for option in options()}
+    ours = {option.key for option in options()}
+    assert set(SPELLINGS.values()) <= ours
+    assert not SPELLINGS.keys() & ours
+    assert VALUES.keys() <= SPELLINGS.keys()
+
+
+# -- asynchronous training in the words of others
+@pytest.mark.parametrize(
+    "alias",
+    [
+        "trainer.v1.sampler.max_off_policy_threshold",
+        "grpo.async_grpo.max_trajectory_age_steps",
+        "async_rl.sampler.max_staleness_versions",
+        "rollout.max_head_offpolicyness",
+    ],
+)
+def test_a_bound_in_versions_has_the_same_meaning_everywhere(alias):
+    assert load_config([f"{alias}=3"]).async_rl.max_staleness == 3
+    with pytest.raises(ConfigError, match=rf"{re.escape(alias)}=3 and async_rl\.max_staleness=2 are the same setting"):
+        load_config([f"{alias}=3", "async_rl.max_staleness=2"])
+    with pytest.raises(ConfigError, match=r"async_rl\.max_staleness must be at least 0; got -1"):
+        load_config([f"{alias}=-1"])
+    assert "async_rl.max_staleness" in explain(alias, resolve([]))
+
+
+@pytest.mark.parametrize("alias", ["async_training.partial_rollout", "grpo.async_grpo.in_flight_weight_updates"])
+def test_weights_in_flight_continue_responses(alias):
+    given = "async_rl.max_staleness=1"
+    assert load_config([given, f"{alias}=true"]).async_rl.on_update == "continue"
+    assert load_config([given, f"{alias}=false"]).async_rl.on_update == "finish"
+    with pytest.raises(ConfigError, match=rf"{re.escape(alias)} must be true or false; got 1"):
+        load_config([given, f"{alias}=1"])
+
+
+def test_the_method_of_the_proximal_policy_is_a_spelling_of_old_log_prob():
+    alias, given = "actor.prox_logp_method", "rollout.max_head_offpolicyness=4"
+    assert load_config([given, f"{alias}=recompute"]).algorithm.old_log_prob == "recompute"
+    config = load_config([given, f"{alias}=loglinear"])
+    assert config.algorithm.old_log_prob == "interpolate"
+    assert config.algorithm.rollout_correction.rollout_is == "token"
+    with pytest.raises(ConfigError, match=r"actor\.prox_logp_method must be recompute or loglinear; got 'metrics'"):
+        load_config([given, f"{alias}=metrics"])
 
 
 # -- nothing is lost

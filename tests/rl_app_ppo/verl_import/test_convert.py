@@ -193,9 +193,18 @@ def test_asynchronous_training_keeps_its_bound_and_runs_as_far_ahead(convert):
         )
     )
     code, comments, settings = convert(GSM8K + "\n" + text, name="run.txt")
-    assert (settings["async_rl"]["max_staleness"], settings["async_rl"]["depth"]) == (4, 2)
-    assert any("continues them with the new weights" in line for line in comments)
+    asynchronous = settings["async_rl"]
+    assert [asynchronous[name] for name in ("max_staleness", "depth", "on_update")] == [4, 2, "continue"]
+    assert any("new weights continue the responses" in line for line in comments)
     assert code == 0, comments
+
+
+def test_the_older_asynchronous_trainer_keeps_its_partial_rollout_and_loses_its_ratio(imported):
+    found = imported("async_training.staleness_threshold=0.5 async_training.partial_rollout=True")
+    assert found.settings["async_rl.on_update"] == "continue"
+    ((key, why),) = found.lost.items()
+    assert key == "async_training.staleness_threshold=0.5"
+    assert "set async_rl.max_staleness, in versions of the weights" in why
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rl_app_ppo.config.full_keys import full_keys_in_errors
 from rl_app_ppo.config.model_path import model_type
+from rl_app_ppo.config.other_trainers import describe_other
 from rl_app_ppo.config.placement import AUTO, check_placement, placement_defaults, resolved_placement
 from rl_app_ppo.config.plain_yaml import flatten, parse_yaml, read_yaml
 from rl_app_ppo.config.presets import ALGORITHM, NO_PRESET, PRESET, Source, choose, is_file, layer_text, named_presets
@@ -327,9 +328,9 @@ def _get(node: DictConfig, key: str) -> Any:
 
 
 def unknown_key(key: str, known: Sequence[str]) -> ConfigError:
-    """An error with the counterpart of a verl key, or else the most similar key."""
-    of_verl = describe(key)
-    hint = f" {of_verl}" if of_verl else nearest_key(key, known)
+    """An error with the counterpart of another trainer's key, or else the most similar key."""
+    of_others = describe(key) or describe_other(key)
+    hint = f" {of_others}" if of_others else nearest_key(key, known)
     return ConfigError(f"Unknown key {key!r}.{hint} See --help for all keys.")
 
 

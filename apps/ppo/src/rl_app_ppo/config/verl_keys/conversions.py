@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
+from rl_app_ppo.config.verl_keys.aliases import BOUND, ON_UPDATE
 from rl_app_ppo.config.verl_keys.key_entries import Answer, Convert, Lost, Note, Value, Verl
 from rl_protocol.support.options import items, nearest
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
@@ -432,10 +433,10 @@ def trainer_mode(value: Value, verl: Verl) -> Answer:
         return Lost(f"{value} is not supported; generation beside training needs processes of its own (separate_async)")
     bound = int(verl.get("trainer.v1.sampler.max_off_policy_threshold", 0))
     ahead = max(1, int(verl.get("trainer.v1.separate_async.num_warmup_batches", 1)))
-    settings = {"async_rl.max_staleness": bound} | ({"async_rl.depth": min(ahead, bound)} if bound else {})
+    ahead = {"async_rl.depth": min(ahead, bound), ON_UPDATE: "continue"} if bound else {}
     return Note(
-        "a weight update waits for the responses that are being generated, where verl continues them with the new weights; no group gets too "
-        "old to be trained, so none is dropped",
-        settings,
+        "new weights continue the responses that are being generated, as in verl; prompts begin only if they can't get too old to be trained, "
+        "so none is dropped",
+        {BOUND: bound} | ahead,
         always=True,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl_app_ppo.config.verl_keys import conversions
-from rl_app_ppo.config.verl_keys.aliases import BYPASS, OLD_LOG_PROB, old_log_prob
+from rl_app_ppo.config.verl_keys.aliases import BYPASS, OLD_LOG_PROB, our_value
 from rl_app_ppo.config.verl_keys.key_entries import Entry, converted, no_effect, only, unsupported
 
 ENTRIES: tuple[Entry, ...] = (
@@ -23,7 +23,7 @@ ENTRIES: tuple[Entry, ...] = (
         conversions.if_positive("algorithm.filter_groups.max_num_gen_batches"),
     ),
     no_effect("as many prompts are generated again as are missing", "algorithm.filter_groups.max_inflight_gen_batches"),
-    converted(BYPASS, OLD_LOG_PROB, lambda value, _: {OLD_LOG_PROB: old_log_prob(value)}),
+    converted(BYPASS, OLD_LOG_PROB, lambda value, _: {OLD_LOG_PROB: our_value(BYPASS, value)}),
     only(
         "algorithm.rollout_correction.loss_type",
         "ppo_clip",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rl_app_ppo.config.verl_keys import conversions
+from rl_app_ppo.config.verl_keys.aliases import BOUND, ON_UPDATE, our_value
 from rl_app_ppo.config.verl_keys.key_entries import Entry, checked, converted, no_effect, unsupported
 
+_PARTIAL = "async_training.partial_rollout"
 _SAMPLES = "samples/ of the run folder holds what was generated"
 _LOCAL = "a run and its checkpoints are kept in its folder, trainer.output_dir/trainer.run_name"
 _RAY = "ray.address and ray.start_timeout_s say how processes start"
@@ -45,7 +47,7 @@ ENTRIES: tuple[Entry, ...] = (
     no_effect("responses are always dealt so that ranks are alike in tokens", "trainer.balance_batch"),
     unsupported("set trainer.total_training_steps=0", "trainer.val_only"),
     no_effect("there is one trainer", "trainer.use_v1"),
-    converted("trainer.v1.trainer_mode", "async_rl.max_staleness async_rl.depth", conversions.trainer_mode),
+    converted("trainer.v1.trainer_mode", f"{BOUND} async_rl.depth {ON_UPDATE}", conversions.trainer_mode),
     no_effect(
         "trainer.v1.trainer_mode=separate_async sets async_rl.max_staleness and async_rl.depth",
         "separate_async.num_warmup_batches sampler.max_off_policy_threshold sampler.max_off_policy_strategy",
@@ -56,6 +58,16 @@ ENTRIES: tuple[Entry, ...] = (
     unsupported("set data.curriculum", "trainer.v1.sampler.custom_sampler.path"),
     unsupported("a prompt whose sessions all fail is left out", "trainer.v1.sampler.sync_refill_failed_groups"),
     no_effect("verl reads it in asynchronous modes alone", "trainer.v1.*"),
+    converted(_PARTIAL, ON_UPDATE, lambda value, _: {ON_UPDATE: our_value(_PARTIAL, value)}),
+    unsupported(
+        "it is a share of the samples of a step; set async_rl.max_staleness, in versions of the weights",
+        "async_training.staleness_threshold",
+    ),
+    unsupported(
+        "the weights are sent after every step, which trains data.train_batch_size prompts",
+        "async_training.trigger_parameter_sync_step async_training.require_batches",
+    ),
+    no_effect("the rollout workers validate, beside training", "async_training.use_trainer_do_validate"),
     no_effect(_PROFILE, "global_profiler.*"),
     *_skips(),
 )
