@@ -23,7 +23,7 @@ from rl_protocol.errors import PlaneLostError
 from rl_transferqueue.wire.messages import MAX_FRAME
 
 SCHEME = "unix:"
-LOOK_S = 200e-6
+LOOK_S = 100e-6
 """How long either side polls for an expected frame before it sleeps; waking up often costs more."""
 _PREFIX = 4
 _READ = 1 << 16
