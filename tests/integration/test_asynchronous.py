@@ -130,7 +130,7 @@ def test_a_run_whose_driver_is_killed_ends_with_the_parameters_of_one_that_was_n
     assert not (folder / "checkpoint").exists()
     found, _ = newest_whole(folder / "checkpoints")
     step = found.manifest.step
-    assert [batch.step for batch in found.held.batches] == list(range(step + 1, min(step + bound, 8) + 1))
+    assert [batch.turn for batch in found.held.batches] == list(range(step + 1, min(step + bound, 8) + 1))
 
     resumed = app(*common, "trainer.run_name=killed", "trainer.resume_mode=auto")
     assert resumed.code == 0, resumed.err

@@ -28,7 +28,7 @@ async def begin():
 async def get():
     queue = BatchQueue[str](1, 2, SHORT_S)
     await queue.admit(1)
-    await queue.get(1)
+    await queue.get(1, lambda _: None)
 
 
 async def sampled():
@@ -41,7 +41,7 @@ async def rewind():
     queue = BatchQueue[str](1, 2, SHORT_S)
     await queue.admit(1)
     await queue.begin()
-    async with queue.rewound(1):
+    async with queue.rewound():
         pass
 
 

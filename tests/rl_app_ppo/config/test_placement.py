@@ -301,6 +301,10 @@ def test_interpolated_log_probs_weigh_the_ratio_unless_told_otherwise():
             ["async_rl.max_staleness=1", "async_rl.on_update=continue"],
             r"async_rl\.on_update must be finish with trainer\.deterministic=true: .*; got 'continue'",
         ),
+        (
+            ["async_rl.max_staleness=1", "async_rl.order=ready_first", "async_rl.when_stale=drop"],
+            r"async_rl\.order must be in_order with trainer\.deterministic=true: which groups .* delays; got 'ready_first'",
+        ),
         (["async_rl.max_staleness=1", "async_rl.on_update=abort"], r"async_rl\.on_update must be finish with"),
         (
             ["trainer.threads_per_worker=0"],

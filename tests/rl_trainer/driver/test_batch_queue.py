@@ -163,6 +163,61 @@ def test_prompts_of_later_steps_start_while_one_of_an_earlier_step_still_runs():
     assert [uids[0].partition("-")[0] for uids in world.trained] == ["s1", "s2", "s3"]
 
 
+def test_a_step_trains_on_what_is_ready_first():
+    """The slowest prompt ends when two steps are trained; with in_order the first waits for it."""
+    world = World(bound=3, depth=1, delays=[0], order="ready_first", on_update="continue", max_inflight_prompts=3)
+    two_trained, update = asyncio.Event(), world.update_actor
+
+    async def generate(call):
+        if call.prompts[0].lease.uid == "s1-0":
+            await two_trained.wait()
+
+    def count(call):
+        update(call)
+        if len(world.trained) == 2:
+            two_trained.set()
+
+    world.generate, world.update_actor = generate, count
+    world.fit()
+    assert world.trained[0] == ["s2-0", "s3-0", "s4-0", "s5-0"]
+    assert "s1-0" in (*world.trained[2], *world.trained[3])
+    counts = world.trainer.group_counts()
+    assert (counts.finished, counts.dropped) == (4 * BATCH, 0)
+
+
+def test_a_group_that_gets_too_old_is_dropped_and_its_prompt_generated_again():
+    """Its replica generates it to the end, and what it hands over then is refused."""
+    world = World(
+        bound=1, delays=[0], order="ready_first", when_stale="drop", on_update="continue", max_inflight_prompts=3
+    )
+    again, rollout, calls = asyncio.Event(), world.rollout, []
+
+    async def generate(call):
+        uid = call.prompts[0].lease.uid
+        if uid == "s1-0":
+            await again.wait()
+        elif uid == "s1-1":
+            again.set()
+            await calls[0]
+
+    async def to_the_end(call):
+        calls.append(asyncio.create_task(rollout(call)))
+        return await asyncio.shield(calls[-1])
+
+    world.generate, world.rollout = generate, to_the_end
+    world.fit()
+    assert ages(world) == [0, 1, 1, 1]
+    rows, trained = dict(world.rolled), [uid for uids in world.trained for uid in uids]
+    assert rows["s1-0"] == rows["s1-1"]
+    assert "s1-0" not in trained
+    assert "s1-1" in trained
+    counts = world.trainer.group_counts()
+    assert (counts.finished, counts.trained, counts.dropped, counts.held) == (17, 16, 1, 0)
+    totals = {name: sum(m[f"async/{name}"] for _, m in world.steps) for name in ("admitted", "dropped", "refilled")}
+    assert totals == {"admitted": 17, "dropped": 1, "refilled": 1}
+    assert not any(asyncio.run(world.plane.stats()).rows.values())
+
+
 def test_without_staleness_nothing_is_generated_before_the_weights_are_there():
     world = World(bound=0, delays=[3]).fit()
     assert ages(world) == [0, 0, 0, 0]
@@ -262,6 +317,10 @@ def test_a_resumed_run_trains_on_every_prompt_once(tmp_path, bound):
     assert max(ages(second)) <= bound
 
 
+def only(turn):
+    return lambda ready: [turn] if turn in ready else None
+
+
 def test_nothing_is_sampled_before_it_is_admitted_or_after_a_loss():
     async def main():
         queue = BatchQueue[str](3, 4, 60)
@@ -274,13 +333,33 @@ def test_nothing_is_sampled_before_it_is_admitted_or_after_a_loss():
         await queue.finish(3, "three")
         assert await queue.begin() == 4
         await queue.finish(4, DataLostError("gone"))
-        assert await queue.get(3) == "three"
+        assert await queue.get(3, only(3)) == {3: "three"}
         with pytest.raises(DataLostError, match="gone"):
-            await queue.get(4)
+            await queue.get(4, only(4))
         again = asyncio.create_task(queue.begin())
-        async with queue.rewound(4):
+        async with queue.rewound():
             assert not again.done()
         assert await again == 4
+
+    asyncio.run(main())
+
+
+def test_turns_that_are_taken_back_or_rewound_are_sampled_before_those_that_follow():
+    async def main():
+        queue = BatchQueue[str](4, 9, 60, ready={2: "two", 3: "three"})
+        await queue.admit(6)
+        for turn in (4, 5):
+            assert await queue.begin() == turn
+            await queue.finish(turn, f"turn {turn}")
+        assert queue.withdraw([4]) == {4: "turn 4"}
+        await queue.repeat([4])
+        assert await queue.begin() == 4
+        assert queue.sampling == {4}
+        await queue.finish(4, "again")
+        assert await queue.get(1, lambda ready: [3, 4] if 4 in ready else None) == {3: "three", 4: "again"}
+        async with queue.rewound():
+            assert queue.waiting() == {}
+        assert [await queue.begin() for _ in range(5)] == [2, 3, 4, 5, 6]
 
     asyncio.run(main())
 

@@ -135,7 +135,7 @@ def test_weights_are_bit_equal_after_a_failure_and_a_resume(model_path, tmp_path
     with pytest.raises(RLError, match="killed"):
         failed.fit()
     checkpoint, _ = newest_whole(tmp_path)
-    assert [batch.step for batch in checkpoint.held.batches] == list(range(3, 3 + bound))
+    assert [batch.turn for batch in checkpoint.held.batches] == list(range(3, 3 + bound))
     resumed = run(tmp_path)
     resumed.fit()
     weights = straight.weights()
@@ -189,8 +189,8 @@ class TestDamagedBatches:
             reseal(checkpoint)
             return inspect(checkpoint.folder)
 
-        assert fault(batches=held.batches[1:]) == (
-            "held/batches.msgpack is wrong: it has the batches of steps [4], which do not follow step 2"
+        assert fault(step=1) == (
+            "held/batches.msgpack is wrong: it has the batches of turns [3, 4] after step 1, which do not follow step 2"
         )
         assert fault(trajectories=()) == f"held/batches.msgpack is wrong: no file has row {held.batches[0].keys[0]}"
         path.write_bytes(b"no msgpack")

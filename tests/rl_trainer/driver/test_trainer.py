@@ -56,6 +56,7 @@ from rl_trainer import (
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl_trainer.algorithms.losses import POLICY_LOSSES
 from rl_trainer.algorithms.old_log_prob import LogProbGap, loss_correction
+from rl_trainer.algorithms.staleness_policy import StalenessPolicy
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
 from rl_trainer.config import (
@@ -746,7 +747,7 @@ def test_a_round_in_which_every_reward_fails_teaches_nothing(model_path):
         return [Failure(kind="died", message="x")] * len(samples) if len(samples) != 20 else outcomes
 
     worker._responses._scorer.score = fail
-    setup.trainer._parts.train_order.batch_size = 2
+    setup.trainer._sampler._policy = StalenessPolicy(batch_size=2)
     setup.fit()
     metrics = setup.steps[-1][1]
     assert metrics["reward/failures"] == 2 * 2 * 4

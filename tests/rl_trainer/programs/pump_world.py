@@ -134,13 +134,16 @@ class World:
         self.version = version
         return WeightSyncReport(version=version, num_bytes=1, seconds=0.0, receivers=("rollout",))
 
+    async def generate(self, call):
+        await self.pause()
+
     async def rollout(self, call):
         self.generating += len(call.prompts)
         self.sampling += len(call.prompts) if call.partition.name == "train" else 0
         self.most = max(self.most, self.sampling)
         began = self.version
         try:
-            await self.pause()
+            await self.generate(call)
         finally:
             self.generating -= len(call.prompts)
             self.sampling -= len(call.prompts) if call.partition.name == "train" else 0

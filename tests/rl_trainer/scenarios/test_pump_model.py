@@ -44,14 +44,17 @@ class Pumps(RuleBasedStateMachine):
         inflight=st.integers(0, 6),
         kept=st.sampled_from([None, None, 3]),
         on_update=st.sampled_from(ON_UPDATE),
+        order=st.sampled_from([("in_order", "wait"), ("ready_first", "wait"), ("ready_first", "drop")]),
     )
-    def start(self, bound, depth, inflight, kept, on_update):
+    def start(self, bound, depth, inflight, kept, on_update, order):
         self.options = {"bound": bound, "kept": kept}
         if bound:
             self.options |= {
                 "depth": min(depth, bound),
                 "max_inflight_prompts": inflight,
                 "on_update": on_update,
+                "order": order[0],
+                "when_stale": order[1],
             }
         self.run_again()
 
@@ -116,7 +119,8 @@ class Pumps(RuleBasedStateMachine):
     def sampling_keeps_to_its_depth_and_its_permits(self):
         depth = self.options.get("depth") or self.options["bound"]
         begun = {int(uid.partition("-")[0][1:]) for uid, _ in self.world.rolled}
-        assert max(begun, default=0) <= len(self.world.trained) + 1 + depth
+        turns = BATCH if self.options.get("order") == "ready_first" else 1
+        assert max(begun, default=0) <= (len(self.world.trained) + 1 + depth) * turns
         inflight = self.options.get("max_inflight_prompts")
         if inflight and not self.expired:  # the call of a lease that has ended is beside the next attempt
             assert self.world.most <= inflight
@@ -134,7 +138,8 @@ class Pumps(RuleBasedStateMachine):
         counts = self.world.trainer.group_counts()
         counts.check()
         assert (counts.trained, counts.held) == (STEPS * BATCH, 0)
-        assert counts.dropped == 0 or self.options["kept"] is not None or self.losses
+        drops = self.options["kept"] is not None or self.options.get("when_stale") == "drop"
+        assert counts.dropped == 0 or drops or self.losses
         assert not any(self.loop.run_until_complete(self.world.plane.stats()).rows.values())
 
     def teardown(self):

@@ -458,6 +458,12 @@ class AppConfig(Options):
             self.async_rl.on_update,
         )
         require(
+            self.async_rl.order == "in_order",
+            f"{path}async_rl.order",
+            "in_order with trainer.deterministic=true: which groups are ready first depends on delays",
+            self.async_rl.order,
+        )
+        require(
             self.trainer.threads_per_worker > 0,
             f"{path}trainer.threads_per_worker",
             "at least 1 with trainer.deterministic=true: with 0, sums depend on how many processes share the cores",

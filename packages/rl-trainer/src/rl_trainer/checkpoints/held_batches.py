@@ -31,13 +31,13 @@ class SavedRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class HeldBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The batch of a step."""
+    """The batch of a turn; see StalenessPolicy."""
 
-    step: int
+    turn: int
     places: tuple[int, ...]
     """Of its prompts in the endless sequence."""
     prompts: tuple[tuple[str, int], ...]
-    """Uid and row in the data set of all prompts that were rolled out for it."""
+    """Uid and row in the data set of all prompts that were rolled out for it and not dropped."""
     keys: tuple[str, ...]
     """The trajectories to train on, in order."""
     metrics: dict[str, float]
@@ -50,8 +50,10 @@ class HeldBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class HeldBatches(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The batches of the steps that follow a checkpoint, and the rows of their groups."""
+    """Batches that were sampled and not trained at a checkpoint, and the rows of their groups."""
 
+    step: int
+    """Of the checkpoint."""
     sessions: int
     """Responses per prompt."""
     batches: tuple[HeldBatch, ...]
@@ -61,9 +63,9 @@ class HeldBatches(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def fault(self, step: int, files: Collection[str]) -> str:
         """What contradicts a checkpoint of this step with these files; empty: nothing."""
-        steps = [batch.step for batch in self.batches]
-        if steps != list(range(step + 1, step + 1 + len(steps))):
-            return f"it has the batches of steps {steps}, which do not follow step {step}"
+        turns = [batch.turn for batch in self.batches]
+        if self.step != step or turns != sorted(set(turns)):
+            return f"it has the batches of turns {turns} after step {self.step}, which do not follow step {step}"
         named = {f"{HELD}/{rows.file}" for rows in (*self.trajectories, self.prompts) if rows.file}
         if absent := sorted(named - set(files)):
             return f"the manifest does not name {absent[0]}, which has rows of the batches"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from rl_protocol.support.options import Options, option, require
 
 ON_UPDATE = ("finish", "continue", "abort")
+ORDER = ("in_order", "ready_first")
+WHEN_STALE = ("wait", "drop")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,21 @@ class AsyncConfig(Options):
         "continue them after the tokens that they have; the oldest token counts for max_staleness), abort (the new weights start them again)",
         choices=ON_UPDATE,
         needs="max_staleness>0",
+    )
+    order: str = option(
+        "in_order",
+        "which groups a step trains on: in_order (its own prompts, in the order of the data), ready_first (the first of all admitted groups "
+        "that are ready; each prompt is generated alone). With when_stale=wait a depth below max_staleness leaves room to overtake slow ones",
+        choices=ORDER,
+        needs="max_staleness>0",
+    )
+    when_stale: str = option(
+        "wait",
+        "what keeps groups that others overtake within max_staleness: wait (a step waits for them while they can be trained in time), "
+        "drop (none waits; a group that would be too old is dropped before the weights change, and its prompt generated again, which "
+        "favors short responses)",
+        choices=WHEN_STALE,
+        needs="order=ready_first",
     )
 
     def check(self, path: str) -> None:

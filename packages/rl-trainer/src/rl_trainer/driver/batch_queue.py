@@ -1,9 +1,9 @@
-"""What the two pumps of the training loop share: the steps to sample, and the sampled batches."""
+"""What the two pumps of the training loop share: the turns to sample, and the sampled batches."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Generator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -19,17 +19,17 @@ MOST_STAGES = 100
 
 
 class BatchQueue(Generic[Batch]):
-    """Hands one batch per step, in order, from the rollouts to the training.
+    """Hands the batches of turns from the rollouts to the training; see StalenessPolicy.
 
-    A step is sampled once the training admits it, so sampling never runs further ahead than the
-    training allows. Several admitted steps may be sampled at once.
+    A turn is sampled once the training admits it, so sampling never runs further ahead than the
+    training allows. Several admitted turns may be sampled at once.
 
     Args:
-        first: the first step to sample.
+        first: the first turn to sample.
         last: the last one.
         timeout_s: longest time of each wait.
-        one_by_one: a step is begun when the one before is sampled.
-        ready: batches of the first steps, which are sampled already.
+        one_by_one: a turn is begun when the one before is sampled.
+        ready: batches of turns before the first, which are sampled already.
     """
 
     def __init__(
@@ -43,77 +43,127 @@ class BatchQueue(Generic[Batch]):
     ) -> None:
         self._timeout_s = timeout_s
         self._ready: dict[int, Batch | DataLostError] = dict(ready or {})
-        self._next = first + len(self._ready)
+        self._next = first
         self._last = last
         self._one_by_one = one_by_one
-        self._admitted = self._next - 1
+        self._admitted = first - 1
+        self._again: list[int] = []
+        """Turns to sample again, before those that follow."""
         self._sampling: set[int] = set()
+        self._given: Sequence[int] = ()
+        """Turns of the newest batches that the training got."""
         self._halted = False
         self._changed = asyncio.Condition()
 
-    async def admit(self, step: int) -> None:
-        """Allow sampling up to this step; called by the training."""
+    async def admit(self, turn: int) -> None:
+        """Allow sampling up to this turn; called by the training."""
         async with self._changed:
-            self._admitted = min(step, self._last)
+            self._admitted = min(turn, self._last)
             self._changed.notify_all()
 
     async def begin(self) -> int:
-        """Wait until the next step may be sampled; called by the rollouts.
+        """Wait until the next turn may be sampled; called by the rollouts.
 
         Raises:
             HangError: it may not within `timeout_s`.
         """
         async with deadline(self._timeout_s, "the training to admit a step"), self._changed:
             await self._changed.wait_for(
-                lambda: self._next <= self._admitted and not self._halted and not (self._one_by_one and self._sampling)
+                lambda: self._left and not self._halted and not (self._one_by_one and self._sampling)
             )
-            step = self._next
-            self._sampling.add(step)
-            self._next += 1
-            return step
+            if self._again:
+                turn = self._again.pop(0)
+            else:
+                turn, self._next = self._next, self._next + 1
+            self._sampling.add(turn)
+            return turn
 
-    async def finish(self, step: int, batch: Batch | DataLostError) -> None:
-        """Hand over the batch of a step that was begun, or say that its rows were lost.
+    @property
+    def _left(self) -> bool:
+        """Whether an admitted turn is not begun."""
+        return bool(self._again) or self._next <= self._admitted
 
-        After a loss no step is begun until the training rewinds.
+    async def finish(self, turn: int, batch: Batch | DataLostError) -> None:
+        """Hand over the batch of a turn that was begun, or say that its rows were lost.
+
+        After a loss no turn is begun until the training rewinds.
         """
         async with self._changed:
-            self._ready[step] = batch
-            self._sampling.discard(step)
+            self._ready[turn] = batch
+            self._sampling.discard(turn)
             self._halted = self._halted or isinstance(batch, DataLostError)
             self._changed.notify_all()
 
-    async def get(self, step: int) -> Batch:
-        """Wait for the batch of an admitted step; called by the training.
+    async def get(self, step: int, select: Callable[[Mapping[int, Batch]], Sequence[int] | None]) -> dict[int, Batch]:
+        """Wait for the batches of a step, by turn; called by the training.
+
+        Args:
+            step: for messages.
+            select: chooses turns among those that are sampled, whenever there is another one; None:
+                it waits.
 
         Raises:
-            DataLostError: its rows were lost.
-            HangError: it is not there within `timeout_s`.
+            DataLostError: rows were lost, and nothing else is being sampled.
+            HangError: they are not there within `timeout_s`.
         """
-        assert step <= self._admitted, "nobody samples a step that was not admitted"
+        chosen: Sequence[int] | None = None
+
+        def decided() -> bool:
+            nonlocal chosen
+            chosen = select(self.waiting())
+            return chosen is not None or (self._halted and not self._sampling)
+
         async with deadline(self._timeout_s, f"the batch of step {step}"), self._changed:
-            await self._changed.wait_for(lambda: step in self._ready)
-            batch = self._ready.pop(step)
-        if isinstance(batch, DataLostError):
-            raise batch
-        return batch
+            self._given = ()
+            await self._changed.wait_for(decided)
+            if chosen is None:
+                raise next(batch for batch in self._ready.values() if isinstance(batch, DataLostError))
+            self._given = chosen
+            return self._removed(chosen)
 
     async def sampled(self) -> None:
-        """Wait until all admitted steps are sampled, or rows were lost.
+        """Wait until all admitted turns are sampled, or rows were lost.
 
         Raises:
             HangError: some are not within `timeout_s`.
         """
         async with deadline(self._timeout_s, "the end of sampling"), self._changed:
-            await self._changed.wait_for(lambda: not self._sampling and (self._next > self._admitted or self._halted))
+            await self._changed.wait_for(lambda: not self._sampling and (not self._left or self._halted))
 
     def waiting(self) -> dict[int, Batch]:
-        """The batches that wait for the training, by step."""
-        return {step: batch for step, batch in self._ready.items() if not isinstance(batch, DataLostError)}
+        """The batches that wait for the training, by turn."""
+        return {turn: batch for turn, batch in self._ready.items() if not isinstance(batch, DataLostError)}
+
+    @property
+    def sampling(self) -> Set[int]:
+        """Turns that were begun and are not sampled."""
+        return self._sampling
+
+    @property
+    def halted(self) -> bool:
+        """Whether rows were lost, and the training has not rewound yet."""
+        return self._halted
+
+    def withdraw(self, turns: Sequence[int]) -> dict[int, Batch]:
+        """Take batches of turns that wait for the training back, by turn; see `repeat`."""
+        return self._removed(turns)
+
+    async def repeat(self, turns: Collection[int]) -> None:
+        """Sample these turns again, before those that follow."""
+        async with self._changed:
+            self._again = sorted([*self._again, *turns])
+            self._changed.notify_all()
+
+    def _removed(self, turns: Sequence[int]) -> dict[int, Batch]:
+        batches = self.waiting()
+        for turn in turns:
+            del self._ready[turn]
+        return {turn: batches[turn] for turn in turns}
 
     @asynccontextmanager
-    async def rewound(self, step: int) -> AsyncGenerator[None]:
-        """Drop all batches, and sample again from this step on when the context ends.
+    async def rewound(self) -> AsyncGenerator[None]:
+        """Drop all batches, and sample the turns that were given last and all others again when the
+        context ends.
 
         Waits until nothing is being sampled, so that the context can clear all rows.
 
@@ -123,8 +173,9 @@ class BatchQueue(Generic[Batch]):
         async with deadline(self._timeout_s, "the end of sampling"), self._changed:
             self._halted = True
             await self._changed.wait_for(lambda: not self._sampling)
+            self._again = sorted([*self._again, *self._given, *self._ready])
             self._ready.clear()
-            self._next = step
+            self._given = ()
         yield
         async with self._changed:
             self._halted = False
@@ -182,9 +233,9 @@ class GroupCounts:
     """What became of the prompts that were rolled out for training.
 
     Attributes:
-        finished: all of them.
+        finished: all of them, also those that were dropped while they were generated.
         trained: those with a trajectory that was trained on.
-        dropped: filtered out, without a score, or lost with a storage unit.
+        dropped: filtered out, without a score, too old, or lost with a storage unit.
         held: still in the replay buffer.
     """
 
@@ -212,7 +263,7 @@ class Admissions:
 
     Attributes:
         admitted: drawn.
-        refilled: drawn in the place of others, which failed or were not informative.
+        refilled: drawn in the place of others, which failed, were not informative or were too old.
         dropped: see GroupCounts.
         continued: those with a response that new weights continued.
         restarted: those with a response that new weights started again.

@@ -1,8 +1,8 @@
-"""Samples the batch of a step: rolls prompts out, scores the responses and filters them."""
+"""Samples the batch of a turn: rolls prompts out, scores the responses and filters them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ from rl_protocol.rl_columns import TRAIN_PARTITION
 from rl_trainer.algorithms.dapo import Generate, GiveUp, Train, next_round
 from rl_trainer.algorithms.staleness_policy import StalenessPolicy
 from rl_trainer.data.prompt_draws import PromptDraws
+from rl_trainer.driver.batch_queue import BatchQueue
 from rl_trainer.driver.hooks import notify
 from rl_trainer.driver.rollouts import RolledOut, Rollouts, Spare
 from rl_trainer.driver.stage_calls import call
@@ -21,23 +22,45 @@ from rl_trainer.rollout.trajectory_stats import rollout_metrics
 from rl_trainer.workers.messages import FilterResult, Partition, PromptRef, RewardResult, StageCall
 
 Scoring = TypeVar("Scoring", bound=RewardResult)
+_COUNTS = ("replay/", "reward/failures", "training/filter_groups/")
+"""How the names of metrics begin that count something."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The batch of a step.
+    """The batch of a turn.
 
     Attributes:
         rows: scored trajectories to train on, with tags; none if no prompt is informative.
         prompts: all prompts that were rolled out.
         groups: how many prompts have responses in the data plane.
-        metrics: of the step.
+        metrics: of the turn.
+        stopped: whether it was given up while its prompts were generated; there are no rows.
     """
 
     rows: KVBatchMeta
     prompts: Sequence[PromptRef]
     groups: int
     metrics: dict[str, float]
+    stopped: bool = False
+
+    @property
+    def oldest(self) -> int | None:
+        """Version of the oldest token; None: there is no row."""
+        return min(int(version or 0) for version in self.rows.tag_values("version")) if self.rows else None
+
+    @classmethod
+    def joined(cls, parts: Sequence[Sampled]) -> Sampled:
+        """The batch of a step, of those of its turns."""
+        if len(parts) == 1:
+            return parts[0]
+        rows = KVBatchMeta.concat([part.rows for part in parts if part.rows] or [parts[0].rows])
+        return cls(
+            rows=rows,
+            prompts=[prompt for part in parts for prompt in part.prompts],
+            groups=sum(part.groups for part in parts),
+            metrics=joined_metrics([part.metrics for part in parts]) | rollout_metrics(rows),
+        )
 
 
 class Sampler:
@@ -45,13 +68,14 @@ class Sampler:
 
     Args:
         parts: of the run.
-        policy: how far sampling runs ahead.
+        policy: how far sampling runs ahead, and what a turn is.
 
     Attributes:
         rollouts: the rollout workers.
         draws: the prompts that each step has drawn.
-        finished: prompts that were rolled out for training.
-        admitted: prompts that steps have drawn.
+        finished: prompts that were rolled out for training, also those that were dropped meanwhile.
+        dropped: those of them that were not and will not be trained on; the trainer counts, too.
+        admitted: prompts that turns have drawn.
         refilled: those of them that were drawn in the place of others.
         overtaken: prompts with a response during which the weights changed.
     """
@@ -67,12 +91,76 @@ class Sampler:
             router=parts.rollout.router,
             timeout_s=parts.loop.stage_timeout_s,
         )
+        self._policy = policy
         self.draws = PromptDraws(parts.train_order)
-        self.finished = self.admitted = self.refilled = self.overtaken = 0
+        self.finished = self.dropped = self.admitted = self.refilled = self.overtaken = 0
+        self._oldest = 0
+        """The oldest version that may still be trained."""
+        self._uids: dict[int, int] = {}
+        """Prompts of each turn that were dropped for their age, until it is trained: no other one
+        gets their uids, so what is late of them is refused."""
+        self._repeated: dict[int, int] = {}
+        """Row in the data set of the prompt to generate again, by turn."""
 
-    async def sample(self, step: int) -> Sampled:
-        """Roll prompts out and score them, until there are enough informative ones."""
-        clock, parts, wanted = Clock(), self._parts, self._parts.train_order.batch_size
+    async def sample(self, turn: int) -> Sampled:
+        """Roll prompts out and score them, until there are enough informative ones that can be
+        trained in time.
+        """
+        while True:
+            sampled = await self._sample(turn)
+            oldest = sampled.oldest
+            if not sampled.stopped and (oldest is None or oldest >= self._oldest):
+                return sampled
+            await self._drop(turn, sampled)
+
+    def select(self, step: int, ready: Mapping[int, Sampled], sampling: Set[int], version: int) -> Sequence[int] | None:
+        """The turns that a step trains, of those that are sampled; None: it waits for others."""
+        return self._policy.select(step, _oldest(ready, version), self._started(sampling), version)
+
+    async def drop_too_late(self, batches: BatchQueue[Sampled], version: int) -> None:
+        """Drop the turns that can't be trained in time if the next step trains `version`; their
+        prompts are generated again.
+
+        Those that are being sampled no longer wait for their responses, and none that is older than
+        the bound leaves `sample` from now on.
+        """
+        ready, running = _oldest(batches.waiting(), version), self._started(batches.sampling)
+        late = self._policy.too_late({**running, **ready}, version)
+        self._oldest = version - self._policy.max_staleness
+        for turn in running.keys() & late:
+            self.rollouts.stop(TRAIN_PARTITION, turn)
+        dropped = batches.withdraw([turn for turn in late if turn in ready])
+        for turn, sampled in dropped.items():
+            await self._drop(turn, sampled)
+        await batches.repeat(dropped)
+
+    def _started(self, sampling: Set[int]) -> dict[int, int]:
+        """The version that started the newest prompts of each of these turns that has started."""
+        return {turn: first for turn, first in self.rollouts.started(TRAIN_PARTITION).items() if turn in sampling}
+
+    async def _drop(self, turn: int, sampled: Sampled) -> None:
+        """Drop what was sampled; when the turn is sampled again, it has the newest of its prompts,
+        with another uid.
+        """
+        self.finished += sampled.stopped  # the others are counted
+        self.dropped += sampled.groups + sampled.stopped
+        self._uids[turn] = self._uids.get(turn, 0) + len(sampled.prompts)
+        self._repeated[turn] = sampled.prompts[-1].row
+        await self.rollouts.drop(TRAIN_PARTITION, turn)
+
+    def trained(self, turn: int) -> None:
+        """Forget the prompts of a turn that was trained."""
+        self.draws.trained(turn)
+        self._uids.pop(turn, None)
+
+    def rewind(self) -> None:
+        """Draw the prompts of all turns that are not trained again."""
+        self.draws.rewind()
+        self._repeated.clear()
+
+    async def _sample(self, turn: int) -> Sampled:
+        clock, parts, wanted = Clock(), self._parts, self._policy.prompts_per_turn
+        step = self._policy.step_of(turn)
         partition = Partition(
             name=TRAIN_PARTITION, split="train", step=step, n=parts.rollout.n, sampling=self.sampling()
         )
@@ -82,9 +170,9 @@ class Sampler:
         rounds, generated, groups, failed, truncated = 0, 0, 0, set[str](), 0
 
         def draw(count: int) -> Sequence[PromptRef]:
-            fresh = self._next_prompts(step, len(prompts), count)
+            fresh = self._next_prompts(turn, len(prompts), count)
             self.admitted += count
-            self.refilled += count if prompts else 0
+            self.refilled += count if prompts or turn in self._uids else 0
             prompts.extend(fresh)
             return fresh
 
@@ -92,11 +180,13 @@ class Sampler:
             fresh = draw(decision.num_prompts)
             rounds, generated = rounds + 1, generated + len(fresh)
             self._notify("on_sample_begin", step, len(fresh))
-            rolled = await clock.time("gen", self.roll_out(partition, fresh, draw))
+            rolled = await clock.time("gen", self.roll_out(partition, fresh, draw, turn=turn))
             add_failures(metrics, rolled)
             groups += rolled.groups
             self.finished += rolled.groups
             self.overtaken += rolled.overtaken
+            if not rolled.rows:
+                return Sampled(rolled.rows, prompts, groups, metrics, stopped=True)
             new, truncated = rolled.rows, truncated + rolled.truncated
             self._notify("on_sample_end", step, new)
             metrics["rollout/imbalance"] = max(rolled.imbalance, metrics.get("rollout/imbalance", 1.0))
@@ -126,17 +216,17 @@ class Sampler:
         return Sampled(_without(rows.select_rows(keep), failed), prompts, groups, metrics)
 
     async def roll_out(
-        self, partition: Partition, prompts: Sequence[PromptRef], spare: Spare | None = None
+        self, partition: Partition, prompts: Sequence[PromptRef], spare: Spare | None = None, *, turn: int | None = None
     ) -> RolledOut:
         """Roll prompts out; notify hooks of failures."""
-        rolled = await self.rollouts.roll_out(partition, prompts, spare)
+        rolled = await self.rollouts.roll_out(partition, prompts, spare, turn=turn)
         if rolled.failures:
             self._notify("on_rollout_failure", partition.step, rolled.failures, rolled.replaced)
         return rolled
 
-    def adopt(self, step: int, uids: Sequence[str]) -> None:
-        """Count groups of a step that were sampled before a restart, and are taken again."""
-        self.rollouts.adopt(TRAIN_PARTITION, step, uids)
+    def adopt(self, turn: int, uids: Sequence[str]) -> None:
+        """Count groups of a turn that were sampled before a restart, and are taken again."""
+        self.rollouts.adopt(TRAIN_PARTITION, turn, uids)
         self.finished += len(uids)
 
     async def score(self, name: str, answer: type[Scoring], step: int, batch: KVBatchMeta) -> Scoring:
@@ -153,9 +243,11 @@ class Sampler:
         """How training responses are sampled."""
         return self._parts.rollout.sampling(self._parts.loop.seed)
 
-    def _next_prompts(self, step: int, known: int, count: int) -> list[PromptRef]:
-        rows = self.draws.draw(step, count)
-        return [PromptRef(f"s{step}-{known + i}", row) for i, row in enumerate(rows)]
+    def _next_prompts(self, turn: int, known: int, count: int) -> list[PromptRef]:
+        again = [self._repeated.pop(turn)] if turn in self._repeated else []
+        rows = [*again, *self.draws.draw(turn, count - len(again))]
+        first = self._uids.get(turn, 0) + known
+        return [PromptRef(f"s{turn}-{first + i}", row) for i, row in enumerate(rows)]
 
     async def _informative(self, step: int, batch: KVBatchMeta) -> tuple[str, ...]:
         """Uids of the prompts that are worth training on."""
@@ -164,6 +256,33 @@ class Sampler:
 
     def _notify(self, event: str, *facts: object) -> None:
         notify(self._parts.hooks, event, *facts)
+
+
+def _oldest(sampled: Mapping[int, Sampled], newest: int) -> dict[int, int]:
+    """Version of the oldest token of each turn; the newest of all where it has no row."""
+    return {turn: newest if one.oldest is None else one.oldest for turn, one in sampled.items()}
+
+
+def joined_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a step, of those of its turns: sums of counts, the largest maximum and time,
+    the least minimum, and means of the rest.
+
+    >>> joined_metrics([{"a/mean": 1.0, "a/max": 2.0}, {"a/mean": 0.0, "a/max": 3.0}])
+    {'a/mean': 0.5, 'a/max': 3.0}
+    """
+    values: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.items():
+            values.setdefault(name, []).append(value)
+    return {name: _joined(name, one) for name, one in values.items()}
+
+
+def _joined(name: str, values: Sequence[float]) -> float:
+    if name.startswith(_COUNTS):
+        return sum(values)
+    if name.endswith("/max") or name.startswith(("timing_s/", "rollout/imbalance")):
+        return max(values)
+    return min(values) if name.endswith("/min") else sum(values) / len(values)
 
 
 def add_failures(metrics: dict[str, float], rolled: RolledOut) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from pathlib import Path
 
 import msgspec
@@ -38,22 +37,21 @@ class BatchKeeper:
         self._sampler = sampler
 
     async def hold(self, step: int, waiting: Mapping[int, Sampled]) -> HeldBatches | None:
-        """Have the reward worker copy the rows of the batches of the steps after `step`, up to the
-        first that is not among those that wait.
+        """Have the reward worker copy the rows of the batches that wait, by turn, after a step.
 
         Returns:
             What the driver writes; None: there is no batch, or rows were lost with a storage unit.
         """
-        steps = list(takewhile(waiting.__contains__, range(step + 1, step + 1 + len(waiting))))
-        if not steps:
+        if not waiting:
             return None
-        batches = [self._held(one, waiting[one]) for one in steps]
+        batches = [self._held(turn, waiting[turn]) for turn in sorted(waiting)]
         keys = [key for batch in batches for key in batch.keys]
         uids = dict.fromkeys(RowKey.parse(key).uid for key in keys)
         listed = await self._parts.plane.list_rows(TRAIN_PARTITION)
         tags = dict(zip(listed.keys, listed.tags, strict=True))
         others = [key for key in set(tags).difference(keys) if RowKey.parse(key).uid in uids]
         held = HeldBatches(
+            step=step,
             sessions=self._parts.rollout.n,
             batches=tuple(batches),
             trajectories=(_saved(keys, tags, "train.batch" if keys else ""), _saved(sorted(others), tags)),
@@ -69,10 +67,10 @@ class BatchKeeper:
             return None
         return held
 
-    def _held(self, step: int, sampled: Sampled) -> HeldBatch:
+    def _held(self, turn: int, sampled: Sampled) -> HeldBatch:
         return HeldBatch(
-            step=step,
-            places=self._sampler.draws.places(step),
+            turn=turn,
+            places=self._sampler.draws.places(turn),
             prompts=tuple((prompt.uid, prompt.row) for prompt in sampled.prompts),
             keys=sampled.rows.keys,
             metrics=sampled.metrics,
@@ -95,7 +93,7 @@ class BatchKeeper:
             for before, after in zip((rows for rows in held.trajectories if rows.keys), trajectories, strict=True)
             for old, new in zip(before.keys, after.keys, strict=True)
         }
-        return {batch.step: await self._take(batch, names, version) for batch in held.batches}
+        return {batch.turn: await self._take(batch, names, version) for batch in held.batches}
 
     async def _lease(self, held: HeldBatches) -> dict[str, Lease]:
         """Add the groups to the replay buffer, and lease them with the version of their oldest
@@ -127,7 +125,7 @@ class BatchKeeper:
                 len(uids), version=version, timeout_s=self._parts.loop.stage_timeout_s, uids=uids
             )
             rows = taken.select_keys([names[key] for key in batch.keys])
-        self._sampler.adopt(batch.step, uids)
+        self._sampler.adopt(batch.turn, uids)
         prompts = [PromptRef(uid, row) for uid, row in batch.prompts]
         return Sampled(rows, prompts, len(uids), dict(batch.metrics))
 

@@ -29,7 +29,7 @@ class RolledOut:
     """The result of a rollout.
 
     Attributes:
-        rows: the new trajectories, with tags, sorted by key.
+        rows: the new trajectories, with tags, sorted by key; none if the rollout was stopped.
         groups: how many prompts have any.
         imbalance: response tokens of the busiest replica over the mean.
         truncated: trajectories that reached rollout.response_length.
@@ -93,13 +93,18 @@ class Rollouts:
         self._buffers = buffers
         self._failures: dict[str, list[GroupFailure]] = {}
         self._open: dict[tuple[str, int], list[_Rollout]] = {}
-        """Rollouts by partition and step, until their groups are committed."""
+        """Rollouts by partition and turn, until their groups are committed."""
         self._taken: dict[tuple[str, int], list[str]] = {}
         self._restored: dict[tuple[str, int], list[str]] = {}
         """Prompts that were rolled out before a restart, until their groups are committed."""
 
     async def roll_out(
-        self, partition: Partition, prompts: Sequence[PromptRef], spare: Spare | None = None
+        self,
+        partition: Partition,
+        prompts: Sequence[PromptRef],
+        spare: Spare | None = None,
+        *,
+        turn: int | None = None,
     ) -> RolledOut:
         """Roll the prompts out, and take their groups.
 
@@ -110,12 +115,13 @@ class Rollouts:
             prompts: what to roll out.
             spare: called for other prompts, unless replay.on_failure is `fail`; None: a prompt
                 whose last attempt failed is an error.
+            turn: whose groups are committed, stopped and dropped together; None: those of the step.
 
         Raises:
             RolloutError: the rollouts of a prompt failed, or those of more prompts than these.
             RLError: a replica failed, and replay.on_failure is `fail`.
         """
-        batch = partition.name, partition.step
+        batch = partition.name, partition.step if turn is None else turn
         self.running += 1
         try:
             rollout = _Rollout(self, self._buffers[partition.name], partition)
@@ -126,10 +132,32 @@ class Rollouts:
         self._taken.setdefault(batch, []).extend(dict.fromkeys(map(str, result.rows.tag_values("uid"))))
         return result
 
-    def adopt(self, name: str, step: int, uids: Sequence[str]) -> None:
-        """Commit these taken groups of the partition, and their prompts, with those of the step."""
-        self._taken.setdefault((name, step), []).extend(uids)
-        self._restored[name, step] = list(uids)
+    def adopt(self, name: str, turn: int, uids: Sequence[str]) -> None:
+        """Commit these taken groups of the partition, and their prompts, with those of the turn."""
+        self._taken.setdefault((name, turn), []).extend(uids)
+        self._restored[name, turn] = list(uids)
+
+    def started(self, name: str) -> dict[int, int]:
+        """The version that started the newest prompts of each turn of a partition, if any have
+        started.
+        """
+        newest = {turn: rollouts[-1].started for (partition, turn), rollouts in self._open.items() if partition == name}
+        return {turn: version for turn, version in newest.items() if version is not None}
+
+    def stop(self, name: str, turn: int) -> None:
+        """End the rollout of a turn that waits for its groups; it returns no rows."""
+        for rollout in self._open.get((name, turn), []):
+            rollout.stop()
+
+    async def drop(self, name: str, turn: int) -> None:
+        """Discard the groups of a turn whose rollouts have ended. Their prompts stay until the
+        commit of the turn.
+        """
+        uids = self._taken.pop((name, turn), [])
+        for rollout in self._open.get((name, turn), []):
+            uids += rollout.left
+            rollout.left = []
+        await self._buffers[name].discard(uids)
 
     def failures_of(self, name: str, uids: Collection[str]) -> list[GroupFailure]:
         """Failed attempts at these prompts of the partition since the last call, the oldest
@@ -152,14 +180,16 @@ class Rollouts:
         failure they and their rows stay for inspection.
         """
         yield
-        await self.commit(name, step)
+        await self.commit(name, [step])
 
-    async def commit(self, name: str, step: int) -> None:
-        """Commit the groups of this step that were taken from the partition, which removes their
+    async def commit(self, name: str, turns: Sequence[int]) -> None:
+        """Commit the groups of these turns that were taken from the partition, which removes their
         rows and prompts.
         """
-        await self._buffers[name].commit(self._taken.pop((name, step), []))
-        rollouts, restored = self._open.pop((name, step), []), self._restored.pop((name, step), [])
+        batches = [(name, turn) for turn in turns]
+        await self._buffers[name].commit([uid for batch in batches for uid in self._taken.pop(batch, [])])
+        rollouts = [rollout for batch in batches for rollout in self._open.pop(batch, [])]
+        restored = [uid for batch in batches for uid in self._restored.pop(batch, [])]
         others = any(partition == name for partition, _ in (*self._open, *self._restored))
         prompts = [*restored, *(uid for rollout in rollouts for uid in rollout.prompts)] if others else None
         await self.plane.clear(prompt_partition(name), prompts)
@@ -198,6 +228,11 @@ class _Rollout:
         self._truncated = 0
         self._errors: list[RLError] = []
         self._replaced = 0
+        self._discarded: set[str] = set()
+        self.left: list[str] = []
+        """Prompts whose groups were not taken, because the rollout was stopped."""
+        self._stopped = False
+        self._taking: asyncio.Timeout | None = None
         replay = rollouts.replay
         # each of the rollouts before this one may take as long
         self._deadline_s = rollouts.running * (rollouts.timeout_s + replay.max_attempts * replay.lease_s)
@@ -208,11 +243,15 @@ class _Rollout:
                 await self._add(tasks, prompts)
                 rows = await self._take_all(tasks, len(prompts), spare)
                 self._end({*self.prompts})
+                given_up = rows is None and not self._rollouts.policy.drains
                 for task, leases in self._calls.items():
-                    if any(self._attempt[lease.uid] != lease.attempt for lease in leases):
-                        task.cancel()  # its leases ended, and their prompts were rolled out again
+                    if given_up or any(self._attempt[lease.uid] != lease.attempt for lease in leases):
+                        task.cancel()  # nobody needs its answer
         except* RLError as failed:
             raise failed.exceptions[0] from None
+        if rows is None:
+            self.left = list(self.prompts.keys() - self._discarded)
+            rows = KVBatchMeta(partition=self._partition.name, keys=(), tags=())
         return RolledOut(
             rows.select_keys(sorted(rows.keys)),  # by name, not by arrival: the same batch in every run
             len(set(rows.tag_values("uid"))),
@@ -229,6 +268,17 @@ class _Rollout:
         """
         newest = ((str(tag["uid"]), newest_version(tag)) for tag in rows.tags or ())
         return len({uid for uid, version in newest if version is not None and version > self._version[uid]})
+
+    @property
+    def started(self) -> int | None:
+        """The version that started the newest of its prompts; None: it has not, or was stopped."""
+        return None if self._stopped else self._version.get(next(reversed(self.prompts)))
+
+    def stop(self) -> None:
+        """Wait for no more groups."""
+        self._stopped = True
+        if self._taking is not None:
+            self._taking.reschedule(asyncio.get_running_loop().time())
 
     def in_flight(self) -> list[Lease]:
         """The leases of calls that run."""
@@ -309,31 +359,43 @@ class _Rollout:
         self._tokens[replica] += result.tokens
         return result
 
-    async def _take_all(self, tasks: asyncio.TaskGroup, count: int, spare: Spare | None) -> KVBatchMeta:
-        """Take the groups, each permit's together."""
+    async def _take_all(self, tasks: asyncio.TaskGroup, count: int, spare: Spare | None) -> KVBatchMeta | None:
+        """Take the groups, each permit's together; None: the rollout was stopped."""
         size = self._rollouts.policy.prompts_per_call(count)
         parts: list[KVBatchMeta] = []
         for _ in range(count // size):
-            parts.append(await self._take(tasks, size, count, spare))
-            self._end(set(map(str, parts[-1].tag_values("uid"))))
+            part = await self._take(tasks, size, count, spare)
+            if part is None:
+                return None
+            parts.append(part)
+            self._end(set(map(str, part.tag_values("uid"))))
         return KVBatchMeta.concat(parts)
 
-    async def _take(self, tasks: asyncio.TaskGroup, count: int, asked: int, spare: Spare | None) -> KVBatchMeta:
-        """Take groups; replace prompts that failed.
+    async def _take(self, tasks: asyncio.TaskGroup, count: int, asked: int, spare: Spare | None) -> KVBatchMeta | None:
+        """Take groups; replace prompts that failed. None: the rollout was stopped.
 
         At most as many prompts are replaced as were asked for: a rollout that always fails must
         end.
         """
-        while True:
+        while not self._stopped:
             try:
-                return await self._buffer.take(
-                    count, version=self._rollouts.version, timeout_s=self._deadline_s, uids=self.prompts
-                )
+                async with asyncio.timeout(None) as self._taking:  # `stop` ends it
+                    return await self._buffer.take(
+                        count, version=self._rollouts.version, timeout_s=self._deadline_s, uids=self.prompts
+                    )
+            except TimeoutError:
+                if self._stopped:
+                    return None
+                raise  # the buffer's deadline
             except RolloutError as error:
                 failed = [uid for uid in self._buffer.failed() if uid in self.prompts]
                 if spare is None or not failed or self._replaced + len(failed) > asked:
                     raise (self._errors[0] if self._errors and spare is None else error) from None
+            finally:
+                self._taking = None
             self._replaced += len(failed)
             await self._buffer.discard(failed)
+            self._discarded.update(failed)
             await self._add(tasks, spare(len(failed)))
             self._end(set(failed))
+        return None

@@ -4,10 +4,11 @@ rollouts: prompts -> rollout workers -> (replay buffer) -> reward -> filter?
 training: log_prob_gap? -> old_log_prob? | ref | values -> adv -> update_critic | update_actor
         -> clear -> update_weights                      (stages joined by | run side by side)
 
-Two pumps run in one TaskGroup. The rollouts sample a step once the training admits it: with
-async_rl.max_staleness=0 when the training waits for it, otherwise as many steps before as
-`rl_trainer.algorithms.staleness_policy` says. Several steps are sampled at once. A weight update
-waits for the running generation, or the new weights continue or repeat it (async_rl.on_update).
+Two pumps run in one TaskGroup. The rollouts sample a turn, the batch of a step or one prompt, once
+the training admits it: with async_rl.max_staleness=0 when the training waits for it, otherwise as
+many steps before as `rl_trainer.algorithms.staleness_policy` says, which also chooses the turns
+that each step trains. Several turns are sampled at once. A weight update waits for the running
+generation, or the new weights continue or repeat it (async_rl.on_update).
 
 When a storage unit dies with rows of the step, everything before the updates is repeated with the
 same prompts. All ranks read the rows of the updates before the first update begins. From then on
@@ -138,7 +139,8 @@ class PPOTrainer:
         self._restored: dict[int, Sampled] = {}
         self._side = SideValidation(self._longest_wait_s)
         self._trained = 0
-        self._dropped = 0
+        self._turns: Sequence[int] = ()
+        """What the newest step trains."""
 
     async def resume(self, checkpoint: Checkpoint) -> None:
         """Restore the workers' state, the rollout weights, the place in the run, and the batches
@@ -153,7 +155,7 @@ class PPOTrainer:
         self._steps_done, self._version = state.step, state.version
         self._critic_updates, self._rollouts.version = state.critic_updates, self._version
         held = checkpoint.held
-        drawn = {batch.step: batch.places for batch in held.batches} if held else None
+        drawn = {batch.turn: batch.places for batch in held.batches} if held else None
         self._sampler.draws.restore(state.prompts_taken, state.prompts_untrained, drawn)
         if held is not None:
             self._restored = await self._keeper.restore(held, checkpoint.folder, self._version)
@@ -183,9 +185,12 @@ class PPOTrainer:
 
     async def _run_pumps(self) -> dict[str, float]:
         """Run both pumps; the first failure ends both."""
-        last, one_by_one = self._parts.loop.total_training_steps, self._policy.deterministic
         self._batches = BatchQueue(
-            self._steps_done + 1, last, self._longest_wait_s, one_by_one=one_by_one, ready=self._restored
+            self._steps_done * self._policy.turns_per_step + len(self._restored) + 1,
+            self._parts.loop.total_training_steps * self._policy.turns_per_step,
+            self._longest_wait_s,
+            one_by_one=self._policy.deterministic,
+            ready=self._restored,
         )
         try:
             async with asyncio.TaskGroup() as pumps:
@@ -200,20 +205,20 @@ class PPOTrainer:
         return last
 
     async def _run_rollouts(self, pumps: asyncio.TaskGroup) -> None:
-        """Begin to sample each step once it is admitted."""
+        """Begin to sample each turn once it is admitted."""
         while True:
-            step = await self._batches.begin()
-            pumps.create_task(self._sample(step))
+            turn = await self._batches.begin()
+            pumps.create_task(self._sample(turn))
 
-    async def _sample(self, step: int) -> None:
-        """Sample the batch of a step, and hand it over."""
+    async def _sample(self, turn: int) -> None:
+        """Sample the batch of a turn, and hand it over."""
         try:
-            with noted(f"step {step}"):
-                sampled = await self._sampler.sample(step)
+            with noted(f"step {self._policy.step_of(turn)}"):
+                sampled = await self._sampler.sample(turn)
         except DataLostError as error:
-            await self._batches.finish(step, error)
+            await self._batches.finish(turn, error)
         else:
-            await self._batches.finish(step, sampled)
+            await self._batches.finish(turn, sampled)
 
     async def _run_training(self, pumps: asyncio.TaskGroup) -> dict[str, float]:
         """Train on one batch after the other; returns the metrics of the last validation."""
@@ -285,10 +290,13 @@ class PPOTrainer:
         return metrics | {"timing_s/save_checkpoint": time.perf_counter() - start}
 
     async def _hold(self) -> HeldBatches | None:
-        """Wait until all admitted steps are sampled, and copy their batches for a checkpoint."""
+        """Wait until all admitted turns are sampled, and copy their batches for a checkpoint."""
         if not self._policy.max_staleness:
             return None
         await self._batches.sampled()
+        if self._batches.halted:
+            logger.warning("The checkpoint of step %d has no sampled batches: rows were lost.", self._steps_done)
+            return None
         return await self._keeper.hold(self._steps_done, self._batches.waiting())
 
     def _published(self, writer: CheckpointWriter, saved: SavedCheckpoint | None) -> dict[str, float]:
@@ -307,7 +315,7 @@ class PPOTrainer:
         return GroupCounts(
             finished=self._sampler.finished,
             trained=self._trained,
-            dropped=self._dropped,
+            dropped=self._sampler.dropped,
             held=held["finished"] + held["taken"],
         )
 
@@ -320,7 +328,7 @@ class PPOTrainer:
         result = await self._train(clock, step)
         metrics |= result.metrics
         synced, _ = await gather_or_cancel(
-            self._update_weights(clock, result), self._rollouts.commit(TRAIN_PARTITION, step)
+            self._update_weights(clock, result), self._rollouts.commit(TRAIN_PARTITION, self._turns)
         )
         metrics |= synced or {}
         if self._policy.max_staleness:
@@ -344,6 +352,8 @@ class PPOTrainer:
             self._rollouts.version = self._version
             return {}
         with self._idle.because("refit"):
+            if self._policy.drops:
+                await self._sampler.drop_too_late(self._batches, self._version)
             if self._policy.deterministic:
                 await self._batches.sampled()
             with self._idle.because("validation"):
@@ -396,14 +406,19 @@ class PPOTrainer:
         """Everything of a step but the weight sync and the commit of its rows."""
 
         async def prepare() -> _Prepared:
-            return await self._prepare(clock, step, await self._batches.get(step))
+            def select(ready: Mapping[int, Sampled]) -> Sequence[int] | None:
+                return self._sampler.select(step, ready, self._batches.sampling, self._version)
+
+            batches = await self._batches.get(step, select)
+            self._turns = list(batches)
+            return await self._prepare(clock, step, Sampled.joined(list(batches.values())))
 
         async def rewind() -> None:
-            async with self._batches.rewound(step):
+            async with self._batches.rewound():
                 for name in (TRAIN_PARTITION, BASELINE_PARTITION):
                     await self._rollouts.clear(name)
-                self._sampler.draws.rewind()
-                self._dropped = self._sampler.finished - self._trained
+                self._sampler.rewind()
+                self._sampler.dropped = self._sampler.finished - self._trained
 
         prepared = await self._repeated(step, prepare, rewind)
         # from here on the step is not repeated: the same rows again would be a second update
@@ -417,9 +432,10 @@ class PPOTrainer:
             metrics.setdefault("actor/entropy", metrics["actor/entropy_loss"])
         self._critic_updates += "update_critic" in updated
         self._version += "update_actor" in updated
-        self._sampler.draws.trained(step)
+        for turn in self._turns:
+            self._sampler.trained(turn)
         self._trained += prepared.groups
-        self._dropped += prepared.sampled.groups - prepared.groups
+        self._sampler.dropped += prepared.sampled.groups - prepared.groups
         return StepResult(metrics, actor_updated="update_actor" in updated, tokens=prepared.tokens)
 
     async def _repeated(self, step: int, work: Callable[[], Awaitable[T]], clear: Callable[[], Awaitable[None]]) -> T:
@@ -459,7 +475,7 @@ class PPOTrainer:
         return Admissions(
             admitted=sampler.admitted,
             refilled=sampler.refilled,
-            dropped=self._dropped,
+            dropped=sampler.dropped,
             continued=overtaken.get("continue", 0),
             restarted=overtaken.get("abort", 0),
         )
