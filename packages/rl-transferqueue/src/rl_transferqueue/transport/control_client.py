@@ -215,7 +215,6 @@ class ControlClient:
         """Poll for an answer that comes at once; yields the processor, but not the event loop."""
         if self._link.near:
             until = time.monotonic() + LOOK_S
-            self._read()
             while not answer.done() and time.monotonic() < until:
                 os.sched_yield()  # the server may need this processor
                 self._read()
