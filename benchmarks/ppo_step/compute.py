@@ -14,10 +14,12 @@ from ppo_step.graph import ACTOR, ALGORITHM, step_graph
 from ppo_step.payloads import (
     FAMILIES,
     SESSIONS,
+    VERSIONS,
     VOCABULARY,
     Family,
     Layout,
     lay_out,
+    one_version,
     random_values,
     rollout_batch,
     row_lengths,
@@ -181,6 +183,7 @@ class TinyPolicy:
             "responses": np.array(tokens, np.int64),
             "response_mask": np.ones(len(tokens), np.bool_),
             "rollout_log_probs": np.array(log_probs, np.float32),
+            VERSIONS: one_version(np.array([len(tokens)])),
         }
         out |= {name: ragged_one(self._family.spec(name), value) for name, value in values.items()}
         return out | {

@@ -22,6 +22,8 @@ from rl_trainer.workers.columns import TRAINER_SCHEMA
 
 Layout = Literal["padded", "ragged"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+VERSIONS = "rollout_versions"
+"""Here one version of the weights generates each response."""
 VOCABULARY = 64
 SESSIONS = 8
 """Responses per prompt, as in the published runs (global batch 128 x 8)."""
@@ -52,6 +54,8 @@ class Family:
         """Most elements a row of a ragged column may have."""
         if column in (spec.name for spec in self.extra):
             return self.items or self.prompt + self.response
+        if column == VERSIONS:
+            return 1
         return self.prompt if column == "prompts" else self.response
 
     @property
@@ -142,6 +146,7 @@ def row_lengths(family: Family, rows: int, seed: int) -> dict[str, npt.NDArray[n
     lengths = {
         "prompts": np.repeat(draw(family.prompt)[::SESSIONS], SESSIONS)[:rows],
         "responses": draw(family.response),
+        VERSIONS: np.ones(rows, np.int64),
     }
     per_token = lengths["prompts"] + lengths["responses"]
     return lengths | {spec.name: draw(family.items) if family.items else per_token for spec in family.extra}
@@ -166,6 +171,11 @@ def random_values(spec: ColumnSpec, items: int, rng: np.random.Generator) -> Any
     return rng.integers(0, VOCABULARY, shape, dtype=storage_dtype(spec.dtype))
 
 
+def one_version(lengths: npt.NDArray[np.int64]) -> AnyArray:
+    """VERSIONS of responses of these lengths [N], int32 [N, 2]."""
+    return np.stack([np.zeros_like(lengths), lengths], axis=1).astype(np.int32)
+
+
 def rollout_batch(
     family: Family,
     columns: tuple[str, ...],
@@ -184,6 +194,7 @@ def rollout_batch(
             continue
         count = lengths[name if name in lengths else "responses"][rows.start : rows.stop]
         offsets = offsets_from_lengths(count)
-        values = random_values(spec, int(offsets[-1]), rng)
+        tokens = lengths["responses"][rows.start : rows.stop]
+        values = one_version(tokens) if name == VERSIONS else random_values(spec, int(offsets[-1]), rng)
         out[name] = lay_out(RaggedColumn(values, offsets, spec.dtype), layout, family.width(name))
     return BatchData(out)

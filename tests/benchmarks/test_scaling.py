@@ -99,10 +99,11 @@ def test_nothing_is_predicted_with_an_error_bar_above_a_fifth():
 
 
 def test_volume_and_calls_by_hand():
-    # written: prompts, responses, mask, rollout log-probs; old log-probs and entropy; reference.
+    # written: prompts, responses, mask, rollout log-probs; a run [version, tokens]; old log-probs
+    # and entropy; reference.
     # Read: by three model stages.
     text, p, r = FAMILIES["text"], 2048, 8192
-    writes = 8 * p + (8 + 1 + 4) * r + (4 + 4) * r + 4 * r
+    writes = 8 * p + (8 + 1 + 4) * r + 2 * 4 + (4 + 4) * r + 4 * r
     reads = 3 * 8 * p + 2 * 8 * r + (8 + 1 + 4 + 4 + 4) * r
     assert volume(text, 10) == 10 * (writes + reads)
     assert volume(text, 10, extra_bytes=100) == 10 * (writes + reads) + 400
