@@ -24,7 +24,7 @@ class Stopped:
         return cls
 
     @classmethod
-    def remote(cls, *_):
+    def remote(cls, *_, **__):
         return cls
 
     call = SimpleNamespace(remote=lambda *_: asyncio.get_running_loop().create_future())

@@ -46,15 +46,12 @@ def trained(base_model, tmp_path, monkeypatch):
     What the workers leave open is collected here, or its warnings would fail a later test.
     """
 
-    async def enough(self):
-        del self
-
     @contextlib.asynccontextmanager
     async def no_ray(*_):
         yield
 
     monkeypatch.setattr(workers, "RayProcess", LocalProcess)
-    monkeypatch.setattr(workers.WorkerPool, "require_cpus", enough)
+    monkeypatch.setattr(workers, "node_gpus", lambda: 0)
     monkeypatch.setattr(run, "ray_session", no_ray)
     monkeypatch.setattr(LocalProcess, "started", [])
 

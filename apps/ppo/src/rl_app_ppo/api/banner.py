@@ -61,7 +61,7 @@ def _trained(config: AppConfig) -> str:
 
 def _device(config: AppConfig) -> str:
     """Device of the trained models."""
-    asked = config.engine.trains_on
+    asked = config.engine.trains_on if config.trainer.n_gpus_per_node else "cpu"
     if asked != "auto":
         return asked
     if config.ray.address != "local":

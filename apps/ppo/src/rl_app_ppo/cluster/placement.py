@@ -1,4 +1,8 @@
-"""Check that the Ray cluster has room for the workers; actors without room would wait forever."""
+"""Check that the Ray cluster has room for the workers; actors without room would wait forever.
+
+CPUs may be those of several nodes; GPUs are those of this node, since the ranks of a model and the
+data plane share its memory.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import ray
+from ray._private.state import available_resources_per_node
 
 from rl_protocol import WorkerError
 
+T = TypeVar("T")
 WAIT_S = 30.0
-"""Seconds to wait for CPUs that other jobs hold."""
+"""Seconds to wait for what other jobs hold."""
 _LOOK_S = 0.5
 LOOK_TIMEOUT_S = 5.0
 """Seconds that Ray has to say what is free."""
@@ -55,20 +61,54 @@ async def require_cpus(
     """
     if each <= 0:
         return
-    deadline = time.monotonic() + wait_s
-    while True:
-        cpus = await asyncio.to_thread(look)
-        needed = f"{workers} workers need {each:g} CPUs each, {workers * each:g} in all (ray.cpus_per_worker)"
+    needed = f"{workers} workers need {each:g} CPUs each, {workers * each:g} in all (ray.cpus_per_worker)"
+
+    def enough(cpus: Cpus) -> bool:
         if sum(int(node // each) for node in cpus.per_node) < workers:
             raise WorkerError(
                 f"{needed}; the Ray cluster has nodes of {', '.join(f'{node:g}' for node in cpus.per_node) or 'no'} CPUs, "
                 f"{sum(cpus.per_node):g} in all. Lower ray.cpus_per_worker or rollout.num_workers, or add nodes."
             )
-        if cpus.free >= workers * each:
-            return
+        return cpus.free >= workers * each
+
+    cpus, fits = await _wait_for(look, enough, wait_s)
+    if not fits:
+        raise WorkerError(
+            f"{needed}; of {sum(cpus.per_node):g} CPUs of the Ray cluster {cpus.free:g} are free, and no more became free within "
+            f"{wait_s:g} s. Stop other jobs, lower ray.cpus_per_worker, or set it to 0 to share CPUs."
+        )
+
+
+def node_gpus() -> int:
+    """GPUs of the node of this process, as Ray counts them."""
+    here = ray.get_runtime_context().get_node_id()
+    return int(sum(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == here))
+
+
+def free_gpus() -> float:
+    """GPUs of the node of this process that no job has reserved."""
+    return available_resources_per_node().get(ray.get_runtime_context().get_node_id(), {}).get("GPU", 0.0)
+
+
+async def require_free_gpus(wanted: int, look: Callable[[], float] = free_gpus, wait_s: float = WAIT_S) -> None:
+    """Wait until so many GPUs of this node are free.
+
+    Raises:
+        WorkerError: other jobs held them for `wait_s` seconds.
+    """
+    free, fits = await _wait_for(look, lambda free: free >= wanted, wait_s) if wanted else (0.0, True)
+    if not fits:
+        raise WorkerError(
+            f"The processes need {wanted} GPUs of this node, of which {free:g} are free, and no more became free within {wait_s:g} s. Stop "
+            "other jobs, or lower the number of processes."
+        )
+
+
+async def _wait_for(look: Callable[[], T], fits: Callable[[T], bool], wait_s: float) -> tuple[T, bool]:
+    """Look until something fits or `wait_s` seconds have passed; returns the last look."""
+    deadline = time.monotonic() + wait_s
+    while not fits(seen := await asyncio.to_thread(look)):
         if time.monotonic() >= deadline:
-            raise WorkerError(
-                f"{needed}; of {sum(cpus.per_node):g} CPUs of the Ray cluster {cpus.free:g} are free, and no more became free within "
-                f"{wait_s:g} s. Stop other jobs, lower ray.cpus_per_worker, or set it to 0 to share CPUs."
-            )
+            return seen, False
         await asyncio.sleep(_LOOK_S)
+    return seen, True

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import ray
 from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.watchdog.unanswered_calls import CallLog
@@ -37,6 +38,7 @@ class RayProcess:
         log_path: its log.
         threads: compute threads; 0: all cores, shared with the processes that compute beside it.
         cpus: CPUs that Ray reserves.
+        gpus: GPUs of this node that Ray reserves; the process sees no others.
         calls: notes the calls that wait; None: nothing reads them.
 
     Attributes:
@@ -51,6 +53,7 @@ class RayProcess:
         log_path: Path,
         threads: int,
         cpus: float = 0.0,
+        gpus: int = 0,
         calls: CallLog | None = None,
     ) -> None:
         self.name = name
@@ -60,6 +63,7 @@ class RayProcess:
         self._log_path = log_path
         self._threads = threads
         self._cpus = cpus
+        self._gpus = gpus
         self._built: tuple[bytes, float] | None = None
         self._sockets: Path | None = None
         self._connection: Connection | None = None
@@ -190,8 +194,13 @@ class RayProcess:
         ray.kill(self.actor)
 
     def _start(self) -> Any:
-        options = _actor_class.options(num_cpus=self._cpus, max_restarts=0, max_concurrency=16)
-        return options.remote(self.roles, self.name, self._log_path, self._threads)
+        options: dict[str, Any] = {"num_cpus": self._cpus, "max_restarts": 0, "max_concurrency": 16}
+        if self._gpus:
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            options |= {"num_gpus": self._gpus, "scheduling_strategy": here}
+        return _actor_class.options(**options).remote(
+            self.roles, self.name, self._log_path, self._threads, hide_gpus=not self._gpus
+        )
 
     def _translate(self, name: str, method: str, error: Exception, timeout_s: float | None) -> RLError:
         log = f"Its log: {self._log_path}"

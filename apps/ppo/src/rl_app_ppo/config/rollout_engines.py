@@ -85,6 +85,11 @@ class RolloutEngineKind(ABC):
         """
         return ""
 
+    def gpus(self, rollout: GenerationConfig) -> int:
+        """GPUs that a replica needs; no other process of the run gets them."""
+        del rollout
+        return 0
+
     def check_gpus(self, count: Callable[[], int]) -> None:
         """Check that this machine has the GPUs that it needs; `count` finds them, in seconds.
 
@@ -152,6 +157,9 @@ class _VLLM(RolloutEngineKind):
                 raise ConfigError(f"rollout.name=vllm can't be used: {error}") from error
             return "vLLM"
         return ""
+
+    def gpus(self, rollout: GenerationConfig) -> int:
+        return rollout.tensor_model_parallel_size if require_vllm().device == "cuda" else 0
 
     def check_gpus(self, count: Callable[[], int]) -> None:
         if require_vllm().device == "cuda":

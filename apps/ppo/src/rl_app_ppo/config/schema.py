@@ -39,6 +39,8 @@ from rl_transferqueue import TransferQueueConfig
 
 AS_STAGES = -1.0
 """Value of trainer.hang_report_s that takes 1.5 * trainer.stage_timeout_s."""
+ALL_GPUS = -1
+"""Value of trainer.n_gpus_per_node that uses those that Ray has."""
 E = TypeVar("E", bound=EngineConfig)
 ON_BAD_ROW = ("error", "skip")
 DEMO_USED = "!model.path or !train_files"
@@ -252,6 +254,13 @@ class TrainerConfig(LoopConfig):
         AS_STAGES,
         "end a run in which no worker answers and no response is settled for so many seconds, with a report of who waits for "
         "what; 0: never; -1: 1.5 * trainer.stage_timeout_s",
+        resume="free",
+    )
+    n_gpus_per_node: int = option(
+        ALL_GPUS,
+        "most GPUs that the run uses; each process that computes on GPUs has its own; 0: all compute on the CPU; -1: as many as needed "
+        "of those that Ray has",
+        ge=ALL_GPUS,
         resume="free",
     )
     threads_per_worker: int = option(

@@ -96,7 +96,7 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
         named_servers = _plane_servers(local_plane) | servers
         stack.enter_context(named_losses(named_servers))
         pool = WorkerPool(config, files)
-        await pool.require_cpus()
+        await pool.require_resources(screen.note)
         stack.enter_context(closing(pool))
         pool.start()
         store = stack.enter_context(temporary_folder("rl-app-ppo-"))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from rl_app_ppo.cluster.placement import require_cpus
+from rl_app_ppo.cluster.placement import node_gpus, require_cpus, require_free_gpus
 from rl_app_ppo.cluster.ray_actor import RayProcess, RayWorker
+from rl_app_ppo.config.devices import PlannedProcess, described_gpus, idle_gpus, plan_processes
 from rl_app_ppo.config.loading import to_yaml
-from rl_app_ppo.config.placement import Role, WorkerGroup, worker_groups
+from rl_app_ppo.config.placement import Role, WorkerGroup
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.outputs.run_folder import RunFiles
@@ -26,7 +27,7 @@ from rl_transferqueue import PlaneDescriptor
 class WorkerPool:
     """The worker processes of one run.
 
-    Lifecycle: `require_cpus`, then `start`, `ready` and `build`; `close` kills the processes.
+    Lifecycle: `require_resources`, then `start`, `ready` and `build`; `close` kills the processes.
 
     Attributes:
         processes: all processes that were started; that of the first actor is the first, since it
@@ -37,13 +38,13 @@ class WorkerPool:
     def __init__(self, config: AppConfig, files: RunFiles) -> None:
         self._config = config
         self._files = files
-        self._groups = worker_groups(config)
+        self._planned: Sequence[PlannedProcess] = ()
         self._handles: dict[Role, list[RayWorker]] = {}
         self.processes: list[RayProcess] = []
         self.calls = CallLog()
 
     def __len__(self) -> int:
-        return sum(group.ranks for group in self._groups)
+        return len(self._planned)
 
     @property
     def workers(self) -> Workers:
@@ -69,13 +70,25 @@ class WorkerPool:
         """The rollout workers whose process can be replaced: no other role is in it."""
         return [worker for worker in self.rollout if worker.process.roles == ("rollout",)]
 
-    async def require_cpus(self) -> None:
-        """Wait until Ray has the CPUs for all processes.
+    async def require_resources(self, say: Callable[[str], None]) -> None:
+        """Plan the GPUs of all processes, and wait until Ray has what they need.
+
+        Args:
+            say: prints one line; is not called where this node has no GPUs.
 
         Raises:
-            WorkerError: see `placement.require_cpus`.
+            ConfigError: see `devices.plan_processes`.
+            WorkerError: see `placement.require_cpus` and `placement.require_free_gpus`.
         """
+        gpus = node_gpus()
+        self._planned = plan_processes(self._config, gpus)
+        wanted = sum(process.gpus for process in self._planned)
+        if wanted:
+            say(f"GPUs: {wanted} of {gpus} of this node: {described_gpus(self._planned)}")
+        if warning := idle_gpus(self._config, self._planned, gpus):
+            say(warning)
         await require_cpus(self._computing, self._config.ray.cpus_per_worker)
+        await require_free_gpus(wanted)
 
     @property
     def cpus_needed(self) -> float:
@@ -84,7 +97,7 @@ class WorkerPool:
 
     @property
     def _computing(self) -> int:
-        return sum(cpus_used(group, self._config) * group.ranks for group in self._groups)
+        return sum(cpus_used(process.group, self._config) for process in self._planned)
 
     def pids(self) -> dict[int, str]:
         """The processes of this host that are ready: process id -> name."""
@@ -93,15 +106,13 @@ class WorkerPool:
     def start(self) -> None:
         """Start the processes without waiting for them."""
         threads, cpus = self._config.trainer.threads_per_worker, self._config.ray.cpus_per_worker
-        for group in self._groups:
-            for rank in range(group.ranks):
-                roles, name = group.roles_of(rank), group.process_name(rank)
-                log, reserved = self._files.logs / f"{name}.log", cpus * cpus_used(group, self._config)
-                process = RayProcess(roles, name, log, threads, reserved, self.calls)
-                self.processes.append(process)
-                for role in roles:
-                    worker = RayWorker(process, role, group.role_name(role, rank))
-                    self._handles.setdefault(role, []).append(worker)
+        for planned in self._planned:
+            log, reserved = self._files.logs / f"{planned.name}.log", cpus * cpus_used(planned.group, self._config)
+            process = RayProcess(planned.roles, planned.name, log, threads, reserved, planned.gpus, self.calls)
+            self.processes.append(process)
+            for role in planned.roles:
+                worker = RayWorker(process, role, planned.group.role_name(role, planned.rank))
+                self._handles.setdefault(role, []).append(worker)
 
     async def ready(self, sockets: Path) -> None:
         """Wait until all processes run, and connect to those of this host over Unix sockets.
@@ -143,20 +154,19 @@ class WorkerPool:
             plugins: which plug-ins of the weight synchronization may load.
         """
         resolved, described = to_yaml(self._config), msgspec.json.encode(plane)
-        processes, calls = iter(self.processes), list[Awaitable[None]]()
-        for group in self._groups:
-            for rank in range(group.ranks):
-                call = BuildCall(
-                    config=resolved,
-                    model_path=str(model_path),
-                    plane=described,
-                    rank=0 if group.roles == ("rollout",) else rank,  # replicas share no model
-                    store=str(store / group.process_name(0)),
-                    samples=str(self._files.samples),
-                    plugins=plugins,
-                )
-                payload = msgspec.msgpack.encode(call)
-                calls.append(next(processes).build(payload, timeout_s=self._config.ray.start_timeout_s))
+        calls = list[Awaitable[None]]()
+        for planned, process in zip(self._planned, self.processes, strict=True):
+            call = BuildCall(
+                config=resolved,
+                model_path=str(model_path),
+                plane=described,
+                rank=0 if planned.roles == ("rollout",) else planned.rank,  # replicas share no model
+                store=str(store / planned.group.process_name(0)),
+                samples=str(self._files.samples),
+                plugins=plugins,
+            )
+            payload = msgspec.msgpack.encode(call)
+            calls.append(process.build(payload, timeout_s=self._config.ray.start_timeout_s))
         await asyncio.gather(*calls)
 
     def close(self) -> None:

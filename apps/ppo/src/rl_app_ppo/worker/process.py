@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from rl_app_ppo.worker.build import Built
     from rl_app_ppo.worker.torch_trace import Trace
 
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+"""Which GPUs CUDA shows to a process; read when it first uses one."""
+
 
 class WorkerProcess:
     """The workers of one process: their models, and their endpoints of the weight sync.
@@ -40,9 +43,14 @@ class WorkerProcess:
         name: its name, in the log.
         log_path: its log.
         threads: compute threads; 0: all cores, shared with the processes that compute beside it.
+        hide_gpus: see none of the GPUs of the node; Ray shows all to a process that reserves none.
     """
 
-    def __init__(self, roles: Sequence[Role], name: str, log_path: Path, threads: int) -> None:
+    def __init__(
+        self, roles: Sequence[Role], name: str, log_path: Path, threads: int, *, hide_gpus: bool = False
+    ) -> None:
+        if hide_gpus:
+            os.environ[VISIBLE_GPUS] = ""
         self._roles = tuple(roles)
         self._workers: dict[Role, Built] = {}
         self._trace: Trace | None = None
