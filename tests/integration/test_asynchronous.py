@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import random
+import re
 import shutil
 import signal
 import threading
@@ -88,6 +89,31 @@ def test_old_log_probs_are_interpolated_without_a_pass_of_the_actor(app):
     assert set(moved[0] + moved[1]) <= {1.0}
     assert all(mean != 1 for mean in moved[2])
     assert all(m["actor/grad_norm"] > 0 for m in steps)
+
+
+@pytest.mark.slow
+def test_ready_groups_are_trained_first_and_those_that_get_too_old_are_dropped(app):
+    done = app(
+        *ASYNC,
+        *LONG,
+        "async_rl.order=ready_first",
+        "async_rl.when_stale=drop",
+        "async_rl.on_update=continue",
+        "async_rl.max_inflight_prompts=24",
+        "rollout.temperature=1.5",  # lengths differ, so short responses overtake long ones
+        "trainer.total_training_steps=8",
+        "trainer.save_freq=3",
+    )
+    assert done.code == 0, done.err
+    found = re.search(r"(\d+) prompts finished = (\d+) trained \+ (\d+) dropped \+ 0 held", done.out)
+    assert found is not None, done.out
+    finished, trained, dropped = map(int, found.groups())
+    assert (trained, finished) == (64, 64 + dropped)
+    steps = [m for m in done.metrics if m["step"]]
+    totals = {name: sum(m[f"async/{name}"] for m in steps) for name in ("admitted", "refilled", "dropped")}
+    assert totals == {"admitted": finished, "refilled": dropped, "dropped": dropped}
+    name = "training/off_policy/trajectory_staleness_worst"
+    assert 0 < max(m[f"{name}/max"] for m in steps) <= 2
 
 
 def parameters(folder):

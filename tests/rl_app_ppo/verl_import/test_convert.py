@@ -195,8 +195,13 @@ def test_asynchronous_training_keeps_its_bound_and_runs_as_far_ahead(convert):
     code, comments, settings = convert(GSM8K + "\n" + text, name="run.txt")
     asynchronous = settings["async_rl"]
     assert [asynchronous[name] for name in ("max_staleness", "depth", "on_update")] == [4, 2, "continue"]
+    assert (asynchronous["order"], asynchronous["when_stale"]) == ("ready_first", "drop")  # verl's default
     assert any("new weights continue the responses" in line for line in comments)
     assert code == 0, comments
+    waits = GSM8K + "\n" + text + "\ntrainer.v1.sampler.max_off_policy_strategy=wait"
+    _, _, settings = convert(waits, name="waits.txt")
+    assert settings["async_rl"]["order"] == "ready_first"
+    assert settings["async_rl"].get("when_stale", "wait") == "wait"
 
 
 def test_the_older_asynchronous_trainer_keeps_its_partial_rollout_and_loses_its_ratio(imported):

@@ -21,6 +21,7 @@ from rl_trainer import (
 )
 from rl_trainer.checkpoints.checkpoint_folder import newest_whole
 from rl_trainer.config import ReplayConfig
+from rl_trainer.config.async_rl import ON_UPDATE
 from rl_trainer.driver.batch_queue import BatchQueue, GroupCounts, Staleness
 from rl_trainer.driver.idle import IdleClock
 
@@ -46,6 +47,33 @@ def test_no_schedule_exceeds_the_bound_or_loses_a_group(bound, depth, inflight, 
     assert counts.dropped == 0 or kept is not None
     assert [len(uids) for uids in world.trained] == [BATCH] * 5
     assert [uids[0].partition("-")[0] for uids in world.trained] == [f"s{step}" for step in range(1, 6)]
+    assert not any(asyncio.run(world.plane.stats()).rows.values())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    bound=st.integers(1, 3),
+    depth=st.integers(0, 3),
+    inflight=st.integers(0, 6),
+    delays=st.lists(st.sampled_from([0, 1, 5, 200]), min_size=1, max_size=30),
+    kept=st.sampled_from([None, 1]),
+    on_update=st.sampled_from(ON_UPDATE),
+    when_stale=st.sampled_from(["wait", "drop"]),
+)
+def test_groups_that_overtake_others_break_no_bound_and_lose_none(
+    bound, depth, inflight, delays, kept, on_update, when_stale
+):
+    options = {"depth": min(depth, bound), "max_inflight_prompts": inflight, "on_update": on_update}
+    world = World(
+        bound=bound, steps=5, delays=delays, kept=kept, order="ready_first", when_stale=when_stale, **options
+    ).fit()
+    assert max(m["training/off_policy/trajectory_staleness_worst/max"] for _, m in world.steps) <= bound
+    counts = world.trainer.group_counts()
+    counts.check()
+    assert (counts.trained, counts.held) == (5 * BATCH, 0)
+    assert counts.dropped == 0 or when_stale == "drop"
+    totals = {name: sum(m[f"async/{name}"] for _, m in world.steps) for name in ("admitted", "dropped", "refilled")}
+    assert totals == {"admitted": counts.finished, "dropped": counts.dropped, "refilled": counts.dropped}
     assert not any(asyncio.run(world.plane.stats()).rows.values())
 
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pump_world import BATCH, World
+from pump_world import BATCH, World, ages
 from resumable_run import Run
 
 from rl_protocol import DataLostError, RLError, wire
+from rl_trainer import PromptOrder
 from rl_trainer.checkpoints.checkpoint_folder import Checkpoint, inspect, newest_whole, step_name
 from rl_trainer.checkpoints.held_batches import INDEX
 from rl_trainer.config import ReplayConfig
@@ -76,6 +77,30 @@ def test_a_restarted_run_trains_the_batches_that_it_has_sampled(tmp_path_factory
     # what was generated twice belongs to the batch that was sampled while the killed step trained
     twice = {uid.partition("-")[0] for uid, _ in rolled if [one for one, _ in rolled].count(uid) > 1}
     assert len(twice) <= len(ends)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    bound=st.integers(1, 3),
+    depth=st.integers(0, 3),
+    ends=st.lists(st.integers(1, 2), min_size=1, max_size=2),
+    when_stale=st.sampled_from(["wait", "drop"]),
+    delays=st.lists(st.integers(0, 60), min_size=1, max_size=20),
+)
+def test_a_restarted_run_trains_each_prompt_once_whatever_is_ready_first(
+    tmp_path_factory, bound, depth, ends, when_stale, delays
+):
+    options = {"bound": bound, "depth": min(depth, bound), "order": "ready_first", "when_stale": when_stale}
+    worlds = restarted(tmp_path_factory.mktemp("run"), ends, delays=delays, on_update="continue", **options)
+    rows = {uid: row for world in worlds for uid, row in world.rolled}
+    trained = [uid for batch in done(worlds) for uid in batch]
+    assert len(trained) == STEPS * BATCH
+    assert sorted(rows[uid] for uid in trained) == sorted(PromptOrder(100, BATCH, 0).take(0, STEPS * BATCH))
+    assert all(max(ages(world), default=0) <= bound for world in worlds)
+    counts = worlds[-1].trainer.group_counts()
+    counts.check()
+    assert counts.held == 0
+    assert not any(asyncio.run(worlds[-1].plane.stats()).rows.values())
 
 
 def test_prompts_that_were_generated_again_keep_their_rows_and_their_order(tmp_path):

@@ -432,11 +432,16 @@ def trainer_mode(value: Value, verl: Verl) -> Answer:
     if value != "separate_async":
         return Lost(f"{value} is not supported; generation beside training needs processes of its own (separate_async)")
     bound = int(verl.get("trainer.v1.sampler.max_off_policy_threshold", 0))
-    ahead = max(1, int(verl.get("trainer.v1.separate_async.num_warmup_batches", 1)))
-    ahead = {"async_rl.depth": min(ahead, bound), ON_UPDATE: "continue"} if bound else {}
+    depth = max(1, int(verl.get("trainer.v1.separate_async.num_warmup_batches", 1)))
+    ahead = {
+        "async_rl.depth": min(depth, bound),
+        ON_UPDATE: "continue",
+        "async_rl.order": "ready_first",
+        "async_rl.when_stale": str(verl.get("trainer.v1.sampler.max_off_policy_strategy", "drop")),
+    }
     return Note(
-        "new weights continue the responses that are being generated, as in verl; prompts begin only if they can't get too old to be trained, "
-        "so none is dropped",
-        {BOUND: bound} | ahead,
+        "as in verl, new weights continue the responses that are being generated, a step trains on the groups that are ready first, and "
+        "trainer.v1.sampler.max_off_policy_strategy says whether it waits for those that would get too old, or drops them",
+        {BOUND: bound} | (ahead if bound else {}),
         always=True,
     )

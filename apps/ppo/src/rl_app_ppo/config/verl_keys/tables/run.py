@@ -47,9 +47,13 @@ ENTRIES: tuple[Entry, ...] = (
     no_effect("responses are always dealt so that ranks are alike in tokens", "trainer.balance_batch"),
     unsupported("set trainer.total_training_steps=0", "trainer.val_only"),
     no_effect("there is one trainer", "trainer.use_v1"),
-    converted("trainer.v1.trainer_mode", f"{BOUND} async_rl.depth {ON_UPDATE}", conversions.trainer_mode),
+    converted(
+        "trainer.v1.trainer_mode",
+        f"{BOUND} async_rl.depth {ON_UPDATE} async_rl.order async_rl.when_stale",
+        conversions.trainer_mode,
+    ),
     no_effect(
-        "trainer.v1.trainer_mode=separate_async sets async_rl.max_staleness and async_rl.depth",
+        "trainer.v1.trainer_mode=separate_async sets async_rl.max_staleness, async_rl.depth and async_rl.when_stale",
         "separate_async.num_warmup_batches sampler.max_off_policy_threshold sampler.max_off_policy_strategy",
         prefix="trainer.v1.",
     ),
