@@ -278,6 +278,14 @@ def test_weights_in_flight_continue_responses(alias):
         load_config([given, f"{alias}=1"])
 
 
+def test_the_order_of_groups_and_what_becomes_of_stale_ones_have_the_words_of_others():
+    order, stale = "async_rl.sampler.name", "trainer.v1.sampler.max_off_policy_strategy"
+    found = load_config(["async_rl.max_staleness=2", f"{order}=ready_first", f"{stale}=drop"]).async_rl
+    assert (found.order, found.when_stale) == ("ready_first", "drop")
+    with pytest.raises(ConfigError, match=r"async_rl\.sampler\.name must be in_order or ready_first; got 'windowed'"):
+        load_config(["async_rl.max_staleness=2", f"{order}=windowed"])
+
+
 def test_the_method_of_the_proximal_policy_is_a_spelling_of_old_log_prob():
     alias, given = "actor.prox_logp_method", "rollout.max_head_offpolicyness=4"
     assert load_config([given, f"{alias}=recompute"]).algorithm.old_log_prob == "recompute"

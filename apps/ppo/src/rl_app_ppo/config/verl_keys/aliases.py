@@ -27,10 +27,12 @@ SPELLINGS: Mapping[str, str] = {
 } | {
     BYPASS: OLD_LOG_PROB,
     "trainer.v1.sampler.max_off_policy_threshold": BOUND,
+    "trainer.v1.sampler.max_off_policy_strategy": "async_rl.when_stale",
     "async_training.partial_rollout": ON_UPDATE,
     "grpo.async_grpo.max_trajectory_age_steps": BOUND,
     "grpo.async_grpo.in_flight_weight_updates": ON_UPDATE,
     "async_rl.sampler.max_staleness_versions": BOUND,
+    "async_rl.sampler.name": "async_rl.order",
     "rollout.max_head_offpolicyness": BOUND,
     "actor.prox_logp_method": OLD_LOG_PROB,
 }
@@ -39,6 +41,7 @@ VALUES: Mapping[str, Mapping[bool | str, str]] = {
     BYPASS: {True: "rollout", False: "recompute"},
     "async_training.partial_rollout": PARTIAL,
     "grpo.async_grpo.in_flight_weight_updates": PARTIAL,
+    "async_rl.sampler.name": {"in_order": "in_order", "ready_first": "ready_first"},
     "actor.prox_logp_method": {"recompute": "recompute", "loglinear": "interpolate"},
 }
 """Another trainer's key -> its values -> ours; values of other keys mean the same."""
