@@ -65,7 +65,9 @@ def test_every_process_sees_the_gpus_of_the_plan_and_no_others(gcs_address, tmp_
             ]
             return dict(zip([process.name for process in pool.processes], await asyncio.gather(*look), strict=True))
 
-    devices = {name: visible.split(",") if visible else [] for name, visible in asyncio.run(seen()).items()}
+    environment = asyncio.run(seen())
+    assert environment["reward"] == "", "without the variable it would see all GPUs"
+    devices = {name: visible.split(",") if visible else [] for name, visible in environment.items()}
     counts = {name: len(each) for name, each in devices.items()}
     assert counts == {"actor_ref": 1, "actor_ref-1": 1, "rollout-0": 3, "reward": 0}
     used = [device for each in devices.values() for device in each]

@@ -26,7 +26,7 @@ from rl_ckpt_engine import load_policy
 from rl_protocol import ConfigError, OutputError, RLError
 
 USAGE = """\
-usage: uv run apps/ppo [--help] [--cfg] [--schema] [--explain KEY] [--diff A B] [--from-verl FILE [--accept-losses]]
+usage: uv run apps/ppo [--help] [--cfg] [--plan] [--schema] [--explain KEY] [--diff A B] [--from-verl FILE [--accept-losses]]
                         [--config FILE] [--allow-unsafe-plugins] [key=value ...]
 
 Trains a language model with PPO or GRPO. Without arguments: the demo, on this machine, without a GPU.
@@ -38,6 +38,7 @@ Trains a language model with PPO or GRPO. Without arguments: the demo, on this m
   key=value        set any key below, for instance actor.optim.lr=1e-5 rollout.n=8
   --config FILE    read settings from YAML (overrides win)
   --cfg            print the resolved configuration, without defaults that nothing reads, and exit
+  --plan           print the processes that a run would start, with their GPUs and their memory by estimate, and exit
   --schema         print a JSON schema of --config files, with which editors complete and check them, and exit
   --explain KEY    print the meaning, value and origin of a key, or of each key of a group, and exit
   --diff A B       print the differences of two configurations and exit; each is a YAML file, or overrides such as "algorithm=ppo rollout.n=4"
@@ -58,6 +59,7 @@ FLAGS = {
     "--help": 0,
     "-h": 0,
     "--cfg": 0,
+    "--plan": 0,
     "--schema": 0,
     "--explain": 1,
     "--diff": 2,
@@ -182,4 +184,8 @@ def _answer(arguments: Arguments) -> str | None:
         return difference(read_side(a), read_side(b)) + "\n"
     if "--explain" in flags:
         return explain(flags["--explain"][0], resolve(arguments.overrides, arguments.config_file))
+    if "--plan" in flags:
+        from rl_app_ppo.checks.plan import plan_text  # torch: other commands need none
+
+        return plan_text(load_config(arguments.overrides, arguments.config_file))
     return shown_yaml(load_config(arguments.overrides, arguments.config_file)) if "--cfg" in flags else None

@@ -1,0 +1,118 @@
+"""Sizes of a model from its configuration alone, without weights. Imports torch, transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.function import FunctionCtx
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from rl_app_ppo.demo.model import model_config
+from rl_app_ppo.demo.settings import ModelSettings
+from rl_protocol import ConfigError
+from rl_trainer.config.lora import LoraConfig
+
+_SHAPES = "rl_app_ppo_shapes"
+"""Name for `attn_implementation`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Sizes of a model.
+
+    Attributes:
+        weights: elements of all weights; tied ones count once.
+        trained: elements of those that are trained: the adapters with LoRA.
+        kv_token: elements of the keys and values of a token.
+        layers: repeated blocks.
+        hidden: elements of a token between blocks.
+        activations: bytes that the forward pass of a training step keeps for its backward pass, for
+            tokens per pass and element type; without logits, which no pass holds whole.
+    """
+
+    weights: int
+    trained: int
+    kv_token: int
+    layers: int
+    hidden: int
+    activations: Callable[[int, torch.dtype], int]
+
+
+def model_size(path: Path | None, lora: LoraConfig) -> ModelSize:
+    """The sizes of the model in a folder; None: of the demo model.
+
+    Raises:
+        ConfigError: transformers can't make a language model for text from its configuration.
+    """
+    try:
+        config: Any = (
+            model_config(ModelSettings())
+            if path is None
+            else AutoConfig.from_pretrained(str(path), local_files_only=True)
+        )
+        model = _shapes(config, torch.float32)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={str(path)!r} can't be planned: {error}") from error
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    covered = [module for name, module in linear.items() if lora.rank and lora.covers(name)]
+    adapters = sum(lora.rank * (module.in_features + module.out_features) for module in covered)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return ModelSize(
+        weights=weights,
+        trained=adapters or weights,
+        kv_token=2 * config.num_hidden_layers * config.num_key_value_heads * head,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        activations=lambda tokens, dtype: _kept_bytes(_shapes(config, dtype), tokens),
+    )
+
+
+def _shapes(config: Any, dtype: torch.dtype) -> Any:
+    """The model on `meta`: shapes without memory."""
+    AttentionInterface.register(_SHAPES, _attention)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_SHAPES)
+
+
+def _kept_bytes(model: Any, tokens: int) -> int:
+    """Bytes of the tensors that a forward pass keeps, besides parameters; each storage once."""
+    known = [parameter.untyped_storage() for parameter in model.parameters()]
+    theirs, kept = (
+        set(map(id, known)),
+        dict[int, torch.UntypedStorage](),
+    )  # a storage is one object while one refers to it
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if id(storage) not in theirs:
+            kept[id(storage)] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
+        model.get_decoder()(input_ids=ids, use_cache=False)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+class _Kept(torch.autograd.Function):
+    """What attention without a matrix [tokens, tokens] keeps: its inputs and its output."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, out)
+        return out
+
+
+def _attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object, **_: object
+) -> tuple[torch.Tensor, None]:
+    """Shapes of attention, as transformers calls it: [1, heads, tokens, size of a head] each."""
+    del module, mask
+    out: torch.Tensor = _Kept.apply(query, key, value)  # pyright: ignore[reportUnknownMemberType]: untyped in torch
+    return out.transpose(1, 2).contiguous(), None

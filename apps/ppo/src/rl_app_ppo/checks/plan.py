@@ -1,0 +1,121 @@
+"""What a run would start, with its memory by estimate (`--plan`). Imports torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+
+from rl_app_ppo.checks.machine import check_installed_engines, gpu_count
+from rl_app_ppo.checks.model_size import ModelSize, model_size
+from rl_app_ppo.config.devices import PlannedProcess, plan_processes
+from rl_app_ppo.config.model_path import given_model
+from rl_app_ppo.config.placement import Role, shares_base, shares_weights
+from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.demo.settings import ModelSettings
+from rl_trainer.config import ActorConfig, CriticConfig
+from rl_trainer.config.backends import FsdpConfig, MegatronConfig
+
+
+def plan_text(config: AppConfig) -> str:
+    """The processes of a run: their roles, devices, CPUs, and memory by estimate.
+
+    With trainer.n_gpus_per_node above 0 it supposes so many GPUs, else those of this machine.
+
+    Raises:
+        ConfigError: the model can't be planned, or there are too few GPUs.
+    """
+    check_installed_engines(config)
+    gpus = config.trainer.n_gpus_per_node
+    planned = plan_processes(config, gpus if gpus > 0 else gpu_count())
+    size = model_size(given_model(config), config.lora)
+    lines = [
+        f"model: {size.weights:,} weights, {size.trained:,} of an actor trained; GPUs: {sum(p.gpus for p in planned)}",
+        "most memory of each process by estimate, without logits, images, the CUDA context and what libraries hold:",
+    ]
+    for line, count in Counter(_described(process, config, size) for process in planned).items():
+        lines.append(f"{f'{count} x ' if count > 1 else ''}{line}")
+    return "\n".join(lines) + "\n"
+
+
+def _described(process: PlannedProcess, config: AppConfig, size: ModelSize) -> str:
+    device = f"{process.gpus} GPU{'s' if process.gpus > 1 else ''}" if process.gpus else "CPU"
+    roles = {role: role_bytes(role, config, size) for role in process.roles}
+    parts = [
+        f"  {role}: " + (", ".join(f"{name} {_shown(n)}" for name, n in parts.items()) or "no model of its own")
+        for role, parts in roles.items()
+    ]
+    total = sum(sum(parts.values()) for parts in roles.values())
+    head = f"{'+'.join(process.roles)}: {device}, {config.ray.cpus_per_worker:g} CPUs reserved, {_shown(total)}"
+    return "\n".join([head, *parts])
+
+
+def role_bytes(role: Role, config: AppConfig, size: ModelSize) -> Mapping[str, int]:
+    """Part of the memory -> bytes in each process of a role, without a reward model's."""
+    match role:
+        case "actor":
+            return _trained(config, config.actor, size, size.trained)
+        case "critic":
+            return _trained(config, config.critic, size, size.weights)
+        case "ref":
+            return {"weights": _weights(config, size)}
+        case "rollout":
+            return _generates(config, size)
+        case "reward":
+            return {}
+
+
+def _trained(config: AppConfig, options: ActorConfig | CriticConfig, size: ModelSize, trained: int) -> dict[str, int]:
+    """Weights, their float32 gradients, AdamW's two moments, and the activations of a pass."""
+    part, adapters = _shards(config), 0 if trained == size.weights else 4 * trained
+    engine = config.engine
+    dtype = torch.bfloat16 if engine.computes_in == "bfloat16" else torch.float32
+    tokens, rows = options.ppo_max_token_len, options.ppo_micro_batch_size
+    if not tokens:
+        tokens = (rows or -(-options.ppo_mini_batch_size * config.rollout.n // len(set(config.replicas)))) * _longest(
+            config
+        )
+    activations = size.activations(tokens, dtype)
+    if isinstance(engine, FsdpConfig) and engine.activation_checkpointing:
+        activations = activations // size.layers + size.layers * size.hidden * tokens * dtype.itemsize
+    if isinstance(engine, MegatronConfig):
+        activations //= engine.replica_size
+    return {
+        "weights": _weights(config, size) + adapters // part,
+        "gradients": 4 * trained // part,
+        "optimizer": 8 * trained // part,
+        "activations": activations,
+    }
+
+
+def _weights(config: AppConfig, size: ModelSize) -> int:
+    """Float32 weights of a rank, and a bfloat16 copy where it computes in one."""
+    copied = config.engine.computes_in == "bfloat16" and not isinstance(config.engine, FsdpConfig)
+    return (4 + 2 * copied) * size.weights // _shards(config)
+
+
+def _shards(config: AppConfig) -> int:
+    """Ranks over which the weights of a model are divided."""
+    engine = config.engine
+    return engine.replica_size if isinstance(engine, MegatronConfig) else engine.ranks
+
+
+def _generates(config: AppConfig, size: ModelSize) -> dict[str, int]:
+    """Weights and cache of a replica, over all of its tensor-parallel processes."""
+    rollout, element = config.rollout, 2 if config.rollout.dtype == "bfloat16" else 4
+    tokens = min(rollout.max_batch_size, config.data.train_batch_size * rollout.n) * _longest(config)
+    own = {} if shares_weights(config) or shares_base(config) else {"weights": element * size.weights}
+    vllm = rollout.name == "vllm"
+    return own | {"KV cache": rollout.kv_cache_mb << 20 if vllm else element * size.kv_token * tokens}
+
+
+def _longest(config: AppConfig) -> int:
+    """Most tokens of a prompt and its response."""
+    if not config.data.train_files:
+        return ModelSettings().context
+    return config.data.max_prompt_length + config.rollout.response_length
+
+
+def _shown(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,107 @@
+"""`--plan`: sizes from a model's configuration, checked by hand and against real models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from rl_app_ppo.checks.model_size import model_size
+from rl_app_ppo.checks.plan import role_bytes
+from rl_app_ppo.cli.main import main
+from rl_app_ppo.config.loading import load_config
+from rl_trainer.backends.peft_lora import attach
+from rl_trainer.config.lora import LoraConfig
+
+LAYERS, HIDDEN, HEADS, KV_HEADS, INNER, WORDS = 3, 64, 4, 2, 160, 300
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a configuration and nothing else."""
+    path = tmp_path_factory.mktemp("model")
+    Qwen2Config(
+        vocab_size=WORDS,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+    ).save_pretrained(path)
+    return path
+
+
+def real(folder):
+    return AutoModelForCausalLM.from_config(Qwen2Config.from_pretrained(folder), attn_implementation="sdpa")
+
+
+def test_weights_keys_and_values_are_counted_as_by_hand(folder):
+    kv = HIDDEN // HEADS * KV_HEADS
+    attention = HIDDEN * HIDDEN + HIDDEN + 2 * (HIDDEN * kv + kv) + HIDDEN * HIDDEN
+    block = attention + 3 * HIDDEN * INNER + 2 * HIDDEN
+    size = model_size(folder, LoraConfig())
+    assert size.weights == size.trained == WORDS * HIDDEN + LAYERS * block + HIDDEN  # the tied head counts once
+    assert size.kv_token == 2 * LAYERS * kv
+
+
+def test_of_a_model_with_adapters_only_these_are_trained(folder):
+    lora = LoraConfig(rank=4, target_modules=("q_proj", "down_proj"), exclude=("layers.0.mlp.down_proj",))
+    adapted = attach(real(folder), lora, 0)
+    trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
+    assert model_size(folder, lora).trained == trained
+
+
+def test_activations_are_those_that_a_real_forward_pass_keeps(folder):
+    """The oracle adds up what torch keeps on the CPU, where SDPA holds no [tokens, tokens]."""
+    model, kept = real(folder), dict[int, torch.UntypedStorage]()
+    own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = model.get_decoder()(input_ids=torch.zeros((1, 256), dtype=torch.long), use_cache=False)
+        found = sum(storage.nbytes() for storage in kept.values())
+    del out
+    assert model_size(folder, LoraConfig()).activations(256, torch.float32) == pytest.approx(found, rel=0.02)
+
+
+def test_what_a_role_holds(folder):
+    """16 bytes a weight where all are trained, sharded over ranks."""
+    whole = [
+        "model_engine=fsdp",
+        "fsdp.world_size=2",
+        "algorithm=ppo",
+        "actor.ppo_max_token_len=64",
+        "placement=separate",
+    ]
+    config = load_config(whole)
+    size = model_size(folder, config.lora)
+    actor = dict(role_bytes("actor", config, size))
+    assert actor.pop("activations") == size.activations(64, torch.float32)
+    assert actor == {"weights": 2 * size.weights, "gradients": 2 * size.weights, "optimizer": 4 * size.weights}
+    assert role_bytes("ref", config, size) == {"weights": 2 * size.weights}
+    assert role_bytes("rollout", config, size)["weights"] == 4 * size.weights
+    assert role_bytes("reward", config, size) == {}
+    adapted = load_config([*whole, "lora.rank=4"])
+    size = model_size(folder, adapted.lora)
+    assert role_bytes("actor", adapted, size)["optimizer"] == 4 * size.trained < size.weights
+    assert role_bytes("critic", adapted, size)["optimizer"] == 4 * size.weights
+
+
+def test_a_plan_is_printed_for_gpus_that_this_machine_does_not_have(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wanted = ["model_engine=fsdp", "fsdp.world_size=4", "placement=actor+ref", "trainer.n_gpus_per_node=8"]
+    assert main(["--plan", *wanted]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "model: 333,184 weights, 333,184 of an actor trained; GPUs: 4"
+    assert any(line.startswith("4 x actor+ref: 1 GPU, 0 CPUs reserved, ") for line in lines)
+    assert any(line.startswith("2 x rollout: CPU, 0 CPUs reserved, ") for line in lines)
+    assert list(tmp_path.iterdir()) == []
+    assert main(["--plan", *wanted[:-1], "trainer.n_gpus_per_node=3"]) == 2
+    assert "not enough are left for actor_ref-3" in capsys.readouterr().err
