@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from rl_app_ppo.checks.model_size import model_size
 from rl_app_ppo.checks.plan import role_bytes
@@ -69,6 +69,15 @@ def test_activations_are_those_that_a_real_forward_pass_keeps(folder):
         found = sum(storage.nbytes() for storage in kept.values())
     del out
     assert model_size(folder, LoraConfig()).activations(256, torch.float32) == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.parametrize("family", [GPT2Config, Gemma2Config, LlamaConfig, Qwen3Config])
+def test_models_of_other_families_are_planned(family, tmp_path):
+    family().save_pretrained(tmp_path)
+    size = model_size(tmp_path, LoraConfig())
+    assert size.weights > 10**8
+    one, two = (size.activations(tokens, torch.bfloat16) for tokens in (16, 32))
+    assert 1.9 < two / one < 2.1
 
 
 def test_what_a_role_holds(folder):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl_app_ppo.cluster.placement import Cpus, cluster_cpus, require_cpus
+from rl_app_ppo.cluster.placement import Cpus, cluster_cpus, require_cpus, require_free_gpus
 from rl_protocol import WorkerError
 
 
@@ -39,6 +39,20 @@ def test_cpus_that_others_hold_are_waited_for_and_then_named() -> None:
     with pytest.raises(WorkerError, match=r"need 2 CPUs each, 4 in all .* of 4 CPUs .* 1 are free.* within 0\.1 s"):
         asyncio.run(require_cpus(2, 2.0, lambda: Cpus([4], 1.0), wait_s=0.1))
     assert time.monotonic() - began < 60
+
+
+def test_gpus_that_others_hold_are_waited_for_and_then_named() -> None:
+    looks = iter([1.0, 2.0])
+    asyncio.run(require_free_gpus(2, lambda: next(looks), wait_s=600))
+    with pytest.raises(WorkerError, match=r"need 2 GPUs of this node, of which 1 are free.* within 0\.1 s"):
+        asyncio.run(require_free_gpus(2, lambda: 1.0, wait_s=0.1))
+
+
+def test_a_run_without_gpus_looks_for_none() -> None:
+    def nobody_asks() -> float:
+        raise AssertionError
+
+    asyncio.run(require_free_gpus(0, nobody_asks))
 
 
 @pytest.mark.slow

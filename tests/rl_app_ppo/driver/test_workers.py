@@ -93,3 +93,32 @@ def test_a_cluster_that_is_too_small_is_refused_before_a_process_starts(gcs_addr
     assert f"and {GPUS} can be used on this one" in done.stderr
     assert f"not enough are left for actor_ref-{GPUS}. Lower fsdp.world_size." in done.stderr
     assert not list((tmp_path / "outputs").glob("*"))
+
+
+LOCAL = """
+import os, sys
+from rl_app_ppo.cluster.environment import ray_settings
+os.environ.update(ray_settings(local=True))  # as the app does before it imports Ray
+from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
+NvidiaGPUAcceleratorManager.get_current_node_num_accelerators = staticmethod(lambda: 6)
+from rl_app_ppo.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""The app on a machine whose driver counts 6 GPUs, with which torch can do nothing."""
+
+
+def test_forked_workers_of_a_local_ray_train_with_the_gpus_of_the_plan(base_model, tmp_path):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", LOCAL, f"model.path={base_model}", f"trainer.output_dir={tmp_path}"),
+            *("trainer.total_training_steps=1", "trainer.test_freq=0", "trainer.val_before_train=false"),
+            *("data.val_size=8", "data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "ray.start_timeout_s=400"),
+            *("model_engine=fsdp", "fsdp.world_size=2", "placement=actor+ref"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "GPUs: 2 of 6 of this node: actor_ref 1, actor_ref-1 1" in done.stdout

@@ -61,13 +61,15 @@ def model_size(path: Path | None, lora: LoraConfig) -> ModelSize:
     linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     covered = [module for name, module in linear.items() if lora.rank and lora.covers(name)]
     adapters = sum(lora.rank * (module.in_features + module.out_features) for module in covered)
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return ModelSize(
         weights=weights,
         trained=adapters or weights,
-        kv_token=2 * config.num_hidden_layers * config.num_key_value_heads * head,
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
+        kv_token=2 * text.num_hidden_layers * heads * head,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
         activations=lambda tokens, dtype: _kept_bytes(_shapes(config, dtype), tokens),
     )
 
