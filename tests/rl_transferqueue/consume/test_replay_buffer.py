@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from rl_protocol import KVBatchMeta, PlaneLostError, RLError, RolloutError
-from rl_protocol.ports import DataPlane, GroupFailure, SessionResult, settle
+from rl_protocol.ports import DataPlane, GroupFailure, Lease, SessionResult, settle
+from rl_protocol.ports.replay import SETTLED_SUFFIX
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_protocol.testing.replay_suite import BufferSettings, ReplayBufferSuite, holds, scores, settle_all, until
 from rl_transferqueue import LocalPlane, TransferQueueConfig, connect, start_local_plane
@@ -57,6 +58,31 @@ class TestReplayBufferInMemory(ReplayBufferSuite):
                     assert (await plane.get(meta, ["score"])).dense("score").values.tolist() == [5.0, 6.0]
                     await buffer.commit(["taken", "done", "half"])
                     assert [lease.uid for lease in await buffer.lease(9, version=1, timeout_s=60)] == ["waiting"]
+
+        asyncio.run(main())
+
+    def test_a_settlement_repeated_while_the_first_is_cleared_leaves_no_rows(self) -> None:
+        class Repeating(MemoryDataPlane):
+            late: Lease | None = None
+
+            async def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float = 60.0) -> int:
+                if partition == "p" + SETTLED_SUFFIX and self.late is not None:
+                    lease, self.late = self.late, None
+                    await settle_all(self, lease)
+                return await super().clear(partition, keys, timeout_s=timeout_s)
+
+        async def main() -> None:
+            plane = Repeating()
+            async with ReplayBuffer(plane, "p", CONFIG) as buffer:
+                await buffer.add(["late", "other"], 2)
+                late, other = await buffer.lease(2, version=0, timeout_s=60)
+                await buffer.discard(["late"])
+                plane.late = late
+                await settle(plane, [SessionResult(late, 0, rows=1)], scores(0))
+                await settle_all(plane, other)
+                await buffer.take(1, version=0, timeout_s=60)
+                assert plane.late is None, "nothing was repeated"
+                assert (await plane.list_rows("p")).keys == ("other/0/0", "other/1/0")
 
         asyncio.run(main())
 

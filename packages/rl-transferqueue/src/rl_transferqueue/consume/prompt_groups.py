@@ -171,9 +171,9 @@ class GroupBook:
         Returns:
             False if the session came too late, so that its rows must be cleared.
         """
-        group = self.groups.get(uid)
-        if group is None or group.attempt != attempt or group.status == "pending":
+        if self.is_over(uid, attempt):
             return False
+        group = self.groups[uid]
         if session in group.settled:
             return True
         if group.status != "running" or session not in group.sessions:
@@ -183,6 +183,11 @@ class GroupBook:
         if len(group.settled) == group.size:
             self._conclude(group)
         return True
+
+    def is_over(self, uid: str, attempt: int) -> bool:
+        """Whether no session of an attempt counts: the group is gone, or begins again."""
+        group = self.groups.get(uid)
+        return group is None or group.attempt != attempt or group.status == "pending"
 
     def expire(self, now: float) -> None:
         """Conclude the groups whose lease has ended."""

@@ -231,6 +231,9 @@ class ReplayBuffer:
     async def _count(self, result: _Result) -> None:
         uid, rows = result.uid, result.rows
         late = [s for s in result.sessions if not self._book.settle(uid, result.attempt, s, rows, result.reason)]
+        if self._book.is_over(uid, result.attempt):
+            await self._clear_rows({"uid": uid, "attempt": result.attempt})
+            return
         if late:
             await self._plane.clear(self._partition, [RowKey(uid, s, i).text for s in late for i in range(rows)])
         if len(late) == len(result.sessions):
@@ -252,6 +255,11 @@ class ReplayBuffer:
             book.changed -= {group.uid for group in groups}
 
     async def _clear_rows(self, where: Mapping[str, Scalar]) -> None:
+        """Clear what settled, and then the rows.
+
+        In this order a `settle` that is repeated meanwhile leaves none: either its rows are listed
+        here, or it is counted later.
+        """
         for partition in (self._settled, self._partition):
             rows = await self._plane.list_rows(partition, where=where)
             if rows:
