@@ -17,8 +17,11 @@ from harness.pairs import cpu_seconds
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_S = 0.01
-_MEASURE_S = 1.0
-"""Seconds between two looks at memory and at processes that may end."""
+_CPU_S = 1.0
+"""Seconds between two looks at processes that may end."""
+_MEMORY_S = 5.0
+"""Seconds between two looks at memory. One takes up to 0.1 s, in which the processes wait for their
+page tables; each second it made the steps of many small processes slower than those of one."""
 _LINGER_S = 30.0
 """Longest time that a command's processes may outlive it."""
 
@@ -47,7 +50,7 @@ class CommandRun:
         seconds: until it ended.
         cpu: seconds of all its processes.
         peak_pss_mib: largest sum over its processes of their proportional set size (PSS: pages
-            that k processes share count 1/k each), of one look per second.
+            that k processes share count 1/k each), of one look per 5 seconds.
     """
 
     lines: Sequence[Line]
@@ -118,15 +121,17 @@ def run_command(
     Raises:
         RuntimeError: it failed or took too long; the message has the end of its output.
     """
-    tree, found, peak, look = ProcessTree(), list[Line](), 0.0, 0.0
+    tree, found, peak, cpu_look, memory_look = ProcessTree(), list[Line](), 0.0, 0.0, 0.0
     with log.open("w") as out:
         start = time.perf_counter()
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=dict(env), cwd=folder)
         while (ended := process.poll()) is None and time.perf_counter() - start < timeout_s:
             found += _new_lines(lines, len(found), start, tree)
-            if (now := time.perf_counter()) - look >= _MEASURE_S:
-                look, peak = now, max(peak, tree.pss_mib())
+            if (now := time.perf_counter()) - cpu_look >= _CPU_S:
+                cpu_look = now
                 tree.cpu()
+            if now - memory_look >= _MEMORY_S:
+                memory_look, peak = now, max(peak, tree.pss_mib())
             time.sleep(_LOOK_S)
         seconds = time.perf_counter() - start
         if ended is None:
