@@ -83,11 +83,9 @@ def _shapes(config: Any, dtype: torch.dtype) -> Any:
 
 def _kept_bytes(model: Any, tokens: int) -> int:
     """Bytes of the tensors that a forward pass keeps, besides parameters; each storage once."""
-    known = [parameter.untyped_storage() for parameter in model.parameters()]
-    theirs, kept = (
-        set(map(id, known)),
-        dict[int, torch.UntypedStorage](),
-    )  # a storage is one object while one refers to it
+    parameters = [parameter.untyped_storage() for parameter in model.parameters()]
+    theirs = set(map(id, parameters))  # a storage is one object while one refers to it
+    kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

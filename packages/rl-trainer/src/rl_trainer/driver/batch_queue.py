@@ -119,7 +119,7 @@ class BatchQueue(Generic[Batch]):
             if chosen is None:
                 raise next(batch for batch in self._ready.values() if isinstance(batch, DataLostError))
             self._given = chosen
-            return self._removed(chosen)
+            return self.withdraw(chosen)
 
     async def sampled(self) -> None:
         """Wait until all admitted turns are sampled, or rows were lost.
@@ -146,19 +146,16 @@ class BatchQueue(Generic[Batch]):
 
     def withdraw(self, turns: Sequence[int]) -> dict[int, Batch]:
         """Take batches of turns that wait for the training back, by turn; see `repeat`."""
-        return self._removed(turns)
+        batches = self.waiting()
+        for turn in turns:
+            del self._ready[turn]
+        return {turn: batches[turn] for turn in turns}
 
     async def repeat(self, turns: Collection[int]) -> None:
         """Sample these turns again, before those that follow."""
         async with self._changed:
             self._again = sorted([*self._again, *turns])
             self._changed.notify_all()
-
-    def _removed(self, turns: Sequence[int]) -> dict[int, Batch]:
-        batches = self.waiting()
-        for turn in turns:
-            del self._ready[turn]
-        return {turn: batches[turn] for turn in turns}
 
     @asynccontextmanager
     async def rewound(self) -> AsyncGenerator[None]:

@@ -69,7 +69,8 @@ class Trajectory:
     @property
     def runs(self) -> VersionRuns:
         """Runs of (version, tokens) of all tokens after the prompt; empty: there are none."""
-        return self.versions or tuple((self.weight_version, tokens) for tokens in (len(self.response_ids),) if tokens)
+        one = ((self.weight_version, len(self.response_ids)),) if len(self.response_ids) else ()
+        return self.versions or one
 
     @property
     def newest_version(self) -> int:
