@@ -20,6 +20,11 @@ pytestmark = pytest.mark.slow
 GPUS = 6
 
 
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with these words to its end."""
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=500, check=False)
+
+
 @pytest.fixture(scope="module")
 def gcs_address():
     """The address of a Ray with one node of GPUs that exist only by declaration."""
@@ -77,16 +82,10 @@ def test_every_process_sees_the_gpus_of_the_plan_and_no_others(gcs_address, tmp_
 
 
 def test_a_cluster_that_is_too_small_is_refused_before_a_process_starts(gcs_address, base_model, tmp_path):
-    done = subprocess.run(
-        [
-            *(sys.executable, str(Path(__file__).parents[3] / "apps" / "ppo")),
-            *(f"ray.address={gcs_address}", f"model.path={base_model}", f"trainer.output_dir={tmp_path / 'outputs'}"),
-            *("model_engine=fsdp", f"fsdp.world_size={GPUS + 1}", "fsdp.device=cuda", "placement=actor+ref"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
+    done = python(
+        *(str(Path(__file__).parents[3] / "apps" / "ppo"), f"ray.address={gcs_address}", f"model.path={base_model}"),
+        *(f"trainer.output_dir={tmp_path / 'outputs'}", "model_engine=fsdp", f"fsdp.world_size={GPUS + 1}"),
+        *("fsdp.device=cuda", "placement=actor+ref"),
     )
     assert done.returncode == 2, done.stderr
     assert f"need {GPUS + 1} GPUs of one node" in done.stderr
@@ -108,17 +107,11 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_forked_workers_of_a_local_ray_train_with_the_gpus_of_the_plan(base_model, tmp_path):
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", LOCAL, f"model.path={base_model}", f"trainer.output_dir={tmp_path}"),
-            *("trainer.total_training_steps=1", "trainer.test_freq=0", "trainer.val_before_train=false"),
-            *("data.val_size=8", "data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "ray.start_timeout_s=400"),
-            *("model_engine=fsdp", "fsdp.world_size=2", "placement=actor+ref"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
+    done = python(
+        *("-c", LOCAL, f"model.path={base_model}", f"trainer.output_dir={tmp_path}"),
+        *("trainer.total_training_steps=1", "trainer.test_freq=0", "trainer.val_before_train=false"),
+        *("data.val_size=8", "data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "ray.start_timeout_s=400"),
+        *("model_engine=fsdp", "fsdp.world_size=2", "placement=actor+ref"),
     )
     assert done.returncode == 0, done.stderr
     assert "GPUs: 2 of 6 of this node: actor_ref 1, actor_ref-1 1" in done.stdout

@@ -84,6 +84,20 @@ def measured_by(policy):
     return BatchData({**batch.columns, "old_log_probs": moved(before, 0.2)})
 
 
+def updated_alike(ours, theirs, batch):
+    """Update both policies on a batch; return the metrics, which must agree."""
+    one, other = (policy.update(batch, temperature=0.9) for policy in (ours, theirs))
+    assert {name: one[name] for name in other} == pytest.approx(other, rel=1e-4, abs=1e-5)
+    return other
+
+
+def assert_same_weights(ours, theirs):
+    weights = {weight.name: weight.data.view("float32") for weight in theirs.named_weights()}
+    for weight in ours.named_weights():
+        np.testing.assert_allclose(weight.data.view("float32"), weights.pop(weight.name), atol=1e-5)
+    assert not weights
+
+
 def test_all_weights_are_trained_as_on_plain_torch(model, alone):
     from rl_app_ppo.worker.megatron import megatron_policy
     from rl_trainer.backends.torch_policy import TorchPolicyBackend
@@ -93,13 +107,9 @@ def test_all_weights_are_trained_as_on_plain_torch(model, alone):
     theirs = TorchPolicyBackend(model, config.actor, rollout_n=config.rollout.n, seed=config.trainer.seed)
     batch = measured_by(theirs)
     for _ in range(2):
-        one, other = (policy.update(batch, temperature=0.9) for policy in (ours, theirs))
-        assert {name: one[name] for name in other} == pytest.approx(other, rel=1e-4, abs=1e-5)
-    assert other["actor/pg_clipfrac"] > 0
-    weights = {weight.name: weight.data.view("float32") for weight in theirs.named_weights()}
-    for weight in ours.named_weights():
-        np.testing.assert_allclose(weight.data.view("float32"), weights.pop(weight.name), atol=1e-5)
-    assert not weights
+        metrics = updated_alike(ours, theirs, batch)
+    assert metrics["actor/pg_clipfrac"] > 0
+    assert_same_weights(ours, theirs)
 
 
 def test_interpolated_log_probs_train_as_on_plain_torch(model, alone):
@@ -119,12 +129,8 @@ def test_interpolated_log_probs_train_as_on_plain_torch(model, alone):
     batch = measured_by(theirs)
     half = ragged([[0.5] * length for length in batch.ragged("responses").lengths], "float32")
     batch = batch.union(BatchData({"interpolation": half}))
-    one, other = (policy.update(batch, temperature=0.9) for policy in (ours, theirs))
-    assert {name: one[name] for name in other} == pytest.approx(other, rel=1e-4, abs=1e-5)
-    assert other["rollout_corr/rollout_is_mean"] != 1
-    weights = {weight.name: weight.data.view("float32") for weight in theirs.named_weights()}
-    for weight in ours.named_weights():
-        np.testing.assert_allclose(weight.data.view("float32"), weights.pop(weight.name), atol=1e-5)
+    assert updated_alike(ours, theirs, batch)["rollout_corr/rollout_is_mean"] != 1
+    assert_same_weights(ours, theirs)
 
 
 def test_a_critic_learns_as_on_plain_torch(model, alone):
