@@ -13,7 +13,7 @@ from rl_protocol import BatchData, BatchError, ragged
 from rl_protocol.torch import from_weight
 from rl_trainer import ActorConfig, CriticConfig, OptimConfig
 from rl_trainer.backends.forward_passes import ForwardPasses
-from rl_trainer.backends.packing import PackedLayout, packed_attention
+from rl_trainer.backends.packing import PackedLayout, TokenNumbers, packed_attention
 from rl_trainer.backends.token_batch import token_batch
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
@@ -67,7 +67,7 @@ def test_the_layout_of_packed_tokens_by_hand():
     assert packed.inputs["input_ids"].tolist() == [[5, 8, 6, 7]]  # nothing follows the last tokens, 9 and 4
     assert packed.inputs["position_ids"].tolist() == [[0, 1, 0, 1]]
     layout = packed.inputs["layout"]
-    assert (layout.sequences, layout.longest, layout.source.tolist()) == (2, 2, [0, 1, 2, 3])
+    assert (layout.blocks, layout.source.tolist()) == (((2, 2),), [0, 1, 2, 3])
     assert packed.position.tolist() == [0, 1, 3]
     assert (packed.row.tolist(), packed.line.tolist(), packed.targets.tolist()) == ([0, 0, 1], [0, 0, 0], [8, 9, 4])
 
@@ -81,6 +81,7 @@ def test_rows_share_the_tokens_of_equal_prompts():
     assert packed.inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0]]
     layout, padding = packed.inputs["layout"], 0
     source = [[0, 1, 2], [3, 4, 5], [0, 1, padding], [6, padding, padding]]
+    assert layout.blocks == ((4, 3),)
     assert layout.source.view(4, 3).tolist() == source
     assert layout.source[layout.place].tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert packed.position.tolist() == [1, 2, 3, 4, 5, 1]  # both 1 and 3 follow token 1, the 6 of the first row
@@ -107,12 +108,32 @@ def test_shared_prompts_give_the_gradients_of_separate_ones(model_path, training
     assert norms[1:] == pytest.approx(norms[:1] * 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("starts", [[0, 3, 4, 7], [0, 3, 6], [0, 5]], ids=["ragged", "equal", "one"])
+def laid_out(lengths):
+    """The layout of sequences that share nothing."""
+    lengths = np.asarray(lengths)
+    return PackedLayout.of(TokenNumbers.of(lengths, np.arange(len(lengths)), np.zeros_like(lengths)))
+
+
+def test_attention_computes_sequences_of_similar_lengths_together():
+    layout = laid_out([90, 600, 30, 100])
+    assert layout.blocks == ((1, 600), (3, 100))  # 30 is not similar to 100, but a block has 512 places
+    first, second, third, fourth = range(90), range(90, 690), range(690, 720), range(720, 820)
+    padding = 0
+    assert layout.source.tolist() == [*second, *fourth, *first, *[padding] * 10, *third, *[padding] * 70]
+    assert layout.source[layout.place].tolist() == list(range(820))
+    assert layout.place[0] == 700  # a real place of token 0, and no padding
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [[0, 3, 4, 7], [0, 3, 6], [0, 5], [0, 520, 524, 900, 903]],
+    ids=["ragged", "equal", "one", "blocks"],
+)
 def test_attention_stays_within_each_sequence(starts):
     torch.manual_seed(0)
     tokens, sequences = starts[-1], list(pairwise(starts))
     q, k, v = torch.randn(1, 4, tokens, 8), torch.randn(1, 2, tokens, 8), torch.randn(1, 2, tokens, 8)
-    out, none = packed_attention(torch.nn.Identity(), q, k, v, None, 0.3, layout=PackedLayout.of(starts))
+    out, none = packed_attention(torch.nn.Identity(), q, k, v, None, 0.3, layout=laid_out(np.diff(starts)))
     assert none is None
     for start, stop in sequences:
         for head in range(4):
@@ -132,7 +153,7 @@ def test_a_sliding_window_ends_what_a_token_attends_to(starts):
         *(q, k, v),
         None,
         0.3,
-        layout=PackedLayout.of(starts),
+        layout=laid_out(np.diff(starts)),
         sliding_window=window,
     )
     for start, stop in sequences:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_trainer.algorithms.log_probs import log_prob_columns
 from rl_trainer.backends.output_head import OutputHead
-from rl_trainer.backends.packing import PACKED_ATTENTION, PackedLayout, register_packed_attention
+from rl_trainer.backends.packing import PACKED_ATTENTION, PackedLayout, TokenNumbers, register_packed_attention
 from rl_trainer.data.images import FAMILIES
 from rl_trainer.data.model_families import JOINED_FAMILIES, why_padded
 
@@ -41,7 +42,7 @@ def test_joined_sequences_give_the_logits_of_each_alone(family):
     found = joined(
         input_ids=torch.cat(sequences)[None],
         position_ids=torch.cat([torch.arange(length) for length in LENGTHS])[None],
-        layout=PackedLayout.of([0, 5, 14, 17]),
+        layout=PackedLayout.of(TokenNumbers.of(np.array(LENGTHS), np.arange(3), np.zeros(3, np.int64))),
         use_cache=False,
     ).logits[0]
     assert (found - want).norm() < 1e-5 * want.norm()

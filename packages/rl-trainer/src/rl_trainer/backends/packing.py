@@ -1,14 +1,15 @@
 """Attention for sequences joined end to end (packed).
 
-The tokens are laid out as [sequences, longest] for attention and gathered afterwards; sequences of
-equal length are only viewed so. Padding comes after the real tokens, where causal attention never
-looks, so only a sliding window needs a mask. The rest of the model, which is most of its work,
-computes real tokens only, and those of a prompt once for all sequences that share it.
+Sequences of similar lengths are laid out as [sequences, longest] for attention, and gathered
+afterwards; sequences of equal lengths are only viewed so. Padding comes after the real tokens,
+where causal attention never looks, so only a sliding window needs a mask. The rest of the model,
+which is most of its work, computes real tokens only, and those of a prompt once for all sequences
+that share it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,56 +21,92 @@ from rl_trainer.algorithms.arrays import BoolArray, IntArray
 
 PACKED_ATTENTION = "rl_trainer_packed"
 """Name for `attn_implementation`."""
+SIMILAR = 0.75
+"""A sequence shorter than this share of the longest in its block begins a block of its own."""
+BLOCK_PLACES = 512
+"""A block has at least this many places, unless it is the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedLayout:
-    """Where the T tokens of a packed input are in their sequences, [sequences, longest] places.
+    """Where the T tokens of a packed input are in the blocks that attention computes.
 
     Sequences that begin with the same tokens may share these: they are then one token at several
     places.
     """
 
-    sequences: int
-    longest: int
-    """Tokens of the longest sequence."""
+    blocks: tuple[tuple[int, int], ...]
+    """(sequences, longest) of each block, whose places are [sequences, longest], row by row."""
     source: torch.Tensor
-    """int64 [sequences * longest], the token at each place; at padding any one."""
+    """int64 [places of all blocks], the token at each place; at padding any one."""
     place: torch.Tensor
     """int64 [T], a place of each token."""
 
     @classmethod
-    def of(cls, starts: Sequence[int]) -> PackedLayout:
-        """Of sequences that share nothing: the start of each, and T."""
-        lengths = np.diff(starts)
-        real = np.arange(lengths.max()) < lengths[:, None]
-        return cls.numbered(real, np.arange(len(lengths)), np.zeros_like(lengths))
-
-    @classmethod
-    def numbered(cls, real: BoolArray, owner: IntArray, shared: IntArray) -> PackedLayout:
-        """Number the tokens sequence by sequence.
-
-        Args:
-            real: [sequences, longest], false at padding, which comes last.
-            owner: [sequences], the first sequence that begins with the same shared tokens.
-            shared: [sequences], how many tokens it shares with its owner.
-        """
-        own = owner == np.arange(len(owner))
-        begins = np.arange(real.shape[1]) < shared[:, None]
-        new = real & (own[:, None] | ~begins)
-        number = np.cumsum(new).reshape(new.shape) - 1
-        source = np.where(real, np.where(begins, number[owner], number), 0)
-        sequences, longest = real.shape
-        return cls(
-            sequences=sequences,
-            longest=longest,
-            source=torch.from_numpy(source.ravel()),
-            place=torch.from_numpy(np.flatnonzero(new)),
-        )
+    def of(cls, tokens: TokenNumbers) -> PackedLayout:
+        """Blocks of sequences with similar lengths."""
+        lengths = tokens.real.sum(1)
+        order = np.argsort(-lengths, kind="stable")
+        blocks, sources, reals = list[tuple[int, int]](), list[IntArray](), list[BoolArray]()
+        for start, stop in _spans(lengths[order]):
+            longest = max(int(lengths[order[start]]), 1)
+            blocks.append((stop - start, longest))
+            sources.append(tokens.at[order[start:stop], :longest].ravel())
+            reals.append(tokens.real[order[start:stop], :longest].ravel())
+        source, real = np.concatenate(sources), np.flatnonzero(np.concatenate(reals))
+        place = np.empty_like(tokens.first)
+        place[source[real]] = real
+        return cls(blocks=tuple(blocks), source=torch.from_numpy(source), place=torch.from_numpy(place))
 
     def to(self, device: torch.device) -> PackedLayout:
         """The layout on a device."""
         return replace(self, source=self.source.to(device), place=self.place.to(device))
+
+    @property
+    def joined(self) -> bool:
+        """The places are the tokens, in their order."""
+        return len(self.blocks) == 1 and len(self.source) == len(self.place)
+
+
+def _spans(lengths: IntArray) -> Iterator[tuple[int, int]]:
+    """(start, stop) of the sequences of each block; `lengths` fall."""
+    start = 0
+    for i, length in enumerate(lengths):
+        if length < SIMILAR * lengths[start] and (i - start) * lengths[start] >= BLOCK_PLACES:
+            yield start, i
+            start = i
+    yield start, len(lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenNumbers:
+    """Which of the T tokens of a packed input is where in N sequences.
+
+    Attributes:
+        at: int64 [N, longest], the token at each place; 0 at padding, which comes last.
+        real: bool [N, longest], false at padding.
+        first: int64 [T], the first place of each token in the flattened `at`.
+    """
+
+    at: IntArray
+    real: BoolArray
+    first: IntArray
+
+    @classmethod
+    def of(cls, lengths: IntArray, owner: IntArray, shared: IntArray) -> TokenNumbers:
+        """Number the tokens sequence by sequence.
+
+        Args:
+            lengths: [N] tokens.
+            owner: [N], the first sequence that begins with the same shared tokens.
+            shared: [N], how many tokens it shares with its owner.
+        """
+        places = np.arange(lengths.max(initial=1))
+        real, begins = places < lengths[:, None], places < shared[:, None]
+        new = real & ((owner == np.arange(len(owner)))[:, None] | ~begins)
+        number = np.cumsum(new).reshape(new.shape) - 1
+        at = np.where(real, np.where(begins, number[owner], number), 0)
+        return cls(at=at, real=real, first=np.flatnonzero(new))
 
 
 def packed_attention(
@@ -98,20 +135,28 @@ def packed_attention(
         [1, T, heads, D], and None for the attention weights, which are not computed.
     """
     del module, attention_mask, dropout
-    mask = None
-    if sliding_window is not None and sliding_window < layout.longest:
-        mask = _within(sliding_window, layout.longest, query.device)
-    if query.shape[2] == layout.sequences * layout.longest:
-        n = layout.sequences
-        out = _attend(_cut(query, n), _cut(key, n), _cut(value, n), scaling, mask)
-        return out.transpose(1, 2).flatten(0, 1)[None], None
 
-    def apart(x: torch.Tensor) -> torch.Tensor:
+    def attend(block: tuple[int, int], *parts: torch.Tensor) -> torch.Tensor:
+        """[sequences * longest, heads, D] of query, key, value [sequences, heads, longest, D]."""
+        mask = None
+        if sliding_window is not None and sliding_window < block[1]:
+            mask = _within(sliding_window, block[1], query.device)
+        return _attend(*parts, scaling, mask).transpose(1, 2).flatten(0, 1)
+
+    if layout.joined:
+        (block,) = layout.blocks
+        return attend(block, *(_cut(x, block[0]) for x in (query, key, value)))[None], None
+
+    def apart(x: torch.Tensor) -> Sequence[torch.Tensor]:
         laid_out = x[0].transpose(0, 1).index_select(0, layout.source)
-        return laid_out.unflatten(0, (layout.sequences, -1)).transpose(1, 2)
+        sizes = [sequences * longest for sequences, longest in layout.blocks]
+        return [
+            part.unflatten(0, block).transpose(1, 2)
+            for part, block in zip(laid_out.split(sizes), layout.blocks, strict=True)
+        ]
 
-    out = _attend(apart(query), apart(key), apart(value), scaling, mask)
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, layout.place)[None], None
+    blocks = zip(layout.blocks, apart(query), apart(key), apart(value), strict=True)
+    return torch.cat([attend(*block) for block in blocks]).index_select(0, layout.place)[None], None
 
 
 def _cut(x: torch.Tensor, sequences: int) -> torch.Tensor:

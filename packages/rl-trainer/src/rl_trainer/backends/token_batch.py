@@ -18,7 +18,7 @@ from rl_trainer.algorithms.arrays import IntArray
 from rl_trainer.algorithms.losses.policy_objective import TokenColumns
 from rl_trainer.algorithms.losses.value_loss import ValueColumns
 from rl_trainer.algorithms.old_log_prob import INTERPOLATION
-from rl_trainer.backends.packing import PackedLayout
+from rl_trainer.backends.packing import PackedLayout, TokenNumbers
 from rl_trainer.data.image_columns import check_responses
 
 CPU = torch.device("cpu")
@@ -82,12 +82,15 @@ def token_batch(
     place, line = joined.place, joined.row
     inputs: dict[str, Any]
     if packed:
-        layout = packed_layout(batch)
-        place, line = layout.source[joined.row * layout.longest + joined.place], torch.zeros_like(joined.row)
+        tokens = packed_tokens(batch)
+        longest = tokens.at.shape[1]
+        place = torch.from_numpy(tokens.at)[joined.row, joined.place]
+        line = torch.zeros_like(joined.row)
+        first = torch.from_numpy(tokens.first)
         inputs = {
-            "input_ids": joined.ids[:, : layout.longest].flatten()[layout.place][None].to(device),
-            "position_ids": (layout.place % layout.longest)[None].to(device),
-            "layout": layout.to(device),
+            "input_ids": joined.ids[:, :longest].flatten()[first][None].to(device),
+            "position_ids": (first % longest)[None].to(device),
+            "layout": PackedLayout.of(tokens).to(device),
         }
     else:
         inputs = {
@@ -106,8 +109,8 @@ def token_batch(
     )
 
 
-def packed_layout(batch: BatchData) -> PackedLayout:
-    """Lay out `prompts` and `responses` without the last token of each response.
+def packed_tokens(batch: BatchData) -> TokenNumbers:
+    """Number the tokens of `prompts` and `responses`, without the last token of each response.
 
     Rows with equal prompts share the tokens of the prompt if that saves at least one token in
     SHARED_FROM; sequences of equal length that share nothing need no copies in attention.
@@ -119,8 +122,7 @@ def packed_layout(batch: BatchData) -> PackedLayout:
     saved = prompts.lengths[owner != np.arange(len(owner))].sum()
     if saved * SHARED_FROM < lengths.sum():
         owner = np.arange(len(owner))
-    real = np.arange(lengths.max(initial=1)) < lengths[:, None]
-    return PackedLayout.numbered(real, owner, prompts.lengths)
+    return TokenNumbers.of(lengths, owner, prompts.lengths)
 
 
 def _images(batch: BatchData, ids: IntArray, token: int, device: torch.device) -> dict[str, torch.Tensor]:
