@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
+import subprocess
+import sys
 
 import pytest
 
@@ -38,8 +41,41 @@ def test_the_users_ray_settings_win_but_not_over_those_that_keep_ray_private(mon
 def test_waiting_threads_spin_for_a_short_time_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    assert compute_settings(0) == {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "20000"}
+    kept = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}
+
+    def threads(count: int):
+        return {name: value for name, value in compute_settings(count).items() if name not in kept}
+
+    assert threads(0) == {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "20000"}
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    assert compute_settings(4) == {"OMP_NUM_THREADS": "4", "GOMP_SPINCOUNT": "7"}
+    assert threads(4) == {"OMP_NUM_THREADS": "4", "GOMP_SPINCOUNT": "7"}
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    assert compute_settings(4) == {"OMP_NUM_THREADS": "4"}
+    assert threads(4) == {"OMP_NUM_THREADS": "4"}
+
+
+FREED_TENSORS = """
+import resource
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(2):  # the second time the memory is there
+    before = faults()
+    block = bytearray(64 << 20)
+    del block
+    found = faults() - before
+print(found)
+"""
+
+
+def test_freed_memory_of_large_tensors_is_kept_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch):
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+        monkeypatch.delenv(name, raising=False)
+
+    def page_faults() -> int:
+        settings = {**os.environ, **compute_settings(1)}
+        command = [sys.executable, "-c", FREED_TENSORS]
+        return int(subprocess.run(command, env=settings, check=True, capture_output=True, timeout=60).stdout)
+
+    pages = (64 << 20) // resource.getpagesize()
+    assert page_faults() < pages // 10
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
+    assert compute_settings(1)["MALLOC_MMAP_THRESHOLD_"] == "1000000"
