@@ -96,7 +96,7 @@ def measured(whole: CommandRun, first: int, last: int, settings: Mapping[str, An
         for name, value in line.record.items():
             if name.startswith("timing_s/") and name not in {"timing_s/testing", "timing_s/step"}:
                 stages[name[9:]] = stages.get(name[9:], 0.0) + value / len(seconds)
-    curve = {step: found for step, line in steps.items() if (found := accuracy(line)) is not None}
+    curve = {step: found for step in range(last + 1) if step in steps and (found := accuracy(steps[step])) is not None}
     return Run(
         step_s=statistics.mean(seconds),
         cpu_s=(chosen[-1].cpu - chosen[0].cpu) / len(seconds),
