@@ -38,6 +38,24 @@ def test_without_validation_the_outcome_is_that_of_training(tmp_path):
     assert recorder.outcome() == "training accuracy 0.250 -> 0.500"
 
 
+@pytest.mark.parametrize(
+    ("training", "validation", "words"),
+    [
+        ([0.25], [], "training accuracy 0.250"),
+        ([0.25, 0.5], [0.75], "training accuracy 0.250 -> 0.500, validation accuracy 0.750"),
+        ([0.25], [0.75], "training accuracy 0.250, validation accuracy 0.750"),
+        ([], [0.75], "validation accuracy 0.750"),
+    ],
+)
+def test_one_accuracy_is_compared_with_nothing(training, validation, words, tmp_path):
+    recorder, _ = _recorder(tmp_path, [])
+    for step, accuracy in enumerate(training, 1):
+        recorder.on_step(step, {"critic/acc/mean": accuracy})
+    for accuracy in validation:
+        recorder.remember(len(training), {"val-core/x/acc/mean@1": accuracy})
+    assert recorder.outcome() == words
+
+
 class Sink:
     def __init__(self):
         self.lines = []

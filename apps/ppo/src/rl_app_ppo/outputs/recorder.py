@@ -76,15 +76,18 @@ class Recorder:
         return accuracy
 
     def outcome(self) -> str:
-        """One line with the first and the last accuracy, of validation if there was any."""
-        what, curve = ("validation", self.validation) if self.validation else ("training", self.reward)
+        """One line with the first and last accuracy, of validation if there were two of them."""
         failures = self._warnings.reward_failures
         lost = f"; reward.function failed on {failures} responses" if failures else ""
-        if not curve:
-            return f"no step was done{lost}"
-        (_, first), (step, last) = curve[0], curve[-1]
-        line = f"{what} accuracy {first:.3f} -> {last:.3f}"
-        if last > first or not step:
+        compared = "validation" if len(self.validation) > 1 else "training"
+        curve = self.validation if compared == "validation" else self.reward
+        after = f"validation accuracy {self.validation[-1][1]:.3f}" if len(self.validation) == 1 else ""
+        if len(curve) < 2:
+            one = f"training accuracy {curve[0][1]:.3f}" if curve else ""
+            return (", ".join(filter(None, (one, after))) or "no step was done") + lost
+        (_, first), (_, last) = curve[0], curve[-1]
+        line = ", ".join(filter(None, (f"{compared} accuracy {first:.3f} -> {last:.3f}", after)))
+        if last > first:
             return line + lost
         verdict = "nothing was learned" if last == first else "it fell"
         advice = (
