@@ -1,12 +1,14 @@
 """Compare a GRPO step with TRL's GRPOTrainer and with a bare PyTorch loop.
 
     uv run benchmarks/bench_against_trl.py [--cell 27M-64-ragged ..] [--pairs 5]
-        [--set KEY=VALUE ..] [--smoke]
+        [--set KEY=VALUE ..] [--bf16] [--smoke]
 
 The three sides train the same model on the same prompts with the same settings, one process after
 the other and in turns, each with all cores. Each cell writes its own result file when it is done,
 so an interrupted run continues with the cells that are left (`--cell`). The first use installs TRL
 in the user's cache (`peers/trl_environment.py`).
+
+With `--bf16` the sides are the app in bfloat16, with float32 master weights, and in float32.
 
 Seconds per step are those between the ends of steps, as seen from outside, without validation and
 the first step. CPU seconds and memory are those of all processes of a side.
@@ -49,6 +51,7 @@ TIMEOUT_S = 3600.0
 BINS = 8
 """Of the histogram of response lengths."""
 SIDES = ("ours", "trl", "floor")
+BF16 = ("model_engine=torch", "torch.param_dtype=bfloat16", "rollout.dtype=bfloat16")
 
 
 @dataclass(frozen=True)
@@ -363,6 +366,26 @@ def compare(
     return [*rows, *(side_row(name, side, found) for side, found in runs.items())]
 
 
+def compare_dtypes(name: str, cell: Cell, pairs: int, more: Sequence[str]) -> list[dict[str, Any]]:
+    """Run a cell in bfloat16 and in float32 in turns; the rows of its result."""
+    runs: dict[str, list[Run]] = {"bfloat16": [], "float32": []}
+    with tempfile.TemporaryDirectory() as temporary:
+        model = base_model(cell, Path(temporary) / "model")
+        for pair in range(pairs):
+            task = task_of(cell, model, WARM_UP + MEASURED, seed=pair)
+            for side in runs if pair % 2 else reversed(runs):
+                folder = Path(temporary) / f"{side}-{pair}"
+                folder.mkdir()
+                options = [*more, *(BF16 if side == "bfloat16" else ())]
+                run = our_run(task, cell, options, folder, WARM_UP + 1, sampled=False)
+                runs[side].append(run)
+                print(f"{name} pair {pair + 1} {side}: {run.step_s:.3g} s/step, {run.cpu_s:.3g} CPU s", flush=True)
+    ratios = [a.step_s / b.step_s for a, b in zip(runs["bfloat16"], runs["float32"], strict=True)]
+    question = f"{name}: seconds per step in bfloat16 against float32"
+    rows = [verdict(question, statistics.median(ratios), 0.8, 0.4, at_least=False, ratios=ratios)]
+    return [*rows, *(side_row(name, side, found) for side, found in runs.items())]
+
+
 def main() -> None:
     """Compare the chosen cells."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -371,11 +394,16 @@ def main() -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="another override of the app's runs"
     )
+    parser.add_argument("--bf16", action="store_true", help="the app in bfloat16 against float32, without peers")
     parser.add_argument("--smoke", action="store_true", help="a tiny cell, TRL only if uv's cache has it")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     if not arguments.smoke and commit().endswith("-dirty"):
         print("no result will be written: the working tree has changes", file=sys.stderr)
+    if arguments.bf16:
+        for name in arguments.cell or ("27M-64-equal", "110M-64-equal"):
+            publish(f"bf16_{name}", compare_dtypes(name, CELLS[name], arguments.pairs, arguments.set))
+        return
     trl: Path | None = None
     try:
         trl = trl_python(offline=arguments.smoke)
