@@ -10,11 +10,10 @@ from rl_app_ppo.worker.preloading import worker_modules
 
 
 @pytest.mark.slow
-def test_workers_find_the_models_imported_and_ray_not_loaded():
+def test_workers_find_the_models_imported_and_neither_ray_nor_tensordict_loaded():
     imports = ", ".join(worker_modules(load_config([])))
-    code = (
-        f"import sys, {imports}; print(sorted({{'ray', 'torch', 'transformers.modeling_utils'}} & sys.modules.keys()))"
-    )
+    looked_for = {"ray", "tensordict", "torch", "transformers.modeling_utils"}
+    code = f"import sys, {imports}; print(sorted({looked_for} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout == "['torch', 'transformers.modeling_utils']\n"
 
