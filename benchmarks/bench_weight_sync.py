@@ -12,13 +12,12 @@ hold 64 MiB everywhere.
 
 CPU time is reported twice, in copies (CPU seconds of the memcpy): that of all processes, sender
 included, divided by the number of receivers, and that of one receiver process alone, which verifies
-and copies. Both are held against the bar for CPU.
+and copies.
 
 With `-direct` the tensors are in the engine's buffer before the clock starts, as with a trainer
 that exports straight into it. With `-shared` the receivers use the verified weights in place, as a
-rollout engine on the CPU does. The bars are the same for every engine
-(harness/weight_sync_bars.py). The ranking, a table and a plot beside the JSON, has all engines that
-were run.
+rollout engine on the CPU does. The bars are in harness/weight_sync_bars.py. The ranking, a table
+and a plot beside the JSON, has all engines that were run.
 """
 
 from __future__ import annotations

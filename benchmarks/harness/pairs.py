@@ -86,20 +86,27 @@ def summary(timings: Mapping[str, Sequence[Timing]], nbytes: int | None = None) 
     return out
 
 
-def judge(value: float, must: float, aim: float, *, at_least: bool) -> dict[str, str]:
-    """The bars, and which is met: "aim", "must", or "missed"."""
+def judge(value: float, must: float | None, aim: float, *, at_least: bool) -> dict[str, str]:
+    """The bars, and which is met: "aim", "must", or "missed".
+
+    Without a required value, `must` is empty, and so is `met` below the aim.
+    """
 
     def met(bar: float) -> bool:
         return value >= bar if at_least else value <= bar
 
+    sign = ">=" if at_least else "<="
+    below = "" if must is None else "must" if met(must) else "missed"
     return {
-        "must": f"{'>=' if at_least else '<='} {must:g}",
-        "aim": f"{'>=' if at_least else '<='} {aim:g}",
-        "met": "aim" if met(aim) else "must" if met(must) else "missed",
+        "must": "" if must is None else f"{sign} {must:g}",
+        "aim": f"{sign} {aim:g}",
+        "met": "aim" if met(aim) else below,
     }
 
 
-def verdict(question: str, value: float, must: float, aim: float, *, at_least: bool, **more: Any) -> dict[str, Any]:
+def verdict(
+    question: str, value: float, must: float | None, aim: float, *, at_least: bool, **more: Any
+) -> dict[str, Any]:
     """One row of a result."""
 
     row = {
@@ -108,7 +115,7 @@ def verdict(question: str, value: float, must: float, aim: float, *, at_least: b
         **judge(value, must, aim, at_least=at_least),
         **more,
     }
-    print(f"{row['met']:>6}  {question}: {row['value']:g} (must {row['must']}, aim {row['aim']})", flush=True)
+    print(f"{row['met']:>6}  {question}: {row['value']:g} (must {row['must'] or 'none'}, aim {row['aim']})", flush=True)
     return row
 
 

@@ -134,7 +134,7 @@ def directions(row: Row) -> Mapping[str, Direction]:
     """The measured numbers of a row, and which direction is better."""
     kind = kind_of(row)
     if kind.name == "verdict":
-        return {"value": "higher" if row["must"].startswith(">=") else "lower"}
+        return {"value": "higher" if row["aim"].startswith(">=") else "lower"}
     return kind.better
 
 
