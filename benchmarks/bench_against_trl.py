@@ -245,7 +245,7 @@ def our_settings(config: Mapping[str, Any]) -> dict[str, Any]:
             "threads_per_worker": trainer.get("threads_per_worker"),
             "rollout.num_workers": rollout.get("num_workers"),
         },
-        "adamw": "torch's default",
+        "adamw": "fused",
         "advantage_eps": 1e-6,
         "old_log_prob_pass": config["algorithm"]["old_log_prob"],
     }

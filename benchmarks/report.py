@@ -163,6 +163,17 @@ GRPO_STEPS = {
     "tokens/response": "tokens_per_response",
     "pairs": "pairs",
 }
+AGAINST_TRL = {
+    "cell": "cell",
+    "processor": "hardware",
+    "s/step": "ours",
+    "TRL": "trl",
+    "bare PyTorch loop": "floor",
+    "against TRL": "step",
+    "must": "must",
+    "CPU seconds against TRL": "cpu",
+    "pairs": "pairs",
+}
 PLACEMENTS = {
     "placement": "placement",
     "s to the end of step 1": "first_step_s",
@@ -262,12 +273,41 @@ def headline(document: Document, path: Path) -> str:
     return f"## Headline: central drivers against the data plane\n\n{what} ([JSON]({link})).\n\n{plain_table(rows, HEADLINE)}\n"
 
 
+def against_trl(results: Mapping[Path, Document]) -> str:
+    """Every cell of the comparison with TRL in one line, by processor."""
+    lines: list[Row] = []
+    for path, found in results.items():
+        sides = {row["side"]: row for row in found.rows if kind_of(row).name == "grpo step"}
+        if not sides.keys() >= {"ours", "trl", "floor"}:
+            continue
+        verdicts = {row["question"]: row for row in found.rows if kind_of(row).name == "verdict"}
+        name = sides["ours"]["cell"]
+        step, cpu = (
+            verdicts[f"{name}: seconds per step against TRL"],
+            verdicts[f"{name}: CPU seconds per step against TRL"],
+        )
+        link = f"[{found.hardware['cpu']}]({path.relative_to(PAGE.parent)})"
+        lines.append(
+            {
+                "cell": name,
+                "hardware": link,
+                **{side: row["step_s"] for side, row in sides.items()},
+                "step": step["value"],
+                "must": step["must"],
+                "cpu": cpu["value"],
+                "pairs": sides["ours"]["pairs"],
+            }
+        )
+    lines.sort(key=lambda line: (line["cell"], line["hardware"]))
+    return f"## Headline: a GRPO step against TRL\n\n{plain_table(lines, AGAINST_TRL)}\n"
+
+
 def tables() -> str:
-    """All tables; first the headline, of the last result with every kind of driver."""
+    """All tables; first the headlines, of the central drivers and of a step."""
     results = {path: load(path) for path in published_results()}
     whole = [path for path, found in results.items() if {row.get("plane") for row in found.rows} >= HEADLINE_PLANES]
     heads = [headline(results[path], path) for path in whole[-1:]]
-    return "\n".join([*heads, *(section(path) for path in results)])
+    return "\n".join([*heads, against_trl(results), *(section(path) for path in results)])
 
 
 def main() -> None:
