@@ -72,7 +72,16 @@ def test_sessions_and_seeds_differ(engine):
     a, b = generate(engine, [first, second], max_new_tokens=20, ignore_eos=True)
     (c,) = generate(engine, [first], max_new_tokens=20, ignore_eos=True, seed=1)
     assert len({a.response_ids, b.response_ids, c.response_ids}) == 3
-    assert uniforms(0, first, 3).tolist() != uniforms(0, second, 3).tolist()
+
+
+def test_random_numbers_belong_to_the_response_alone():
+    first, second = (GenerationRequest(uid="p", session=s, prompt_ids=(3,)) for s in (0, 1))
+    numbers = uniforms(0, [first, second], 1000)
+    assert (numbers[0] != numbers[1]).all()
+    assert (uniforms(1, [first], 1000) != numbers[0]).all()
+    assert (uniforms(0, [second, first], 3) == numbers[::-1, :3]).all()
+    counts = np.histogram(numbers, bins=10, range=(0, 1))[0]
+    assert np.square(counts - 200).sum() / 200 < 40  # chi-squared with 9 degrees of freedom; p < 1e-5
 
 
 def test_samples_follow_the_distribution(engine, model_path):

@@ -16,7 +16,7 @@ from rl_protocol.testing.bigram_model import BigramEngine
 from rl_trainer import PromptRow, SessionKind, Trajectory
 from rl_trainer.rollout.agents.transcript import Transcript
 from rl_trainer.rollout.session_turns import SessionRef, run_sessions
-from rl_trainer.rollout.token_versions import version_runs
+from rl_trainer.rollout.token_versions import joined_runs, version_runs
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 3)), max_size=20))
@@ -27,6 +27,11 @@ def test_runs_cover_all_tokens_and_name_every_version_in_order(versions):
     expanded = [version for version, length in runs for _ in range(length)]
     assert [one for one, made in zip(expanded, versions, strict=False) if made is not None] == known
     assert all(a != b for (a, _), (b, _) in pairwise(runs))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=8))
+def test_joined_parts_have_the_runs_of_their_tokens(parts):
+    assert joined_runs(parts) == version_runs([version for version, tokens in parts for _ in range(tokens)])
 
 
 def generation(tokens, version, finish="stop"):

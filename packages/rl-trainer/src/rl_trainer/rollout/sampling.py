@@ -13,14 +13,14 @@ from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 from rl_protocol.ports import GenerationRequest, SamplingParams
 
 
-def uniforms(seed: int, request: GenerationRequest, count: int) -> np.ndarray[Any, Any]:
-    """[count] random numbers in [0, 1) for one response, drawn by Philox from (seed, uid, session).
+def uniforms(seed: int, requests: Sequence[GenerationRequest], count: int) -> np.ndarray[Any, Any]:
+    """[N, count] random numbers in [0, 1), of each response by SHAKE-128 from (seed, uid, session).
 
     They depend neither on the batch, nor on the worker, nor on the order of arrival.
     """
-    digest = hashlib.sha256(f"{seed}/{request.uid}/{request.session}".encode()).digest()
-    key = np.frombuffer(digest[:16], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key)).random(count)
+    names = (f"{seed}/{request.uid}/{request.session}" for request in requests)
+    bits = b"".join(hashlib.shake_128(name.encode()).digest(8 * count) for name in names)
+    return (np.frombuffer(bits, "<u8") >> 11).reshape(-1, count) * 2.0**-53  # all bits of a double's fraction
 
 
 class Sampler:
@@ -44,8 +44,7 @@ class Sampler:
             self._warpers.append(TopKLogitsWarper(params.top_k))
         if params.top_p < 1:
             self._warpers.append(TopPLogitsWarper(params.top_p))
-        numbers = np.stack([uniforms(params.seed, request, params.max_new_tokens) for request in requests])
-        self._numbers = torch.from_numpy(numbers)
+        self._numbers = torch.from_numpy(uniforms(params.seed, requests, params.max_new_tokens))
 
     def __call__(self, logits: torch.Tensor, rows: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose a token for each row.

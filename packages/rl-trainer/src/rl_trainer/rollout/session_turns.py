@@ -23,7 +23,7 @@ from rl_trainer.asyncio_tasks import gather_or_cancel
 from rl_trainer.config.registry import Registry
 from rl_trainer.data import PromptRow
 from rl_trainer.rollout.partial_generation import generate_turn
-from rl_trainer.rollout.token_versions import VersionRuns, check_runs, version_runs
+from rl_trainer.rollout.token_versions import VersionRuns, check_runs, joined_runs
 from rl_trainer.rollout.trajectory_stats import RolloutStats
 
 
@@ -56,7 +56,7 @@ class Trajectory:
     def of(cls, *parts: Generation) -> Trajectory:
         """The trajectory of a session of one turn, which was generated in these parts."""
         ids = tuple(chain.from_iterable(part.response_ids for part in parts))
-        runs = version_runs([part.weight_version for part in parts for _ in part.response_ids])
+        runs = joined_runs((part.weight_version, len(part.response_ids)) for part in parts)
         return cls(
             response_ids=ids,
             response_mask=(True,) * len(ids),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from rl_protocol import RolloutError
@@ -26,6 +26,21 @@ def version_runs(versions: Sequence[int | None]) -> VersionRuns:
         known = known if version is None else version
         filled.append(known)
     return tuple((version, len(list(run))) for version, run in groupby(filled) if version is not None)
+
+
+def joined_runs(parts: Iterable[tuple[int, int]]) -> VersionRuns:
+    """The runs of parts (version, tokens), of which neighbours may have the same version.
+
+    >>> joined_runs([(3, 2), (3, 1), (4, 0), (4, 1)])
+    ((3, 3), (4, 1))
+    """
+    runs: list[tuple[int, int]] = []
+    for version, tokens in parts:
+        if runs and runs[-1][0] == version:
+            runs[-1] = (version, runs[-1][1] + tokens)
+        elif tokens:
+            runs.append((version, tokens))
+    return tuple(runs)
 
 
 def check_runs(runs: VersionRuns, tokens: int, oldest: int, where: str) -> None:
