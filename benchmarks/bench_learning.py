@@ -94,7 +94,7 @@ def main() -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="another override of all runs; the first one's value names the result",
+        help="another override of all runs; the first one names the result",
     )
     parser.add_argument("--tool", action="store_true", help="the demo with a tool, and the same without it")
     parser.add_argument("--smoke", action="store_true", help="one seed, GRPO, 2 steps, nothing written")
@@ -115,9 +115,15 @@ def main() -> None:
         return
     varied = "_".join(key.partition(".")[0] for key in arguments.vary.split(","))
     name = "learning_tool" if arguments.tool else f"learning_{varied}_seeds"
-    path = write_result("_".join([name, *(pair.partition("=")[2] for pair in arguments.set[:1])]), command_line(), rows)
+    path = write_result("_".join([name, *map(_short, arguments.set[:1])]), command_line(), rows)
     plot(rows, path.with_suffix(".png"))
     print(path)
+
+
+def _short(pair: str) -> str:
+    """The value of KEY=VALUE, after the last part of the key where it is a number."""
+    key, _, value = pair.partition("=")
+    return f"{key.rpartition('.')[2]}_{value}" if value.isdigit() else value
 
 
 if __name__ == "__main__":
