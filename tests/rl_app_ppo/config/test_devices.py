@@ -30,6 +30,12 @@ def test_without_gpus_no_process_gets_one(engine):
     assert planned == {"actor": 0, "ref": 0, "rollout-0": 0, "rollout-1": 0, "reward": 0}
 
 
+def test_the_torch_engine_has_a_gpu_unless_its_device_is_the_cpu():
+    roles = ("model_engine=torch", "algorithm=ppo", KL, "placement=actor+ref")
+    assert gpus(8, *roles) == {"actor_ref": 1, "critic": 1, "rollout-0": 0, "rollout-1": 0, "reward": 0}
+    assert set(gpus(8, *roles, "torch.device=cpu").values()) == {0}
+
+
 def test_roles_of_a_process_share_its_gpu_and_each_rank_has_one():
     assert gpus(8, *PPO, "placement=fused") == {"actor_ref_critic_rollout": 1, "reward": 0}
     shared = gpus(8, *PPO, "fsdp.world_size=3", "placement=actor+ref,critic+reward", "rollout.num_workers=1")
@@ -66,6 +72,7 @@ def test_a_reward_model_has_a_gpu_unless_its_file_says_cpu(tmp_path, monkeypatch
         (4, ["fsdp.world_size=4", "trainer.n_gpus_per_node=3"], r"3 can be used on this one \(trainer\.n_gpus_per_node\)"),
         (4, ["trainer.n_gpus_per_node=5"], r"trainer\.n_gpus_per_node=5, but Ray has 4 GPUs on this node"),
         (4, ["trainer.n_gpus_per_node=0", "fsdp.device=cuda"], r"fsdp\.device=cuda needs 1 GPUs .* trainer\.n_gpus_per_node=0 leaves none"),
+        (4, ["trainer.n_gpus_per_node=0", "model_engine=torch", "torch.device=cuda"], r"torch\.device=cuda needs 1 GPUs"),
         (0, [VLLM], r"rollout\.name=vllm needs 1 GPUs for each process of rollout, and Ray has none on this node"),
     ],
 )  # fmt: skip
@@ -90,11 +97,11 @@ def test_gpus_of_which_the_run_may_use_none_leave_everything_on_the_cpu():
     ("overrides", "found", "warning"),
     [
         (["model_engine=torch"], 0, ""),
-        (["model_engine=torch"], 2, "while 2 GPUs of this node stand idle; set model_engine=fsdp"),
+        (["model_engine=torch", "torch.device=cpu"], 2, "while 2 GPUs of this node stand idle; set torch.device=auto"),
         ([FSDP, "fsdp.device=cpu"], 2, "stand idle; set fsdp.device=auto"),
         ([FSDP], 2, ""),
         (["model_engine=torch", "trainer.n_gpus_per_node=0"], 2, ""),
-        (["model_engine=torch", VLLM, "rollout.num_workers=2"], 2, ""),
+        (["model_engine=torch", "torch.device=cpu", VLLM, "rollout.num_workers=2"], 2, ""),
     ],
 )
 def test_training_on_the_cpu_while_a_gpu_stands_idle_is_said(overrides, found, warning):

@@ -25,7 +25,7 @@ from rl_trainer.backends.parallel_strategy import FsdpStrategy, PlainStrategy
 from rl_trainer.backends.token_batch import lengths_of
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
-from rl_trainer.backends.world import World, join_world
+from rl_trainer.backends.world import CPU, World, join_world
 from rl_trainer.config.optim import Schedule
 
 COSINE = OptimConfig(lr=1e-3, lr_warmup_steps=2, lr_scheduler_type="cosine", lr_decay_steps=20, min_lr_ratio=0.1)
@@ -130,7 +130,7 @@ def rank_main(rank: int, path: Path, out: Path) -> None:
     base = TorchPolicyBackend(path, None)
     for name, size in (("two", 2), ("one", 1)):
         if rank < size:
-            world = join_world(rank, size, store=out / f"store-{name}", device="cpu", timeout_s=300)
+            world = join_world(rank, size, store=out / f"store-{name}", device=CPU, timeout_s=300)
             run_all(path, base, world, out / name / str(rank))
             dist.destroy_process_group()
     if rank:

@@ -24,7 +24,7 @@ from rl_trainer.backends.parallel_strategy import FsdpStrategy, full_tensor
 from rl_trainer.backends.token_batch import lengths_of
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
-from rl_trainer.backends.world import World, join_world
+from rl_trainer.backends.world import CPU, World, join_world
 from rl_trainer.config.optim import Schedule
 
 SCENARIOS = {
@@ -64,7 +64,7 @@ def weights(model) -> dict[str, np.ndarray]:
 def rank_main(rank: int, size: int, path: Path, root: Path, sources: list[int]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(17 * len(sources))
-    world = join_world(rank, size, store=root / f"store-{size}-of-{len(sources)}", device="cpu", timeout_s=300)
+    world = join_world(rank, size, store=root / f"store-{size}-of-{len(sources)}", device=CPU, timeout_s=300)
     base = TorchPolicyBackend(path, None)
     for scenario in SCENARIOS:
         results = dict[str, dict[str, np.ndarray]]()

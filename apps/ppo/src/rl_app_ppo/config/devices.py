@@ -81,10 +81,9 @@ def idle_gpus(config: AppConfig, planned: Iterable[PlannedProcess], gpus: int) -
     idle = gpus - sum(process.gpus for process in planned)
     if config.engine.trains_on != "cpu" or config.trainer.n_gpus_per_node == 0 or idle <= 0:
         return ""
-    remedy = "fsdp.device=auto" if config.model_engine == "fsdp" else "model_engine=fsdp"
     return (
         f"WARNING: the models train on the CPU (model_engine={config.model_engine}) while {idle} GPUs of this node stand idle; set "
-        f"{remedy} to train on a GPU, or {_KEY}=0 to use none."
+        f"{config.model_engine}.device=auto to train on a GPU, or {_KEY}=0 to use none."
     )
 
 

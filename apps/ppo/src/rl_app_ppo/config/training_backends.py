@@ -75,7 +75,7 @@ TRAINING_BACKENDS: Mapping[str, TrainingBackendSpec] = {
     for engine in (
         TrainingBackendSpec(
             name="torch",
-            help="one process on the CPU",
+            help="one process",
             options=TorchConfig,
             build="rl_app_ppo.worker.build:build_torch",
             defaults=_PACKED,

@@ -80,6 +80,10 @@ async def build_workers(roles: Sequence[Role], call: BuildCall) -> dict[Role, Bu
     plane = await connect(msgspec.json.decode(call.plane, type=PlaneDescriptor))
     columns = step_columns(config.algorithm, config.actor, images=vision_of(path) is not None)
     trains = set(roles) & set(TRAINED)
+    if config.trainer.deterministic:
+        from rl_trainer.backends.world import compute_deterministically  # torch: the reward process needs none
+
+        compute_deterministically()
     build = load_builder(config.backend)(config, call, plane, columns) if trains else None
     built: dict[Role, Built] = {}
     generator: RolloutEngine | None = None
@@ -169,21 +173,23 @@ def _generator(config: AppConfig, path: Path) -> RolloutEngine:
 def build_torch(config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns) -> Build:
     """Builder of model_engine=torch: the whole model in this process."""
     from rl_trainer.backends.parallel_strategy import PlainStrategy  # torch: the reward process needs none
+    from rl_trainer.backends.world import device_of
 
-    return train_with(PlainStrategy(config.engine_as(TorchConfig)), config, call, plane, columns)
+    options = config.engine_as(TorchConfig)
+    return train_with(PlainStrategy(options, device_of(options.device)), config, call, plane, columns)
 
 
 def build_fsdp(config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns) -> Build:
     """Builder of model_engine=fsdp: joins the ranks, over which FSDP2 shards each model."""
-    from rl_trainer.backends.parallel_strategy import FsdpStrategy, resolve_device
-    from rl_trainer.backends.world import join_world
+    from rl_trainer.backends.parallel_strategy import FsdpStrategy
+    from rl_trainer.backends.world import device_of, join_world
 
     options = config.engine_as(FsdpConfig)
     world = join_world(
         call.rank,
         config.ranks,
         store=Path(call.store),
-        device=resolve_device(options.trains_on),
+        device=device_of(options.trains_on),
         timeout_s=config.trainer.stage_timeout_s,
     )
     return train_with(FsdpStrategy(options, world), config, call, plane, columns)

@@ -28,9 +28,8 @@ from rl_trainer.algorithms.losses.policy_objective import PolicyObjective
 from rl_trainer.algorithms.losses.value_loss import ValueObjective, value_fit
 from rl_trainer.algorithms.metrics import WeightedMeans
 from rl_trainer.algorithms.old_log_prob import loss_correction
-from rl_trainer.backends.parallel_strategy import resolve_device
 from rl_trainer.backends.token_batch import lengths_of, token_columns, value_columns
-from rl_trainer.backends.world import join_world
+from rl_trainer.backends.world import device_of, join_world
 from rl_trainer.config.optim import Schedule
 
 
@@ -154,7 +153,7 @@ def join_ranks(config: AppConfig, rank: int, store: Path) -> Ranks:
     Raises:
         ConfigError: the number of ranks does not fit the layout.
     """
-    join_world(rank, config.ranks, store=store, device=resolve_device("auto"), timeout_s=config.trainer.stage_timeout_s)
+    join_world(rank, config.ranks, store=store, device=device_of("auto"), timeout_s=config.trainer.stage_timeout_s)
     megatron = config.engine_as(MegatronConfig)
     return open_ranks(
         Layout(

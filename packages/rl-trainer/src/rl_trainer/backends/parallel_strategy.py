@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rl_protocol import ConfigError
 from rl_trainer.backends.compute_weights import ComputeWeights, warn_if_slow
-from rl_trainer.backends.world import World
+from rl_trainer.backends.world import CPU, World, device_of
 from rl_trainer.config.backends import FsdpConfig, TorchConfig
 
 
@@ -25,25 +25,27 @@ class ParallelStrategy(Protocol):
     device: torch.device
 
     def prepare(self, model: torch.nn.Module, layers: tuple[str, ...]) -> None:
-        """Prepare a model that was loaded on the CPU; `layers` are class names of its repeated
-        blocks.
+        """Move a model that was loaded on the CPU to the device, and prepare it; `layers` are class
+        names of its repeated blocks.
         """
         ...
 
 
 class PlainStrategy:
-    """The whole model in this process, on the CPU."""
+    """The whole model in this process."""
 
-    def __init__(self, config: TorchConfig = TorchConfig()) -> None:  # noqa: B008 (frozen)
+    def __init__(self, config: TorchConfig = TorchConfig(), device: torch.device = CPU) -> None:  # noqa: B008 (frozen)
         self.world = World()
-        self.device = torch.device("cpu")
+        self.device = device
         self._config = config
 
     def prepare(self, model: torch.nn.Module, layers: tuple[str, ...]) -> None:
-        """Let bfloat16 copies of the weights compute, if the settings say so."""
+        """Move the model, and let bfloat16 copies of its weights compute if the settings say so."""
         del layers
+        model.to(self.device)
         if self._config.param_dtype == "bfloat16":
-            warn_if_slow("TorchConfig.param_dtype")
+            if self.device.type == "cpu":
+                warn_if_slow("TorchConfig.param_dtype")
             ComputeWeights(model, torch.bfloat16)
 
 
@@ -52,7 +54,7 @@ class FsdpStrategy:
 
     def __init__(self, config: FsdpConfig, world: World) -> None:
         self.world = world
-        self.device = torch.device(resolve_device(config.device))
+        self.device = device_of(config.device)
         self._config = config
 
     def prepare(self, model: torch.nn.Module, layers: tuple[str, ...]) -> None:
@@ -91,18 +93,8 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def resolve_device(name: str) -> str:
-    """Resolve `auto`: cuda if available, else cpu."""
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-
-
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The full parameter on the CPU. A collective: all ranks ask for the same ones in the same
+    """The full parameter, on its device. A collective: all ranks ask for the same ones in the same
     order.
     """
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
-
-
-def storage_address(tensor: torch.Tensor) -> int:
-    """Address of this rank's part of a parameter, equal for tied weights."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from rl_protocol import ConfigError
-from rl_trainer.backends.parallel_strategy import resolve_device
+from rl_trainer.backends.world import device_of
 from rl_trainer.rewards.scorer import Failure, Outcome, Sample, outcome_of
 from rl_trainer.rewards.scorer_toml import RewardModelConfig
 
@@ -29,7 +29,7 @@ class RewardModelScorer:
     reads_tokens: bool = True
 
     def __init__(self, settings: RewardModelConfig) -> None:
-        self._device = resolve_device(settings.device)
+        self._device = device_of(settings.device)
         self._model = _load(Path(settings.path).expanduser()).to(self._device)
         config: Any = self._model.config
         self._pad_id: int | None = config.pad_token_id

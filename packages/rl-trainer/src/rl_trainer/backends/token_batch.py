@@ -19,9 +19,9 @@ from rl_trainer.algorithms.losses.policy_objective import TokenColumns
 from rl_trainer.algorithms.losses.value_loss import ValueColumns
 from rl_trainer.algorithms.old_log_prob import INTERPOLATION
 from rl_trainer.backends.packing import PackedLayout, TokenNumbers
+from rl_trainer.backends.world import CPU
 from rl_trainer.data.image_columns import check_responses
 
-CPU = torch.device("cpu")
 SHARED_FROM = 16
 """Tokens of a packed batch of which sharing prompts must save one."""
 

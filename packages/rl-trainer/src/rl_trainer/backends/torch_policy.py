@@ -25,9 +25,10 @@ from rl_trainer.backends.forward_passes import ForwardPasses, per_token
 from rl_trainer.backends.loading import Facts, layer_names, load_model, require_alone
 from rl_trainer.backends.optimizer import MiniBatchOptimizer
 from rl_trainer.backends.output_head import OutputHead
-from rl_trainer.backends.parallel_strategy import ParallelStrategy, PlainStrategy, full_tensor, storage_address
+from rl_trainer.backends.parallel_strategy import ParallelStrategy, PlainStrategy, full_tensor
 from rl_trainer.backends.snapshot import restore, snapshot
 from rl_trainer.backends.token_batch import TokenBatch, lengths_of, token_batch, token_columns
+from rl_trainer.backends.world import CPU
 from rl_trainer.checkpoints.resumable import Write
 from rl_trainer.config import ActorConfig, RolloutCorrectionConfig
 from rl_trainer.config.lora import LoraConfig
@@ -197,10 +198,10 @@ class TorchPolicyBackend:
         """Copy the policy. On several ranks this is a collective, and the first rank writes."""
         writes = not self._strategy.world.rank
         state, copies = dict[str, torch.Tensor](), dict[int, torch.Tensor]()
-        for name, tensor in self._model.state_dict().items():
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
             found = full_tensor(tensor) if self._saves(name) else None
             if found is not None and writes:  # tied weights stay one tensor for transformers
-                state[name] = copies.setdefault(storage_address(tensor), found.clone())
+                state[name] = copies.setdefault(id(tensor), found.to(CPU, copy=True))
 
         def write(path: Path) -> Sequence[Path]:
             if not writes:

@@ -1,8 +1,9 @@
-"""The ranks that train one model together."""
+"""Where a process computes: its device, and the ranks that train one model with it."""
 
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,33 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+_logger = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+
+
+def device_of(setting: str) -> torch.device:
+    """The device that a setting names; `auto`: the GPU if this process was given one, else CPU."""
+    if setting != "auto":
+        return torch.device(setting)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if given := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        _logger.warning(
+            "This process was given GPU %s, but torch %s finds no GPU, so it computes on the CPU: install a torch that was built for CUDA "
+            "and fits the driver.",
+            given,
+            torch.__version__,
+        )
+    return CPU
+
+
+def compute_deterministically() -> None:
+    """Have the GPU of this process compute equal bits from equal inputs, as the CPU does."""
+    if torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it
+        torch.use_deterministic_algorithms(True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +63,21 @@ class World:
         return numbers.tolist()
 
 
-def join_world(rank: int, size: int, *, store: Path, device: str, timeout_s: float) -> World:
+def join_world(rank: int, size: int, *, store: Path, device: torch.device, timeout_s: float) -> World:
     """Join the other ranks of this host through a shared file; gloo talks over loopback.
 
     Args:
         rank: 0..size-1.
         size: number of ranks.
         store: a path that does not exist yet, the same for all ranks.
-        device: cpu (gloo), or cuda (gloo for numbers, nccl for weights).
+        device: the CPU (gloo), or a GPU (gloo for numbers, nccl for weights).
         timeout_s: longest wait for the other ranks, here and in each collective.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if device == "cuda":
+    if device.type == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,

@@ -14,7 +14,7 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(Options):
-    """Options of a training engine; by default a model has one process on the CPU, in float32."""
+    """Options of a training engine; by default a model has one process, in float32."""
 
     @property
     def ranks(self) -> int:
@@ -49,8 +49,9 @@ class EngineConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class TorchConfig(EngineConfig):
-    """One process on the CPU (model_engine=torch)."""
+    """One process (model_engine=torch)."""
 
+    device: str = option("auto", "cpu, cuda, or auto: cuda where there is one", choices=DEVICES)
     param_dtype: str = option(
         "float32",
         "float32, or bfloat16: computes in it; master weights, gradient sums and optimizer stay float32",
@@ -58,8 +59,15 @@ class TorchConfig(EngineConfig):
     )
 
     @property
+    def trains_on(self) -> str:
+        return self.device
+
+    @property
     def computes_in(self) -> str:
         return self.param_dtype
+
+    def check_gpus(self, path: str, count: Callable[[], int]) -> None:
+        _check_device(self.device, path, count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +112,7 @@ class FsdpConfig(EngineConfig):
         return self.param_dtype
 
     def check_gpus(self, path: str, count: Callable[[], int]) -> None:
-        if self.device == "cuda":
-            require_gpu(count(), f"{path}device=cuda", f"{path}device=cpu or auto")
+        _check_device(self.device, path, count)
         if self.cpu_offload:
             remedy = f"{path}cpu_offload=false: without a GPU everything is in host memory"
             require_gpu(count(), f"{path}cpu_offload=true", remedy)
@@ -172,6 +179,11 @@ class MegatronConfig(EngineConfig):
         Tensor-parallel ranks are neighbors, then come replicas, then pipeline stages.
         """
         return rank // self.tensor_model_parallel_size % (self.ranks // self.replica_size)
+
+
+def _check_device(device: str, path: str, count: Callable[[], int]) -> None:
+    if device == "cuda":
+        require_gpu(count(), f"{path}device=cuda", f"{path}device=cpu or auto")
 
 
 def require_gpu(found: int, setting: str, remedy: str) -> None:

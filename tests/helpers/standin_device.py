@@ -1,0 +1,117 @@
+"""A stand-in for a GPU: tensors of the device `meta` that have values.
+
+An operation on a tensor of the stand-in and one of the CPU raises, as on a GPU, except for scalars
+and copies. It computes in host memory, so the results are those of the CPU, up to rounding. (Torch
+can't run a backward pass on a fake `cuda` without a driver.)
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+STAND_IN = torch.device("meta")
+CPU = torch.device("cpu")
+SOURCES = "/src/rl_"
+"""Part of the paths of all product code."""
+
+_ops: Any = torch.ops.aten
+_COPIES = (_ops._to_copy.default, _ops.copy_.default)
+_READS = (_ops._local_scalar_dense.default, _ops.nonzero.default, _ops.masked_select.default, _ops.equal.default)
+"""Operations for which the host waits until the device has computed: they need a value."""
+
+
+class StrayTensorError(RuntimeError):
+    """An operation got tensors of both devices."""
+
+
+class _OnDevice(torch.Tensor):
+    """A tensor of the stand-in; `held` has its values."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> _OnDevice:
+        layout = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
+        made = torch.Tensor._make_wrapper_subclass(cls, held.size(), device=STAND_IN, **layout)
+        made.held = held
+        return made
+
+    def __repr__(self, **_: Any) -> str:
+        return f"_OnDevice({self.held!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _compute(func, args, kwargs or {})[0]
+
+
+class StandIn(TorchDispatchMode):
+    """Within it, the device STAND_IN can be used.
+
+    Attributes:
+        reads: functions of the product that made the host wait for a value, `file.py:function`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: set[str] = set()
+        optimizers: Any = importlib.import_module("torch.optim.optimizer")
+        fused = [*optimizers._get_fused_kernels_supported_devices(), STAND_IN.type]
+        self._fused = mock.patch.object(optimizers, "_get_fused_kernels_supported_devices", return_value=fused)
+
+    def __enter__(self) -> StandIn:
+        self._fused.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._fused.stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made, read = _compute(func, args, kwargs or {})
+        if read:
+            self.reads.add(_caller())
+        return made
+
+
+def _compute(func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
+    """The result of an operation, and whether the host waits for it."""
+    flat, _ = tree_flatten((args, kwargs))
+    ours = [one for one in flat if isinstance(one, _OnDevice)]
+    strays = [tuple(t.shape) for t in flat if isinstance(t, torch.Tensor) and not isinstance(t, _OnDevice) and t.dim()]
+    if ours and strays and func not in _COPIES:
+        raise StrayTensorError(f"{func} got tensors of the stand-in and tensors of the CPU of the shapes {strays}")
+    asked = kwargs.get("device")
+    here = bool(ours) if asked is None else asked == STAND_IN
+    held, spec = tree_flatten((args, {**kwargs, "device": CPU} if asked == STAND_IN else kwargs))
+    args, kwargs = tree_unflatten([one.held if isinstance(one, _OnDevice) else one for one in held], spec)
+    made = func(*args, **kwargs)
+    changed = {id(one.held): one for one in ours} if func._schema.is_mutable else {}
+
+    def wrapped(one: Any) -> Any:
+        if not isinstance(one, torch.Tensor):
+            return one
+        return changed[id(one)] if id(one) in changed else _OnDevice(one) if here else one
+
+    to_host = func in _COPIES and bool(ours) and not here
+    if func is _ops.copy_.default:
+        to_host = len(ours) == 1 and not isinstance(flat[0], _OnDevice)
+    masks = func is _ops.index.Tensor and any(one.dtype == torch.bool for one in ours)
+    return tree_map(wrapped, made), bool(ours) and (func in _READS or to_host or masks)
+
+
+def _caller() -> str:
+    """The innermost function of the product on the stack."""
+    frame = sys._getframe()
+    while frame is not None:
+        if SOURCES in frame.f_code.co_filename:
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_qualname.partition('.<locals>')[0]}"
+        frame = frame.f_back
+    return "outside"

@@ -1,0 +1,213 @@
+"""Models on another device than the CPU compute what they compute on the CPU.
+
+The device is the only changed argument. Without a GPU it is a stand-in on which a tensor that was
+left on the CPU is an error; with the marker `gpu` it is a real one.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from standin_device import STAND_IN, StandIn, StrayTensorError
+
+from rl_protocol import BatchData, RaggedColumn
+from rl_trainer.backends.parallel_strategy import PlainStrategy
+from rl_trainer.backends.torch_critic import TorchCriticBackend
+from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
+from rl_trainer.backends.world import CPU, compute_deterministically, device_of
+from rl_trainer.config import ActorConfig, CriticConfig, OptimConfig, RolloutCorrectionConfig
+from rl_trainer.config.backends import TorchConfig
+from rl_trainer.config.lora import LoraConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter:UserWarning")
+
+OPTIM = OptimConfig(lr=1e-2)
+HOST_WAITS = {
+    "forward_passes.py:per_token": "results leave the device here and nowhere else",
+    "optimizer.py:MiniBatchOptimizer._accumulate": "a step is skipped if the norm of its gradients is not finite",
+    "policy_objective.py:_report": "sums for metrics, and the masked values that they are of",
+    "policy_objective.py:PolicyObjective._correct": "rejection and weights of a rollout correction are computed in numpy",
+    "value_loss.py:ValueObjective.__call__": "sums for metrics, and the masked values that they are of",
+}
+"""Functions of a training step in which the host waits for the device, and why they must."""
+
+
+@pytest.fixture(params=["stand-in", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """The other device."""
+    if request.param == "stand-in":
+        return STAND_IN
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no GPU")
+    return torch.device("cuda")
+
+
+def on(device):
+    """A context in which tensors of the device can be used."""
+    return StandIn() if device == STAND_IN else nullcontext()
+
+
+def policy_on(device, path, *, lora=None, packed=True, dtype="float32", **settings):
+    config = ActorConfig(optim=OPTIM, ppo_mini_batch_size=4, use_remove_padding=packed, **settings)
+    strategy = PlainStrategy(TorchConfig(param_dtype=dtype), device)
+    correction = RolloutCorrectionConfig(rollout_is="token", rollout_rs=("token_k1",), rollout_rs_threshold=("0.1_8",))
+    options = PolicyOptions(sum_pi_squared=True, correction=correction if "use_kl_loss" in settings else None)
+    return TorchPolicyBackend(path, config, lora=lora, strategy=strategy, options=options)
+
+
+def critic_on(device, path, *, packed=True):
+    config = CriticConfig(optim=OPTIM, ppo_mini_batch_size=4, use_remove_padding=packed)
+    return TorchCriticBackend(path, config, rollout_n=1, seed=0, strategy=PlainStrategy(TorchConfig(), device))
+
+
+@pytest.fixture(scope="module")
+def data(model_path, training_batch):
+    batch = training_batch(TorchPolicyBackend(model_path, None))
+    offsets, rng = batch.ragged("responses").offsets, np.random.default_rng(1)
+    more = {name: rng.normal(size=offsets[-1]).astype(np.float32) for name in ("values", "returns")}
+    return BatchData({**batch.columns, **{name: RaggedColumn(x, offsets, "float32") for name, x in more.items()}})
+
+
+def close(found, wanted, part=1e-4):
+    """Whether arrays differ by at most that part of the largest number."""
+    assert found.shape == wanted.shape
+    return np.abs(found - wanted).max() <= part * np.abs(wanted).max()
+
+
+def log_probs(policy, data):
+    return policy.compute_log_probs(data, temperature=0.9).ragged("log_probs").values
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, dropout=0.0)], ids=["full", "lora"])
+def test_a_policy_trains_as_on_the_cpu(model_path, data, device, lora, packed):
+    def trained(device):
+        policy = policy_on(device, model_path, lora=lora, packed=packed, use_kl_loss=True)
+        columns = policy.compute_log_probs(data, temperature=0.9)
+        if lora is not None:
+            columns = columns.union(
+                BatchData({"ref": policy.compute_reference_log_probs(data, temperature=0.9)["log_probs"]})
+            )
+        metrics = [policy.update(data, temperature=0.9) for _ in range(2)]
+        weights = {weight.name: (weight.dtype, weight.shape) for weight in policy.named_weights()}
+        return columns, metrics, log_probs(policy, data), weights
+
+    wanted = trained(CPU)
+    with on(device):
+        found = trained(device)
+    for name in wanted[0].columns:
+        assert close(found[0].ragged(name).values, wanted[0].ragged(name).values), name
+    for ours, theirs in zip(found[1], wanted[1], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+    assert close(found[2], wanted[2], 1e-3)
+    assert found[3] == wanted[3]
+    assert not close(found[2], found[0].ragged("log_probs").values, 1e-2), "training changed nothing"
+
+
+def test_a_policy_in_bfloat16_trains(model_path, data, device):
+    with on(device):
+        policy = policy_on(device, model_path, dtype="bfloat16")
+        before = log_probs(policy, data)
+        metrics = policy.update(data, temperature=1.0)
+        assert metrics["actor/grad_norm"] > 0
+        assert metrics["actor/skipped_steps"] == 0
+        assert not np.array_equal(log_probs(policy, data), before)
+        assert {weight.dtype for weight in policy.named_weights()} == {"float32"}
+
+
+def test_a_critic_trains_as_on_the_cpu(model_path, data, device):
+    def trained(device, packed):
+        critic = critic_on(device, model_path, packed=packed)
+        metrics = [critic.update(data) for _ in range(2)]
+        return metrics, critic.compute_values(data).ragged("values").values
+
+    for packed in (True, False):
+        wanted = trained(CPU, packed)
+        with on(device):
+            found = trained(device, packed)
+        for ours, theirs in zip(found[0], wanted[0], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+        assert close(found[1], wanted[1], 1e-3)
+
+
+def test_a_frozen_policy_computes_as_on_the_cpu(model_path, data, device):
+    wanted = log_probs(TorchPolicyBackend(model_path, None), data)
+    with on(device):
+        options = PolicyOptions(frozen=True, forward_rows=3)
+        reference = TorchPolicyBackend(model_path, None, strategy=PlainStrategy(TorchConfig(), device), options=options)
+        assert close(log_probs(reference, data), wanted)
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["full", "lora"])
+def test_checkpoints_are_read_on_either_device(model_path, data, device, tmp_path, lora):
+    """What one device saves continues on the other; what it exports is a model like any other."""
+    with on(device):
+        saved = policy_on(device, model_path, lora=lora)
+        saved.update(data, temperature=1.0)
+        for folder, write in (("state", saved.snapshot()), ("model", saved.export())):
+            (tmp_path / folder).mkdir()
+            write(tmp_path / folder)
+        wanted, then = log_probs(saved, data), saved.update(data, temperature=1.0)
+    resumed = policy_on(CPU, model_path, lora=lora)
+    resumed.restore(tmp_path / "state")
+    assert close(log_probs(resumed, data), wanted)
+    if lora is None:
+        exported = TorchPolicyBackend(tmp_path / "model", None)
+        assert close(log_probs(exported, data), wanted)
+    assert resumed.update(data, temperature=1.0) == pytest.approx(then, rel=1e-3, abs=1e-5)
+    (tmp_path / "back").mkdir()
+    resumed.snapshot()(tmp_path / "back")
+    with on(device):
+        back = policy_on(device, model_path, lora=lora)
+        back.restore(tmp_path / "back")
+        assert close(log_probs(back, data), log_probs(resumed, data))
+
+
+def test_the_host_waits_for_the_device_only_where_it_must(model_path, data):
+    with StandIn() as device:
+        policy = policy_on(STAND_IN, model_path, use_kl_loss=True)
+        critic = critic_on(STAND_IN, model_path)
+        device.reads.clear()  # what loading reads
+        policy.compute_log_probs(data, temperature=1.0)
+        policy.update(data, temperature=1.0)
+        critic.compute_values(data)
+        critic.update(data)
+    assert device.reads == HOST_WAITS.keys()
+
+
+def test_a_tensor_left_on_the_cpu_is_an_error_on_the_stand_in():
+    with StandIn() as device:
+        there = torch.ones(3, device=STAND_IN)
+        with pytest.raises(StrayTensorError, match=r"aten.mul.Tensor .* shapes \[\(3,\)\]"):
+            there * torch.ones(3)
+        assert torch.equal((there * torch.tensor(2.0)).cpu(), torch.full((3,), 2.0))
+    assert device.reads == {"outside"}
+
+
+def test_only_a_gpu_is_asked_for_deterministic_algorithms(monkeypatch):
+    """On the CPU they are so by default, and the setting would clear all new memory."""
+    asked = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # what the code sets is then undone
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    for found in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=found: found)
+        compute_deterministically()
+        assert asked == [True] * found
+        assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == found
+
+
+def test_auto_is_the_cpu_where_the_process_has_no_gpu(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert device_of("auto") == device_of("cpu") == CPU
+    assert not caplog.records
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert device_of("auto") == CPU
+    assert "was given GPU 3, but torch" in caplog.text
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device_of("auto") == torch.device("cuda")
