@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,6 +48,9 @@ class _OnDevice(torch.Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"_OnDevice({self.held!r})"
 
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _compute(func, args, kwargs or {})[0]
@@ -62,23 +66,36 @@ class StandIn(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.reads: set[str] = set()
-        optimizers: Any = importlib.import_module("torch.optim.optimizer")
-        fused = [*optimizers._get_fused_kernels_supported_devices(), STAND_IN.type]
-        self._fused = mock.patch.object(optimizers, "_get_fused_kernels_supported_devices", return_value=fused)
+        self._patches = ExitStack()
 
     def __enter__(self) -> StandIn:
-        self._fused.start()
+        optimizers: Any = importlib.import_module("torch.optim.optimizer")
+        name = "_get_fused_kernels_supported_devices"
+        fused = [*getattr(optimizers, name)(), STAND_IN.type]
+        self._patches.enter_context(mock.patch.object(optimizers, name, return_value=fused))
+        self._patches.enter_context(mock.patch.object(torch, "tensor", _tensor))
+        # views in inference mode do not pass through __torch_dispatch__
+        self._patches.enter_context(mock.patch.object(torch, "inference_mode", torch.no_grad))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._fused.stop()
+        self._patches.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made, read = _compute(func, args, kwargs or {})
         if read:
             self.reads.add(_caller())
         return made
+
+
+_plain_tensor = torch.tensor
+
+
+def _tensor(data: Any, *, device: Any = None, **more: Any) -> torch.Tensor:
+    """`torch.tensor`, which loses the data of a tensor on `meta` before __torch_dispatch__."""
+    made = _plain_tensor(data, **more)
+    return made if device is None else made.to(device)
 
 
 def _compute(func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:

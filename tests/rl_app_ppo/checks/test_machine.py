@@ -96,6 +96,7 @@ FSDP = "model_engine=fsdp"
     ("overrides", "devices", "words"),
     [
         ([FSDP, "fsdp.device=cuda"], CPU, "fsdp.device=cuda needs an NVIDIA GPU.* Set fsdp.device=cpu or auto"),
+        (["rollout.device=cuda"], CPU, "rollout.device=cuda needs an NVIDIA GPU.* Set rollout.device=cpu or auto"),
         (["torch.device=cuda"], CPU, "torch.device=cuda needs an NVIDIA GPU.* Set torch.device=cpu or auto"),
         ([FSDP, "fsdp.cpu_offload=true"], CPU, "fsdp.cpu_offload=true needs an NVIDIA GPU"),
         (["checkpoint_engine.backend=nccl"], ("cuda",), "backend=nccl needs an NVIDIA GPU.* Set checkpoint_engine.backend=shm"),

@@ -97,6 +97,9 @@ def test_what_a_role_holds(folder):
     assert role_bytes("ref", config, size) == {"weights": 2 * size.weights}
     assert role_bytes("rollout", config, size)["weights"] == 4 * size.weights
     assert role_bytes("reward", config, size) == {}
+    fused = load_config(["placement=fused"])
+    assert role_bytes("rollout", fused, size).keys() == {"KV cache"}
+    assert role_bytes("rollout", fused, size, on_gpu=True)["weights"] == 4 * size.weights, "the host lends none"
     adapted = load_config([*whole, "lora.rank=4"])
     size = model_size(folder, adapted.lora)
     assert role_bytes("actor", adapted, size)["optimizer"] == 4 * size.trained < size.weights
@@ -108,9 +111,9 @@ def test_a_plan_is_printed_for_gpus_that_this_machine_does_not_have(capsys, tmp_
     wanted = ["model_engine=fsdp", "fsdp.world_size=4", "placement=actor+ref", "trainer.n_gpus_per_node=8"]
     assert main(["--plan", *wanted]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "model: 333,184 weights, 333,184 of an actor trained; GPUs: 4"
+    assert lines[0] == "model: 333,184 weights, 333,184 of an actor trained; GPUs: 6"
     assert any(line.startswith("4 x actor+ref: 1 GPU, 0 CPUs reserved, ") for line in lines)
-    assert any(line.startswith("2 x rollout: CPU, 0 CPUs reserved, ") for line in lines)
+    assert any(line.startswith("2 x rollout: 1 GPU, 0 CPUs reserved, ") for line in lines)
     assert list(tmp_path.iterdir()) == []
     assert main(["--plan", *wanted[:-1], "trainer.n_gpus_per_node=3"]) == 2
     assert "not enough are left for actor_ref-3" in capsys.readouterr().err

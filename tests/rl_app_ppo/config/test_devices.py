@@ -32,8 +32,10 @@ def test_without_gpus_no_process_gets_one(engine):
 
 def test_the_torch_engine_has_a_gpu_unless_its_device_is_the_cpu():
     roles = ("model_engine=torch", "algorithm=ppo", KL, "placement=actor+ref")
-    assert gpus(8, *roles) == {"actor_ref": 1, "critic": 1, "rollout-0": 0, "rollout-1": 0, "reward": 0}
-    assert set(gpus(8, *roles, "torch.device=cpu").values()) == {0}
+    assert gpus(8, *roles) == {"actor_ref": 1, "critic": 1, "rollout-0": 1, "rollout-1": 1, "reward": 0}
+    on_cpu = gpus(8, *roles, "torch.device=cpu", "rollout.device=cpu")
+    assert set(on_cpu.values()) == {0}
+    assert gpus(8, *roles, "rollout.device=cpu") == {**on_cpu, "actor_ref": 1, "critic": 1}
 
 
 def test_roles_of_a_process_share_its_gpu_and_each_rank_has_one():
@@ -41,7 +43,7 @@ def test_roles_of_a_process_share_its_gpu_and_each_rank_has_one():
     shared = gpus(8, *PPO, "fsdp.world_size=3", "placement=actor+ref,critic+reward", "rollout.num_workers=1")
     assert shared == {
         "actor_ref": 1, "actor_ref-1": 1, "actor_ref-2": 1, "critic_reward": 1, "critic-1": 1, "critic-2": 1,
-        "rollout-0": 0,
+        "rollout-0": 1,
     }  # fmt: skip
 
 
@@ -57,7 +59,7 @@ def test_a_reward_model_has_a_gpu_unless_its_file_says_cpu(tmp_path, monkeypatch
     judge = tmp_path / "judge.toml"
     for device, expected in (("auto", 1), ("cuda", 1), ("cpu", 0)):
         judge.write_text(f'kind = "model"\npath = "{tmp_path}"\ndevice = "{device}"\n')
-        assert gpus(1, f"reward.function={judge}", "placement=fused")["reward"] == expected
+        assert gpus(2, f"reward.function={judge}", "placement=fused")["reward"] == expected
     judge.write_text(f'kind = "model"\npath = "{tmp_path}"\ndevice = "cuda"\n')
     with pytest.raises(ConfigError, match=r'device = "cuda" of .*judge\.toml in reward\.function needs 1 GPUs'):
         gpus(0, f"reward.function={judge}")
@@ -66,8 +68,10 @@ def test_a_reward_model_has_a_gpu_unless_its_file_says_cpu(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("found", "overrides", "words"),
     [
-        (2, ["fsdp.world_size=3"], r"need 3 .*actor_ref.* and 2 can .*for actor_\w+-2\. Lower fsdp\.world_size, or set trainer\.n_gpus_per_node=0"),
-        (1, ["placement=separate", KL], r"need 2 GPUs .*\(actor 1, ref 1\).* for ref\. Set placement=actor\+ref\+critic"),
+        (2, ["fsdp.world_size=3", "rollout.device=cpu"], r"need 3 .*actor_ref.* and 2 can .*for actor_\w+-2\. Lower fsdp\.world_size, or set"),
+        (1, ["placement=separate", "rollout.device=cpu", KL], r"need 2 GPUs .*\(actor 1, ref 1\).* for ref\. Set placement=actor\+ref\+critic"),
+        (2, ["placement=separate"], r"need 4 GPUs .* for rollout-0\. Lower rollout\.num_workers or set rollout\.device=cpu, or set trainer"),
+        (0, ["rollout.device=cuda"], r"rollout\.device=cuda needs 1 GPUs for each process of rollout, and Ray has none"),
         (3, [VLLM, "rollout.tensor_model_parallel_size=2"], r"left for rollout-0\. Lower rollout\.num_workers or rollout\.\w+\.$"),
         (4, ["fsdp.world_size=4", "trainer.n_gpus_per_node=3"], r"3 can be used on this one \(trainer\.n_gpus_per_node\)"),
         (4, ["trainer.n_gpus_per_node=5"], r"trainer\.n_gpus_per_node=5, but Ray has 4 GPUs on this node"),
@@ -97,8 +101,12 @@ def test_gpus_of_which_the_run_may_use_none_leave_everything_on_the_cpu():
     ("overrides", "found", "warning"),
     [
         (["model_engine=torch"], 0, ""),
-        (["model_engine=torch", "torch.device=cpu"], 2, "while 2 GPUs of this node stand idle; set torch.device=auto"),
-        ([FSDP, "fsdp.device=cpu"], 2, "stand idle; set fsdp.device=auto"),
+        (
+            ["model_engine=torch", "torch.device=cpu", "rollout.device=cpu"],
+            2,
+            "while 2 GPUs of this node stand idle; set torch.device=auto",
+        ),
+        ([FSDP, "fsdp.device=cpu", "rollout.device=cpu"], 2, "stand idle; set fsdp.device=auto"),
         ([FSDP], 2, ""),
         (["model_engine=torch", "trainer.n_gpus_per_node=0"], 2, ""),
         (["model_engine=torch", "torch.device=cpu", VLLM, "rollout.num_workers=2"], 2, ""),

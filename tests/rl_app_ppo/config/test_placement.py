@@ -186,7 +186,10 @@ def test_memory_is_not_freed_under_running_generation_nor_without_a_manager(over
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        ([], "here actor+ref+rollout in 1 process, reward in 1; rollout computes with the actor's own weights"),
+        (
+            [],
+            "here actor+ref+rollout in 1 process, reward in 1; rollout computes with the actor's own weights (on a GPU: with a copy)",
+        ),
         (
             ["placement=fused", "model_engine=fsdp", "fsdp.world_size=2"],
             "here actor+ref+rollout in 2 processes, reward in 1; rollout gets a copy of the weights in its process",

@@ -6,6 +6,7 @@ left on the CPU is an error; with the marker `gpu` it is a real one.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from contextlib import nullcontext
 
@@ -13,15 +14,21 @@ import numpy as np
 import pytest
 import torch
 from standin_device import STAND_IN, StandIn, StrayTensorError
+from transformers import AutoModelForCausalLM, GemmaConfig, GPT2Config, Qwen2Config, Qwen2ForSequenceClassification
 
 from rl_protocol import BatchData, RaggedColumn
+from rl_protocol.ports import GenerationRequest, ImageInput, SamplingParams
 from rl_trainer.backends.parallel_strategy import PlainStrategy
+from rl_trainer.backends.reward_model import RewardModelScorer
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
 from rl_trainer.backends.world import CPU, compute_deterministically, device_of
 from rl_trainer.config import ActorConfig, CriticConfig, OptimConfig, RolloutCorrectionConfig
 from rl_trainer.config.backends import TorchConfig
 from rl_trainer.config.lora import LoraConfig
+from rl_trainer.rewards import Sample
+from rl_trainer.rewards.scorer_toml import RewardModelConfig
+from rl_trainer.rollout.hf_engine import HFRolloutEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter:UserWarning")
 
@@ -34,6 +41,16 @@ HOST_WAITS = {
     "value_loss.py:ValueObjective.__call__": "sums for metrics, and the masked values that they are of",
 }
 """Functions of a training step in which the host waits for the device, and why they must."""
+
+GENERATION_WAITS = {
+    "decoding.py:DecodingBatch._forward": "transformers looks whether a prompt is padded: once per batch",
+    "decoding.py:DecodingBatch._choose": "the loop ends after the last row has ended: one number per token",
+    "kv_cache.py:keep_rows": "how many rows stay, when rows leave: each time at least one row in 32",
+    "kv_cache.py:PreallocatedLayer.reorder_cache": "which rows move, when rows leave",
+    "decoding.py:DecodingBatch._drop_finished": "which rows stay",
+    "hf_engine.py:HFRolloutEngine._generate_batch": "the result",
+}
+"""The same of generation."""
 
 
 @pytest.fixture(params=["stand-in", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -167,6 +184,111 @@ def test_checkpoints_are_read_on_either_device(model_path, data, device, tmp_pat
         assert close(log_probs(back, data), log_probs(resumed, data))
 
 
+REQUESTS = [GenerationRequest(uid=f"p{i}", session=0, prompt_ids=(2 + i % 5,) * (1 + i % 4)) for i in range(70)]
+
+
+def generate(engine, **params):
+    """The responses and their log-probs, [requests, tokens]."""
+    made = asyncio.run(engine.generate(REQUESTS, SamplingParams(**{"max_new_tokens": 6, **params})))
+    return [g.response_ids for g in made], np.concatenate([g.log_probs for g in made])
+
+
+def same(ours, theirs):
+    return ours[0] == theirs[0] and close(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"temperature": 0.0}, {"top_k": 3, "temperature": 0.7}, {"top_p": 0.8}, {"ignore_eos": True}],
+    ids=["sampled", "greedy", "top_k", "top_p", "ignore_eos"],
+)
+def test_a_rollout_generates_as_on_the_cpu(model_path, device, params):
+    wanted = generate(HFRolloutEngine(model_path), **params)
+    assert params or len(set(map(len, wanted[0]))) > 2, "rows leave the batch at different times"
+    with on(device):
+        engine = HFRolloutEngine(model_path, device=device)
+        assert not engine.capabilities.adopts, "it can't generate with memory of the host"
+        assert same(generate(engine, **params), wanted)
+
+
+@pytest.mark.parametrize("family", [GemmaConfig, GPT2Config])
+def test_a_rollout_of_a_family_without_its_own_decoder_generates_as_on_the_cpu(tmp_path, device, family):
+    small = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "vocab_size": 14}
+    more = {"intermediate_size": 32, "num_key_value_heads": 1, "head_dim": 8} if family is GemmaConfig else {}
+    config = family(**small, **more, pad_token_id=0, eos_token_id=1, bos_token_id=None, initializer_range=0.3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    wanted = generate(HFRolloutEngine(tmp_path))
+    with on(device):
+        assert same(generate(HFRolloutEngine(tmp_path, device=device)), wanted)
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["full", "lora"])
+@pytest.mark.parametrize("trained_there", [True, False], ids=["trained there", "trained on the CPU"])
+def test_a_rollout_takes_weights_from_either_device(model_path, data, device, lora, trained_there):
+    with on(device):
+        policy = policy_on(device if trained_there else CPU, model_path, lora=lora)
+        policy.update(data, temperature=1.0)
+        whole = list(policy.named_weights())
+        engine, expected = HFRolloutEngine(model_path, device=device, lora=lora), HFRolloutEngine(model_path)
+        before = generate(engine)
+        expected.load_weights(whole, 1)
+        if lora is None:
+            engine.load_weights(whole, 1)
+        else:
+            engine.load_adapter(policy.adapter_weights(), 1)
+        assert same(generate(engine), generate(expected))
+        assert generate(engine)[0] != before[0]
+
+
+def test_a_rollout_shares_the_base_of_a_policy_with_adapters_on_its_device(model_path, data, device):
+    lora = LoraConfig(rank=2)
+    with on(device):
+        policy = policy_on(device, model_path, lora=lora)
+        sharing, copying = (HFRolloutEngine(model_path, device=device, lora=lora) for _ in range(2))
+        sharing.share_base(policy.base_weights())
+        policy.update(data, temperature=1.0)
+        for engine in (sharing, copying):
+            engine.load_adapter(policy.adapter_weights(), 1)
+        assert same(generate(sharing), generate(copying))
+
+
+def test_a_policy_and_a_rollout_that_see_images_compute_as_on_the_cpu(make_vision_model, device):
+    path = make_vision_model("qwen2_vl")
+    rng = np.random.default_rng(0)
+    image = ImageInput(pixel_values=rng.normal(size=(16, 96)).astype(np.float32), grid_thw=(1, 4, 4))
+    asked = [GenerationRequest(uid="a", session=s, prompt_ids=(2, 3, 3, 3, 3, 4, 9), images=(image,)) for s in range(3)]
+    asked.append(GenerationRequest(uid="b", session=0, prompt_ids=(9, 10)))
+    sampling = SamplingParams(max_new_tokens=5, ignore_eos=True)
+    wanted = asyncio.run(HFRolloutEngine(path).generate(asked, sampling))
+    with on(device):
+        found = asyncio.run(HFRolloutEngine(path, device=device).generate(asked, sampling))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.response_ids == theirs.response_ids
+        assert ours.log_probs == pytest.approx(theirs.log_probs, rel=1e-4)
+
+
+def test_a_reward_model_scores_as_on_the_cpu(tmp_path, device, monkeypatch):
+    config = Qwen2Config(
+        vocab_size=14, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_labels=1,
+        num_key_value_heads=1, initializer_range=0.3, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    Qwen2ForSequenceClassification(config).save_pretrained(tmp_path)
+    texts = [[5, 6, 7], [2], [9, 3, 4, 8, 11, 1]]
+    asked = [Sample(data_source="s", solution_str="", ground_truth="", tokens=tokens) for tokens in texts]
+
+    async def here(call, *arguments):  # a thread would not see the stand-in
+        return call(*arguments)
+
+    def scored(device):
+        scorer = RewardModelScorer(RewardModelConfig(path=str(tmp_path), device=str(device)))
+        return np.array([one.numbers["score"] for one in asyncio.run(scorer.score(asked))])
+
+    wanted = scored(CPU)
+    monkeypatch.setattr(asyncio, "to_thread", here)
+    with on(device):
+        assert close(scored(device), wanted)
+
+
 def test_the_host_waits_for_the_device_only_where_it_must(model_path, data):
     with StandIn() as device:
         policy = policy_on(STAND_IN, model_path, use_kl_loss=True)
@@ -176,7 +298,11 @@ def test_the_host_waits_for_the_device_only_where_it_must(model_path, data):
         policy.update(data, temperature=1.0)
         critic.compute_values(data)
         critic.update(data)
-    assert device.reads == HOST_WAITS.keys()
+        assert device.reads == HOST_WAITS.keys()
+        engine = HFRolloutEngine(model_path, device=STAND_IN)
+        device.reads.clear()
+        generate(engine)
+    assert device.reads == GENERATION_WAITS.keys()
 
 
 def test_a_tensor_left_on_the_cpu_is_an_error_on_the_stand_in():

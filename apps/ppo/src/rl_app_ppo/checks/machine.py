@@ -68,6 +68,8 @@ def _asked(config: AppConfig, sync_devices: tuple[str, ...]) -> dict[str, str]:
     asked: dict[str, str] = {}
     if config.checkpoint_engine.enabled and "cpu" not in sync_devices:
         asked[f"checkpoint_engine.backend={config.checkpoint_engine.backend}"] = "checkpoint_engine.backend=shm"
+    if config.rollout.device == "cuda":
+        asked["rollout.device=cuda"] = "rollout.device=cpu or auto"
     for term in parse_terms(config.reward.function):
         if is_scorer_toml(term.name):
             described = read_scorer_toml(term.name)

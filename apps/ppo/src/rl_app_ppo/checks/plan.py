@@ -41,7 +41,7 @@ def plan_text(config: AppConfig) -> str:
 
 def _described(process: PlannedProcess, config: AppConfig, size: ModelSize) -> str:
     device = f"{process.gpus} GPU{'s' if process.gpus > 1 else ''}" if process.gpus else "CPU"
-    roles = {role: role_bytes(role, config, size) for role in process.roles}
+    roles = {role: role_bytes(role, config, size, on_gpu=process.gpus > 0) for role in process.roles}
     parts = [
         f"  {role}: " + (", ".join(f"{name} {_shown(n)}" for name, n in parts.items()) or "no model of its own")
         for role, parts in roles.items()
@@ -51,7 +51,7 @@ def _described(process: PlannedProcess, config: AppConfig, size: ModelSize) -> s
     return "\n".join([head, *parts])
 
 
-def role_bytes(role: Role, config: AppConfig, size: ModelSize) -> Mapping[str, int]:
+def role_bytes(role: Role, config: AppConfig, size: ModelSize, *, on_gpu: bool = False) -> Mapping[str, int]:
     """Part of the memory -> bytes in each process of a role, without a reward model's."""
     match role:
         case "actor":
@@ -61,7 +61,7 @@ def role_bytes(role: Role, config: AppConfig, size: ModelSize) -> Mapping[str, i
         case "ref":
             return {"weights": _weights(config, size)}
         case "rollout":
-            return _generates(config, size)
+            return _generates(config, size, on_gpu=on_gpu)
         case "reward":
             return {}
 
@@ -101,11 +101,12 @@ def _shards(config: AppConfig) -> int:
     return engine.replica_size if isinstance(engine, MegatronConfig) else engine.ranks
 
 
-def _generates(config: AppConfig, size: ModelSize) -> dict[str, int]:
+def _generates(config: AppConfig, size: ModelSize, *, on_gpu: bool) -> dict[str, int]:
     """Weights and cache of a replica, over all of its tensor-parallel processes."""
     rollout, element = config.rollout, 2 if config.rollout.dtype == "bfloat16" else 4
     tokens = min(rollout.max_batch_size, config.data.train_batch_size * rollout.n) * _longest(config)
-    own = {} if shares_weights(config) or shares_base(config) else {"weights": element * size.weights}
+    shared = shares_base(config) or (shares_weights(config) and not on_gpu)
+    own = {} if shared else {"weights": element * size.weights}
     vllm = rollout.name == "vllm"
     return own | {"KV cache": rollout.kv_cache_mb << 20 if vllm else element * size.kv_token * tokens}
 

@@ -90,8 +90,7 @@ def idle_gpus(config: AppConfig, planned: Iterable[PlannedProcess], gpus: int) -
 def _need(role: Role, config: AppConfig) -> _Need:
     match role:
         case "rollout":
-            gpus = config.generator.gpus(config.rollout)
-            return _Need(gpus, f"rollout.name={config.rollout.name}" if gpus else "")
+            return _Need(config.generator.gpus(config.rollout), config.generator.gpu_setting(config.rollout))
         case "reward":
             devices = {name: model.device for name, model in _reward_models(config)}
             asks = next((name for name, device in devices.items() if device == "cuda"), "")
@@ -143,7 +142,8 @@ def _remedy(missing: PlannedProcess, config: AppConfig) -> str:
     """What to change so that a process needs fewer GPUs."""
     role = missing.roles[0]
     if role == "rollout":
-        return "Lower rollout.num_workers or rollout.tensor_model_parallel_size"
+        other = "set rollout.device=cpu" if config.rollout.name == "hf" else "rollout.tensor_model_parallel_size"
+        return f"Lower rollout.num_workers or {other}"
     if role == "reward":
         return 'Set device = "cpu" in the file of reward.function'
     if role != "actor":

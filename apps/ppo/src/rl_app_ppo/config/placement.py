@@ -112,7 +112,7 @@ def rollout_in_actor(placement: Sequence[str]) -> bool:
 
 
 def shares_weights(config: AppConfig) -> bool:
-    """Whether the rollout generates from the actor's own weights, without a copy.
+    """Whether the rollout generates from the actor's own weights; without a copy on the CPU.
 
     Ranks that share the weights gather a copy of them for each rollout.
     """
@@ -127,7 +127,8 @@ def shares_base(config: AppConfig) -> bool:
     The merged weights are the rollout's own: the policy computes with adapters beside the base,
     which rounds differently, and subtracting an adapter does not restore the base bit by bit.
     """
-    lends = config.backend.lends_base and config.generator.shares_base
+    one_device = config.rollout.device == config.engine.trains_on
+    lends = config.backend.lends_base and config.generator.shares_base and one_device
     return rollout_in_actor(config.placement) and config.sends_adapters and lends
 
 
@@ -155,7 +156,7 @@ def described_groups(config: AppConfig) -> str:
     if not config.checkpoint_engine.enabled:
         weights = "keeps the initial weights"
     elif shares_weights(config):
-        weights = "computes with the actor's own weights"
+        weights = "computes with the actor's own weights (on a GPU: with a copy)"
     elif rollout_in_actor(config.placement):
         weights = f"gets a copy of the {'adapters' if config.sends_adapters else 'weights'} in its process"
     else:

@@ -90,6 +90,10 @@ class RolloutEngineKind(ABC):
         del rollout
         return 0
 
+    def gpu_setting(self, rollout: GenerationConfig) -> str:
+        """The setting that needs `gpus`; empty: a replica without one computes on the CPU."""
+        return f"rollout.name={rollout.name}" if self.gpus(rollout) else ""
+
     def check_gpus(self, count: Callable[[], int]) -> None:
         """Check that this machine has the GPUs that it needs; `count` finds them, in seconds.
 
@@ -130,7 +134,14 @@ class _Transformers(RolloutEngineKind):
     images = True
     adapters = True
 
+    def gpus(self, rollout: GenerationConfig) -> int:
+        return 0 if rollout.device == "cpu" else 1
+
+    def gpu_setting(self, rollout: GenerationConfig) -> str:
+        return "rollout.device=cuda" if rollout.device == "cuda" else ""
+
     def build(self, setup: RolloutSetup) -> RolloutEngine:
+        from rl_trainer.backends.world import device_of
         from rl_trainer.rollout.hf_engine import HFRolloutEngine  # torch: the driver needs none
 
         rollout = setup.rollout
@@ -138,6 +149,7 @@ class _Transformers(RolloutEngineKind):
             setup.path,
             max_batch_size=rollout.max_batch_size,
             dtype=rollout.dtype,
+            device=device_of(rollout.device),
             lora=setup.lora,
             interruptible=setup.interruptible,
         )

@@ -29,7 +29,7 @@ from rl_trainer.config import (
     ReplayConfig,
     RolloutConfig,
 )
-from rl_trainer.config.backends import EngineConfig
+from rl_trainer.config.backends import DEVICES, EngineConfig
 from rl_trainer.config.lora import LoraConfig
 from rl_trainer.graph.config_checks import check_combination, check_staleness
 from rl_trainer.rewards import parse_terms
@@ -205,6 +205,9 @@ class GenerationConfig(RolloutConfig):
         "free memory of the replicas while the models are updated: keys and values, and weights that are sent again; "
         "for replicas and trainer on one GPU or one small machine",
         resume="free",
+    )
+    device: str = option(
+        "auto", "cpu, cuda, or auto: cuda where there is one", choices=DEVICES, needs="name=hf", resume="free"
     )
     kv_cache_mb: int = option(256, "KV cache of each vLLM replica, MiB", ge=1, needs="name=vllm")
     tensor_model_parallel_size: int = option(

@@ -95,7 +95,7 @@ async def build_workers(roles: Sequence[Role], call: BuildCall) -> dict[Role, Bu
             built[role] = _rollout(config, call, plane, generator)
         elif build is not None:
             built[role] = build(role, generator)
-    if shares_weights(config) and "actor" in built and "rollout" in built:
+    if shares_weights(config) and generator is not None and generator.capabilities.adopts and "actor" in built:
         await _share_weights(built["actor"][1], built["rollout"][1], config.checkpoint_engine.timeout_s)
     return built
 

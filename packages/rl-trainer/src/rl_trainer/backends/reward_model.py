@@ -68,7 +68,6 @@ class RewardModelScorer:
                 logits[row] = logit
         return logits
 
-    @torch.inference_mode()
     def _forward(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         longest = max(map(len, sequences))
         ids = torch.full((len(sequences), longest), self._pad_id or 0)
@@ -76,7 +75,8 @@ class RewardModelScorer:
         for row, tokens in enumerate(sequences):
             ids[row, : len(tokens)] = torch.tensor(tokens)
             mask[row, : len(tokens)] = 1
-        answer: Any = self._model(input_ids=ids.to(self._device), attention_mask=mask.to(self._device))
+        with torch.inference_mode():
+            answer: Any = self._model(input_ids=ids.to(self._device), attention_mask=mask.to(self._device))
         return answer.logits[:, 0].float().tolist()
 
 

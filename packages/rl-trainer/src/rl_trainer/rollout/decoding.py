@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,9 +41,21 @@ class Prompts:
     images: dict[str, torch.Tensor]
     source: torch.Tensor
 
+    def to(self, device: torch.device) -> Prompts:
+        """The prompts on a device."""
+        mask = self.attention_mask
+        return replace(
+            self,
+            ids=self.ids.to(device),
+            attention_mask=None if mask is None else mask.to(device),
+            position_ids=self.position_ids.to(device),
+            images={name: tensor.to(device) for name, tensor in self.images.items()},
+            source=self.source.to(device),
+        )
+
 
 def read_prompts(model: Any, facts: Facts, requests: Sequence[GenerationRequest]) -> Prompts:
-    """The prompts of the requests, each once."""
+    """The prompts of the requests, each once, on the CPU."""
     place: dict[Any, int] = {}
     different: list[GenerationRequest] = []
     source: list[int] = []
@@ -90,7 +102,7 @@ class DecodingBatch:
 
     Args:
         model: a transformers causal language model.
-        prompts: of the rows.
+        prompts: of the rows, on the model's device.
         sampler: chooses the tokens.
         max_new_tokens: of each row.
         eos_id: token that ends a row; None: no token does.
@@ -104,20 +116,22 @@ class DecodingBatch:
     ) -> None:
         self._model, self._sampler, self._eos_id = model, sampler, eos_id
         self._prompts = prompts
-        self._rows = torch.arange(len(prompts.source))  # the request of each row that is still in the batch
-        self._alive = torch.ones(len(self._rows), dtype=torch.bool)
+        device = prompts.source.device
+        self._rows = torch.arange(len(prompts.source), device=device)  # the request of each row still in the batch
+        self._alive = torch.ones(len(self._rows), dtype=torch.bool, device=device)
         self._cache: Any = new_cache(model.config, prompts.ids.shape[1] + max_new_tokens)
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        self._tokens = torch.zeros((len(self._rows), max_new_tokens), dtype=torch.int64)
-        self._log_probs = torch.zeros((len(self._rows), max_new_tokens))
+        self._tokens = torch.zeros((len(self._rows), max_new_tokens), dtype=torch.int64, device=device)
+        self._log_probs = torch.zeros((len(self._rows), max_new_tokens), device=device)
         self.made = 0
         self._by_hand = decodes(model, self._cache)
         self._mask: torch.Tensor | None = None
         if prompts.attention_mask is not None:
-            responses = torch.ones((len(self._rows), max_new_tokens), dtype=torch.int64)
+            responses = torch.ones((len(self._rows), max_new_tokens), dtype=torch.int64, device=device)
             self._mask = torch.cat([prompts.attention_mask[prompts.source], responses], dim=-1)
             if self._by_hand:
-                self._mask = torch.zeros(self._mask.shape, dtype=model.dtype).masked_fill_(self._mask == 0, -math.inf)
+                added = torch.zeros(self._mask.shape, dtype=model.dtype, device=device)
+                self._mask = added.masked_fill_(self._mask == 0, -math.inf)
         self._positions = prompts.position_ids.amax(0) if prompts.position_ids.ndim == 3 else prompts.position_ids
         self._positions = self._positions[prompts.source].amax(-1, keepdim=True)
 

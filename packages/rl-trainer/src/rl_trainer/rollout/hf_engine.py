@@ -15,6 +15,7 @@ from rl_protocol import RolloutError, WeightSyncError, WeightTensor
 from rl_protocol.ports import Generation, GenerationRequest, Memory, SamplingParams, WeightCapabilities
 from rl_protocol.torch import TORCH_DTYPES, lent_weight, torch_dtype_name
 from rl_trainer.backends.loading import Facts, load_model
+from rl_trainer.backends.world import CPU
 from rl_trainer.config.lora import LoraConfig
 from rl_trainer.rollout.decoding import DecodingBatch, read_prompts
 from rl_trainer.rollout.sampling import Sampler
@@ -30,6 +31,7 @@ class HFRolloutEngine:
         path: Hugging Face checkpoint folder; its weights are version 0.
         max_batch_size: responses generated side by side.
         dtype: element type of the weights and of the computation.
+        device: of the weights and of the computation.
         lora: settings of the adapters that the engine takes; it then keeps the float32 weights of
             their modules beside the model. None: it takes whole weights only.
         interruptible: whether the event loop runs between two tokens, so that new weights can be
@@ -43,18 +45,20 @@ class HFRolloutEngine:
         *,
         max_batch_size: int = 512,
         dtype: str = "float32",
+        device: torch.device = CPU,
         lora: LoraConfig | None = None,
         interruptible: bool = False,
     ) -> None:
         self._merged: MergedAdapter | None = None
         if lora is None:
-            self._model = load_model(path, dtype=TORCH_DTYPES[dtype])
+            self._model = load_model(path, dtype=TORCH_DTYPES[dtype]).to(device)
         else:
             from rl_trainer.backends.peft_lora import MergedAdapter  # needs the extra `lora`
 
-            whole = load_model(path)
+            whole = load_model(path).to(device)
             self._merged = MergedAdapter(whole, lora)
             self._model = whole.to(TORCH_DTYPES[dtype])
+        self._device = device
         self._max_batch_size = max_batch_size
         self._interruptible = interruptible
         self._one_at_a_time = asyncio.Lock()
@@ -67,13 +71,17 @@ class HFRolloutEngine:
 
     @property
     def capabilities(self) -> WeightCapabilities:
-        """It adopts weights; with `lora` it takes adapters, and copies the weights they change.
+        """On the CPU it adopts weights; with `lora` it takes adapters, and copies the weights they
+        change.
 
         It drops weights that are a copy of its own and are replaced as a whole.
         """
         whole = self._merged is None
         return WeightCapabilities(
-            adapters=not whole, adopts=whole, sleeps=True, drops_weights=whole and self._watch is None
+            adapters=not whole,
+            adopts=whole and self._device.type == "cpu",
+            sleeps=True,
+            drops_weights=whole and self._watch is None,
         )
 
     @property
@@ -112,7 +120,7 @@ class HFRolloutEngine:
         them from `base`, as from the copy, so the result is the same bit by bit.
 
         Args:
-            base: every weight of version 0, by name; it never changes.
+            base: every weight of version 0, by name, on the device of the engine; it never changes.
 
         Raises:
             WeightSyncError: the engine takes no adapters.
@@ -149,6 +157,8 @@ class HFRolloutEngine:
                 freed += weight.nbytes
                 weight.data = weight.data.new_empty(0)
         ctypes.CDLL(None).malloc_trim(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
         return freed
 
     async def wake(self, part: Memory | None = None) -> None:
@@ -178,7 +188,8 @@ class HFRolloutEngine:
         if self._merged is None:
             raise WeightSyncError(f"Version {version} is an adapter, and this rollout engine was made without `lora`.")
         wanted = {name: ("float32", shape) for name, shape in self._merged.shapes().items()}
-        adapter = _checked_weights(weights, wanted, version)
+        given = _checked_weights(weights, wanted, version)
+        adapter = {name: weight.to(self._device) for name, weight in given.items()}
         state: dict[str, torch.Tensor] = self._model.state_dict()
         with torch.no_grad():
             for name, weight in self._merged.weights(adapter):
@@ -239,8 +250,8 @@ class HFRolloutEngine:
     async def _generate_batch(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Generation]:
         batch = DecodingBatch(
             self._model,
-            read_prompts(self._model, self._facts, requests),
-            Sampler(requests, params, self._facts.banned),
+            read_prompts(self._model, self._facts, requests).to(self._device),
+            Sampler(requests, params, self._facts.banned, self._device),
             max_new_tokens=params.max_new_tokens,
             eos_id=None if params.ignore_eos else self._eos_id,
         )

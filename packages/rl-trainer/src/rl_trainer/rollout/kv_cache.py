@@ -49,7 +49,7 @@ class PreallocatedLayer(DynamicLayer):
         if self._memory is None:
             self._memory = (self._spread(held[0], beam_idx), self._spread(held[1], beam_idx))
         else:
-            moved = torch.nonzero(beam_idx != torch.arange(len(beam_idx)))[:, 0]
+            moved = torch.nonzero(beam_idx != torch.arange(len(beam_idx), device=beam_idx.device))[:, 0]
             for rows in held:
                 rows[moved] = rows[beam_idx[moved]]
         length = held[0].shape[-2]
@@ -93,6 +93,6 @@ def keep_rows(alive: torch.Tensor) -> torch.Tensor:
         [0, 4, 2]
     """
     kept = int(alive.sum())
-    order = torch.arange(kept)
+    order = torch.arange(kept, device=alive.device)
     order[~alive[:kept]] = kept + torch.nonzero(alive[kept:])[:, 0]
     return order

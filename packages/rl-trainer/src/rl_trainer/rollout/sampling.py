@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from rl_protocol.ports import GenerationRequest, SamplingParams
+from rl_trainer.backends.world import CPU
 
 
 def uniforms(seed: int, requests: Sequence[GenerationRequest], count: int) -> np.ndarray[Any, Any]:
@@ -31,11 +33,18 @@ class Sampler:
         requests: one per row.
         params: temperature 0 takes the most probable tokens.
         banned: tokens that are never chosen. Log-probs are unaffected.
+        device: of the logits.
     """
 
-    def __init__(self, requests: Sequence[GenerationRequest], params: SamplingParams, banned: Sequence[int]) -> None:
+    def __init__(
+        self,
+        requests: Sequence[GenerationRequest],
+        params: SamplingParams,
+        banned: Sequence[int],
+        device: torch.device = CPU,
+    ) -> None:
         self._temperature = params.temperature
-        self._banned = list(banned)
+        self._banned = torch.tensor(banned, dtype=torch.int64, device=device)
         self._warpers = LogitsProcessorList()
         self._numbers: torch.Tensor | None = None
         if params.temperature == 0:
@@ -44,7 +53,8 @@ class Sampler:
             self._warpers.append(TopKLogitsWarper(params.top_k))
         if params.top_p < 1:
             self._warpers.append(TopPLogitsWarper(params.top_p))
-        self._numbers = torch.from_numpy(uniforms(params.seed, requests, params.max_new_tokens))
+        numbers = uniforms(params.seed, requests, params.max_new_tokens)
+        self._numbers = torch.from_numpy(numbers).to(device)
 
     def __call__(self, logits: torch.Tensor, rows: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose a token for each row.
@@ -66,16 +76,35 @@ class Sampler:
         if self._numbers is None:
             tokens = allowed.argmax(-1)
         else:
-            cumulative = allowed.exp().cumsum(-1, dtype=torch.float64)
+            with _prefix_sums_allowed():
+                cumulative = allowed.exp().cumsum(-1, dtype=torch.float64)
             target = self._numbers[rows, step, None] * cumulative[:, -1:]
             tokens = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=scores.shape[-1] - 1)
         return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
 
     def _allowed(self, scores: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
         """Log-probs after bans, top-k and top-p, up to a constant per row."""
-        if not self._banned and not self._warpers:
+        if not len(self._banned) and not self._warpers:
             return log_probs
-        if self._banned:
-            scores = scores.index_fill(-1, torch.tensor(self._banned), float("-inf"))
-        unused = cast(torch.LongTensor, torch.empty((len(scores), 0), dtype=torch.int64))
-        return torch.log_softmax(self._warpers(unused, cast(torch.FloatTensor, scores)), dim=-1)
+        if len(self._banned):
+            scores = scores.index_fill(-1, self._banned, float("-inf"))
+        unused = cast(torch.LongTensor, scores.new_empty((len(scores), 0), dtype=torch.int64))
+        with _prefix_sums_allowed():  # top-p
+            return torch.log_softmax(self._warpers(unused, cast(torch.FloatTensor, scores)), dim=-1)
+
+
+@contextmanager
+def _prefix_sums_allowed() -> Generator[None]:
+    """Allow what deterministic algorithms exclude on a GPU: the prefix sums of floats.
+
+    Two runs may differ in the last bit of such a sum, which selects another token only if the
+    random number lies within that bit.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True)
