@@ -1,12 +1,19 @@
-"""The environment of vLLM's processes."""
+"""The environment of vLLM's processes, and the arguments of its engine."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
-from rl_rollout_vllm.config import VLLMConfig, environment
+import pytest
+
+from rl_protocol import ConfigError
+from rl_rollout_vllm.availability import VLLMCapabilities
+from rl_rollout_vllm.config import CPU_KV_CACHE, VLLMConfig, environment
+from rl_rollout_vllm.engine.launch import engine_arguments
+from rl_rollout_vllm.weights.checkpoint import Checkpoint
 
 RSS_AFTER = """
 import numpy, psutil
@@ -39,3 +46,40 @@ def test_the_environment_is_said_and_not_set():
     assert cpu.keys() >= KEEPS
     assert "TORCHDYNAMO_DISABLE" not in environment(VLLMConfig(model_path="m", enforce_eager=False), "cpu")
     assert "VLLM_CPU_OMP_THREADS_BIND" not in environment(VLLMConfig(model_path="m"), "cuda")
+
+
+MODEL = Checkpoint(path=Path("m"), context=64, vocabulary=9, eos_ids=(1,), head_size=8, tied=False, shapes={})
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "memory"),
+    [
+        ("cpu", {}, {"kv_cache_memory_bytes": CPU_KV_CACHE}),
+        ("cpu", {"kv_cache_bytes": 9}, {"kv_cache_memory_bytes": 9}),
+        ("cuda", {}, {"gpu_memory_utilization": 0.9}),
+        ("cuda", {"gpu_memory_utilization": 0.4}, {"gpu_memory_utilization": 0.4}),
+        ("cuda", {"gpu_memory_utilization": 0.4, "kv_cache_bytes": 9}, {"kv_cache_memory_bytes": 9}),
+    ],
+)
+def test_the_memory_of_keys_and_values_is_a_part_of_the_gpu_unless_it_is_given(device, settings, memory):
+    capabilities = VLLMCapabilities(
+        distribution="vllm",
+        version="0",
+        device=device,
+        sleep_frees_memory=False,
+        sleep_levels=(1,),
+        load_weights_in_place=False,
+        reload_needs_tied_head=False,
+        reload_keeps_prefix_cache=False,
+        reload_drops_adapters=False,
+        chunked_prefill_with_seeds=True,
+    )
+    found = engine_arguments(VLLMConfig(model_path="m", **settings), MODEL, capabilities)
+    keys = ("kv_cache_memory_bytes", "gpu_memory_utilization")
+    assert {key: found[key] for key in keys if key in found} == memory
+
+
+@pytest.mark.parametrize("part", [0.0, 1.5])
+def test_a_part_of_the_memory_that_is_none_is_refused(part):
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization must be in \(0, 1\]; got"):
+        VLLMConfig(model_path="m", gpu_memory_utilization=part)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
 import msgspec
@@ -14,9 +15,10 @@ import rl_transferqueue
 from rl_app_ppo.checks.machine import check_gpus, check_installed_engines
 from rl_app_ppo.checks.preflight import preflight
 from rl_app_ppo.cli.main import main
+from rl_app_ppo.config import rollout_engines
 from rl_app_ppo.config.loading import load_config, resolve, to_yaml
 from rl_app_ppo.config.placement import shares_base, worker_groups
-from rl_app_ppo.config.rollout_engines import GROUP, ROLLOUT_ENGINES
+from rl_app_ppo.config.rollout_engines import GROUP, ROLLOUT_ENGINES, RolloutSetup
 from rl_app_ppo.worker import build
 from rl_app_ppo.worker.messages import BuildCall
 from rl_ckpt_engine import PluginPolicy
@@ -160,3 +162,64 @@ def test_the_engines_of_this_repository_say_what_they_can_do():
     hf, vllm = ROLLOUT_ENGINES.get("hf"), ROLLOUT_ENGINES.get("vllm")
     assert (hf.shares_process, hf.shares_base, hf.images, hf.adapters) == (True, True, True, True)
     assert (vllm.shares_process, vllm.shares_base, vllm.images, vllm.adapters) == (False, False, False, True)
+
+
+VLLM = "rollout.name=vllm"
+
+
+def vllm_on(device, monkeypatch):
+    monkeypatch.setattr(rollout_engines, "require_vllm", lambda: SimpleNamespace(device=device))
+
+
+def test_vllm_computes_in_bfloat16_by_default_where_it_is_for_gpus(monkeypatch):
+    vllm_on("cuda", monkeypatch)
+    assert load_config([VLLM]).rollout.dtype == "bfloat16"
+    assert load_config([VLLM, "rollout.dtype=float32"]).rollout.dtype == "float32"
+    assert load_config([]).rollout.dtype == "float32"
+    vllm_on("cpu", monkeypatch)
+    assert load_config([VLLM]).rollout.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("device", "setting", "words"),
+    [
+        ("cuda", "rollout.max_model_len=65", r"max_model_len=65 is more than the model's context of 64"),
+        ("cpu", "rollout.max_model_len=16", r"max_model_len=16 leaves no room for a prompt beside rollout.response_length=16"),
+        ("cpu", "rollout.gpu_memory_utilization=0.5", r"gpu_memory_utilization=0.5 needs vLLM for GPUs.*Remove it; rollout.kv_cache_mb"),
+    ],
+)  # fmt: skip
+def test_settings_of_vllm_that_do_not_fit_are_refused(device, setting, words, monkeypatch):
+    vllm_on(device, monkeypatch)
+    described = {"num_attention_heads": 2, "max_position_embeddings": 64}
+    engine = ROLLOUT_ENGINES.get("vllm")
+    rollout = load_config([VLLM, "rollout.response_length=16", setting]).rollout
+    with pytest.raises(ConfigError, match=words):
+        engine.check_model(described, rollout)
+    fine = ["rollout.max_model_len=64", *(["rollout.gpu_memory_utilization=0.5"] if device == "cuda" else [])]
+    engine.check_model(described, load_config([VLLM, "rollout.response_length=16", *fine]).rollout)
+
+
+@pytest.mark.parametrize(
+    "setting", ["gpu_memory_utilization=0.5", "max_model_len=8", "enforce_eager=true", "kv_cache_mb=9"]
+)
+def test_settings_of_vllm_are_refused_with_another_engine(setting):
+    with pytest.raises(ConfigError, match=r"rollout\.name=vllm"):
+        load_config([f"rollout.{setting}"])
+
+
+@pytest.mark.parametrize(("device", "eager"), [("cuda", False), ("cpu", True)])
+def test_vllm_is_built_with_its_settings(device, eager, monkeypatch, tmp_path):
+    vllm_on(device, monkeypatch)
+    monkeypatch.setattr(rollout_engines, "VLLMRolloutEngine", lambda config: config)
+    settings = ["rollout.gpu_memory_utilization=0.5", "rollout.max_model_len=32", "rollout.max_batch_size=7"]
+    setup = RolloutSetup(
+        path=tmp_path,
+        rollout=load_config([VLLM, *settings]).rollout,
+        lora=None,
+        threads=1,
+        start_timeout_s=1,
+        call_timeout_s=1,
+    )
+    built = ROLLOUT_ENGINES.get("vllm").build(setup)
+    assert (built.gpu_memory_utilization, built.max_model_len, built.max_num_seqs) == (0.5, 32, 7)
+    assert (built.kv_cache_bytes, built.enforce_eager) == (0, eager)

@@ -94,6 +94,7 @@ def test_the_example_of_gsm8k_loses_nothing_and_is_accepted(accepted, monkeypatc
         0.2,
     )
     assert (config.rollout.name, config.rollout.dtype, config.rollout.response_length) == ("vllm", "bfloat16", 1024)
+    assert config.rollout.gpu_memory_utilization == 0.6
     assert (config.trainer.run_name, config.trainer.output_dir) == (
         "qwen2_7b_function_rm",
         "checkpoints/verl_grpo_example_gsm8k",
@@ -110,7 +111,6 @@ def test_the_report_names_the_reward_the_devices_and_what_has_no_effect(convert)
         "trainer.n_gpus_per_node=8: fsdp.world_size is the number of processes that share each model; set it to 16"
         in notes
     )
-    assert "gpu_memory_utilization=0.6: set rollout.kv_cache_mb" in notes
 
 
 @pytest.mark.parametrize("engine", ["", "model_engine=megatron"])

@@ -501,8 +501,8 @@ def test_folders_and_settings_that_do_not_fit(checkpoint, tmp_path):
         VLLMRolloutEngine(VLLMConfig(model_path=str(tmp_path)))
     with pytest.raises(ConfigError, match="max_model_len=65 is more than the context of 64"):
         VLLMRolloutEngine(VLLMConfig(model_path=str(checkpoint), max_model_len=65))
-    with pytest.raises(ConfigError, match="kv_cache_bytes must be at least 1; got 0"):
-        VLLMConfig(model_path="x", kv_cache_bytes=0)
+    with pytest.raises(ConfigError, match="kv_cache_bytes must be at least 0; got -1"):
+        VLLMConfig(model_path="x", kv_cache_bytes=-1)
 
 
 # -- adapters

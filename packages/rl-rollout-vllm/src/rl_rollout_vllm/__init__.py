@@ -1,7 +1,7 @@
 """vLLM as a rollout engine. vLLM and torch are imported when an engine starts, not before."""
 
 from rl_rollout_vllm.availability import SUPPORTED, VLLMCapabilities, require_vllm
-from rl_rollout_vllm.config import RANKS, AdapterConfig, VLLMConfig
+from rl_rollout_vllm.config import CPU_KV_CACHE, RANKS, AdapterConfig, VLLMConfig
 from rl_rollout_vllm.engine.partial_generation import OnUpdate, TokenRange, continued
 from rl_rollout_vllm.engine.rollout_engine import VLLMRolloutEngine
 from rl_rollout_vllm.errors import EngineDiedError, TornWeightsError, VLLMUnavailableError
@@ -17,6 +17,7 @@ from rl_rollout_vllm.weights.checkpoint import require_shards
 __version__ = "0.1.0"
 
 __all__ = [
+    "CPU_KV_CACHE",
     "RANKS",
     "SUPPORTED",
     "AdapterConfig",

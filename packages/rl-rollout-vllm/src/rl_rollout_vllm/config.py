@@ -12,6 +12,9 @@ from rl_rollout_vllm.sampling import LogprobsMode
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `AdapterConfig.rank` that vLLM supports."""
 
+CPU_KV_CACHE = 256 << 20
+"""Bytes for keys and values on the CPU, by default."""
+
 Precision = Literal["float32", "bfloat16", "float16"]
 
 
@@ -44,7 +47,9 @@ class VLLMConfig:
         dtype: dtype of computation; weights of other types are converted when they are loaded.
         max_model_len: most tokens of prompt and response together; 0: the model's context.
         max_num_seqs: most responses generated side by side.
-        kv_cache_bytes: memory for keys and values.
+        kv_cache_bytes: memory for keys and values; 0: CPU_KV_CACHE on the CPU, and on a GPU what
+            gpu_memory_utilization leaves.
+        gpu_memory_utilization: part of each GPU's memory for weights, activations, keys and values.
         logprobs_mode: which log-probs vLLM reports; see `rl_rollout_vllm.sampling`.
         enforce_eager: use neither compilation nor CUDA graphs.
         prefix_caching: keep keys and values of prompts for later requests, until the next update.
@@ -66,7 +71,8 @@ class VLLMConfig:
     dtype: Precision = "float32"
     max_model_len: int = 0
     max_num_seqs: int = 256
-    kv_cache_bytes: int = 1 << 30
+    kv_cache_bytes: int = 0
+    gpu_memory_utilization: float = 0.9
     logprobs_mode: LogprobsMode = "processed_logprobs"
     enforce_eager: bool = True
     prefix_caching: bool = True
@@ -80,8 +86,11 @@ class VLLMConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.model_path), "model_path", "a folder", self.model_path)
-        _require(self.max_model_len >= 0, "max_model_len", "at least 0", self.max_model_len)
-        for name in ("max_num_seqs", "kv_cache_bytes", "bucket_bytes", "threads", "tensor_parallel_size"):
+        for name in ("max_model_len", "kv_cache_bytes"):
+            _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
+        utilization = self.gpu_memory_utilization
+        _require(0 < utilization <= 1, "gpu_memory_utilization", "in (0, 1]", utilization)
+        for name in ("max_num_seqs", "bucket_bytes", "threads", "tensor_parallel_size"):
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for name in ("start_timeout_s", "call_timeout_s"):
             _require(getattr(self, name) > 0, name, "greater than 0", getattr(self, name))

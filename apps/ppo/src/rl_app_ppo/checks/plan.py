@@ -14,6 +14,7 @@ from rl_app_ppo.config.model_path import given_model
 from rl_app_ppo.config.placement import Role, shares_base, shares_weights
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.demo.settings import ModelSettings
+from rl_rollout_vllm import CPU_KV_CACHE
 from rl_trainer.config import ActorConfig, CriticConfig
 from rl_trainer.config.backends import FsdpConfig, MegatronConfig
 
@@ -107,8 +108,10 @@ def _generates(config: AppConfig, size: ModelSize, *, on_gpu: bool) -> dict[str,
     tokens = min(rollout.max_batch_size, config.data.train_batch_size * rollout.n) * _longest(config)
     shared = shares_base(config) or (shares_weights(config) and not on_gpu)
     own = {} if shared else {"weights": element * size.weights}
-    vllm = rollout.name == "vllm"
-    return own | {"KV cache": rollout.kv_cache_mb << 20 if vllm else element * size.kv_token * tokens}
+    if rollout.name != "vllm":
+        return own | {"KV cache": element * size.kv_token * tokens}
+    cache = rollout.kv_cache_mb << 20 or (0 if on_gpu else CPU_KV_CACHE)  # a GPU's is what weights leave
+    return own | ({"KV cache": cache} if cache else {})
 
 
 def _longest(config: AppConfig) -> int:

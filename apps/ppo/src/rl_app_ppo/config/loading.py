@@ -25,6 +25,7 @@ from rl_app_ppo.config.other_trainers import describe_other
 from rl_app_ppo.config.placement import AUTO, check_placement, placement_defaults, resolved_placement
 from rl_app_ppo.config.plain_yaml import flatten, parse_yaml, read_yaml
 from rl_app_ppo.config.presets import ALGORITHM, NO_PRESET, PRESET, Source, choose, is_file, layer_text, named_presets
+from rl_app_ppo.config.rollout_engines import ROLLOUT_ENGINES
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.config.training_backends import TRAINING_BACKENDS, TrainingBackendSpec, get_training_backend
 from rl_app_ppo.config.unused_options import check_engine, refuse_unused
@@ -161,6 +162,7 @@ def _layers_below(given: Sequence[Source]) -> list[Source]:
         (f"default of model_engine={engine.name}", _of_models(engine.defaults)),
         *_padding(engine, chosen.get("model.path")),
         *_of_old_log_prob(chosen),
+        *_of_generator(str(chosen.get("rollout.name", AppConfig().rollout.name))),
         (why, {"placement": placement, **beside}),
         *named,
         (choice.algorithm.origin, {"algorithm.name": choice.algorithm.name}),
@@ -189,6 +191,12 @@ def _padding(engine: TrainingBackendSpec, model: object) -> list[Source]:
     found = model_type(model) if joins and model and isinstance(model, str) else None
     reason = "" if found is None else why_padded(found)
     return [(f"model.path={model} {reason}", _of_models({"use_remove_padding": False}))] if reason else []
+
+
+def _of_generator(name: str) -> list[Source]:
+    """The layer of a rollout engine with defaults of its own."""
+    values = ROLLOUT_ENGINES.get(name).defaults()
+    return [(f"default of rollout.name={name} as installed", dict(values))] if values else []
 
 
 def _of_old_log_prob(chosen: Mapping[str, object]) -> list[Source]:

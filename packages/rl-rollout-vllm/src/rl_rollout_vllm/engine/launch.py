@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_protocol.errors import ConfigError, RolloutError
 from rl_rollout_vllm.availability import VLLMCapabilities, require_vllm
-from rl_rollout_vllm.config import VLLMConfig, environment
+from rl_rollout_vllm.config import CPU_KV_CACHE, VLLMConfig, environment
 from rl_rollout_vllm.engine.engine_client import EngineClient
 from rl_rollout_vllm.weights.checkpoint import Checkpoint
 
@@ -47,6 +47,11 @@ def engine_arguments(config: VLLMConfig, model: Checkpoint, capabilities: VLLMCa
     adapter = config.adapter
     lora = {} if adapter is None else {"enable_lora": True, "max_lora_rank": adapter.rank, "max_loras": 1}
     context = config.max_model_len or model.context
+    gpu = capabilities.device == "cuda"
+    if gpu and not config.kv_cache_bytes:
+        memory: dict[str, Any] = {"gpu_memory_utilization": config.gpu_memory_utilization}
+    else:
+        memory = {"kv_cache_memory_bytes": config.kv_cache_bytes or CPU_KV_CACHE}
     whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(context, _BATCHED_TOKENS)}
     return {
         "model": str(model.path),
@@ -55,7 +60,7 @@ def engine_arguments(config: VLLMConfig, model: Checkpoint, capabilities: VLLMCa
         "dtype": config.dtype,
         "max_model_len": context,
         "max_num_seqs": config.max_num_seqs,
-        "kv_cache_memory_bytes": config.kv_cache_bytes,
+        **memory,
         "logprobs_mode": config.logprobs_mode,
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": config.prefix_caching,

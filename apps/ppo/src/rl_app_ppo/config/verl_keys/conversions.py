@@ -80,6 +80,15 @@ def unless(default: Value, key: str) -> Convert:
     return convert
 
 
+def of_vllm(key: str, default: Value = None) -> Convert:
+    """A setting that only vLLM reads; verl's default is for its own engines."""
+
+    def convert(value: Value, verl: Verl) -> Answer:
+        return {key: value} if value != default and verl.get(f"{ROLLOUT}.name") != "hf" else {}
+
+    return convert
+
+
 # -- optimizers
 
 

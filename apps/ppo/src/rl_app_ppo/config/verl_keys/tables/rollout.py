@@ -23,9 +23,13 @@ ENTRIES: tuple[Entry, ...] = (
         "validation samples from all tokens, and concerns no training", "top_k top_p", prefix=f"{ROLLOUT}.val_kwargs."
     ),
     no_effect("prompts are as long as data.max_prompt_length lets them be", f"{ROLLOUT}.prompt_length"),
-    no_effect(
-        "set rollout.kv_cache_mb, the memory of each replica for keys and values", f"{ROLLOUT}.gpu_memory_utilization"
+    converted(
+        f"{ROLLOUT}.gpu_memory_utilization",
+        "rollout.gpu_memory_utilization",
+        conversions.of_vllm("rollout.gpu_memory_utilization", 0.5),
     ),
+    converted(f"{ROLLOUT}.max_model_len", "rollout.max_model_len", conversions.of_vllm("rollout.max_model_len")),
+    converted(f"{ROLLOUT}.enforce_eager", "rollout.enforce_eager", conversions.of_vllm("rollout.enforce_eager", False)),
     no_effect("set rollout.max_batch_size", f"{ROLLOUT}.max_num_seqs"),
     no_effect("set rollout.num_workers, the number of replicas", f"{ROLLOUT}.agent.num_workers"),
     no_effect(
@@ -40,7 +44,7 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     no_effect(
         _ENGINE,
-        """mode enforce_eager cudagraph_capture_sizes max_num_batched_tokens max_model_len enable_chunked_prefill
+        """mode cudagraph_capture_sizes max_num_batched_tokens enable_chunked_prefill
         enable_prefix_caching scheduling_policy load_format layered_summon disable_log_stats multi_stage_wake_up engine_kwargs.*
         skip_tokenizer_init limit_images logprobs_mode""",
         prefix=f"{ROLLOUT}.",
