@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
@@ -10,7 +11,11 @@ from rl_app_ppo.checks.model_size import model_size
 from rl_app_ppo.checks.plan import role_bytes
 from rl_app_ppo.cli.main import main
 from rl_app_ppo.config.loading import load_config
+from rl_protocol import BatchData, ragged
+from rl_trainer.backends.parallel_strategy import PlainStrategy
 from rl_trainer.backends.peft_lora import attach
+from rl_trainer.backends.torch_policy import TorchPolicyBackend
+from rl_trainer.config.backends import TorchConfig
 from rl_trainer.config.lora import LoraConfig
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, INNER, WORDS = 3, 64, 4, 2, 160, 300
@@ -117,3 +122,41 @@ def test_a_plan_is_printed_for_gpus_that_this_machine_does_not_have(capsys, tmp_
     assert list(tmp_path.iterdir()) == []
     assert main(["--plan", *wanted[:-1], "trainer.n_gpus_per_node=3"]) == 2
     assert "not enough are left for actor_ref-3" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_estimate_is_within_15_percent_of_the_peak_on_a_gpu(tmp_path, dtype):
+    """A model of 0.4 billion weights makes two steps of 2,048 tokens each."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no GPU")
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 16}
+    made = Qwen2Config(vocab_size=32000, num_key_value_heads=4, tie_word_embeddings=True, pad_token_id=0, **sizes)
+    AutoModelForCausalLM.from_config(made).save_pretrained(tmp_path)
+    settings = [
+        "model_engine=torch",
+        f"torch.param_dtype={dtype}",
+        "actor.ppo_max_token_len=2048",
+        "actor.ppo_mini_batch_size=4",
+    ]
+    config = load_config([*settings, "rollout.n=1"])
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(1, 32000, 256).tolist() for _ in range(16)]
+    ones = ragged([np.ones(256)] * 8, "float32")
+    batch = BatchData(
+        {
+            "prompts": ragged(tokens[:8], "int64"),
+            "responses": ragged(tokens[8:], "int64"),
+            "response_mask": ragged([[True] * 256] * 8, "bool"),
+            **dict.fromkeys(("old_log_probs", "advantages", "ref_log_prob"), ones),
+        }
+    )
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    strategy = PlainStrategy(config.engine_as(TorchConfig), torch.device("cuda"))
+    policy = TorchPolicyBackend(tmp_path, config.actor, rollout_n=1, strategy=strategy)
+    policy.update(batch, temperature=1.0)
+    peak = torch.cuda.max_memory_allocated() - before
+    estimate = sum(role_bytes("actor", config, model_size(tmp_path, config.lora), on_gpu=True).values())
+    assert peak == pytest.approx(estimate, rel=0.15)
