@@ -85,7 +85,7 @@ def test_a_cluster_that_is_too_small_is_refused_before_a_process_starts(gcs_addr
     done = python(
         *(str(Path(__file__).parents[3] / "apps" / "ppo"), f"ray.address={gcs_address}", f"model.path={base_model}"),
         *(f"trainer.output_dir={tmp_path / 'outputs'}", "model_engine=fsdp", f"fsdp.world_size={GPUS + 1}"),
-        *("fsdp.device=cuda", "placement=actor+ref"),
+        *("fsdp.device=cuda", "rollout.device=cpu", "placement=actor+ref"),
     )
     assert done.returncode == 2, done.stderr
     assert f"need {GPUS + 1} GPUs of one node" in done.stderr
@@ -111,7 +111,7 @@ def test_forked_workers_of_a_local_ray_train_with_the_gpus_of_the_plan(base_mode
         *("-c", LOCAL, f"model.path={base_model}", f"trainer.output_dir={tmp_path}"),
         *("trainer.total_training_steps=1", "trainer.test_freq=0", "trainer.val_before_train=false"),
         *("data.val_size=8", "data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "ray.start_timeout_s=400"),
-        *("model_engine=fsdp", "fsdp.world_size=2", "placement=actor+ref"),
+        *("model_engine=fsdp", "fsdp.world_size=2", "rollout.num_workers=1", "placement=actor+ref"),
     )
     assert done.returncode == 0, done.stderr
-    assert "GPUs: 2 of 6 of this node: actor_ref 1, actor_ref-1 1" in done.stdout
+    assert "GPUs: 3 of 6 of this node: actor_ref 1, actor_ref-1 1, rollout-0 1" in done.stdout

@@ -327,6 +327,28 @@ def test_only_a_gpu_is_asked_for_deterministic_algorithms(monkeypatch):
         assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == found
 
 
+def test_prefix_sums_of_samples_are_exempt_from_deterministic_algorithms(model_path, monkeypatch):
+    """Torch has none for them on a GPU, and raises there."""
+    strict, cumsum = [], torch.Tensor.cumsum
+
+    def noting(numbers, *arguments, **options):
+        if numbers.is_floating_point():
+            strict.append(torch.are_deterministic_algorithms_enabled())
+        return cumsum(numbers, *arguments, **options)
+
+    engine = HFRolloutEngine(model_path)
+    wanted = generate(engine, top_p=0.8)
+    monkeypatch.setattr(torch.Tensor, "cumsum", noting)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert same(generate(engine, top_p=0.8), wanted)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert strict
+    assert not any(strict)
+
+
 def test_auto_is_the_cpu_where_the_process_has_no_gpu(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
