@@ -11,9 +11,9 @@ and the loop of the bare floor (`harness/generation.py`); the cells are those of
 Speed: the same requests (token ids, seeds, log-probs of the sampled tokens) go in turns
 (harness/pairs.py) through `VLLMRolloutEngine` and through an `AsyncLLM` with the same arguments, in
 separate processes. Update: a whole float32 model goes in turns into the rollout engine
-(`load_weights`: checked, moved, verified, prepacked by vLLM, caches emptied) and through the engine
-`shm` of rl-ckpt-engine into one other process, which verifies and copies it. Digests and copies are
-in both.
+(`load_weights`: checked, moved, verified, prepacked by vLLM, caches emptied) and through shared
+memory (engine `shm-copy` of rl-ckpt-engine) into one other process, which copies and verifies it.
+Digests and copies are in both.
 """
 
 from __future__ import annotations

@@ -3,20 +3,21 @@
     uv run benchmarks/bench_weight_sync.py [--only shm,tcp] [--pairs 7] [--gib 1] [--smoke]
 
 One version of a model (300 bfloat16 tensors of realistic shapes) goes from this process to one or
-two others, which verify it and copy it into their own tensors. Consecutive versions differ in 1 %
-of the elements of every tensor, so nothing is skipped and `delta-*` has changes to send. Each
-engine takes turns (harness/pairs.py) with memcpy of the same tensors in this process, with itself
-without digests (every digest is a constant), and, for one receiver, with verl's algorithm: two
-buckets, filled by copying, broadcast over gloo, copied out by the receiver, no digests. Buckets
-hold 64 MiB everywhere.
+two others, which hold it, verified, in memory of their own: a receiver has two sets of tensors and
+receives into the one that it does not use (`delta-*`: it applies the changes to a copy and copies
+that). Three versions take turns, which differ in 1 % of the elements of every tensor, so nothing is
+skipped and `delta-*` has changes to send. Each engine takes turns (harness/pairs.py) with memcpy of
+the same tensors in this process, with itself without digests (every digest is a constant), and, for
+one receiver, with verl's algorithm: two buckets, filled by copying, broadcast over gloo, copied out
+by the receiver, no digests. Buckets hold 64 MiB everywhere.
 
 CPU time is reported twice, in copies (CPU seconds of the memcpy): that of all processes, sender
-included, divided by the number of receivers, and that of one receiver process alone, which verifies
-and copies.
+included, divided by the number of receivers, and that of one receiver process alone.
 
 With `-direct` the tensors are in the engine's buffer before the clock starts, as with a trainer
-that exports straight into it. With `-shared` the receivers use the verified weights in place, as a
-rollout engine on the CPU does. The bars are in harness/weight_sync_bars.py. The ranking, a table
+that exports straight into it. With `-shared` the receivers use the verified weights in the sender's
+memory (engine `shm`), as a rollout engine on the CPU does; without, each copies them (engine
+`shm-copy`). The bars are in harness/weight_sync_bars.py. The ranking, a table
 and a plot beside the JSON, has all engines that were run.
 """
 
@@ -30,6 +31,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -71,17 +73,20 @@ def shapes(gib: float) -> list[tuple[int, ...]]:
 
 
 def versions(gib: float) -> list[list[WeightTensor]]:
-    """Two versions of the model; every tensor differs."""
+    """Three versions of the model, each with other values of 1 % of the elements of each tensor.
+
+    With two, a receiver's two buffers would hold what they receive already.
+    """
     draw = np.random.default_rng(0)
-    first: list[WeightTensor] = []
-    second: list[WeightTensor] = []
+    made: list[list[WeightTensor]] = [[], [], []]
     for number, shape in enumerate(shapes(gib)):
         words = (draw.standard_normal(int(np.prod(shape)), np.float32).view(np.uint32) >> 16).astype(np.uint16)
-        changed = words.copy()
-        changed[draw.integers(0, words.size, max(1, words.size // 100))] ^= 1
-        for version, data in ((first, words), (second, changed)):
+        places = draw.integers(0, words.size, max(1, words.size // 100))
+        for change, version in enumerate(made):
+            data = words.copy()
+            data[places] ^= change
             version.append(WeightTensor(f"model.layers.{number}.weight", "bfloat16", shape, data.view(np.uint8)))
-    return [first, second]
+    return made
 
 
 class NoDigest:
@@ -122,12 +127,12 @@ class NoDigest:
             ) = real
 
 
-def receive_forever(pipe: Connection, engine_name: str, directory: str, digested: bool, shared: bool) -> None:
-    """A rollout process: receives with an engine, into its own tensors unless `shared`."""
+def receive_forever(pipe: Connection, engine_name: str, directory: str, digested: bool) -> None:
+    """A rollout process: receives with an engine and keeps the tensors."""
     connect_to_ray(engine_name)
     bare = NoDigest()
     with contextlib.nullcontext() if digested else bare.instead():
-        serve(pipe, engine_name, directory, bare, shared)
+        serve(pipe, engine_name, directory, bare)
 
 
 def connect_to_ray(engine_name: str) -> None:
@@ -139,7 +144,7 @@ def connect_to_ray(engine_name: str) -> None:
             ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR")
 
 
-def serve(pipe: Connection, engine_name: str, directory: str, bare: NoDigest, shared: bool) -> None:
+def serve(pipe: Connection, engine_name: str, directory: str, bare: NoDigest) -> None:
     """Serve until the pipe says stop."""
     engine = CheckpointEngineRegistry().create(engine_name, config(directory))
     mine: dict[str, np.ndarray] = {}
@@ -147,23 +152,27 @@ def serve(pipe: Connection, engine_name: str, directory: str, bare: NoDigest, sh
     member = pipe.recv()
     engine.init_process_group(member)
 
-    async def one(data: bytes) -> None:
+    async def one(data: bytes) -> Callable[[], None]:
+        """Receive a version; the tensors stay valid while the result is referenced."""
         manifest = Manifest.decode(data)
         bare.version = manifest.version
-        for weight in await engine.receive_weights(manifest, timeout_s=T):
-            if shared:
-                mine[weight.name] = weight.data
-                continue
+        weights = await engine.receive_weights(manifest, timeout_s=T)
+        if engine.capabilities.shares:
+            mine.update((weight.name, weight.data) for weight in weights)
+            return engine.watch(manifest)
+        for weight in weights:
             if weight.name not in mine:
                 mine[weight.name] = np.empty_like(weight.data)
             np.copyto(mine[weight.name], weight.data)
+        return partial(engine.confirm, manifest)
 
     async def all_versions() -> None:
         if not engine.capabilities.elastic:
             await engine.join(timeout_s=T)
         loop = asyncio.get_running_loop()
         while (data := await loop.run_in_executor(None, pipe.recv)) is not None:
-            await one(data)
+            watch = await one(data)  # the former version is in use until this one is there
+            watch()
             pipe.send(xxhash.xxh3_128_hexdigest(b"".join(mine[name][:8].tobytes() for name in mine)))
 
     asyncio.run(all_versions())
@@ -183,6 +192,7 @@ class Ours:
     ) -> None:
         shared, name = name.endswith(SHARED), name.removesuffix(SHARED)
         self.direct, name = name.endswith(DIRECT), name.removesuffix(DIRECT)
+        name = "shm-copy" if name == "shm" and not shared else name
         connect_to_ray(name)
         self.bare = None if digested else NoDigest()
         self.engine: CheckpointEngine = CheckpointEngineRegistry().create(name, config(directory))
@@ -193,9 +203,7 @@ class Ours:
         self.processes: list[Any] = []
         for _ in range(receivers):
             ours, theirs = _spawn.Pipe()
-            process = _spawn.Process(
-                target=receive_forever, args=(theirs, name, directory, digested, shared), daemon=True
-            )
+            process = _spawn.Process(target=receive_forever, args=(theirs, name, directory, digested), daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -213,7 +221,7 @@ class Ours:
 
     def write(self) -> None:
         """Put the next version into the trainer's or the engine's memory, untimed."""
-        self.next = self.models[(self.version + 1) % 2]
+        self.next = self.models[(self.version + 1) % len(self.models)]
         if self.direct:
             assert self.engine.capabilities.direct
             room = self.engine.room([TensorSpec(w.name, w.dtype, w.shape) for w in self.next])
@@ -383,7 +391,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ray_cluster("ray" in names):
         from peers.verl_broadcast import Verl  # torch is of no use to most receivers
 
-        with opened(Verl(models, BUCKET, str(Path(folder) / "store"))) as verl:
+        with opened(Verl(models[:2], BUCKET, str(Path(folder) / "store"))) as verl:
             for name in names:
                 rows += measure(name, 1, models, pairs, verl)
         del verl

@@ -85,7 +85,9 @@ def points(monkeypatch: pytest.MonkeyPatch) -> Points:
     return fake
 
 
-@pytest.mark.parametrize("name", ["naive", "shm", "tcp", "disk", "gloo", "nccl", "nixl", "mooncake", "cuda_ipc"])
+@pytest.mark.parametrize(
+    "name", ["naive", "shm", "shm-copy", "tcp", "disk", "gloo", "nccl", "nixl", "mooncake", "cuda_ipc"]
+)
 @pytest.mark.parametrize("prefix", ["", "delta-"])
 def test_an_engine_has_what_it_declares_and_at_most_two_base_classes(prefix: str, name: str) -> None:
     engine = CheckpointEngineRegistry().get(prefix + name)
@@ -96,11 +98,11 @@ def test_an_engine_has_what_it_declares_and_at_most_two_base_classes(prefix: str
 
 
 def test_a_declared_capability_without_its_methods_is_refused() -> None:
-    class Shares(TcpEngine):
-        capabilities: ClassVar[Capabilities] = replace(TcpEngine.capabilities, shares=True)
+    class Direct(TcpEngine):
+        capabilities: ClassVar[Capabilities] = replace(TcpEngine.capabilities, direct=True)
 
-    with pytest.raises(ConfigError, match="Engine 'tcp' declares shares but has no method 'watch'"):
-        check_capabilities(Shares)
+    with pytest.raises(ConfigError, match="Engine 'tcp' declares direct but has no method 'room'"):
+        check_capabilities(Direct)
     engine = TcpEngine()
     for call in (lambda: engine.room([]), engine.leave):
         with pytest.raises(WeightSyncError, match="Engine 'tcp' "):
@@ -131,7 +133,7 @@ def test_a_plug_in_is_loaded_when_its_name_is_asked_for_and_no_other(points: Poi
         (
             "missing",
             "no checkpoint engine 'missing'; there are alias, broken, cuda_ipc, disk, future, gloo, mooncake, naive, nccl, nixl, plugin, "
-            "ray, shm, tcp, wrong",
+            "ray, shm, shm-copy, tcp, wrong",
         ),
         ("future", "API version 2; this is version 1"),
         ("wrong", "not a subclass of CheckpointEngine"),

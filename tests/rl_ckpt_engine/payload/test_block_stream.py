@@ -22,8 +22,9 @@ class Written:
         self.pieces: list[tuple[int, int]] = []
         self.after_each = after_each
 
-    def start(self, weight, offset: int) -> None:
+    def start(self, weight, offset: int) -> bool:
         self.started.append((weight.name, offset))
+        return True
 
     def write(self, offset: int, piece: memoryview) -> None:
         self.pieces.append((offset, piece.nbytes))

@@ -12,6 +12,7 @@ from rl_ckpt_engine.engines.network.tcp import TcpEngine
 from rl_ckpt_engine.engines.network.torch_group import GlooEngine
 from rl_ckpt_engine.engines.one_host.naive import NaiveEngine
 from rl_ckpt_engine.engines.one_host.shm import ShmEngine
+from rl_ckpt_engine.engines.one_host.shm_copy import ShmCopyEngine
 from rl_ckpt_engine.engines.storage.disk import DiskEngine
 from rl_ckpt_engine.testing import EngineConformance
 from rl_protocol.batch.weight_tensor import WeightTensor
@@ -25,6 +26,11 @@ class TestNaive(EngineConformance):
 class TestShm(EngineConformance):
     def make_engine(self) -> CheckpointEngine:
         return ShmEngine()
+
+
+class TestShmCopy(EngineConformance):
+    def make_engine(self) -> CheckpointEngine:
+        return ShmCopyEngine()
 
 
 class TestShmDirect(EngineConformance):

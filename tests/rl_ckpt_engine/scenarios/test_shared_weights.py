@@ -1,4 +1,4 @@
-"""Sinks that compute with weights in shared memory detect that they were overwritten."""
+"""Sinks that compute with received weights in place detect that they were overwritten."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 from ckpt_fakes import Sink, Source, model
 
-from rl_ckpt_engine import CheckpointEngineManager, Manifest, ReceiverEndpoint, SenderEndpoint
+from rl_ckpt_engine import CheckpointEngine, CheckpointEngineManager, Manifest, ReceiverEndpoint, SenderEndpoint
 from rl_ckpt_engine.engines.base import memfd
 from rl_ckpt_engine.engines.base.memfd import PAYLOAD_START, SlotPlacement
+from rl_ckpt_engine.engines.delta.delta_engine import delta_over
 from rl_ckpt_engine.engines.network.tcp import TcpEngine
 from rl_ckpt_engine.engines.one_host.naive import NaiveEngine
 from rl_ckpt_engine.engines.one_host.shm import ShmEngine
+from rl_ckpt_engine.engines.one_host.shm_copy import ShmCopyEngine
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
 from rl_protocol.ports import WeightCapabilities
@@ -77,9 +79,10 @@ def test_all_replicas_use_one_copy_which_the_sender_made(monkeypatch: pytest.Mon
         assert not any(weight.data.flags.writeable for sink in sinks for weight in sink.lent)
 
 
-def test_a_version_in_use_outlives_the_next_being_sent_received_and_taken_back() -> None:
+@pytest.mark.parametrize("engine", [ShmEngine, ShmCopyEngine, TcpEngine])
+def test_a_version_in_use_outlives_the_next_being_sent_received_and_taken_back(engine: type[CheckpointEngine]) -> None:
     source, sink = Source(model(1)), Borrower()
-    sender, receiver = SenderEndpoint(ShmEngine(), source), ReceiverEndpoint(ShmEngine(), sink)
+    sender, receiver = SenderEndpoint(engine(), source), ReceiverEndpoint(engine(), sink)
 
     async def run() -> None:
         for version in (1, 2):
@@ -95,7 +98,14 @@ def test_a_version_in_use_outlives_the_next_being_sent_received_and_taken_back()
             await receiver.resume(T)
             assert sink.computed() == bytes_of(2)
 
+        source.weights = model(5)
+        await receiver.receive((await sender.send(3, T)).manifest, T)
+        await receiver.activate(3, T)
+        assert sink.computed() == bytes_of(5)
+
     asyncio.run(run())
+    sender.close()
+    receiver.close()
 
 
 def test_a_receiver_left_behind_notices_and_catches_up() -> None:
@@ -146,7 +156,8 @@ def test_in_one_process_the_sink_uses_the_tensors_of_the_source_and_detects_thei
 def test_an_engine_whose_memory_is_written_during_the_next_sync_is_copied_from() -> None:
     sink = Borrower()
     source = Source(model(1))
-    manager = CheckpointEngineManager(SenderEndpoint(TcpEngine(), source), [ReceiverEndpoint(TcpEngine(), sink)])
+    engine = delta_over(TcpEngine)
+    manager = CheckpointEngineManager(SenderEndpoint(engine(), source), [ReceiverEndpoint(engine(), sink)])
     asyncio.run(manager.update_weights(1))
     assert sink.lent == []
     assert list(sink.loaded.values()) == bytes_of(1)

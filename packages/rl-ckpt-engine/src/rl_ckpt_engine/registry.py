@@ -21,6 +21,7 @@ _ENGINES = "rl_ckpt_engine.engines"
 _BUILT_IN = {
     "naive": (f"{_ENGINES}.one_host.naive", "NaiveEngine", ""),
     "shm": (f"{_ENGINES}.one_host.shm", "ShmEngine", ""),
+    "shm-copy": (f"{_ENGINES}.one_host.shm_copy", "ShmCopyEngine", ""),
     "tcp": (f"{_ENGINES}.network.tcp", "TcpEngine", ""),
     "disk": (f"{_ENGINES}.storage.disk", "DiskEngine", ""),
     "gloo": (f"{_ENGINES}.network.torch_group", "GlooEngine", "torch"),

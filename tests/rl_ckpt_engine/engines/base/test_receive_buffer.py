@@ -34,7 +34,8 @@ def test_buckets_hold_every_missing_byte_once_and_what_was_verified_stays(
         def __init__(self) -> None:
             self.payload = bytearray(20_000)
 
-        def start(self, weight: WeightTensor, offset: int) -> None: ...
+        def start(self, weight: WeightTensor, offset: int) -> bool:
+            return True
 
         def write(self, offset: int, piece: memoryview) -> None:
             self.payload[offset : offset + len(piece)] = piece

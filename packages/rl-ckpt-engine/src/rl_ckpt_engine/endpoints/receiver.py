@@ -45,8 +45,8 @@ class ReceiverEndpoint(EngineEndpoint):
     The replica checks `admitting` before it accepts a request. It is false while a version is
     loaded, after a failed load, and while the endpoint is paused. A load that fails midway leaves
     weights of mixed versions; then `resume` raises until a later activation succeeds. Pausing and
-    sleeping are forwarded to a sink that declares `pauses` or `sleeps`. With an engine that shares
-    its memory, a sink that declares `adopts` uses the tensors in place.
+    sleeping are forwarded to a sink that declares `pauses` or `sleeps`. With an engine that
+    declares `shares`, a sink that declares `adopts` uses the tensors in place.
 
     Args:
         engine: used by this endpoint only and closed with it.

@@ -20,7 +20,8 @@ class AdapterReceiver(Protocol):
 
 
 class AdoptingReceiver(Protocol):
-    """`adopts`: a sink that can compute with weights in shared memory instead of copying them."""
+    """`adopts`: a sink that can compute with the received weights in place instead of copying
+    them."""
 
     def adopt_weights(self, weights: Iterable[WeightTensor], version: int, watch: Callable[[], None]) -> None:
         """Like `load_weights`, but use the tensors in place. They are read-only.
@@ -29,7 +30,8 @@ class AdoptingReceiver(Protocol):
             weights: all tensors, verified.
             version: their version.
             watch: raises WeightSyncError once the sender may have overwritten the tensors. It MUST
-                be called after each use, before returning anything computed with them.
+                be called after each use, before returning anything computed with them, and MUST
+                be referenced as long as they are used.
         """
         ...
 

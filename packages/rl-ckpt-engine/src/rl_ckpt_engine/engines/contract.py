@@ -19,7 +19,7 @@ is formed. `prepare` returns new metadata after `init_process_group` has used th
 Memory is reused from sync to sync. A sender keeps the version finalized last until the next one is
 finalized, so late joiners can receive it. Views of the sender's memory (zero_copy) are valid for
 the same time; `confirm` tells whether it has passed. Other received tensors belong to the receiver
-and are valid until it receives again.
+and are valid until it receives again, or as long as their `watch` is referenced.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Capabilities:
         caches: sender or receivers serve late joiners with their version: `get_weights`,
             `republish`.
         direct: a source can write the next version into the engine's memory: `room`.
-        shares: receivers may compute with the weights in shared memory: `watch`.
+        shares: receivers may compute with the received tensors in place: `watch`.
     """
 
     same_host_only: bool
@@ -251,8 +251,9 @@ class CheckpointEngine(ABC):
     def watch(self, manifest: Manifest) -> Callable[[], None]:
         """A function that confirms the version received last, even after later ones are received.
 
-        It does not keep the version alive. Call it after computing with the tensors, before using
-        the result.
+        It does not keep the sender's memory alive. The receiver's own memory is not used for
+        another version while the function is referenced. Call it after computing with the tensors,
+        before using the result.
 
         Raises:
             WeightSyncError: see `confirm`; raised by this method and by the returned function.

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
-from rl_ckpt_engine.payload.digests import BLOCK_BYTES, blocks, combined, digest_of
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rl_ckpt_engine.payload.digests import blocks, combined, digest_of
 from rl_ckpt_engine.payload.manifest import Manifest, TensorEntry, plan
 from rl_ckpt_engine.payload.thread_team import ThreadTeam
 from rl_protocol.batch.weight_tensor import WeightTensor
@@ -70,8 +74,12 @@ class Target(Protocol):
     unordered: bool
     """Whether the pieces of a tensor may be written in any order and by several threads."""
 
-    def start(self, weight: WeightTensor, offset: int) -> None:
-        """Start the next tensor, at that byte of the payload."""
+    def start(self, weight: WeightTensor, offset: int) -> bool:
+        """Start the next tensor, at that byte of the payload; returns whether its bytes must be
+        written.
+
+        If `unordered`, pieces of earlier tensors may be written later.
+        """
         ...
 
     def write(self, offset: int, piece: memoryview) -> None:
@@ -111,38 +119,55 @@ async def emit(weights: Iterable[WeightTensor], target: Target, deadline: Deadli
             `weights` and `target` propagate.
     """
     entries: list[TensorEntry] = []
+    digests: list[list[bytes]] = []
     pacer = Pacer(deadline)
     deadline.check()
-    with ThreadTeam() as crew:
+
+    def started() -> Iterator[_Tensor]:
         for weight, offset in plan(weights):
-            target.start(weight, offset)
-            data, nbytes = weight.data.data, weight.nbytes
-            digests: list[bytes] = []
-            for start in range(0, nbytes, CHUNK_BYTES):
-                chunk = data[start : start + CHUNK_BYTES]
-                digests += _take(chunk, offset + start, target, crew)
-                await pacer.advance(chunk.nbytes)
-            entries.append(TensorEntry(weight.name, weight.dtype, weight.shape, offset, nbytes, combined(digests)))
             deadline.check()
+            entries.append(TensorEntry(weight.name, weight.dtype, weight.shape, offset, weight.nbytes, b""))
+            digests.append([])
+            yield _Tensor(offset, weight.data.data, target.start(weight, offset))
+
+    with ThreadTeam() as crew:
+        for batch in _batches(started(), apart=not target.unordered):
+            await pacer.advance(_take(batch, target, crew, digests))
     if not entries:
         raise WeightSyncError("The source of the weights yielded no tensor; a version needs at least one.")
-    return tuple(entries)
+    deadline.check()
+    return tuple(
+        msgspec.structs.replace(entry, digest=combined(found)) for entry, found in zip(entries, digests, strict=True)
+    )
 
 
-def _take(chunk: memoryview, offset: int, target: Target, crew: ThreadTeam) -> list[bytes]:
-    """Write the blocks of a chunk and hash each while it is in the cache; returns the digests."""
-    parts = list(blocks(chunk))
+def _take(batch: Sequence[_Block], target: Target, crew: ThreadTeam, digests: list[list[bytes]]) -> int:
+    """Write the blocks and hash each while it is in the cache; returns their size."""
 
     def take(number: int) -> bytes:
-        start, block = parts[number]
-        target.write(offset + start, block)
-        return digest_of(block)
+        block = batch[number]
+        if block.move:
+            target.write(block.offset, block.data)
+        return digest_of(block.data)
 
-    return crew.map(take, len(parts)) if target.unordered else [take(number) for number in range(len(parts))]
+    found = crew.map(take, len(batch)) if target.unordered else [take(number) for number in range(len(batch))]
+    return _collect(batch, found, digests)
 
 
-async def verify(manifest: Manifest, weights: Iterable[WeightTensor], deadline: Deadline) -> float:
+async def verify(
+    manifest: Manifest,
+    weights: Iterable[WeightTensor],
+    deadline: Deadline,
+    copy: npt.NDArray[np.uint8] | None = None,
+) -> float:
     """Compare the digest of every tensor with the manifest.
+
+    Args:
+        manifest: has the digests.
+        weights: the tensors of the manifest, in its order.
+        deadline: checked after each chunk.
+        copy: uint8 [payload_nbytes]. If given, each tensor is copied to its offset, and the digests
+            are those of the copy; a block is hashed while it is in the cache.
 
     Returns:
         The seconds it took.
@@ -154,12 +179,15 @@ async def verify(manifest: Manifest, weights: Iterable[WeightTensor], deadline: 
     pacer = Pacer(deadline)
     deadline.check()
     digests: list[list[bytes]] = [[] for _ in manifest.tensors]
+    tensors = (_Tensor(entry.offset, weight.data.data) for entry, weight in zip(manifest.tensors, weights, strict=True))
     with ThreadTeam() as crew:
-        for batch in _batches(weights):
-            found = crew.map(lambda number, batch=batch: digest_of(batch[number][1]), len(batch))
-            for (tensor, _), digest in zip(batch, found, strict=True):
-                digests[tensor].append(digest)
-            await pacer.advance(sum(block.nbytes for _, block in batch))
+        for batch in _batches(tensors):
+
+            def check(number: int, batch: Sequence[_Block] = batch) -> bytes:
+                block = batch[number]
+                return digest_of(block.data if copy is None else _copied(block, copy))
+
+            await pacer.advance(_collect(batch, crew.map(check, len(batch)), digests))
     for entry, found in zip(manifest.tensors, digests, strict=True):
         if (digest := combined(found)) != entry.digest:
             raise damaged(entry, manifest.version, digest)
@@ -167,19 +195,61 @@ async def verify(manifest: Manifest, weights: Iterable[WeightTensor], deadline: 
     return time.monotonic() - start
 
 
-def _batches(weights: Iterable[WeightTensor]) -> Iterator[list[tuple[int, memoryview]]]:
-    """All blocks, each with the number of its tensor, in lists of about CHUNK_BYTES."""
-    batch: list[tuple[int, memoryview]] = []
+class _Tensor(NamedTuple):
+    """A tensor to move."""
+
+    offset: int
+    """In the payload."""
+    data: memoryview
+    move: bool = True
+    """False: its bytes are where they belong already, and are only hashed."""
+
+
+class _Block(NamedTuple):
+    """A block of a tensor."""
+
+    tensor: int
+    """Number of the tensor."""
+    offset: int
+    """In the payload."""
+    data: memoryview
+    move: bool
+
+
+def _batches(tensors: Iterable[_Tensor], *, apart: bool = False) -> Iterator[Sequence[_Block]]:
+    """All blocks of the tensors, in lists of at most CHUNK_BYTES.
+
+    Blocks of several tensors share a list unless `apart`.
+    """
+    batch: list[_Block] = []
     size = 0
-    for number, weight in enumerate(weights):
-        for _, block in blocks(weight.data.data):
-            batch.append((number, block))
-            size += block.nbytes
-            if size > CHUNK_BYTES - BLOCK_BYTES:
+    for number, tensor in enumerate(tensors):
+        for start, data in blocks(tensor.data):
+            if size + data.nbytes > CHUNK_BYTES:
                 yield batch
                 batch, size = [], 0
+            batch.append(_Block(number, tensor.offset + start, data, tensor.move))
+            size += data.nbytes
+        if apart and batch:
+            yield batch
+            batch, size = [], 0
     if batch:
         yield batch
+
+
+def _collect(batch: Sequence[_Block], found: Sequence[bytes], digests: list[list[bytes]]) -> int:
+    """Append the digests of the blocks to those of their tensors; returns the size of the
+    blocks."""
+    for block, digest in zip(batch, found, strict=True):
+        digests[block.tensor].append(digest)
+    return sum(block.data.nbytes for block in batch)
+
+
+def _copied(block: _Block, payload: npt.NDArray[np.uint8]) -> memoryview:
+    """Copy the block to its offset in the payload and return the copy."""
+    target = payload[block.offset : block.offset + block.data.nbytes]
+    np.copyto(target, np.frombuffer(block.data, np.uint8))
+    return target.data
 
 
 def damaged(entry: TensorEntry, version: int, digest: bytes) -> WeightSyncError:

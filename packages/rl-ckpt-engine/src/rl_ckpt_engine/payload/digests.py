@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import xxhash
 
-BLOCK_BYTES = 512 << 10
-"""Small enough that a block is still in the cache when it is hashed after the copy."""
+BLOCK_BYTES = 256 << 10
+"""Small enough that source and copy of a block are in the cache when it is hashed."""
 
 
 def digest_of(data: bytes | memoryview) -> bytes:

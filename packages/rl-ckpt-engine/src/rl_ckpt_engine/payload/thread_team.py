@@ -16,8 +16,8 @@ T = TypeVar("T")
 class ThreadTeam:
     """Threads for one phase of a sync, including the caller's.
 
-    There is one thread for every two processors, because the other end of the sync often runs on
-    the same host. The threads end with the context, so none outlives a cancelled call or is lost in
+    There is one for every processor, up to MAX_THREADS: sender and receivers of most engines take
+    turns. The threads end with the context, so none outlives a cancelled call or is lost in
     a fork.
 
     >>> with ThreadTeam() as crew:
@@ -26,7 +26,7 @@ class ThreadTeam:
     """
 
     def __init__(self) -> None:
-        self._helpers = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // 2)) - 1
+        self._helpers = min(MAX_THREADS, len(os.sched_getaffinity(0))) - 1
         self._pool = ThreadPoolExecutor(max(1, self._helpers), "rl-ckpt-team")
 
     def __enter__(self) -> Self:

@@ -23,7 +23,7 @@ class WeightCapabilities:
     Attributes:
         direct: a sender writes its weights into given memory: `layout`, `write_weights`.
         adapters: a receiver loads LoRA adapters: `load_adapter`.
-        adopts: a receiver computes with weights in shared memory: `adopt_weights`.
+        adopts: a receiver computes with received weights in place: `adopt_weights`.
         pauses: a receiver aborts running requests: `pause`, `resume`.
         sleeps: a receiver frees memory: `sleep`, `wake`.
         drops_weights: it can free the memory of its weights, too; they must be sent again.

@@ -66,7 +66,6 @@ class Slot:
         self._readable = False
         self._bytes: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self._allocated = 0
-        self._in_place = False
 
     @property
     def fd(self) -> int:
@@ -100,8 +99,8 @@ class Slot:
         self._reserve(max((start + size for start, size in zip(starts, sizes, strict=True)), default=0))
         return [self._bytes[PAYLOAD_START + start :][:size] for start, size in zip(starts, sizes, strict=True)]
 
-    def start(self, weight: WeightTensor, offset: int) -> None:
-        """Reserve memory for a tensor, unless it was written in place.
+    def start(self, weight: WeightTensor, offset: int) -> bool:
+        """Reserve memory for a tensor; returns whether it must be written, as it is not there yet.
 
         Raises:
             OSError: there is not enough memory.
@@ -110,20 +109,19 @@ class Slot:
         """
         self._reserve(offset + weight.nbytes)
         if not np.may_share_memory(weight.data, self._bytes):  # compares addresses only
-            self._in_place = False
-            return
-        self._in_place = _address(weight.data) - _address(self._bytes) == PAYLOAD_START + offset
-        if weight.nbytes and not self._in_place:
+            return True
+        in_place = _address(weight.data) - _address(self._bytes) == PAYLOAD_START + offset
+        if weight.nbytes and not in_place:
             raise WeightSyncError(
                 f"Tensor {weight.name!r} is in the memory of this version, but at the offset of another tensor. Send all tensors of the layout "
                 "given to `room`, in its order."
             )
+        return False
 
     def write(self, offset: int, piece: memoryview) -> None:
         """Copy a piece to its offset in the payload."""
-        if not self._in_place:
-            start = PAYLOAD_START + offset
-            np.copyto(self._bytes[start : start + piece.nbytes], np.frombuffer(piece, np.uint8))
+        start = PAYLOAD_START + offset
+        np.copyto(self._bytes[start : start + piece.nbytes], np.frombuffer(piece, np.uint8))
 
     def complete(self, manifest: Manifest) -> None:
         """Mark the payload complete."""
@@ -147,6 +145,12 @@ class Slot:
     def _map(self, length: int) -> None:
         os.ftruncate(self._fd, length)  # allocates no memory
         self._bytes = np.frombuffer(mmap.mmap(self._fd, length), np.uint8)
+
+    def payload(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8] | None:
+        """View of a part of the payload, which keeps the memory alive; None if there is no such
+        part."""
+        start = PAYLOAD_START + offset
+        return self._bytes[start : start + nbytes] if start + nbytes <= self._bytes.nbytes else None
 
     def close(self) -> None:
         """Free the memory once no reader maps it; safe to call twice."""

@@ -7,11 +7,11 @@ gets them at the receiver: in buckets (`_pull`), or without a copy (`_fetch`).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Generic, Self
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
-from rl_ckpt_engine.engines.base.receive_buffer import Bucket, ReceiveBuffer, receiving, require_received
+from rl_ckpt_engine.engines.base.receive_buffer import Bucket, ReceiveBuffers, receiving, require_received
 from rl_ckpt_engine.engines.base.version_sender import P, VersionSender
 from rl_ckpt_engine.engines.contract import CheckpointEngine, Topology
 from rl_ckpt_engine.payload.block_stream import Deadline
@@ -28,7 +28,7 @@ class PublishingEngine(CheckpointEngine, Generic[P]):
 
     def __init__(self, config: CheckpointEngineConfig | None = None) -> None:
         self._config = CheckpointEngineConfig() if config is None else config
-        self._buffer = ReceiveBuffer(self._config.bucket_bytes)
+        self._buffers = ReceiveBuffers(self._config.bucket_bytes)
         self._sending: VersionSender[P] = VersionSender(self.name, self._new_store, self._identity)
         self._sender: bytes | None = None
         self._received: tuple[Manifest, list[WeightTensor]] | None = None
@@ -56,8 +56,9 @@ class PublishingEngine(CheckpointEngine, Generic[P]):
 
     async def _fetch(self, manifest: Manifest, deadline: Deadline) -> list[WeightTensor]:
         """Get the tensors of the manifest and compare each with its digest."""
-        weights = await self._buffer.fill(manifest, lambda buckets: self._pull(manifest, buckets, deadline), deadline)
-        self.verify_seconds = self._buffer.verify_seconds
+        buffer = self._buffers.next()
+        weights = await buffer.fill(manifest, lambda buckets: self._pull(manifest, buckets, deadline), deadline)
+        self.verify_seconds = buffer.verify_seconds
         return weights
 
     def _forget_sender(self) -> None:
@@ -104,7 +105,7 @@ class PublishingEngine(CheckpointEngine, Generic[P]):
     def pulled_nbytes(self) -> int:
         """Bytes that the last `receive_weights` requested; excludes tensors that were already
         there."""
-        return self._buffer.pulled_nbytes
+        return self._buffers.current.pulled_nbytes
 
     async def receive_weights(self, manifest: Manifest, *, timeout_s: float) -> list[WeightTensor]:
         deadline = receiving(manifest, timeout_s, self.name)
@@ -123,6 +124,10 @@ class PublishingEngine(CheckpointEngine, Generic[P]):
     def _require_there(self, manifest: Manifest) -> None:
         """Raise WeightSyncError if the sender dropped the received version. Copies stay valid: no
         check here."""
+
+    def watch(self, manifest: Manifest) -> Callable[[], None]:
+        self.confirm(manifest)
+        return self._buffers.current.hold()
 
     def get_weights(self) -> tuple[Manifest, list[WeightTensor]]:
         if self._received is None:
@@ -159,7 +164,7 @@ class PublishingEngine(CheckpointEngine, Generic[P]):
         self._close_republisher()
         self._received = None
         self._sending.close()
-        self._buffer.clear()
+        self._buffers.clear()
 
     def _close_republisher(self) -> None:
         if self._republisher is not None:

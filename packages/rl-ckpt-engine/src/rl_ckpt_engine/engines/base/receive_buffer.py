@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +23,32 @@ from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
 
 
-@dataclass(frozen=True, slots=True)
 class Bucket:
-    """A missing range of the payload, and the memory to fill with it."""
+    """A missing range of the payload, and the memory to fill with it.
 
-    start: int
-    """First byte, relative to the start of the payload."""
-    memory: memoryview
+    Args:
+        start: first byte, relative to the start of the payload.
+        memory: the bytes to fill.
+        check: verifies the bytes of all buckets, in order; None: nothing does.
+    """
+
+    def __init__(self, start: int, memory: memoryview, check: _Check | None = None) -> None:
+        self.start = start
+        self.memory = memory
+        self._check = check
+        self._verified = 0
+
+    def verify(self, end: int) -> None:
+        """Verify the bytes before `end` that have not been verified yet; all of them have arrived.
+
+        Whoever fills the bucket may call this in its thread while the bytes are in the cache.
+
+        Raises:
+            WeightSyncError: a tensor is damaged.
+        """
+        if self._check is not None and end > self._verified:
+            self._check.advance(self.start + self._verified, self.memory[self._verified : end])
+            self._verified = end
 
 
 Pull = Callable[[Sequence[Bucket]], AsyncGenerator[None]]
@@ -51,8 +70,30 @@ class ReceiveBuffer:
         self._bucket_bytes = bucket_bytes
         self._memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self._held: dict[str, TensorEntry] = {}
+        self._user: weakref.ref[Hold] | None = None
         self.pulled_nbytes = 0
         self.verify_seconds = 0.0
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a `hold` of this buffer is referenced."""
+        return self._user is not None and self._user() is not None
+
+    def hold(self) -> Hold:
+        """Keep `ReceiveBuffers` from filling this buffer while the result is referenced."""
+        held = None if self._user is None else self._user()
+        if held is None:
+            held = Hold()
+            self._user = weakref.ref(held)
+        return held
+
+    def reserve(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """At least that much memory; it is replaced, and what it held forgotten, if it is too
+        small."""
+        if self._memory.nbytes < nbytes:
+            self.clear()
+            self._memory = np.empty(nbytes, np.uint8)
+        return self._memory
 
     async def fill(self, manifest: Manifest, pull: Pull, deadline: Deadline) -> list[WeightTensor]:
         """Get every tensor of the manifest, verified. After a failure, verified tensors are kept.
@@ -63,22 +104,19 @@ class ReceiveBuffer:
         began = time.monotonic()
         missing = await self._keep(manifest, deadline)
         self.verify_seconds = time.monotonic() - began
-        buckets = list(split_into_buckets(missing, self._memory, self._bucket_bytes))
+        check = _Check(manifest.version, missing, self._held)
+        buckets = list(split_into_buckets(missing, self._memory, self._bucket_bytes, check))
         self.pulled_nbytes = sum(bucket.memory.nbytes for bucket in buckets)
-        check = _Check(manifest.version, missing)
         filled = 0
         pacer = Pacer(deadline)
         async with aclosing(pull(buckets)) as pulled:
             async for _ in pulled:
                 bucket, filled = buckets[filled], filled + 1
-                began = time.monotonic()
                 for start, piece in blocks(bucket.memory):
-                    for entry in check.advance(bucket.start + start, piece):
-                        self._held[entry.name] = entry
+                    bucket.verify(start + piece.nbytes)
                     await pacer.advance(piece.nbytes)
-                self.verify_seconds += time.monotonic() - began
-        for entry in check.advance(manifest.payload_nbytes, memoryview(b"")):
-            self._held[entry.name] = entry
+        check.advance(manifest.payload_nbytes, memoryview(b""))
+        self.verify_seconds += check.seconds
         assert len(self._held) == len(manifest.tensors), "every tensor was checked"
         return [
             WeightTensor(entry.name, entry.dtype, entry.shape, self._memory[entry.offset : entry.end])
@@ -101,9 +139,7 @@ class ReceiveBuffer:
 
     async def _keep(self, manifest: Manifest, deadline: Deadline) -> list[TensorEntry]:
         """Keep the verified tensors of this manifest and return the missing ones, in order."""
-        if self._memory.nbytes < manifest.payload_nbytes:
-            self.clear()
-            self._memory = np.empty(manifest.payload_nbytes, np.uint8)
+        self.reserve(manifest.payload_nbytes)
         held, self._held = self._held, {}
         pacer = Pacer(deadline)
         for entry in manifest.tensors:
@@ -113,6 +149,44 @@ class ReceiveBuffer:
                     self._held[entry.name] = entry
                 await pacer.advance(entry.nbytes)
         return [entry for entry in manifest.tensors if entry.name not in self._held]
+
+
+class Hold:
+    """Marks a buffer as in use while it is referenced.
+
+    It is the `watch` of tensors in memory of the receiver's own, which nobody else overwrites.
+    """
+
+    def __call__(self) -> None:
+        """Do nothing."""
+
+
+class ReceiveBuffers:
+    """The buffers of a receiver: a second one is filled while the first is in use.
+
+    Args:
+        bucket_bytes: see ReceiveBuffer.
+
+    Attributes:
+        current: the buffer filled last.
+    """
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self.current, self._other = ReceiveBuffer(bucket_bytes), ReceiveBuffer(bucket_bytes)
+        self._bucket_bytes = bucket_bytes
+
+    def next(self) -> ReceiveBuffer:
+        """The buffer to fill next, which becomes the current one."""
+        if self.current.in_use:
+            self.current, self._other = self._other, self.current
+        if self.current.in_use:  # a sink that failed midway may refer to both
+            self.current = ReceiveBuffer(self._bucket_bytes)
+        return self.current
+
+    def clear(self) -> None:
+        """Drop the memory; tensors returned earlier keep it alive."""
+        self.current.clear()
+        self._other.clear()
 
 
 def receiving(manifest: Manifest, timeout_s: float, engine: str) -> Deadline:
@@ -132,7 +206,7 @@ def require_received(manifest: Manifest, last: Manifest | None) -> None:
 
 
 def split_into_buckets(
-    entries: Sequence[TensorEntry], memory: npt.NDArray[np.uint8], bucket_bytes: int
+    entries: Sequence[TensorEntry], memory: npt.NDArray[np.uint8], bucket_bytes: int, check: _Check | None = None
 ) -> Iterator[Bucket]:
     """Split the ranges of these tensors into buckets.
 
@@ -142,23 +216,39 @@ def split_into_buckets(
     for start, end in _runs(entries):
         for at in range(start, end, bucket_bytes):
             stop = min(at + bucket_bytes, end)
-            yield Bucket(at, memory[at:stop].data)
+            yield Bucket(at, memory[at:stop].data, check)
 
 
 class _Check:
-    """Verifies the digests of tensors while their bytes arrive in order."""
+    """Verifies the digests of tensors while their bytes arrive in order.
 
-    def __init__(self, version: int, entries: Sequence[TensorEntry]) -> None:
+    Args:
+        version: for messages.
+        entries: the tensors that arrive.
+        held: gets each verified tensor, by name.
+
+    Attributes:
+        seconds: time spent on digests.
+    """
+
+    def __init__(self, version: int, entries: Sequence[TensorEntry], held: dict[str, TensorEntry]) -> None:
         self._version = version
         self._entries = list(reversed(entries))
+        self._held = held
         self._digest = TensorDigest()
+        self.seconds = 0.0
 
-    def advance(self, start: int, piece: memoryview) -> Iterator[TensorEntry]:
-        """Add the bytes from `start` on and yield the tensors that end within them.
+    def advance(self, start: int, piece: memoryview) -> None:
+        """Add the bytes from `start` on and verify the tensors that end within them.
 
         Raises:
             WeightSyncError: a tensor is damaged.
         """
+        began = time.monotonic()
+        self._advance(start, piece)
+        self.seconds += time.monotonic() - began
+
+    def _advance(self, start: int, piece: memoryview) -> None:
         stop = start + piece.nbytes
         while self._entries and (entry := self._entries[-1]).offset <= stop:
             self._digest.update(piece[max(entry.offset - start, 0) : max(entry.end - start, 0)])
@@ -166,7 +256,7 @@ class _Check:
                 return
             if (digest := self._digest.digest()) != entry.digest:
                 raise damaged(entry, self._version, digest)
-            yield self._entries.pop()
+            self._held[entry.name] = self._entries.pop()
 
 
 def _runs(entries: Sequence[TensorEntry]) -> Iterator[tuple[int, int]]:

@@ -135,7 +135,7 @@ class MooncakeEngine(PublishingEngine[RegisteredSlot[Transfer]]):
                 f"the weights. Set the environment variable {TRUSTED}=1 if only the run reaches this host, or set CheckpointEngineConfig.backend to "
                 "tcp, which has keys."
             )
-        self._reads = RemoteReads(self.name, lambda: MooncakeAgent(self._config.listen), self._buffer)
+        self._reads = RemoteReads(self.name, lambda: MooncakeAgent(self._config.listen), self._buffers.current)
 
     def prepare(self) -> bytes:
         return self._reads.member()

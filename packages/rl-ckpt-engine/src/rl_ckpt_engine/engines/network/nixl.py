@@ -124,7 +124,7 @@ class NixlEngine(PublishingEngine[RegisteredSlot[Any]]):
     def __init__(self, config: CheckpointEngineConfig | None = None) -> None:
         super().__init__(config)
         _load()
-        self._reads = RemoteReads(self.name, NixlAgent, self._buffer)
+        self._reads = RemoteReads(self.name, NixlAgent, self._buffers.current)
 
     def prepare(self) -> bytes:
         return self._reads.member()

@@ -49,7 +49,7 @@ class TcpEngine(PublishingEngine[Slot]):
     API_VERSION: ClassVar[int] = 1
     name: ClassVar[str] = "tcp"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        same_host_only=False, zero_copy=False, elastic=True, devices=("cpu",), caches=True
+        same_host_only=False, zero_copy=False, elastic=True, devices=("cpu",), caches=True, shares=True
     )
 
     def __init__(self, config: CheckpointEngineConfig | None = None) -> None:

@@ -11,7 +11,7 @@ import secrets
 import selectors
 import socket
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 
 import msgspec
 
@@ -22,8 +22,10 @@ from rl_ckpt_engine.engines.network.tcp_secret import HOW_TO_SET
 from rl_ckpt_engine.engines.network.tcp_server import (
     MAGIC,
     NONCE_BYTES,
+    PIECE_BYTES,
     REQUEST,
     BucketSender,
+    Bytes,
     Server,
     SocketBucketSender,
     set_options,
@@ -33,8 +35,6 @@ from rl_ckpt_engine.payload.manifest import DIGEST_BYTES, Manifest, decode_struc
 from rl_protocol.errors import WeightSyncError
 from rl_protocol.support.host_identity import this_host
 from rl_protocol.support.shared_secret import PROOF_BYTES, Secret
-
-_RECV_BYTES = 1 << 20
 
 
 class TcpMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -79,7 +79,7 @@ class TcpTransport:
         find: Callable[[bytes], Published[Slot] | None],
         *,
         new_bucket_sender: Callable[[], BucketSender] = SocketBucketSender,
-        receive_bucket: Callable[[socket.socket, memoryview], BucketReceive] | None = None,
+        receive_bucket: Callable[[socket.socket, Bucket], BucketReceive] | None = None,
         before_hang_up: Callable[[], None] = _no_more,
     ) -> None:
         self._engine = engine
@@ -103,7 +103,7 @@ class TcpTransport:
         """
         if self._server is None:
             try:
-                self._server = Server(self._host, self._key, self._token, self._open, self._new_bucket_sender)
+                self._server = Server(self._host, self._key, self._token, self._payload, self._new_bucket_sender)
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise WeightSyncError(f"Engine {self._engine!r} can't listen at {self._host}: {error}.") from error
@@ -155,11 +155,11 @@ class TcpTransport:
         if self._server is not None:
             self._server.close()
 
-    def _open(self, sync_id: bytes) -> int | None:
-        """A file descriptor of that sync's memory, which the calling server thread closes."""
+    def _payload(self, sync_id: bytes, offset: int, nbytes: int) -> Bytes | None:
+        """A part of that sync's payload, or None; called in threads of the server."""
         with self.lock:
             published = self._find(sync_id)
-            return None if published is None else os.dup(published.held.fd)
+            return None if published is None else published.held.payload(offset, nbytes)
 
     async def _bucket(self, peer: socket.socket, manifest: Manifest, bucket: Bucket, ahead: Sequence[Bucket]) -> None:
         """Request the buckets `ahead`, then receive `bucket`."""
@@ -171,7 +171,7 @@ class TcpTransport:
                 f"Version {manifest.version} is no longer available: the sender withdrew it or has a later version. "
                 "A new sync is needed."
             )
-        receiving = self._receive_bucket(peer, bucket.memory)
+        receiving = self._receive_bucket(peer, bucket)
         try:
             await receiving.done()
         finally:
@@ -222,23 +222,38 @@ class BucketReceive:
     Create and await it in an event loop.
     """
 
-    def __init__(self, peer: socket.socket, target: memoryview) -> None:
+    def __init__(self, peer: socket.socket, bucket: Bucket) -> None:
         self._peer = peer
-        self._work = asyncio.get_running_loop().run_in_executor(None, self.fill, target)
+        self._work = asyncio.get_running_loop().run_in_executor(None, self.fill, bucket)
 
-    def fill(self, target: memoryview) -> None:
-        """Receive bytes until the target is full; runs in the thread."""
+    def fill(self, bucket: Bucket) -> None:
+        """Receive the bucket and verify each piece while it is in the cache; runs in the thread."""
+        for end in self.receive(bucket.memory):
+            bucket.verify(end)
+
+    def receive(self, target: memoryview) -> Iterator[int]:
+        """Receive bytes until the target is full; yields the number of bytes received so far.
+
+        The thread waits for whole pieces: waking up for every packet takes twice the CPU time.
+        """
+        done = 0
         with selectors.DefaultSelector() as selector:
             selector.register(self._peer, selectors.EVENT_READ)
-            while target:
-                try:
-                    got = self._peer.recv_into(target[:_RECV_BYTES])
-                except BlockingIOError:
-                    selector.select()
-                    continue
-                if not got:
-                    raise ConnectionResetError("closed by the sender")
-                target = target[got:]
+            try:
+                while done < target.nbytes:
+                    piece = target[done : done + PIECE_BYTES]
+                    try:
+                        got = self._peer.recv_into(piece)
+                    except BlockingIOError:
+                        self._peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, piece.nbytes)
+                        selector.select()
+                        continue
+                    if not got:
+                        raise ConnectionResetError("closed by the sender")
+                    done += got
+                    yield done
+            finally:
+                self._peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
     async def done(self) -> None:
         """Wait until the bucket is complete.
@@ -260,7 +275,7 @@ class BucketReceive:
 async def _receive(peer: socket.socket, target: memoryview) -> None:
     loop = asyncio.get_running_loop()
     while target:
-        got = await loop.sock_recv_into(peer, target[:_RECV_BYTES])
+        got = await loop.sock_recv_into(peer, target)
         if not got:
             raise ConnectionResetError("closed by the sender")
         target = target[got:]

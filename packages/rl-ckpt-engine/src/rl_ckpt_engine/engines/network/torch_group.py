@@ -9,19 +9,22 @@ deadline, and the manager forms a new group without it.
 
 from __future__ import annotations
 
-import mmap
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, Self, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from rl_ckpt_engine.config import CheckpointEngineConfig
-from rl_ckpt_engine.engines.base.memfd import PAYLOAD_START, Slot
-from rl_ckpt_engine.engines.base.receive_buffer import ReceiveBuffer, receiving, require_received, split_into_buckets
+from rl_ckpt_engine.engines.base.memfd import Slot
+from rl_ckpt_engine.engines.base.receive_buffer import (
+    ReceiveBuffers,
+    receiving,
+    require_received,
+    split_into_buckets,
+)
 from rl_ckpt_engine.engines.base.sent_versions import Published
 from rl_ckpt_engine.engines.base.version_sender import VersionSender
 from rl_ckpt_engine.engines.contract import Capabilities, CheckpointEngine, Topology
@@ -46,9 +49,9 @@ class TorchGroupEngine(CheckpointEngine):
         self._config = CheckpointEngineConfig() if config is None else config
         self._sending = self._new_sender()
         self._offered: VersionSender[Slot] | None = None
-        self._buffer = ReceiveBuffer(self._config.bucket_bytes)
+        self._buffers = ReceiveBuffers(self._config.bucket_bytes)
         self._received: Manifest | None = None
-        self._group = ProcessGroup(self._new_collective(), self._buffer.clear)
+        self._group = ProcessGroup(self._new_collective(), lambda: self._buffers.current.clear())
 
     @classmethod
     def create(cls, config: CheckpointEngineConfig) -> Self:
@@ -98,8 +101,8 @@ class TorchGroupEngine(CheckpointEngine):
         deadline = Deadline(timeout_s, f"Serving version {manifest.version}", f"engine {self.name}")
         if manifest.payload_nbytes == 0:
             return
-        mapped = mmap.mmap(published.held.fd, PAYLOAD_START + manifest.payload_nbytes)
-        memory = np.frombuffer(mapped, np.uint8, offset=PAYLOAD_START)
+        memory = published.held.payload(0, manifest.payload_nbytes)
+        assert memory is not None, "the slot holds the payload of its manifest"
         buckets = list(split_into_buckets(manifest.tensors, memory, self._config.bucket_bytes))
         async for _ in self._group.broadcast(buckets, deadline):
             pass
@@ -139,14 +142,19 @@ class TorchGroupEngine(CheckpointEngine):
         self._group.require()
         deadline.check()
         self._received = None
-        self._buffer.forget()  # every member receives every bucket
-        weights = await self._buffer.fill(manifest, lambda buckets: self._group.broadcast(buckets, deadline), deadline)
-        self.verify_seconds = self._buffer.verify_seconds
+        buffer = self._buffers.next()
+        buffer.forget()  # every member receives every bucket
+        weights = await buffer.fill(manifest, lambda buckets: self._group.broadcast(buckets, deadline), deadline)
+        self.verify_seconds = buffer.verify_seconds
         self._received = manifest
         return weights
 
     def confirm(self, manifest: Manifest) -> None:
         require_received(manifest, self._received)
+
+    def watch(self, manifest: Manifest) -> Callable[[], None]:
+        self.confirm(manifest)
+        return self._buffers.current.hold()
 
     # ---- end
 
@@ -155,7 +163,7 @@ class TorchGroupEngine(CheckpointEngine):
         self._close_offered()
         self._sending.close()
         self._received = None
-        self._buffer.clear()
+        self._buffers.clear()
 
 
 class GlooEngine(TorchGroupEngine):
@@ -164,7 +172,7 @@ class GlooEngine(TorchGroupEngine):
     API_VERSION: ClassVar[int] = 1
     name: ClassVar[str] = "gloo"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        same_host_only=True, zero_copy=False, elastic=False, devices=("cpu",)
+        same_host_only=True, zero_copy=False, elastic=False, devices=("cpu",), shares=True
     )
 
     def _new_collective(self) -> Collective:
@@ -197,7 +205,7 @@ class NcclEngine(TorchGroupEngine):
     API_VERSION: ClassVar[int] = 1
     name: ClassVar[str] = "nccl"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        same_host_only=True, zero_copy=False, elastic=False, devices=("cuda",)
+        same_host_only=True, zero_copy=False, elastic=False, devices=("cuda",), shares=True
     )
 
     def _new_collective(self) -> Collective:

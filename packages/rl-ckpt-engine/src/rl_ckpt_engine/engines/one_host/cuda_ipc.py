@@ -66,7 +66,7 @@ class CudaIpcEngine(PublishingEngine[Slot]):
             load_key(),
             self._sending.versions.find,
             new_bucket_sender=lambda: DeviceBucketSender(self._device, self._config.bucket_bytes),
-            receive_bucket=lambda peer, target: DeviceBucketReceive(peer, target, self._opened),
+            receive_bucket=lambda peer, bucket: DeviceBucketReceive(peer, bucket, self._opened),
             before_hang_up=self._opened.close,
         )
 
@@ -163,11 +163,12 @@ class DeviceBucketSender:
 class DeviceBucketReceive(BucketReceive):
     """Receives the handle of a bucket and copies the bytes from the device."""
 
-    def __init__(self, peer: socket.socket, target: memoryview, windows: OpenedMemory) -> None:
+    def __init__(self, peer: socket.socket, bucket: Bucket, windows: OpenedMemory) -> None:
         self._opened = windows
-        super().__init__(peer, target)
+        super().__init__(peer, bucket)
 
-    def fill(self, target: memoryview) -> None:
+    def fill(self, bucket: Bucket) -> None:
         handle = bytearray(HANDLE_BYTES)
-        super().fill(memoryview(handle))
-        self._opened.read(bytes(handle), np.frombuffer(target, np.uint8))
+        for _ in self.receive(memoryview(handle)):
+            pass
+        self._opened.read(bytes(handle), np.frombuffer(bucket.memory, np.uint8))

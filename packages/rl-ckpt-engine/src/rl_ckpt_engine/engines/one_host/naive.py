@@ -54,13 +54,14 @@ class TensorList:
         del version
         self.withdraw()
 
-    def start(self, weight: WeightTensor, offset: int) -> None:
-        """Keep a reference."""
+    def start(self, weight: WeightTensor, offset: int) -> bool:
+        """Keep a reference; the tensor is only hashed."""
         del offset
         self.tensors.append(weight)
+        return False
 
     def write(self, offset: int, piece: memoryview) -> None:
-        """Do nothing: tensors are only hashed."""
+        """Do nothing: nothing is written."""
 
     def complete(self, manifest: Manifest) -> None:
         """Do nothing: SentVersions knows which versions are complete."""

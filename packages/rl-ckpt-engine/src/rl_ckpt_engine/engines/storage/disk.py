@@ -55,7 +55,13 @@ class DiskEngine(PublishingEngine[Folder]):
     API_VERSION: ClassVar[int] = 1
     name: ClassVar[str] = "disk"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        same_host_only=False, zero_copy=False, elastic=True, devices=("cpu",), durable=True, caches=True
+        same_host_only=False,
+        zero_copy=False,
+        elastic=True,
+        devices=("cpu",),
+        durable=True,
+        caches=True,
+        shares=True,
     )
 
     def __init__(self, config: CheckpointEngineConfig | None = None) -> None:

@@ -100,8 +100,10 @@ class ObjectsOfVersion:
         self._token = secrets.token_bytes(DIGEST_BYTES)
         self._bucket = np.zeros(self._object_bytes, np.uint8)
 
-    def start(self, weight: WeightTensor, offset: int) -> None:
-        """Do nothing: offsets are in the manifest."""
+    def start(self, weight: WeightTensor, offset: int) -> bool:
+        """Prepare nothing: offsets are in the manifest."""
+        del weight, offset
+        return True
 
     def write(self, offset: int, piece: memoryview) -> None:
         """Copy a piece into the bucket; a full bucket becomes an object."""
@@ -147,7 +149,7 @@ class RayEngine(PublishingEngine[ObjectsOfVersion]):
     API_VERSION: ClassVar[int] = 1
     name: ClassVar[str] = "ray"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        same_host_only=False, zero_copy=False, elastic=True, devices=("cpu",), caches=True
+        same_host_only=False, zero_copy=False, elastic=True, devices=("cpu",), caches=True, shares=True
     )
 
     def __init__(self, config: CheckpointEngineConfig | None = None) -> None:

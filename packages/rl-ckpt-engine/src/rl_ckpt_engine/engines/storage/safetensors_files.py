@@ -138,7 +138,7 @@ class Folder:
         self._name = f"v{version:012d}-{secrets.token_hex(4)}"
         self._hidden.mkdir(parents=True)
 
-    def start(self, weight: WeightTensor, offset: int) -> None:
+    def start(self, weight: WeightTensor, offset: int) -> bool:
         """Add a tensor to the current file, or to a new one."""
         del offset
         full = not self._shards or self._shards[-1].size >= SHARD_BYTES
@@ -150,6 +150,7 @@ class Folder:
                 )
         self._places.append((len(self._shards) - 1, _DATA_START + self._shards[-1].size))
         self._index[weight.name] = _file_name(len(self._shards) - 1)
+        return True
 
     def write(self, offset: int, piece: memoryview) -> None:
         """Append bytes to the current file."""

@@ -1,0 +1,132 @@
+"""The sender's memory as the receivers on its host see it: members, room for direct sources, views.
+
+Receivers map /proc/<pid>/fd/<n> of the sender, whose slots are sealed (see memfd).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rl_ckpt_engine.engines.base.memfd import Mapping, SealedSlot, SlotPlacement, complete_header, gone
+from rl_ckpt_engine.engines.base.version_sender import VersionSender
+from rl_ckpt_engine.engines.contract import TensorSpec
+from rl_ckpt_engine.payload.manifest import Manifest, decode_struct
+from rl_protocol.batch.weight_tensor import WeightTensor
+from rl_protocol.errors import WeightSyncError
+from rl_protocol.support.host_identity import this_host
+
+
+class ShmMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Metadata of one member."""
+
+    host: str
+    """Boot id and pid namespace; equal exactly if processes see each other under /proc."""
+    pid: int
+
+
+_member_decoder = msgspec.msgpack.Decoder(ShmMember)
+_placement_decoder = msgspec.msgpack.Decoder(SlotPlacement)
+
+
+def this_member() -> bytes:
+    """The metadata of this process."""
+    return msgspec.msgpack.encode(ShmMember(host=this_host(), pid=os.getpid()))
+
+
+def check_members(engine: str, sender: bytes, receivers: Sequence[bytes]) -> None:
+    """Check that all members are on the sender's host.
+
+    Raises:
+        WeightSyncError: one is not, or its metadata can't be decoded.
+    """
+    mine = _member(sender)
+    for metadata in receivers:
+        receiver = _member(metadata)
+        if receiver.host != mine.host:
+            raise WeightSyncError(
+                f"Engine {engine!r} works within one host and container; sender process {mine.pid} is on {mine.host}, receiver process "
+                f"{receiver.pid} on {receiver.host}. Place them together or set another CheckpointEngineConfig.backend."
+            )
+
+
+def room_for(sending: VersionSender[SealedSlot], layout: Sequence[TensorSpec]) -> list[npt.NDArray[np.uint8]]:
+    """See `CheckpointEngine.room`."""
+    sending.versions.require_idle("There is no memory for another version")
+    if not sending.free:
+        sending.free.append(SealedSlot())
+    try:
+        return sending.free[-1].room([spec.nbytes for spec in layout])  # send_weights takes the last one
+    except OSError as error:
+        raise WeightSyncError(f"There is no memory for {len(layout)} tensors: {error}.") from error
+
+
+class SenderMemory:
+    """A receiver's mappings of the sender's slots, kept between versions."""
+
+    def __init__(self) -> None:
+        self._mappings: dict[int, Mapping] = {}
+
+    def views(self, manifest: Manifest) -> list[WeightTensor]:
+        """The tensors of the manifest in the sender's memory, not verified.
+
+        Raises:
+            WeightSyncError: the version is not there.
+        """
+        mapping = self._map(manifest)
+        _check_header(mapping, manifest)
+        return [
+            WeightTensor(entry.name, entry.dtype, entry.shape, mapping.payload(entry.offset, entry.nbytes))
+            for entry in manifest.tensors
+        ]
+
+    def require(self, manifest: Manifest) -> None:
+        """Check that the memory still holds the version whose `views` were returned.
+
+        Raises:
+            WeightSyncError: it does not.
+        """
+        self.watch(manifest)()
+
+    def watch(self, manifest: Manifest) -> Callable[[], None]:
+        """`require` for this version, even after the views of later ones were returned."""
+        return partial(_check_header, self._mappings[_placement(manifest).fd], manifest)
+
+    def clear(self) -> None:
+        """Drop the mappings; views keep theirs."""
+        self._mappings.clear()
+
+    def _map(self, manifest: Manifest) -> Mapping:
+        """The mapping of the sender's slot. The path is checked each time to detect a dead
+        sender."""
+        placement = _placement(manifest)
+        path = f"/proc/{_member(manifest.sender).pid}/fd/{placement.fd}"
+        try:
+            inode = Path(path).stat().st_ino
+        except OSError as error:
+            raise gone(path, error) from error
+        mapping = self._mappings.get(placement.fd)
+        if mapping is None or mapping.inode != inode or mapping.nbytes < manifest.payload_nbytes:
+            mapping = self._mappings[placement.fd] = Mapping(path, placement.inode, manifest.payload_nbytes)
+        return mapping
+
+
+def _check_header(mapping: Mapping, manifest: Manifest) -> None:
+    if mapping.header != complete_header(manifest):
+        raise WeightSyncError(
+            f"Version {manifest.version} is no longer available: the sender withdrew or overwrote it. A new sync is needed."
+        )
+
+
+def _member(metadata: bytes) -> ShmMember:
+    return decode_struct(_member_decoder, metadata, "metadata of an engine for shared memory")
+
+
+def _placement(manifest: Manifest) -> SlotPlacement:
+    return decode_struct(_placement_decoder, manifest.placement, "placement of an engine for shared memory")

@@ -1,0 +1,75 @@
+"""Engine `shm-copy`: receivers on the same host copy the memory of the sender into their own.
+
+The sender is that of engine `shm`. A receiver copies a version block by block and verifies each
+block of the copy while it is in the cache. If a sink computes with the tensors in place, the next
+version goes into a second buffer, so the version in use depends neither on the sender nor on the
+next sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_ckpt_engine.config import CheckpointEngineConfig
+from rl_ckpt_engine.engines.base.memfd import SealedSlot
+from rl_ckpt_engine.engines.base.publishing_engine import PublishingEngine
+from rl_ckpt_engine.engines.contract import Capabilities, TensorSpec
+from rl_ckpt_engine.engines.one_host.sender_memory import SenderMemory, check_members, room_for, this_member
+from rl_ckpt_engine.payload.block_stream import Deadline, verify
+from rl_ckpt_engine.payload.manifest import Manifest
+from rl_protocol.batch.weight_tensor import WeightTensor
+
+
+class ShmCopyEngine(PublishingEngine[SealedSlot]):
+    """Shared memory that receivers copy; a sender keeps two slots until `close`."""
+
+    API_VERSION: ClassVar[int] = 1
+    name: ClassVar[str] = "shm-copy"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        same_host_only=True,
+        zero_copy=False,
+        elastic=True,
+        devices=("cpu",),
+        caches=True,
+        direct=True,
+        shares=True,
+    )
+
+    def __init__(self, config: CheckpointEngineConfig | None = None) -> None:
+        super().__init__(config)
+        self._me = this_member()
+        self._memory = SenderMemory()
+
+    def prepare(self) -> bytes:
+        return self._me
+
+    @classmethod
+    def _check_members(cls, sender: bytes, receivers: Sequence[bytes]) -> None:
+        check_members(cls.name, sender, receivers)
+
+    def _forget_sender(self) -> None:
+        self._memory.clear()
+
+    def _new_store(self) -> SealedSlot:
+        return SealedSlot()
+
+    def room(self, layout: Sequence[TensorSpec]) -> list[npt.NDArray[np.uint8]]:
+        return room_for(self._sending, layout)
+
+    async def _fetch(self, manifest: Manifest, deadline: Deadline) -> list[WeightTensor]:
+        views = self._memory.views(manifest)
+        copy = self._buffers.next().reserve(manifest.payload_nbytes)
+        self.verify_seconds = await verify(manifest, views, deadline, copy=copy)
+        self._memory.require(manifest)
+        return [
+            WeightTensor(entry.name, entry.dtype, entry.shape, copy[entry.offset : entry.end])
+            for entry in manifest.tensors
+        ]
+
+    def close(self) -> None:
+        super().close()
+        self._memory.clear()
