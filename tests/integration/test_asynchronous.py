@@ -48,7 +48,7 @@ def test_a_deterministic_run_does_not_depend_on_the_number_of_workers(app):
     assert [m[f"{name}_staleness/max"] for m in metrics] == [0, 1, 2, 2]
     assert {m[f"{name}_spans/max"] for m in metrics} == {1}
     assert [m["async/admitted"] for m in metrics][2:] == [0, 0]
-    assert all(m["actor/grad_norm"] > 0 for m in metrics)
+    assert any(m["actor/grad_norm"] > 0 for m in metrics), "equal parameters mean nothing if none has changed"
 
 
 LONG = (
