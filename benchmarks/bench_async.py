@@ -34,8 +34,9 @@ from harness.pairs import verdict
 from harness.process_tree import run_command
 from harness.results import ROOT, command_line, write_result
 
-BATCH, N, LENGTH = 32, 4, 8
-"""Prompts per step, responses per prompt, tokens of each response."""
+BATCH, N, LENGTH, EPOCHS = 32, 16, 8, 4
+"""Prompts per step, responses per prompt, tokens of each response, and how often a step trains on
+them: enough that the steps of a fast processor do not consist of calls between processes."""
 CELLS = {
     "sync": ("async_rl.max_staleness=0",),
     "one step off": ("async_rl.max_staleness=1",),
@@ -96,6 +97,7 @@ def run(cell: str, overrides: Sequence[str], environment: Mapping[str, str], fol
         "algorithm.old_log_prob": "recompute",
         "data.train_batch_size": BATCH,
         "actor.ppo_mini_batch_size": BATCH,
+        "actor.ppo_epochs": EPOCHS,
         "rollout.n": N,
         "rollout.num_workers": 1,
         "trainer.test_freq": 0,
