@@ -108,6 +108,35 @@ def test_a_version_in_use_outlives_the_next_being_sent_received_and_taken_back(e
     receiver.close()
 
 
+class Dropper(Borrower):
+    """Drops its weights while it sleeps, unless they are not its own."""
+
+    capabilities = WeightCapabilities(adopts=True, sleeps=True, drops_weights=True)
+
+    async def sleep(self, level: int = 1) -> int:
+        return 0
+
+    async def wake(self, part: object = None) -> None:
+        pass
+
+
+@pytest.mark.parametrize("engine", [ShmEngine, ShmCopyEngine, TcpEngine])
+def test_a_sink_that_drops_its_weights_copies_those_in_a_buffer(engine: type[CheckpointEngine]) -> None:
+    source, sink = Source(model(1)), Dropper()
+    sender, receiver = SenderEndpoint(engine(), source), ReceiverEndpoint(engine(), sink)
+
+    async def run() -> None:
+        await receiver.receive((await sender.send(1, T)).manifest, T)
+        await receiver.activate(1, T)
+
+    asyncio.run(run())
+    in_place = engine is ShmEngine  # the sender's memory, which no receiver could free
+    assert bool(sink.lent) == in_place
+    assert (sink.loaded == Sink(model(1)).loaded) == (not in_place)
+    sender.close()
+    receiver.close()
+
+
 def test_a_receiver_left_behind_notices_and_catches_up() -> None:
     source, sinks, manager = system(1)
     late = Borrower()

@@ -46,7 +46,8 @@ class ReceiverEndpoint(EngineEndpoint):
     loaded, after a failed load, and while the endpoint is paused. A load that fails midway leaves
     weights of mixed versions; then `resume` raises until a later activation succeeds. Pausing and
     sleeping are forwarded to a sink that declares `pauses` or `sleeps`. With an engine that
-    declares `shares`, a sink that declares `adopts` uses the tensors in place.
+    declares `shares`, a sink that declares `adopts` uses the tensors in place, unless they are in a
+    buffer of the receiver and the sink declares `drops_weights`.
 
     Args:
         engine: used by this endpoint only and closed with it.
@@ -234,13 +235,21 @@ class ReceiverEndpoint(EngineEndpoint):
             self._engine.init_process_group(topology.receivers[0])
             self._sender = sender
 
+    @property
+    def _used_in_place(self) -> bool:
+        """Whether the sink uses the received tensors without a copy: not those of a buffer, which a
+        sink that drops its weights could not free.
+        """
+        engine, sink = self._engine.capabilities, self._sink.capabilities
+        return engine.shares and sink.adopts and (engine.zero_copy or not sink.drops_weights)
+
     def _load(self, manifest: Manifest, weights: list[WeightTensor]) -> None:
         before, self._unfit = self._unfit, _TORN
         version = manifest.version
         try:
             if manifest.kind == "lora":
                 cast("AdapterReceiver", self._sink).load_adapter(weights, version)
-            elif self._engine.capabilities.shares and self._sink.capabilities.adopts:
+            elif self._used_in_place:
                 watch = self._engine.watch(manifest)
                 cast("AdoptingReceiver", self._sink).adopt_weights(weights, version, watch)
                 self._watch = watch
