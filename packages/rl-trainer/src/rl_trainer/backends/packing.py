@@ -136,16 +136,16 @@ def packed_attention(
     """
     del module, attention_mask, dropout
 
-    def attend(block: tuple[int, int], *parts: torch.Tensor) -> torch.Tensor:
-        """[sequences * longest, heads, D] of query, key, value [sequences, heads, longest, D]."""
-        mask = None
-        if sliding_window is not None and sliding_window < block[1]:
-            mask = _within(sliding_window, block[1], query.device)
-        return _attend(*parts, scaling, mask).transpose(1, 2).flatten(0, 1)
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """[sequences * longest, heads, D] of [sequences, heads, longest, D]."""
+        mask, longest = None, q.shape[2]
+        if sliding_window is not None and sliding_window < longest:
+            mask = _within(sliding_window, longest, q.device)
+        return _attend(q, k, v, scaling, mask).transpose(1, 2).flatten(0, 1)
 
     if layout.joined:
-        (block,) = layout.blocks
-        return attend(block, *(_cut(x, block[0]) for x in (query, key, value)))[None], None
+        ((n, _longest),) = layout.blocks
+        return attend(_cut(query, n), _cut(key, n), _cut(value, n))[None], None
 
     def apart(x: torch.Tensor) -> Sequence[torch.Tensor]:
         laid_out = x[0].transpose(0, 1).index_select(0, layout.source)
@@ -155,7 +155,7 @@ def packed_attention(
             for part, block in zip(laid_out.split(sizes), layout.blocks, strict=True)
         ]
 
-    blocks = zip(layout.blocks, apart(query), apart(key), apart(value), strict=True)
+    blocks = zip(apart(query), apart(key), apart(value), strict=True)
     return torch.cat([attend(*block) for block in blocks]).index_select(0, layout.place)[None], None
 
 
