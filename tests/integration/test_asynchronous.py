@@ -88,7 +88,7 @@ def test_old_log_probs_are_interpolated_without_a_pass_of_the_actor(app):
         moved[age].append(step["rollout_corr/rollout_is_mean"])
     assert set(moved[0] + moved[1]) <= {1.0}
     assert all(mean != 1 for mean in moved[2])
-    assert all(m["actor/grad_norm"] > 0 for m in steps)
+    assert any(m["actor/grad_norm"] > 0 for m in steps)
 
 
 @pytest.mark.slow
