@@ -41,7 +41,7 @@ class Bucket:
     def verify(self, end: int) -> None:
         """Verify the bytes before `end` that have not been verified yet; all of them have arrived.
 
-        Whoever fills the bucket may call this in its thread while the bytes are in the cache.
+        The thread that fills the bucket may call this while the bytes are in the cache.
 
         Raises:
             WeightSyncError: a tensor is damaged.
