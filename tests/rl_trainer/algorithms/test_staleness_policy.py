@@ -38,7 +38,9 @@ def test_the_depth_is_the_bound_unless_it_is_set():
 
 def test_one_permit_is_for_a_step_or_for_a_prompt():
     whole, each = StalenessPolicy(batch_size=8), StalenessPolicy(batch_size=8, max_inflight=3)
+    ahead = StalenessPolicy(batch_size=8, max_staleness=3, depth=2)
     assert (whole.permits, whole.prompts_per_call(8)) == (1, 8)
+    assert (ahead.permits, ahead.prompts_per_call(8)) == (3, 8)
     assert (each.permits, each.prompts_per_call(8)) == (3, 1)
 
 

@@ -40,7 +40,7 @@ def test_no_schedule_exceeds_the_bound_or_loses_a_group(bound, depth, inflight, 
     depth = min(depth, bound)
     world = World(bound=bound, steps=5, delays=delays, kept=kept, depth=depth, max_inflight_prompts=inflight).fit()
     assert max(ages(world)) <= (depth or bound)
-    assert world.most <= (inflight or BATCH)
+    assert world.most <= (inflight or (1 + (depth or bound)) * BATCH)
     counts = world.trainer.group_counts()
     assert (counts.trained, counts.held) == (5 * BATCH, 0)
     assert counts.finished == len(world.rolled) == counts.trained + counts.dropped
@@ -170,9 +170,10 @@ def test_the_weights_do_not_change_below_prompts_that_take_longer_than_the_train
     assert world.version == 5
 
 
-def test_prompts_of_later_steps_start_while_one_of_an_earlier_step_still_runs():
-    """The slowest prompt of step 1 takes longer than all of step 2."""
-    world = World(bound=2, delays=[0], max_inflight_prompts=2, steps=3)
+@pytest.mark.parametrize(("inflight", "calls"), [(2, BATCH), (0, 1)])
+def test_prompts_of_later_steps_start_while_one_of_an_earlier_step_still_runs(inflight, calls):
+    """The slowest call of step 1 takes longer than all of step 2, in so many calls."""
+    world = World(bound=2, delays=[0], max_inflight_prompts=inflight, steps=3)
     ended, generate, second = [], world.rollout, asyncio.Event()
 
     async def rollout(call):
@@ -181,13 +182,14 @@ def test_prompts_of_later_steps_start_while_one_of_an_earlier_step_still_runs():
             await second.wait()
         answer = await generate(call)
         ended.append(uid)
-        if len([one for one in ended if one.startswith("s2")]) == BATCH:
+        if len([one for one in ended if one.startswith("s2")]) == calls:
             second.set()
         return answer
 
     world.rollout = rollout
     world.fit()
-    assert ended.index("s1-0") == 2 * BATCH - 1
+    before = ended[: ended.index("s1-0")]
+    assert len([one for one in before if one.startswith("s2")]) == calls
     assert [uids[0].partition("-")[0] for uids in world.trained] == ["s1", "s2", "s3"]
 
 

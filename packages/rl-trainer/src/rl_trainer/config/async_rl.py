@@ -30,7 +30,7 @@ class AsyncConfig(Options):
     max_inflight_prompts: int = option(
         0,
         "prompts that are generated at once, each in a call of its own to the replica with the least work, also across steps; "
-        "0: those of one step, divided over the replicas, then those of the next",
+        "0: those of all admitted steps, each step's divided over the replicas",
         ge=0,
         needs="max_staleness>0",
     )
