@@ -41,7 +41,8 @@ class StalenessPolicy:
         batch_size: prompts of a step.
         max_staleness: most versions between the weights that generated a token and those it trains.
         depth: steps that sampling runs ahead, at most `max_staleness`.
-        max_inflight: prompts that are generated at once, each alone; 0: those of all admitted steps.
+        max_inflight: prompts that are generated at once, each alone; 0: those of all admitted
+            steps.
         deterministic: whether a weight update waits until all admitted steps are sampled, and these
             are sampled one after the other.
         on_update: see AsyncConfig. A response that new weights continue or start again has no older
@@ -150,7 +151,7 @@ class StalenessPolicy:
 
     @property
     def permits(self) -> int:
-        """How many permits to generate there are: by prompt with `max_inflight`, otherwise by step."""
+        """Number of permits to generate: for prompts with `max_inflight`, otherwise for steps."""
         return self.max_inflight or 1 + self.depth
 
     @property
