@@ -17,6 +17,7 @@ import pytest
         ("model.path=/does/not/exist", ["model.path='/does/not/exist'", "save_pretrained"]),
         ("trainer.output_dir=/dev/null/x", ["/dev/null/x", "trainer.output_dir"]),
         ("trainer.min_free_disk_mb=100000000", ["trainer.min_free_disk_mb", "Free some space"]),
+        ("trainer.network_interface=eth77", ["trainer.network_interface", "'eth77'", "lo (127.0.0.1)"]),
         ("data.train_size=100000", ["data.train_size=100000", "data.val_size"]),
     ],
 )

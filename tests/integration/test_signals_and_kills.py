@@ -137,3 +137,25 @@ def test_nothing_outlives_a_killed_driver(long_run, mark):
     (driver,) = [p for p in marked(mark) if "trainer.stage_timeout_s=60" in words_of(p) and name_of(p) != "uv"]
     driver.kill()
     process.communicate(timeout=300)  # the fixture `mark` checks what is left
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named_and_not_only_the_socket_at_which_another_lost_it(tmp_path, base_model, mark):
+    """Rank 0 fails first: gloo says that its peer has closed the connection."""
+    process = started(
+        mark,
+        tmp_path / "run",
+        f"model.path={base_model}",
+        *("model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu", "trainer.network_interface=lo"),
+        *("data.val_size=16", "data.train_batch_size=8", "actor.ppo_mini_batch_size=8"),
+        *("trainer.total_training_steps=100000", "trainer.stage_timeout_s=100", "rollout.num_workers=1"),
+        *("placement=separate", "actor.use_kl_loss=false"),
+        lines=2,
+    )
+    victim = processes_of(tmp_path / "run", "actor-1")[-1]
+    os.kill(victim, signal.SIGKILL)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 1, (out, err)
+    assert re.match(
+        rf"the run failed: .*Worker actor-1 (died|\(process {victim}\) (is gone|has ended)) .*during ", err
+    ), err

@@ -12,6 +12,7 @@ import pytest
 
 from rl_app_ppo.config.loading import load_config
 from rl_protocol import BatchData, ragged
+from rl_protocol.support.rendezvous import Rendezvous
 from rl_transferqueue import TransferQueueConfig, connect_blocking, start_local_plane
 
 pytestmark = [  # as in tests/rl_megatron_peft/conftest.py
@@ -40,7 +41,7 @@ def model(tmp_path):
 
 
 @pytest.fixture
-def alone(tmp_path):
+def alone():
     """A function that joins a process group of one rank, which is left afterwards."""
     import torch.distributed as dist
 
@@ -48,7 +49,7 @@ def alone(tmp_path):
         warnings.simplefilter("ignore")  # import warnings of Megatron-Core and its dependencies
         from rl_app_ppo.worker.megatron import join_ranks
         from rl_megatron_peft.backend.parallel import close_ranks
-    yield lambda config: join_ranks(config, 0, tmp_path / "store")
+    yield lambda config: join_ranks(config, Rendezvous())
     close_ranks()
     dist.destroy_process_group()
 
@@ -180,7 +181,7 @@ def test_models_of_one_process_learn_what_each_learns_alone(model, alone, lora):
     assert np.ptp(critic.compute_values(batch).ragged("values").values) > 0
 
 
-def test_the_worker_of_the_reference_has_no_optimizer(model, alone, monkeypatch, tmp_path):
+def test_the_worker_of_the_reference_has_no_optimizer(model, alone, monkeypatch):
     from rl_app_ppo.worker import megatron
     from rl_app_ppo.worker.messages import BuildCall
     from rl_protocol import ConfigError
@@ -190,9 +191,9 @@ def test_the_worker_of_the_reference_has_no_optimizer(model, alone, monkeypatch,
     config = load_config([*SMALL, "actor.use_kl_loss=true", "placement=separate"])
     ranks = alone(config)
     monkeypatch.setattr(megatron, "join_ranks", lambda *_: ranks)
-    call = BuildCall(config="", model_path=str(model), plane=b"", store=str(tmp_path))
+    call = BuildCall(config="", model_path=str(model), plane=b"")
     columns = step_columns(config.algorithm, config.actor)
-    build = megatron.build_megatron(config, call, MemoryDataPlane(), columns)
+    build = megatron.build_megatron(config, call, MemoryDataPlane(), columns, Rendezvous())
     reference, actor = (build(role, None)[0] for role in ("ref", "actor"))
     assert len(actor._backend.optimizer.trained) == len(list(actor._backend.model.parameters()))
     with pytest.raises(ConfigError, match="built frozen, as a reference"):
@@ -245,14 +246,20 @@ RANK = """
 import asyncio, json, sys, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
+import msgspec
 from rl_app_ppo.config.loading import load_config
 from rl_app_ppo.worker.megatron import join_ranks, megatron_policy
 from rl_protocol import KVBatchMeta
 from rl_trainer import ActorWorker, step_columns
+from rl_protocol.support.rendezvous import Rendezvous, RendezvousAddress, RendezvousListener
 from rl_trainer.workers.messages import ReadAheadCall, StageCall
 from rl_transferqueue import PlaneDescriptor, connect
 
-rank, model, store, descriptor, keys, options = (json.loads(part) for part in sys.argv[1:])
+rank, address, model, descriptor, keys, options = (json.loads(part) for part in sys.argv[1:])
+listener = None if rank else RendezvousListener()
+address = msgspec.convert(address, RendezvousAddress) if listener is None else listener.address
+print(msgspec.json.encode(address).decode(), flush=True)
+meeting = Rendezvous(rank=rank, size=2, address=address, listener=listener)
 config = load_config(options)
 calls = {"get": 0, "put": 0}
 
@@ -265,7 +272,7 @@ def counted(name, method):
 async def main():
     plane = await connect(PlaneDescriptor.from_json(descriptor))
     plane.get, plane.put = counted("get", plane.get), counted("put", plane.put)
-    policy = megatron_policy(config, Path(model), join_ranks(config, rank, Path(store)))
+    policy = megatron_policy(config, Path(model), join_ranks(config, meeting))
     worker = ActorWorker(plane, step_columns(config.algorithm, config.actor), policy, 1.0)
     batch = KVBatchMeta(partition="train", keys=tuple(keys))
     for stage in ("old_log_prob", "update_actor"):
@@ -281,7 +288,7 @@ asyncio.run(main())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", ["tensor", "pipeline"])
-def test_one_rank_of_a_replica_fetches_and_writes_for_all(model, tmp_path, cut):
+def test_one_rank_of_a_replica_fetches_and_writes_for_all(model, cut):
     """Two stages read trajectories and prompts: four fetches, not four on each of two ranks."""
     options = [*TRAINED, f"megatron.{cut}_model_parallel_size=2"]
     rows = trajectories()
@@ -291,13 +298,13 @@ def test_one_rank_of_a_replica_fetches_and_writes_for_all(model, tmp_path, cut):
         here.put("train/prompts", [key.partition("/")[0] for key in keys], rows.select_fields(["prompts"]))
         own = ["responses", "response_mask", "advantages"]
         here.put("train", keys, rows.select_fields(own))
-        shared = [str(model), str(tmp_path / "store"), running.descriptor.to_json(), keys, options]
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", RANK, *map(json.dumps, [rank, *shared])], stdout=subprocess.PIPE, text=True
-            )
-            for rank in range(2)
-        ]
+        shared = [str(model), running.descriptor.to_json(), keys, options]
+        ranks, address = list[subprocess.Popen[str]](), None
+        for rank in range(2):
+            words = [sys.executable, "-c", RANK, *map(json.dumps, [rank, address, *shared])]
+            ranks.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
+            assert ranks[-1].stdout is not None
+            address = json.loads(ranks[-1].stdout.readline())
         try:
             said = [json.loads(rank.communicate(timeout=300)[0].splitlines()[-1]) for rank in ranks]
         finally:

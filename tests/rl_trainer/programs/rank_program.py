@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "helpers"))
-from ranks import in_ranks
+from ranks import in_ranks, join_ranks
 
 from rl_protocol import BatchData, balanced_parts, ragged
+from rl_protocol.support.rendezvous import RendezvousListener
 from rl_protocol.torch import from_weight
 from rl_trainer import ActorConfig, CriticConfig, FsdpConfig, LoraConfig, OptimConfig
 from rl_trainer.algorithms.batching import split_over_ranks
@@ -25,7 +26,7 @@ from rl_trainer.backends.parallel_strategy import FsdpStrategy, PlainStrategy
 from rl_trainer.backends.token_batch import lengths_of
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
-from rl_trainer.backends.world import CPU, World, join_world
+from rl_trainer.backends.world import World
 from rl_trainer.config.optim import Schedule
 
 COSINE = OptimConfig(lr=1e-3, lr_warmup_steps=2, lr_scheduler_type="cosine", lr_decay_steps=20, min_lr_ratio=0.1)
@@ -125,12 +126,12 @@ def run_all(path: Path, base: TorchPolicyBackend, world: World, folder: Path, *,
             np.savez(folder / f"{scenario}.npz", **run(scenario, path, base, world, folder, plain=plain))
 
 
-def rank_main(rank: int, path: Path, out: Path) -> None:
+def rank_main(rank: int, path: Path, out: Path, listener: RendezvousListener) -> None:
     torch.set_num_threads(1)
     base = TorchPolicyBackend(path, None)
     for name, size in (("two", 2), ("one", 1)):
         if rank < size:
-            world = join_world(rank, size, store=out / f"store-{name}", device=CPU, timeout_s=300)
+            world = join_ranks(rank, size, listener)
             run_all(path, base, world, out / name / str(rank))
             dist.destroy_process_group()
     if rank:
@@ -138,4 +139,4 @@ def rank_main(rank: int, path: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    in_ranks(2, rank_main, Path(sys.argv[1]), Path(sys.argv[2]))
+    in_ranks(2, rank_main, Path(sys.argv[1]), Path(sys.argv[2]), RendezvousListener())

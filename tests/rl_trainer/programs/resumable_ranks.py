@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from rank_program import COSINE, batch_of, in_ranks
+from rank_program import COSINE, batch_of, in_ranks, join_ranks
 
+from rl_protocol.support.rendezvous import RendezvousListener
 from rl_protocol.torch import from_weight
 from rl_trainer import ActorConfig, CriticConfig, FsdpConfig, LoraConfig
 from rl_trainer.algorithms.batching import split_over_ranks
@@ -24,7 +25,7 @@ from rl_trainer.backends.parallel_strategy import FsdpStrategy, full_tensor
 from rl_trainer.backends.token_batch import lengths_of
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
-from rl_trainer.backends.world import CPU, World, join_world
+from rl_trainer.backends.world import World
 from rl_trainer.config.optim import Schedule
 
 SCENARIOS = {
@@ -61,10 +62,10 @@ def weights(model) -> dict[str, np.ndarray]:
     return {weight.name: from_weight(weight).numpy().copy() for weight in model.named_weights()}
 
 
-def rank_main(rank: int, size: int, path: Path, root: Path, sources: list[int]) -> None:
+def rank_main(rank: int, size: int, path: Path, root: Path, sources: list[int], listener: RendezvousListener) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(17 * len(sources))
-    world = join_world(rank, size, store=root / f"store-{size}-of-{len(sources)}", device=CPU, timeout_s=300)
+    world = join_ranks(rank, size, listener)
     base = TorchPolicyBackend(path, None)
     for scenario in SCENARIOS:
         results = dict[str, dict[str, np.ndarray]]()
@@ -89,4 +90,12 @@ def rank_main(rank: int, size: int, path: Path, root: Path, sources: list[int]) 
 
 if __name__ == "__main__":
     ranks = int(sys.argv[1])
-    in_ranks(ranks, rank_main, ranks, Path(sys.argv[2]), Path(sys.argv[3]), [int(text) for text in sys.argv[4:]])
+    in_ranks(
+        ranks,
+        rank_main,
+        ranks,
+        Path(sys.argv[2]),
+        Path(sys.argv[3]),
+        [int(text) for text in sys.argv[4:]],
+        RendezvousListener(),
+    )

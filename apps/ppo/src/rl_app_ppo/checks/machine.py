@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import ConfigError
+from rl_protocol.support.network_interface import find_interface
 from rl_trainer.config.backends import require_gpu
 from rl_trainer.rewards import parse_terms
 from rl_trainer.rewards.scorer_toml import RewardModelConfig, is_scorer_toml, read_scorer_toml
@@ -43,6 +44,16 @@ def _install(config: AppConfig, package: str) -> str:
         extras, settings = [*extras, extra], [*settings, f"rollout.name={config.rollout.name}"]
     command = " ".join(["uv run", *(f"--extra {extra}" for extra in extras), "apps/ppo", *settings])
     return f"Run `{command}` followed by your other settings; outside this repository pip install '{package}' first."
+
+
+def check_network(config: AppConfig) -> None:
+    """Check that this host has the interface that `trainer.network_interface` names.
+
+    Raises:
+        ConfigError: it has not; has those of this host.
+    """
+    if config.trainer.network_interface:
+        find_interface(config.trainer.network_interface)
 
 
 def check_gpus(config: AppConfig, sync_devices: tuple[str, ...]) -> None:

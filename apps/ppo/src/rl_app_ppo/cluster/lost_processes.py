@@ -15,21 +15,22 @@ RAY_SERVERS = {"gcs_server": "The GCS server of Ray", "raylet": "The raylet of R
 
 
 @contextmanager
-def named_losses(processes: Mapping[int, str]) -> Generator[None]:
+def named_losses(processes: Mapping[int, str], *, unless: tuple[type[RLError], ...] = ()) -> Generator[None]:
     """Prefix an error with the processes that ended or are stopped.
 
     Args:
-        processes: process id -> description, of children of this process.
+        processes: process id -> description, of processes of this host.
+        unless: more errors that are raised unchanged.
 
     Raises:
         WorkerDiedError: one of them ended or is stopped; names it, how it ended, the stage and the
             error that followed.
-        RLError: unchanged if all of them run, or if it is a ConfigError, a HangError or an
-            OutputError.
+        RLError: unchanged if all of them run, or if it is a ConfigError, a HangError, an
+            OutputError or one of `unless`.
     """
     try:
         yield
-    except (ConfigError, HangError, OutputError):
+    except (ConfigError, HangError, OutputError, *unless):
         raise
     except RLError as error:
         lost = [f"{what} (process {pid}) {how}" for pid, what in processes.items() if (how := fate(pid))]
@@ -60,6 +61,8 @@ def fate(pid: int) -> str:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return "is gone"
+    if state in "ZX":  # its parent has not waited for it
+        return "has ended"
     return "is stopped (SIGSTOP, or a debugger): SIGCONT lets it run" if state in "Tt" else ""
 
 

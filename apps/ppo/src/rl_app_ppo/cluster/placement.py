@@ -79,6 +79,11 @@ async def require_cpus(
         )
 
 
+def head_host() -> str:
+    """Address of the head node of the cluster."""
+    return ray.get_runtime_context().gcs_address.rpartition(":")[0]
+
+
 def node_gpus() -> int:
     """GPUs of the node of this process, as Ray counts them."""
     here = ray.get_runtime_context().get_node_id()

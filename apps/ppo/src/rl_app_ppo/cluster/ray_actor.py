@@ -19,9 +19,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.watchdog.unanswered_calls import CallLog
 from rl_app_ppo.worker.call_socket import Connection
-from rl_app_ppo.worker.messages import WarmupProgress
+from rl_app_ppo.worker.messages import RankNetwork, WarmupProgress
 from rl_app_ppo.worker.process import WorkerProcess
 from rl_protocol import RLError, WorkerDiedError, WorkerError
+from rl_protocol.support.rendezvous import RendezvousAddress
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _actor_class: Any = ray.remote(WorkerProcess)
@@ -44,6 +45,7 @@ class RayProcess:
     Attributes:
         actor: Ray's handle of the WorkerProcess.
         pid: its process id; 0: it is not ready, or on another host.
+        network: processes with equal values reach each other through loopback; empty: not ready.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class RayProcess:
     ) -> None:
         self.name = name
         self.pid = 0
+        self.network = ""
         self.calls = calls or CallLog()
         self.roles = tuple(roles)
         self._log_path = log_path
@@ -81,6 +84,18 @@ class RayProcess:
         with self.errors("build", timeout_s):
             async with asyncio.timeout(timeout_s):
                 await self.actor.call.remote(self.roles[0], "build", payload)
+
+    async def rendezvous(self, network: RankNetwork, *, timeout_s: float) -> RendezvousAddress:
+        """Have the process listen, as rank 0, for the other ranks of its model.
+
+        Raises:
+            ConfigError: its host does not have the interface.
+            WorkerError: see WorkerHandle.call.
+        """
+        with self.errors("rendezvous", timeout_s):
+            async with asyncio.timeout(timeout_s):
+                answer = await self.actor.rendezvous.remote(msgspec.msgpack.encode(network))
+        return msgspec.msgpack.decode(answer, type=RendezvousAddress)
 
     @contextmanager
     def errors(self, method: str, timeout_s: float = 0.0, name: str = "") -> Generator[None]:
@@ -108,7 +123,7 @@ class RayProcess:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                host, pid = await self.actor.place.remote()
+                host, self.network, pid = await self.actor.place.remote()
         except (RayTaskError, RayActorError, TimeoutError) as error:
             if isinstance(error, TimeoutError):
                 raise WorkerError(

@@ -288,6 +288,13 @@ class TrainerConfig(LoopConfig):
         ge=ALL_GPUS,
         resume="free",
     )
+    network_interface: str = option(
+        "",
+        "network interface through which the ranks of a model reach each other: its name or an IPv4 address of this host; empty: loopback if "
+        "they are on one host, else the one that reaches the head of the Ray cluster. Ranks do not authenticate each other: choose a private "
+        "network",
+        resume="free",
+    )
     threads_per_worker: int = option(
         0,
         "compute threads of each worker process; 0: all cores, shared by the workers that compute at the same time",

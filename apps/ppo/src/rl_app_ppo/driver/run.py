@@ -35,6 +35,7 @@ from rl_app_ppo.outputs.startup_times import Startup
 from rl_app_ppo.outputs.trackers import RunFacts
 from rl_app_ppo.outputs.training_warnings import RewardFailures, TrainingWarnings
 from rl_ckpt_engine import PluginPolicy
+from rl_protocol import WorkerDiedError
 from rl_protocol.ports import DataPlane, MetricSink
 from rl_protocol.support.temporary_folders import temporary_folder
 from rl_trainer import PPOTrainer, StepGraph, TrainerParts, Workers
@@ -99,8 +100,8 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
         await pool.require_resources(screen.note)
         stack.enter_context(closing(pool))
         pool.start()
-        store = stack.enter_context(temporary_folder("rl-app-ppo-"))
-        model_path = await _load_models(plan, pool, local_plane, store, screen, startup)
+        sockets = stack.enter_context(temporary_folder("rl-app-ppo-"))
+        model_path = await _load_models(plan, pool, local_plane, sockets, screen, startup)
         plane, buffers = await _connect_plane(config, local_plane, stack)
         last_step = plan.last_step
         for line in kept_metrics(files.metrics, -1 if last_step is None else last_step):
@@ -124,7 +125,9 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
         rollout = _connect_rollout(plan, pool, servers, recorder.on_step, screen)
         trainer = PPOTrainer(_trainer_parts(plan, rollout, plane, buffers, data, hooks))
         async with hang_watch(config.trainer.hang_s, pool, buffers, named_servers, files, screen):
-            await _train(plan, trainer, recorder, screen, startup)
+            # the ranks of a model fail with the first of them that dies, and only name its socket
+            with named_losses(pool.model_pids(), unless=(WorkerDiedError,)):
+                await _train(plan, trainer, recorder, screen, startup)
     return recorder
 
 
@@ -168,14 +171,14 @@ async def _train(plan: RunPlan, trainer: PPOTrainer, recorder: Recorder, screen:
 
 
 async def _load_models(
-    plan: RunPlan, pool: WorkerPool, plane: LocalPlane, store: Path, screen: Screen, startup: Startup
+    plan: RunPlan, pool: WorkerPool, plane: LocalPlane, sockets: Path, screen: Screen, startup: Startup
 ) -> Path:
     """Wait for the processes and load their models; returns the folder of the initial policy."""
     model_path = given_model(plan.config) or await _demo_model(plan.config, pool, screen, startup)
     with startup.phase("workers", f"starting {len(pool)} worker processes"):
-        await pool.ready(store)
+        await pool.ready(sockets)
     with startup.phase("models", "workers load their models"):
-        await pool.build(model_path, plane.descriptor, store, plan.plugins)
+        await pool.build(model_path, plane.descriptor, plan.plugins)
     return model_path
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from rl_app_ppo.cluster.placement import node_gpus, require_cpus, require_free_gpus
+from rl_app_ppo.cluster.placement import head_host, node_gpus, require_cpus, require_free_gpus
 from rl_app_ppo.cluster.ray_actor import RayProcess, RayWorker
 from rl_app_ppo.config.devices import PlannedProcess, described_gpus, idle_gpus, plan_processes
 from rl_app_ppo.config.loading import to_yaml
@@ -18,8 +18,9 @@ from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_app_ppo.outputs.startup_times import Startup
 from rl_app_ppo.watchdog.unanswered_calls import CallLog
-from rl_app_ppo.worker.messages import BuildCall
+from rl_app_ppo.worker.messages import BuildCall, RankNetwork
 from rl_ckpt_engine import PluginPolicy
+from rl_protocol.support.rendezvous import RendezvousAddress
 from rl_trainer import Workers, needs_reference
 from rl_transferqueue import PlaneDescriptor
 
@@ -103,6 +104,11 @@ class WorkerPool:
         """The processes of this host that are ready: process id -> name."""
         return {process.pid: process.name for process in self.processes if process.pid}
 
+    def model_pids(self) -> dict[int, str]:
+        """The processes of this host that train models, which are never replaced: id -> name."""
+        found = [process for process in self.processes if process.pid and process.roles != ("rollout",)]
+        return {process.pid: f"Worker {process.name}" for process in found}
+
     def start(self) -> None:
         """Start the processes without waiting for them."""
         threads, cpus = self._config.trainer.threads_per_worker, self._config.ray.cpus_per_worker
@@ -143,16 +149,15 @@ class WorkerPool:
         screen.clear_bar()
         return Path(path)
 
-    async def build(self, model_path: Path, plane: PlaneDescriptor, store: Path, plugins: PluginPolicy) -> None:
+    async def build(self, model_path: Path, plane: PlaneDescriptor, plugins: PluginPolicy) -> None:
         """Have all processes load their models and connect to the data plane.
 
         Args:
             model_path: folder of the policy.
             plane: where the data plane is.
-            store: folder of the files through which the ranks of a role find each other, needed
-            until the run ends.
             plugins: which plug-ins of the weight synchronization may load.
         """
+        meetings = await self._open_rendezvous()
         resolved, described = to_yaml(self._config), msgspec.json.encode(plane)
         calls = list[Awaitable[None]]()
         for planned, process in zip(self._planned, self.processes, strict=True):
@@ -161,13 +166,35 @@ class WorkerPool:
                 model_path=str(model_path),
                 plane=described,
                 rank=0 if planned.roles == ("rollout",) else planned.rank,  # replicas share no model
-                store=str(store / planned.group.process_name(0)),
+                network=meetings[planned.group][0],
+                rendezvous=meetings[planned.group][1],
                 samples=str(self._files.samples),
                 plugins=plugins,
             )
             payload = msgspec.msgpack.encode(call)
             calls.append(process.build(payload, timeout_s=self._config.ray.start_timeout_s))
         await asyncio.gather(*calls)
+
+    async def _open_rendezvous(self) -> dict[WorkerGroup, tuple[RankNetwork, RendezvousAddress | None]]:
+        """Have rank 0 of each group of several ranks listen for the others."""
+        groups: dict[WorkerGroup, list[RayProcess]] = {}
+        for planned, process in zip(self._planned, self.processes, strict=True):
+            groups.setdefault(planned.group, []).append(process)
+        interface, timeout_s = self._config.trainer.network_interface, self._config.ray.start_timeout_s
+
+        async def open_one(group: WorkerGroup, ranks: Sequence[RayProcess]) -> RendezvousAddress | None:
+            if len(ranks) == 1 or group.roles == ("rollout",):  # replicas share no model
+                return None
+            return await ranks[0].rendezvous(networks[group], timeout_s=timeout_s)
+
+        networks = {
+            group: RankNetwork(
+                interface=interface, peer="" if len({process.network for process in ranks}) == 1 else head_host()
+            )
+            for group, ranks in groups.items()
+        }
+        addresses = await asyncio.gather(*(open_one(group, ranks) for group, ranks in groups.items()))
+        return {group: (networks[group], address) for group, address in zip(groups, addresses, strict=True)}
 
     def close(self) -> None:
         """Kill the processes."""

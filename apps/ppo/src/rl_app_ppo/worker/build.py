@@ -20,11 +20,13 @@ from rl_app_ppo.inputs.data import open_data
 from rl_app_ppo.inputs.tokenizer import decoder, load_tokenizer, session_tokenizer, vision_of
 from rl_app_ppo.worker.cores import cores_of_each
 from rl_app_ppo.worker.messages import BuildCall
+from rl_app_ppo.worker.rank_network import rank_interface
 from rl_app_ppo.worker.rewards import open_scorer
 from rl_app_ppo.worker.weight_endpoints import AdapterOnly, AdapterSource, make_engine
 from rl_ckpt_engine import FollowerEndpoint, ReceiverEndpoint, SenderEndpoint
 from rl_ckpt_engine.endpoints.operations import Endpoint
 from rl_protocol.ports import DataPlane, PolicyBackend, RolloutEngine
+from rl_protocol.support.rendezvous import Rendezvous, RendezvousListener
 from rl_trainer import (
     ActorWorker,
     CriticWorker,
@@ -64,14 +66,21 @@ class SharesBase(Protocol):
 Built = tuple[Worker, Endpoint | None]
 Build = Callable[[Role, RolloutEngine | None], Built]
 """Builds the worker of a trained role; the second argument is the process's own rollout engine."""
-Builder = Callable[[AppConfig, BuildCall, DataPlane, StepColumns], Build]
+Builder = Callable[[AppConfig, BuildCall, DataPlane, StepColumns, Rendezvous], Build]
 """Joins the ranks of a process that trains with one engine, and builds the workers of its roles."""
 TRAINED: tuple[Role, ...] = ("actor", "ref", "critic")
 """The roles whose ranks share a model."""
 
 
-async def build_workers(roles: Sequence[Role], call: BuildCall) -> dict[Role, Built]:
+async def build_workers(
+    roles: Sequence[Role], call: BuildCall, listener: RendezvousListener | None = None
+) -> dict[Role, Built]:
     """Connect to the data plane, load the models of the roles of a process, create their workers.
+
+    Args:
+        roles: the roles of the process.
+        call: what to load, and where the data plane and the other ranks are.
+        listener: at which this process, as rank 0, awaits the other ranks.
 
     Returns:
         The worker of each role, and its endpoint of the weight synchronization.
@@ -84,7 +93,9 @@ async def build_workers(roles: Sequence[Role], call: BuildCall) -> dict[Role, Bu
         from rl_trainer.backends.world import compute_deterministically  # torch: the reward process needs none
 
         compute_deterministically()
-    build = load_builder(config.backend)(config, call, plane, columns) if trains else None
+    build: Build | None = None
+    if trains:
+        build = load_builder(config.backend)(config, call, plane, columns, _meeting(config, call, listener))
     built: dict[Role, Built] = {}
     generator: RolloutEngine | None = None
     for role in reversed(roles):  # the actor last: the generators continue from its seed
@@ -98,6 +109,23 @@ async def build_workers(roles: Sequence[Role], call: BuildCall) -> dict[Role, Bu
     if shares_weights(config) and generator is not None and generator.capabilities.adopts and "actor" in built:
         await _share_weights(built["actor"][1], built["rollout"][1], config.checkpoint_engine.timeout_s)
     return built
+
+
+def _meeting(config: AppConfig, call: BuildCall, listener: RendezvousListener | None) -> Rendezvous:
+    """Where this process joins the other ranks of its model."""
+    return Rendezvous(
+        rank=call.rank,
+        size=config.ranks,
+        address=call.rendezvous,
+        interface=rank_interface(call.network),
+        chosen=bool(call.network.interface),
+        listener=listener,
+    )
+
+
+def join_timeout_s(config: AppConfig) -> float:
+    """Longest wait for the other ranks; shorter than that of the driver, so that it names them."""
+    return config.ray.start_timeout_s / 2
 
 
 def load_builder(backend: TrainingBackendSpec) -> Builder:
@@ -170,27 +198,31 @@ def _generator(config: AppConfig, path: Path) -> RolloutEngine:
     return config.generator.build(setup)
 
 
-def build_torch(config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns) -> Build:
+def build_torch(
+    config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns, meeting: Rendezvous
+) -> Build:
     """Builder of model_engine=torch: the whole model in this process."""
     from rl_trainer.backends.parallel_strategy import PlainStrategy  # torch: the reward process needs none
     from rl_trainer.backends.world import device_of
 
+    del meeting  # it has one rank
     options = config.engine_as(TorchConfig)
     return train_with(PlainStrategy(options, device_of(options.device)), config, call, plane, columns)
 
 
-def build_fsdp(config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns) -> Build:
+def build_fsdp(
+    config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns, meeting: Rendezvous
+) -> Build:
     """Builder of model_engine=fsdp: joins the ranks, over which FSDP2 shards each model."""
     from rl_trainer.backends.parallel_strategy import FsdpStrategy
     from rl_trainer.backends.world import device_of, join_world
 
     options = config.engine_as(FsdpConfig)
     world = join_world(
-        call.rank,
-        config.ranks,
-        store=Path(call.store),
+        meeting,
         device=device_of(options.trains_on),
         timeout_s=config.trainer.stage_timeout_s,
+        join_timeout_s=join_timeout_s(config),
     )
     return train_with(FsdpStrategy(options, world), config, call, plane, columns)
 

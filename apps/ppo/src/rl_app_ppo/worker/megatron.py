@@ -10,7 +10,7 @@ import torch
 import rl_trainer
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.config.schema import AppConfig
-from rl_app_ppo.worker.build import Build, Built, sender_of
+from rl_app_ppo.worker.build import Build, Built, join_timeout_s, sender_of
 from rl_app_ppo.worker.messages import BuildCall
 from rl_megatron_peft import Layout, LoraConfig
 from rl_megatron_peft.backend.critic import MegatronCriticBackend
@@ -20,6 +20,7 @@ from rl_megatron_peft.backend.policy import MegatronPolicyBackend
 from rl_megatron_peft.backend.train.settings import TrainSettings
 from rl_protocol import BatchData
 from rl_protocol.ports import DataPlane, RolloutEngine
+from rl_protocol.support.rendezvous import Rendezvous
 from rl_protocol.torch import TORCH_DTYPES
 from rl_trainer import ActorWorker, CriticWorker, MegatronConfig, ReferenceWorker, StepColumns
 from rl_trainer.algorithms.batching import schedule_rows
@@ -84,9 +85,11 @@ def _adapters(lora: rl_trainer.LoraConfig) -> LoraConfig:
     )
 
 
-def build_megatron(config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns) -> Build:
+def build_megatron(
+    config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns, meeting: Rendezvous
+) -> Build:
     """Builder of model_engine=megatron: tensor, pipeline and data parallel ranks."""
-    path, ranks = Path(call.model_path), join_ranks(config, call.rank, Path(call.store))
+    path, ranks = Path(call.model_path), join_ranks(config, meeting)
 
     def build(role: Role, _: RolloutEngine | None) -> Built:
         if role == "critic":
@@ -147,13 +150,19 @@ def megatron_critic(config: AppConfig, path: Path, ranks: Ranks) -> TrainerCriti
     )
 
 
-def join_ranks(config: AppConfig, rank: int, store: Path) -> Ranks:
-    """Join the other ranks, once in a process; they find each other through the file `store`.
+def join_ranks(config: AppConfig, meeting: Rendezvous) -> Ranks:
+    """Join the other ranks, once in a process.
 
     Raises:
         ConfigError: the number of ranks does not fit the layout.
+        WorkerError: a rank did not join in time.
     """
-    join_world(rank, config.ranks, store=store, device=device_of("auto"), timeout_s=config.trainer.stage_timeout_s)
+    join_world(
+        meeting,
+        device=device_of("auto"),
+        timeout_s=config.trainer.stage_timeout_s,
+        join_timeout_s=join_timeout_s(config),
+    )
     megatron = config.engine_as(MegatronConfig)
     return open_ranks(
         Layout(

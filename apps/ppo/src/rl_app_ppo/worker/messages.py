@@ -5,6 +5,16 @@ from __future__ import annotations
 import msgspec
 
 from rl_ckpt_engine import PluginPolicy
+from rl_protocol.support.rendezvous import RendezvousAddress
+
+
+class RankNetwork(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Through which network the ranks of a model reach each other."""
+
+    interface: str = ""
+    """trainer.network_interface; empty: the one that reaches `peer`."""
+    peer: str = ""
+    """Name or address of a host of the cluster; empty: all ranks are on one host."""
 
 
 class BuildCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -17,8 +27,10 @@ class BuildCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """PlaneDescriptor, JSON."""
     rank: int = 0
     """Rank among the processes that share the model."""
-    store: str = ""
-    """File through which these processes find each other."""
+    network: RankNetwork = RankNetwork()
+    """Through which these processes reach each other."""
+    rendezvous: RendezvousAddress | None = None
+    """Where they meet, as rank 0 has answered `rendezvous`; None: there is one rank."""
     samples: str = ""
     """Folder of the samples of generated responses and their scores; empty: write none."""
     plugins: PluginPolicy = PluginPolicy()

@@ -17,10 +17,13 @@ import msgspec
 from rl_app_ppo.config.full_keys import FullKeysFormatter
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.worker.call_socket import CallServer
-from rl_app_ppo.worker.messages import BuildCall, WarmupProgress
+from rl_app_ppo.worker.messages import BuildCall, RankNetwork, WarmupProgress
+from rl_app_ppo.worker.rank_network import rank_interface
 from rl_app_ppo.worker.weight_endpoints import require_admission
 from rl_ckpt_engine.endpoints.operations import METHODS
 from rl_protocol import WorkerError
+from rl_protocol.support.network_interface import this_network
+from rl_protocol.support.rendezvous import RendezvousListener
 from rl_protocol.support.stack_dumps import STACK_LOG, dump_at_signal
 from rl_trainer.workers.messages import ComputeCall
 
@@ -56,6 +59,7 @@ class WorkerProcess:
         self._trace: Trace | None = None
         self._calls = CallServer(self.call)
         self._listening: asyncio.Server | None = None
+        self._rendezvous: RendezvousListener | None = None
         self._share_cores: Callable[[int], None] | None = None
         handler = logging.FileHandler(log_path)
         handler.setFormatter(FullKeysFormatter())
@@ -72,13 +76,29 @@ class WorkerProcess:
             torch_setup.configure(threads)
             self._share_cores = None if threads else torch_setup.share_cores
 
-    async def place(self) -> tuple[str, int]:
-        """The host and the id of this process."""
-        return socket.gethostname(), os.getpid()
+    async def place(self) -> tuple[str, str, int]:
+        """The host and the network of this process, and its id."""
+        return socket.gethostname(), this_network(), os.getpid()
 
     async def listen(self, path: str) -> None:
         """Take calls at a Unix socket, too, which is made at this path."""
         self._listening = await self._calls.listen(Path(path))
+
+    async def rendezvous(self, payload: bytes) -> bytes:
+        """Listen as rank 0 for the other ranks of the model, which `build` joins.
+
+        Args:
+            payload: a RankNetwork.
+
+        Returns:
+            RendezvousAddress, msgpack.
+
+        Raises:
+            ConfigError: this host does not have the interface.
+        """
+        network = msgspec.msgpack.decode(payload, type=RankNetwork)
+        self._rendezvous = RendezvousListener(rank_interface(network))
+        return msgspec.msgpack.encode(self._rendezvous.address)
 
     async def stay(self) -> bytes:
         """Never return: Ray ends this call with the reason why the process has ended."""
@@ -146,7 +166,7 @@ class WorkerProcess:
         with without_gc():
             from rl_app_ppo.worker import build
 
-            self._workers = await build.build_workers(self._roles, call)
+            self._workers = await build.build_workers(self._roles, call, self._rendezvous)
         return b""
 
 
