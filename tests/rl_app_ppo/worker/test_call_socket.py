@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_app_ppo.worker.call_socket import Answer, CallServer, Connection, Frames, Request, frame
+from rl_app_ppo.worker.call_socket import CANCELLED, Answer, CallServer, Connection, Frames, Request, frame
 from rl_protocol import RewardError
 
 LIMIT_S = 20.0
@@ -81,6 +81,35 @@ def test_an_abandoned_call_disturbs_no_later_one(tmp_path):
         return await connection.call("actor", "quick", b"")
 
     assert served(tmp_path, call, use) == Answer(2, b"quick")
+
+
+@pytest.mark.parametrize("method", ["rollout", "update_actor"])
+def test_only_generation_ends_when_its_caller_is_cancelled(tmp_path, method):
+    ended, release = [], asyncio.Event()
+
+    async def call(_role, called, _payload):
+        if called == "poll":
+            return b"".join(ended)
+        try:
+            await release.wait()
+            ended.append(b"whole")
+        except asyncio.CancelledError:
+            ended.append(b"cancelled")
+            raise
+        return b""
+
+    async def use(server, connection):
+        running = asyncio.ensure_future(connection.call("rollout", method, b""))
+        assert (await connection.call("rollout", "poll", b"")).payload == b""
+        running.cancel()
+        await asyncio.wait([running])
+        while not ended:
+            await connection.call("rollout", "poll", b"")
+            if method not in CANCELLED:
+                release.set()
+        return (await connection.call("rollout", "poll", b"")).payload, server._failed
+
+    assert served(tmp_path, call, use) == (b"cancelled" if method == "rollout" else b"whole", {})
 
 
 def test_calls_end_when_the_worker_closes_the_connection(tmp_path):

@@ -19,6 +19,7 @@ from rl_protocol.ports import GenerationRequest, RolloutEngine, SamplingParams
 from rl_protocol.torch import to_weight
 from rl_trainer import ActorConfig, LoraConfig, OptimConfig
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
+from rl_trainer.rollout.decoding import DecodingBatch
 from rl_trainer.rollout.hf_engine import HFRolloutEngine
 from rl_trainer.rollout.sampling import uniforms
 
@@ -227,6 +228,7 @@ import psutil, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from rl_protocol.ports import GenerationRequest, SamplingParams
 from rl_protocol.torch import to_weight
+from rl_trainer.rollout.decoding import DecodingBatch
 from rl_trainer.rollout.hf_engine import HFRolloutEngine
 
 torch.manual_seed(0)
@@ -332,6 +334,26 @@ def test_generations_that_are_interruptible_run_one_after_the_other(model_path):
     first, second = asyncio.run(both())
     assert first == generate(plain, REQUESTS[:5])
     assert second == generate(plain, REQUESTS[5:])
+
+
+def test_a_cancelled_call_generates_no_further_token(model_path, monkeypatch):
+    engine, steps = HFRolloutEngine(model_path, interruptible=True), []
+    step = DecodingBatch.step
+    monkeypatch.setattr(DecodingBatch, "step", lambda batch: steps.append(batch.made) or step(batch))
+
+    async def main():
+        running = asyncio.create_task(engine.generate(REQUESTS, SamplingParams(max_new_tokens=24, ignore_eos=True)))
+        for _ in range(6):
+            await asyncio.sleep(0)
+        made = len(steps)
+        running.cancel()
+        await asyncio.wait([running])
+        return running.cancelled(), made
+
+    cancelled, made = asyncio.run(main())
+    assert cancelled
+    assert 0 < made < 24
+    assert len(steps) == made
 
 
 def test_what_adopted_weights_generated_after_they_were_overwritten_is_dropped_at_once(model_path):

@@ -147,6 +147,28 @@ def test_calls_that_are_given_up_are_aborted_before_the_weights_change_and_never
     assert not any(aborted)
 
 
+@pytest.mark.parametrize("on_update", ["continue", "abort"])
+def test_the_generation_of_a_dropped_group_is_cancelled(on_update):
+    """One that would never end."""
+    world = World(bound=1, delays=[1], steps=4, order="ready_first", when_stale="drop", on_update=on_update)
+    generate, cancelled = world.rollout, []
+
+    async def rollout(call):
+        if call.prompts[0].lease.uid == "s1-0":
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.append(world.version)
+        return await generate(call)
+
+    world.rollout = rollout
+    world.fit()
+    assert cancelled == [1]
+    counts = world.trainer.group_counts()
+    assert (counts.trained, counts.dropped) == (4 * BATCH, 1)
+    counts.check()
+
+
 @pytest.mark.parametrize("inflight", [0, 2])
 def test_training_goes_on_beside_a_validation_whose_responses_have_one_version(inflight):
     """The rollouts of the validation are answered last. The step after it is trained meanwhile, and

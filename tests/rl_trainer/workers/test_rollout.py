@@ -76,6 +76,52 @@ def test_an_image_that_can_not_be_read_is_the_error_of_the_call():
         rollout(failing)
 
 
+class Interrupted:
+    """A plane that runs `before` ahead of its first put of trajectories."""
+
+    def __init__(self, plane, before):
+        self._plane, self._before = plane, before
+
+    def __getattr__(self, name):
+        return getattr(self._plane, name)
+
+    async def put(self, partition, *args, **kwargs):
+        if partition == "train":
+            self._before()
+        await asyncio.sleep(0)
+        return await self._plane.put(partition, *args, **kwargs)
+
+
+@pytest.mark.parametrize("when", ["while it generates", "while it writes"])
+def test_a_cancelled_call_generates_no_further_and_writes_all_or_nothing(when):
+    rows = [PromptRow(prompt_ids=(2, 3), data_source="d", ground_truth="")] * 2
+    asked = []
+
+    class Waiting(BigramEngine):
+        async def generate(self, requests, params):
+            asked.append(len(requests))
+            if when == "while it generates":
+                await asyncio.Event().wait()
+            return await super().generate(requests, params)
+
+    async def body():
+        memory = MemoryDataPlane()
+        plane = Interrupted(memory, lambda: running.cancel())
+        worker = RolloutWorker(plane, Waiting(), {"train": rows})
+        running = asyncio.create_task(worker.rollout(CALL))
+        while not asked:
+            await asyncio.wait([running], timeout=0)
+        if when == "while it generates":
+            running.cancel()
+        await asyncio.wait([running])
+        settling = list(worker._settling)
+        await asyncio.gather(*settling)
+        return running.cancelled(), len(settling), len(await memory.list_rows("train"))
+
+    expected = (True, 0, 0) if when == "while it generates" else (True, 1, 2)
+    assert asyncio.run(body()) == expected
+
+
 class Updated:
     """An engine whose weights change after some tokens of the first call, per session."""
 

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.watchdog.unanswered_calls import CallLog
-from rl_app_ppo.worker.call_socket import Connection
+from rl_app_ppo.worker.call_socket import CANCELLED, Connection
 from rl_app_ppo.worker.messages import RankNetwork, WarmupProgress
 from rl_app_ppo.worker.process import WorkerProcess
 from rl_protocol import RLError, WorkerDiedError, WorkerError
@@ -156,7 +156,13 @@ class RayProcess:
         """Call the worker of a role; use it within `errors`."""
         end = self._end
         if self._connection is None or end is None:
-            return await self.actor.call.remote(role, method, payload)
+            answer = self.actor.call.remote(role, method, payload)
+            try:
+                return await answer
+            except asyncio.CancelledError:
+                if method in CANCELLED:
+                    ray.cancel(answer)
+                raise
         try:
             answer = await self._connection.call(role, method, payload)
         except ConnectionResetError:

@@ -193,7 +193,7 @@ def _generator(config: AppConfig, path: Path) -> RolloutEngine:
         or cores_of_each(rollout.num_workers * rollout.tensor_model_parallel_size),
         start_timeout_s=config.ray.start_timeout_s,
         call_timeout_s=config.trainer.stage_timeout_s,
-        interruptible=config.async_rl.on_update != "finish",
+        interruptible=config.async_rl.on_update != "finish" or config.async_rl.when_stale == "drop",
     )
     return config.generator.build(setup)
 

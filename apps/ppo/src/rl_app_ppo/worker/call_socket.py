@@ -1,7 +1,9 @@
 """Calls of a worker process over a Unix socket, which take less time than Ray's.
 
 Each side sends frames: their length in 4 bytes, little-endian, and a message in msgpack. The driver
-sends a Request, the worker an Answer with its number; answers come in any order.
+sends a Request, the worker an Answer with its number; answers come in any order. A Cancel ends the
+work of a request whose caller waits no longer, if its method is one of CANCELLED; the other methods
+change state, and run to their end.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ from rl_app_ppo.config.placement import Role
 from rl_protocol import WorkerError
 
 _LENGTH = struct.Struct("<I")
+CANCELLED = frozenset({"rollout"})
+"""Methods whose work ends when the driver cancels the call."""
 Call = Callable[[Role, str, bytes], Awaitable[bytes]]
 """(role, method, payload) -> answer."""
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Request(msgspec.Struct, frozen=True, array_like=True, tag=0, forbid_unknown_fields=True):
     """A call of the worker of a role."""
 
     number: int
@@ -30,6 +34,12 @@ class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     role: Role
     method: str
     payload: bytes
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=True):
+    """The caller of this request waits no longer; there is no answer."""
+
+    number: int
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -104,7 +114,10 @@ class _ServerSide(asyncio.Protocol):
         self._call = call
         self._failed = failed
         self._frames = Frames()
-        self._running = set[asyncio.Future[bytes]]()
+        self._running = dict[int, asyncio.Future[bytes]]()
+        """Work by the number of its request."""
+        self._cancelled = set[int]()
+        """Requests to which no answer is sent."""
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -112,14 +125,22 @@ class _ServerSide(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for message in self._frames.feed(data):
-            request = msgspec.msgpack.decode(message, type=Request)
+            request = msgspec.msgpack.decode(message, type=Request | Cancel)
+            if isinstance(request, Cancel):
+                if request.number in self._running:
+                    self._cancelled.add(request.number)
+                    self._running[request.number].cancel()
+                continue
             task = asyncio.ensure_future(self._call(request.role, request.method, request.payload))
-            self._running.add(task)
+            self._running[request.number] = task
             task.add_done_callback(lambda task, number=request.number: self._answer(number, task))
 
     def _answer(self, number: int, task: asyncio.Future[bytes]) -> None:
-        self._running.discard(task)
+        del self._running[number]
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if number in self._cancelled:
+            self._cancelled.discard(number)
+            return
         if error is not None:
             self._failed[number] = error
         assert self._transport is not None
@@ -167,12 +188,17 @@ class _DriverSide(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     async def send(self, request: Request) -> bytes | None:
-        if self._transport is None:
+        transport = self._transport
+        if transport is None:
             raise ConnectionResetError("the connection is closed")
         answer = self._open[request.number] = asyncio.get_running_loop().create_future()
         try:
-            self._transport.write(frame(request))
+            transport.write(frame(request))
             return await answer
+        except asyncio.CancelledError:
+            if request.method in CANCELLED and not transport.is_closing():
+                transport.write(frame(Cancel(request.number)))
+            raise
         finally:
             del self._open[request.number]
 

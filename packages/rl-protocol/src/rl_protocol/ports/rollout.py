@@ -69,7 +69,7 @@ class RolloutEngine(WeightReceiver, Protocol):
 
     async def generate(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> list[Generation]:
         """Return one generation per request, in order. The result does not depend on how requests
-        are batched.
+        are batched. Cancelling the call ends its requests.
 
         Raises:
             RolloutError: names a request that can't be served (empty or too long prompt,

@@ -76,6 +76,20 @@ class RolloutEngineSuite(WeightReceiverSuite):
             assert self.generate(engine, []) == []
             assert len(self.generate(engine)) == len(self.requests)
 
+    def test_a_cancelled_call_disturbs_no_other(self) -> None:
+        params = SamplingParams(max_new_tokens=self.max_new_tokens)
+
+        async def cut(engine: RolloutEngine) -> None:
+            running = asyncio.create_task(engine.generate(self.requests, params))
+            await asyncio.sleep(0)
+            running.cancel()
+            await asyncio.wait([running])
+
+        with self.open_engine() as (engine, _):
+            whole = self.generate(engine)
+            asyncio.run(cut(engine))
+            self.same(self.generate(engine), whole)
+
     def test_batches_and_order_do_not_matter(self) -> None:
         with self.open_engine() as (engine, _):
             together = self.generate(engine)

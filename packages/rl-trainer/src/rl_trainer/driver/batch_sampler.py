@@ -121,14 +121,14 @@ class Sampler:
         """Drop the turns that can't be trained in time if the next step trains `version`; their
         prompts are generated again.
 
-        Those that are being sampled no longer wait for their responses, and none that is older than
-        the bound leaves `sample` from now on.
+        The generation of those that are being sampled ends, and none that is older than the bound
+        leaves `sample` from now on.
         """
         ready, running = _oldest(batches.waiting(), version), self._started(batches.sampling)
         late = self._policy.too_late({**running, **ready}, version)
         self._oldest = version - self._policy.max_staleness
         for turn in running.keys() & late:
-            self.rollouts.stop(TRAIN_PARTITION, turn)
+            await self.rollouts.stop(TRAIN_PARTITION, turn)
         dropped = batches.withdraw([turn for turn in late if turn in ready])
         for turn, sampled in dropped.items():
             await self._drop(turn, sampled)

@@ -144,10 +144,12 @@ class Rollouts:
         newest = {turn: rollouts[-1].started for (partition, turn), rollouts in self._open.items() if partition == name}
         return {turn: version for turn, version in newest.items() if version is not None}
 
-    def stop(self, name: str, turn: int) -> None:
-        """End the rollout of a turn that waits for its groups; it returns no rows."""
+    async def stop(self, name: str, turn: int) -> None:
+        """End the rollout of a turn that waits for its groups, and its generation; it returns no
+        rows.
+        """
         for rollout in self._open.get((name, turn), []):
-            rollout.stop()
+            await rollout.stop()
 
     async def drop(self, name: str, turn: int) -> None:
         """Discard the groups of a turn whose rollouts have ended. Their prompts stay until the
@@ -243,10 +245,9 @@ class _Rollout:
                 await self._add(tasks, prompts)
                 rows = await self._take_all(tasks, len(prompts), spare)
                 self._end({*self.prompts})
-                given_up = rows is None and not self._rollouts.policy.drains
                 for task, leases in self._calls.items():
-                    if given_up or any(self._attempt[lease.uid] != lease.attempt for lease in leases):
-                        task.cancel()  # nobody needs its answer
+                    if rows is None or any(self._attempt[lease.uid] != lease.attempt for lease in leases):
+                        task.cancel()  # its answer is not needed
         except* RLError as failed:
             raise failed.exceptions[0] from None
         if rows is None:
@@ -274,11 +275,14 @@ class _Rollout:
         """The version that started the newest of its prompts; None: it has not, or was stopped."""
         return None if self._stopped else self._version.get(next(reversed(self.prompts)))
 
-    def stop(self) -> None:
-        """Wait for no more groups."""
+    async def stop(self) -> None:
+        """Wait for no more groups, and cancel the calls that generate them."""
         self._stopped = True
         if self._taking is not None:
             self._taking.reschedule(asyncio.get_running_loop().time())
+        calls = [task for task in self._calls if task.cancel()]
+        if calls:
+            await asyncio.wait(calls, timeout=self._rollouts.timeout_s)
 
     def in_flight(self) -> list[Lease]:
         """The leases of calls that run."""

@@ -19,7 +19,7 @@ from rl_trainer.rollout.session_turns import SESSIONS, SessionRef, Tokenizer, Tr
 from rl_trainer.rollout.trajectory_stats import FULL
 from rl_trainer.workers.base import Worker
 from rl_trainer.workers.columns import NEWEST_VERSION, TASK_COLUMNS, TRAINER_SCHEMA, StepColumns
-from rl_trainer.workers.messages import RolloutCall, RolloutResult
+from rl_trainer.workers.messages import LeasedPrompt, Partition, RolloutCall, RolloutResult
 
 
 class RolloutWorker(Worker):
@@ -57,11 +57,13 @@ class RolloutWorker(Worker):
         self._tokenizer = tokenizer
         self._images = images
         self._restart = restart
+        self._settling = set[asyncio.Task[RolloutResult]]()
 
     async def rollout(self, call: RolloutCall) -> RolloutResult:
         """Run the sessions, put the prompt rows, then settle the sessions.
 
-        Tags carry step, weight version, lengths and rollout statistics.
+        Tags carry step, weight version, lengths and rollout statistics. Cancelling the call ends
+        its generation; after that its sessions are settled in any case.
 
         Raises:
             ConfigError: a row has images, and the policy sees none.
@@ -78,8 +80,25 @@ class RolloutWorker(Worker):
         ended = await run_sessions(
             self._session, refs, self._engine, partition.sampling, self._tokenizer, restart=self._restart
         )
-        uids = tuple(prompt.lease.uid for prompt in prompts)
-        await self.write_prompts(KVBatchMeta(partition=prompt_partition(partition.name), keys=uids), rows, images)
+        settling = asyncio.create_task(self._settle(partition, prompts, refs, ended))
+        self._settling.add(settling)
+        settling.add_done_callback(self._settling.discard)
+        return await asyncio.shield(settling)
+
+    async def _settle(
+        self,
+        partition: Partition,
+        prompts: Sequence[LeasedPrompt],
+        refs: Sequence[SessionRef],
+        ended: Sequence[Sequence[Trajectory] | RLError],
+    ) -> RolloutResult:
+        """Put the rows of prompts and of their trajectories, and settle the sessions."""
+        first = {ref.uid: ref for ref in refs}
+        await self.write_prompts(
+            KVBatchMeta(partition=prompt_partition(partition.name), keys=tuple(first)),
+            [ref.row for ref in first.values()],
+            [ref.images for ref in first.values()],
+        )
         leases = [prompt.lease for prompt in prompts for _ in prompt.lease.sessions]
         results = [
             SessionResult(lease, ref.session, error=str(end))
