@@ -15,6 +15,7 @@ from packages import ROOT
 from rl_app_ppo.cli.explain import shown
 from rl_app_ppo.cli.option_names import help_of
 from rl_app_ppo.config.loading import load_config, options, to_yaml
+from rl_app_ppo.config.presets import NO_PRESET, of_demo, presets
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.config.training_backends import TRAINING_BACKENDS
 from rl_protocol.support.option_tree import list_groups
@@ -28,6 +29,7 @@ CONFIGURATIONS = {
     "data-grpo": ("algorithm=grpo", *DATA),
     "data-ppo": ("algorithm=ppo", *DATA),
     **{name: (f"model_engine={name}", *NEEDS.get(name, [])) for name in TRAINING_BACKENDS},
+    **{name: (f"preset={name}",) for name in presets() if name != NO_PRESET and not of_demo(name)},
 }
 """Name of the file -> overrides."""
 HEAD = """\

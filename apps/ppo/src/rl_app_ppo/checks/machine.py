@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import ConfigError
@@ -87,6 +88,18 @@ def _asked(config: AppConfig, sync_devices: tuple[str, ...]) -> dict[str, str]:
             if isinstance(described, RewardModelConfig) and described.device == "cuda":
                 asked[f'device = "cuda" of {term.name} in reward.function'] = 'device = "cpu" or "auto" there'
     return asked
+
+
+def gpus_found() -> int:
+    """`gpu_count`, without the import of torch where no driver offers a GPU."""
+    return gpu_count() if any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists() else 0
+
+
+def gpu_memory() -> int:
+    """Bytes of the smallest GPU that torch can use on this machine; 0: there is none."""
+    import torch  # see gpu_count
+
+    return min((torch.cuda.get_device_properties(i).total_memory for i in range(gpu_count())), default=0)
 
 
 def gpu_count() -> int:

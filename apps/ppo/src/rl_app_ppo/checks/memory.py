@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +64,19 @@ def needed_bytes(count: int, config: AppConfig) -> dict[str, int]:
     return needed
 
 
-def check_memory(count: int, config: AppConfig, available: int) -> None:
-    """Check that the model fits into the memory of this machine.
+def check_memory(count: int, config: AppConfig, available: int, on_gpu: Collection[str] = ()) -> None:
+    """Check that the models on the CPU fit into the memory of this machine.
+
+    Args:
+        count: weights of the model.
+        config: the configuration of the run.
+        available: bytes of memory for new processes.
+        on_gpu: roles that compute on GPUs, whose models are not in this memory.
 
     Raises:
-        ConfigError: it does not; names the parts, their sum, and the available memory.
+        ConfigError: they do not; names the parts, their sum, and the available memory.
     """
-    needed = needed_bytes(count, config)
+    needed = {role: size for role, size in needed_bytes(count, config).items() if role not in on_gpu}
     if sum(needed.values()) > available:
         parts = ", ".join(f"{role} {_gib(size)}" for role, size in needed.items())
         raise ConfigError(

@@ -8,13 +8,15 @@ from collections.abc import Mapping
 import torch
 
 from rl_app_ppo.checks.machine import check_installed_engines, gpu_count
+from rl_app_ppo.checks.memory import check_plane_size, step_bytes
 from rl_app_ppo.checks.model_size import ModelSize, model_size
-from rl_app_ppo.config.devices import PlannedProcess, plan_processes
-from rl_app_ppo.config.model_path import given_model
+from rl_app_ppo.config.devices import PlannedProcess, idle_gpus, plan_processes
+from rl_app_ppo.config.model_path import described_model
 from rl_app_ppo.config.placement import Role, shares_base, shares_weights
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_rollout_vllm import CPU_KV_CACHE
+from rl_trainer import build_graph
 from rl_trainer.config import ActorConfig, CriticConfig
 from rl_trainer.config.backends import FsdpConfig, MegatronConfig
 
@@ -22,33 +24,46 @@ from rl_trainer.config.backends import FsdpConfig, MegatronConfig
 def plan_text(config: AppConfig) -> str:
     """The processes of a run: their roles, devices, CPUs, and memory by estimate.
 
-    With trainer.n_gpus_per_node above 0 it supposes so many GPUs, else those of this machine.
+    With trainer.n_gpus_per_node above 0 it supposes so many GPUs and the packages for them, else
+    those of this machine. Of the model it needs config.json alone.
 
     Raises:
-        ConfigError: the model can't be planned, or there are too few GPUs.
+        ConfigError: the model can't be planned, there are too few GPUs, or the data plane is too
+            small for a step.
     """
-    check_installed_engines(config)
     gpus = config.trainer.n_gpus_per_node
-    planned = plan_processes(config, gpus if gpus > 0 else gpu_count())
-    size = model_size(given_model(config), config.lora)
+    if gpus <= 0:
+        check_installed_engines(config)
+    there = gpus if gpus > 0 else gpu_count()
+    planned = plan_processes(config, there)
+    size = model_size(described_model(config), config.lora)
     lines = [
         f"model: {size.weights:,} weights, {size.trained:,} of an actor trained; GPUs: {sum(p.gpus for p in planned)}",
         "most memory of each process by estimate, without logits, images, the CUDA context and what libraries hold:",
     ]
     for line, count in Counter(_described(process, config, size) for process in planned).items():
         lines.append(f"{f'{count} x ' if count > 1 else ''}{line}")
+    lines += [_plane(config), *filter(None, [idle_gpus(config, planned, there)])]
     return "\n".join(lines) + "\n"
+
+
+def _plane(config: AppConfig) -> str:
+    """The data plane's memory of a step whose prompts are as long as allowed."""
+    longest = config.data.max_prompt_length if config.data.train_files else ModelSettings().context
+    needed = step_bytes(config, build_graph(config.algorithm, config.actor), longest, 0)
+    check_plane_size(config, needed)
+    return f"data plane: at most {shown_bytes(needed)} for a step, without validation, in host memory"
 
 
 def _described(process: PlannedProcess, config: AppConfig, size: ModelSize) -> str:
     device = f"{process.gpus} GPU{'s' if process.gpus > 1 else ''}" if process.gpus else "CPU"
     roles = {role: role_bytes(role, config, size, on_gpu=process.gpus > 0) for role in process.roles}
     parts = [
-        f"  {role}: " + (", ".join(f"{name} {_shown(n)}" for name, n in parts.items()) or "no model of its own")
+        f"  {role}: " + (", ".join(f"{name} {shown_bytes(n)}" for name, n in parts.items()) or "no model of its own")
         for role, parts in roles.items()
     ]
     total = sum(sum(parts.values()) for parts in roles.values())
-    head = f"{'+'.join(process.roles)}: {device}, {config.ray.cpus_per_worker:g} CPUs reserved, {_shown(total)}"
+    head = f"{'+'.join(process.roles)}: {device}, {config.ray.cpus_per_worker:g} CPUs reserved, {shown_bytes(total)}"
     return "\n".join([head, *parts])
 
 
@@ -60,7 +75,7 @@ def role_bytes(role: Role, config: AppConfig, size: ModelSize, *, on_gpu: bool =
         case "critic":
             return _trained(config, config.critic, size, size.weights)
         case "ref":
-            return {"weights": _weights(config, size)}
+            return {"weights": _weights(config, size, 0)}
         case "rollout":
             return _generates(config, size, on_gpu=on_gpu)
         case "reward":
@@ -83,16 +98,21 @@ def _trained(config: AppConfig, options: ActorConfig | CriticConfig, size: Model
     if isinstance(engine, MegatronConfig):
         activations //= engine.replica_size
     return {
-        "weights": _weights(config, size) + adapters // part,
+        "weights": _weights(config, size, trained) + adapters // part,
         "gradients": 4 * trained // part,
         "optimizer": 8 * trained // part,
         "activations": activations,
     }
 
 
-def _weights(config: AppConfig, size: ModelSize) -> int:
-    """Float32 weights of a rank, and a bfloat16 copy where it computes in one."""
+def _weights(config: AppConfig, size: ModelSize, trained: int) -> int:
+    """Float32 weights of a rank, and a bfloat16 copy where it computes in one.
+
+    Megatron-Core has float32 weights beside those in bfloat16 only where they are trained.
+    """
     copied = config.engine.computes_in == "bfloat16" and not isinstance(config.engine, FsdpConfig)
+    if copied and isinstance(config.engine, MegatronConfig) and trained < size.weights:
+        return 2 * size.weights // _shards(config)
     return (4 + 2 * copied) * size.weights // _shards(config)
 
 
@@ -121,5 +141,6 @@ def _longest(config: AppConfig) -> int:
     return config.data.max_prompt_length + config.rollout.response_length
 
 
-def _shown(size: int) -> str:
+def shown_bytes(size: int) -> str:
+    """A number of bytes for people."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rl_app_ppo.checks.machine import check_gpus, check_installed_engines, check_network
+from rl_app_ppo.checks.machine import check_gpus, check_installed_engines, check_network, gpu_memory, gpus_found
 from rl_app_ppo.checks.memory import available_bytes, check_memory, check_plane_size, parameters, step_bytes
 from rl_app_ppo.checks.rewards import check_rewards, check_source
 from rl_app_ppo.checks.weight_engine import check_sync
+from rl_app_ppo.config.devices import plan_processes
 from rl_app_ppo.config.full_keys import full_keys_in_errors
 from rl_app_ppo.config.model_path import ADVICE, given_model, read_json
 from rl_app_ppo.config.placement import rollout_in_actor
-from rl_app_ppo.config.presets import NO_PRESET, is_file
+from rl_app_ppo.config.presets import NO_PRESET, of_demo
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.config.training_backends import TRAINING_BACKENDS
 from rl_app_ppo.demo.demos import DEMOS
@@ -71,7 +72,7 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
         _check_vocabulary(path, max(rows.largest_token for rows in data.values()))
     check_plane_size(config, step_bytes(config, graph, longest, len(data["val"]) if "val" in data else 0))
     if path is not None and config.ray.address == "local":
-        check_memory(parameters(path), config, available_bytes())
+        _check_models_fit(config, path)
     if longest >= context:
         raise ConfigError(
             f"The longest prompt has {longest} tokens, and the model's context is {context}, for prompt and response. Set "
@@ -92,6 +93,17 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
     return graph
 
 
+def _check_models_fit(config: AppConfig, path: Path) -> None:
+    """Check that each model fits into the memory of its device, on this machine."""
+    planned = plan_processes(config, gpus_found())
+    on_gpu = {role for process in planned if process.gpus for role in process.roles}
+    check_memory(parameters(path), config, available_bytes(), on_gpu)
+    if on_gpu:
+        from rl_app_ppo.checks.gpu_memory import check_gpu_memory  # torch: a run on the CPU checks without
+
+        check_gpu_memory(path, config, planned, gpu_memory())
+
+
 def _check_demo(config: AppConfig, path: Path | None) -> None:
     """Check that a demo preset trains the demo model."""
     demo = DEMOS[config.data.demo]
@@ -106,7 +118,7 @@ def _check_demo(config: AppConfig, path: Path | None) -> None:
 
 def _demo_preset(config: AppConfig) -> str:
     """The demo's preset that applies; empty: none."""
-    return next((name for name in config.preset if name != NO_PRESET and not is_file(name)), "")
+    return next((name for name in config.preset if of_demo(name)), "")
 
 
 def _check_sight(config: AppConfig, path: Path) -> None:

@@ -52,6 +52,31 @@ def find_model(name: str) -> Path:
     return _whole(cached, name)
 
 
+def described_model(config: AppConfig) -> Path | None:
+    """Folder with the `config.json` of the model to train, without its weights; None: the demo's.
+
+    Raises:
+        ConfigError: there is none; names the command that downloads that file alone.
+    """
+    name = config.model.path
+    if not name:
+        return None
+    path = Path(name).expanduser()
+    if (path / "config.json").exists():
+        return path
+    if path.exists() or not _HUB_NAME.fullmatch(name):
+        raise ConfigError(f"model.path={name!r} has no config.json to plan with. {ADVICE}")
+    from huggingface_hub import try_to_load_from_cache  # takes a second to import
+
+    cached = try_to_load_from_cache(name, "config.json")
+    if not isinstance(cached, str):
+        raise ConfigError(
+            f"model.path={name!r} is no folder here, and its config.json is not in the local Hugging Face cache ({_cache()}). A plan needs "
+            f"no weights and downloads nothing: run `uv run hf download {name} config.json` first, or give a folder with that file."
+        )
+    return Path(cached).parent
+
+
 def _cache() -> str:
     from huggingface_hub import constants
 

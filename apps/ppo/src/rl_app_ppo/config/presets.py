@@ -1,8 +1,9 @@
 """Named layers of settings: algorithms (`algorithm=NAME`) and presets (`preset=NAME,FILE,...`).
 
-An algorithm has the defaults of its paper and of verl. A built-in preset has the sizes and learning
-rates of a demo, which suit its model and task only. It applies without data.train_files, or if
-`preset=` names it, but never together with data. A preset can also be a YAML file of the user.
+An algorithm has the defaults of its paper and of verl. A built-in preset of a demo has sizes and
+learning rates that suit its model and task only. It applies without data.train_files, or if
+`preset=` names it, but never together with data. The other built-in presets start from a model and
+data files of the user, whose paths they name. A preset can also be a YAML file of the user.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from rl_app_ppo.config.plain_yaml import parse_yaml
 from rl_protocol import ConfigError
 from rl_protocol.support.options import items, nearest
 
@@ -68,6 +70,13 @@ def is_file(preset: str) -> bool:
     return preset.endswith((".yaml", ".yml"))
 
 
+def of_demo(preset: str) -> bool:
+    """Whether a value of `preset=` has the values of a demo's model and task."""
+    if preset == NO_PRESET or is_file(preset):
+        return False
+    return "demo" in parse_yaml(layer_text("presets", preset)).get("data", {})
+
+
 def named_presets(sources: Sequence[Source]) -> tuple[str, ...]:
     """The presets that the sources name, weakest first; empty if none does.
 
@@ -105,7 +114,7 @@ def choose(sources: Sequence[Source], algorithm_of: Mapping[str, str]) -> Choice
     _check(ALGORITHM, algorithm.name, algorithms())
     files = next((values["data.train_files"] for _, values in reversed(sources) if "data.train_files" in values), "")
     names, origin = given or ((NO_PRESET if files else DEMO_OF[algorithm.name],), "default")
-    demos = [name for name in names if name != NO_PRESET and not is_file(name)]
+    demos = [name for name in names if of_demo(name)]
     if files and demos:
         raise ConfigError(
             f"preset={demos[0]} ({origin}) has values for the demo's model and task, which do not fit data.train_files="

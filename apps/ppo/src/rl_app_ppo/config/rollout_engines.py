@@ -177,7 +177,11 @@ class _VLLM(RolloutEngineKind):
         return ""
 
     def gpus(self, rollout: GenerationConfig) -> int:
-        return rollout.tensor_model_parallel_size if require_vllm().device == "cuda" else 0
+        try:
+            on_gpu = require_vllm().device == "cuda"
+        except VLLMUnavailableError:  # a plan for other machines; `missing` refuses a run
+            on_gpu = True
+        return rollout.tensor_model_parallel_size if on_gpu else 0
 
     def check_gpus(self, count: Callable[[], int]) -> None:
         if require_vllm().device == "cuda":

@@ -356,7 +356,8 @@ class AppConfig(Options):
 
     preset: tuple[str, ...] = option(
         (),
-        f"values for the model and task of a demo, {NO_PRESET}, or YAML files of your own; later ones override earlier ones. "
+        f"values for the model and task of a demo, for a model and GPUs of your own, {NO_PRESET}, or YAML files; later ones override "
+        "earlier ones. "
         f"Empty: the demo of the algorithm if data.train_files is empty, else {NO_PRESET}",
         resume="silent",
     )
