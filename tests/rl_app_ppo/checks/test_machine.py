@@ -147,3 +147,28 @@ def test_the_check_is_part_of_those_before_the_start(on):
         preflight(load_config([FSDP, "fsdp.device=cuda"]), PluginPolicy())
     with pytest.raises(ConfigError, match=r"backend=nccl needs an NVIDIA GPU"):
         preflight(load_config(["checkpoint_engine.backend=nccl"]), PluginPolicy())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], r"trainer\.nnodes=2 needs a Ray cluster .* set ray\.address=auto"),
+        (["ray.address=auto"], r"data plane that processes of other hosts reach; set transfer_queue\.listen"),
+        (
+            [
+                "ray.address=auto",
+                "transfer_queue.listen=10.0.0.1",
+                "placement=separate",
+                "checkpoint_engine.backend=shm",
+            ],
+            r"checkpoint_engine\.backend=shm works within one host; set it to tcp",
+        ),
+    ],
+)
+def test_several_hosts_need_a_cluster_a_plane_and_a_weight_engine_that_reach_them(overrides, words):
+    config = load_config(["trainer.nnodes=2", *overrides])
+    with pytest.raises(ConfigError, match=words):
+        machine.check_hosts(config, one_host=True)
+    machine.check_hosts(load_config(["trainer.nnodes=1", *overrides]), one_host=True)
+    reached = load_config(["trainer.nnodes=2", "ray.address=auto", "transfer_queue.listen=10.0.0.1"])
+    machine.check_hosts(reached, one_host=False)

@@ -89,7 +89,6 @@ def test_verls_defaults_lose_nothing(engine):
         ("actor_rollout_ref.actor.ppo_epochs=2", r"here it is actor\.ppo_epochs\."),
         ("+actor_rollout_ref.actor.ppo_epochs=2", r"here it is actor\.ppo_epochs\."),
         ("actor_rollout_ref.actor.clip_ratio=0.3", r"here it is actor\.clip_ratio_low and actor\.clip_ratio_high"),
-        ("trainer.nnodes=2", "has no effect here: this version trains on one host"),
         ("data.tokenizer=x", "is not supported: the tokenizer is that of model.path"),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.x=1", "has no effect here: the rollout engine's own settings"),
         (

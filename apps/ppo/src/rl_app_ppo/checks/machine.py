@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.config.placement import rollout_in_actor
+from rl_app_ppo.config.schema import LOCAL, AppConfig
 from rl_protocol import ConfigError
 from rl_protocol.support.network_interface import find_interface
 from rl_trainer.config.backends import require_gpu
@@ -55,6 +56,36 @@ def check_network(config: AppConfig) -> None:
     """
     if config.trainer.network_interface:
         find_interface(config.trainer.network_interface)
+
+
+def check_hosts(config: AppConfig, *, one_host: bool) -> None:
+    """Check that what processes on several hosts use reaches across them.
+
+    Args:
+        config: the configuration of the run.
+        one_host: the weight engine of `checkpoint_engine.backend` works within one host.
+
+    Raises:
+        ConfigError: it does not; names the key to change.
+    """
+    if config.trainer.nnodes == 1:
+        return
+    several = f"trainer.nnodes={config.trainer.nnodes}"
+    if config.ray.address == LOCAL:
+        raise ConfigError(
+            f"{several} needs a Ray cluster with as many nodes, and ray.address={LOCAL} starts Ray on this machine alone; set ray.address=auto "
+            "or host:port of a cluster (ray start --head; ray start --address=host:port), or trainer.nnodes=1."
+        )
+    if not config.transfer_queue.listen:
+        raise ConfigError(
+            f"{several} needs a data plane that processes of other hosts reach; set transfer_queue.listen to an address of this host and its "
+            "key, or trainer.nnodes=1."
+        )
+    if one_host and config.checkpoint_engine.enabled and not rollout_in_actor(config.placement):
+        raise ConfigError(
+            f"{several}, but checkpoint_engine.backend={config.checkpoint_engine.backend} works within one host; set it to tcp, with "
+            "checkpoint_engine.listen, or to disk, in a folder that all hosts share, or set trainer.nnodes=1."
+        )
 
 
 def check_gpus(config: AppConfig, sync_devices: tuple[str, ...]) -> None:

@@ -36,13 +36,14 @@ def plan_text(config: AppConfig) -> str:
         check_installed_engines(config)
     there = gpus if gpus > 0 else gpu_count()
     planned = plan_processes(config, there)
+    several = config.trainer.nnodes > 1
     size = model_size(described_model(config), config.lora)
     lines = [
         f"model: {size.weights:,} weights, {size.trained:,} of an actor trained; GPUs: {sum(p.gpus for p in planned)}",
         "most memory of each process by estimate, without logits, images, the CUDA context and what libraries hold:",
     ]
-    for line, count in Counter(_described(process, config, size) for process in planned).items():
-        lines.append(f"{f'{count} x ' if count > 1 else ''}{line}")
+    for (host, line), count in Counter((p.host, _described(p, config, size)) for p in planned).items():
+        lines.append(f"{f'host {host + 1}: ' if several else ''}{f'{count} x ' if count > 1 else ''}{line}")
     lines += [_plane(config), *filter(None, [idle_gpus(config, planned, there)])]
     return "\n".join(lines) + "\n"
 

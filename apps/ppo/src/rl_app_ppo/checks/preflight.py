@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rl_app_ppo.checks.machine import check_gpus, check_installed_engines, check_network, gpu_memory, gpus_found
+from rl_app_ppo.checks.machine import (
+    check_gpus,
+    check_hosts,
+    check_installed_engines,
+    check_network,
+    gpu_memory,
+    gpus_found,
+)
 from rl_app_ppo.checks.memory import available_bytes, check_memory, check_plane_size, parameters, step_bytes
 from rl_app_ppo.checks.rewards import check_rewards, check_source
 from rl_app_ppo.checks.weight_engine import check_sync
@@ -57,6 +64,7 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
         _check_padding(config, path)
     check_installed_engines(config)
     check_network(config)
+    check_hosts(config, one_host=sync.capabilities.same_host_only)
     check_gpus(config, sync.capabilities.devices)
     check_plane(config.transfer_queue)
     described = {"num_attention_heads": demo.heads} if path is None else read_json(path / "config.json", str(path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,8 @@ class RayProcess:
         log_path: its log.
         threads: compute threads; 0: all cores, shared with the processes that compute beside it.
         cpus: CPUs that Ray reserves.
-        gpus: GPUs of this node that Ray reserves; the process sees no others.
+        gpus: GPUs that Ray reserves; the process sees no others.
+        host: options of Ray that choose its node; None: this node if it has GPUs, else any.
         calls: notes the calls that wait; None: nothing reads them.
 
     Attributes:
@@ -57,6 +58,7 @@ class RayProcess:
         cpus: float = 0.0,
         gpus: int = 0,
         calls: CallLog | None = None,
+        host: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = name
         self.pid = 0
@@ -67,6 +69,7 @@ class RayProcess:
         self._threads = threads
         self._cpus = cpus
         self._gpus = gpus
+        self._host = host
         self._built: tuple[bytes, float] | None = None
         self._sockets: Path | None = None
         self._connection: Connection | None = None
@@ -216,7 +219,9 @@ class RayProcess:
 
     def _start(self) -> Any:
         options: dict[str, Any] = {"num_cpus": self._cpus, "max_restarts": 0, "max_concurrency": 16}
-        if self._gpus:
+        if self._host is not None:
+            options |= {"num_gpus": self._gpus, **self._host}
+        elif self._gpus:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             options |= {"num_gpus": self._gpus, "scheduling_strategy": here}
         return _actor_class.options(**options).remote(

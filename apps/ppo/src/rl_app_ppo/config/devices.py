@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rl_app_ppo.config.hosts import GPUS_KEY, NODES_KEY, HostBundle, hosts_of, ranks_together
 from rl_app_ppo.config.placement import MODELS, Role, WorkerGroup, worker_groups
 from rl_app_ppo.config.schema import ALL_GPUS, AppConfig
 from rl_protocol import ConfigError
 from rl_trainer.config.backends import MegatronConfig
 from rl_trainer.rewards import parse_terms
 from rl_trainer.rewards.scorer_toml import RewardModelConfig, is_scorer_toml, read_scorer_toml
-
-_KEY = "trainer.n_gpus_per_node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +22,8 @@ class PlannedProcess:
     group: WorkerGroup
     rank: int
     gpus: int = 0
+    host: int = 0
+    """One of trainer.nnodes hosts, from 0."""
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -44,7 +45,7 @@ class _Need(NamedTuple):
 
 
 def plan_processes(config: AppConfig, gpus: int) -> tuple[PlannedProcess, ...]:
-    """The worker processes of a run on a node with so many GPUs; those of the actor come first.
+    """The worker processes of a run on nodes with so many GPUs; those of the actor come first.
 
     The roles of a process share its GPUs: one for a model, or those of all tensor-parallel
     processes of a rollout engine. Without GPUs everything computes on the CPU.
@@ -53,27 +54,46 @@ def plan_processes(config: AppConfig, gpus: int) -> tuple[PlannedProcess, ...]:
         ConfigError: a setting asks for a GPU where there is none, or there are too few; names the
             role without one, and the key to change.
     """
+    several = config.trainer.nnodes > 1
     usable = gpus if config.trainer.n_gpus_per_node == ALL_GPUS else config.trainer.n_gpus_per_node
-    if usable > gpus:
+    if usable > gpus and not several:  # several hosts are compared with the nodes; see hosts.match_nodes
         raise ConfigError(
-            f"{_KEY}={usable}, but Ray has {gpus} GPUs on this node. Lower it, or set it to {ALL_GPUS} for as many as there are."
+            f"{GPUS_KEY}={usable}, but Ray has {gpus} GPUs on this node. Lower it, or set it to {ALL_GPUS} for as many as there are."
         )
     planned = [PlannedProcess(group, rank) for group in worker_groups(config) for rank in range(group.ranks)]
     needs: list[dict[Role, _Need]] = [{role: _need(role, config) for role in process.roles} for process in planned]
     if usable == 0:
         for asked in needs:
             _check_cpu(asked, config)
-        return tuple(planned)
-    wanted = [max(need.gpus for need in asked.values()) for asked in needs]
-    if sum(wanted) > usable:
+    wanted = [max(need.gpus for need in asked.values()) if usable else 0 for asked in needs]
+    hosts = hosts_of(config, [(process.group, process.rank) for process in planned], wanted, usable)
+    if None in hosts:
         optional = not any(need.setting for asked in needs for need in asked.values())
-        raise _too_few(config, planned, wanted, usable, optional=optional)
-    return tuple(PlannedProcess(p.group, p.rank, n) for p, n in zip(planned, wanted, strict=True))
+        raise _too_few(config, planned[hosts.index(None)], _gpus_of(planned, wanted), usable, optional=optional)
+    return tuple(
+        PlannedProcess(process.group, process.rank, n, host or 0)
+        for process, n, host in zip(planned, wanted, hosts, strict=True)
+    )
 
 
 def described_gpus(planned: Iterable[PlannedProcess]) -> str:
     """The processes with GPUs, and how many each has."""
     return ", ".join(f"{process.name} {process.gpus}" for process in planned if process.gpus)
+
+
+def host_bundles(planned: Sequence[PlannedProcess], cpus: Sequence[float]) -> tuple[HostBundle, ...]:
+    """What each host needs.
+
+    Args:
+        planned: all processes.
+        cpus: CPUs of each.
+    """
+    bundles = list[HostBundle]()
+    for host in sorted({process.host for process in planned}):
+        here = [(process, n) for process, n in zip(planned, cpus, strict=True) if process.host == host]
+        names = tuple(process.name for process, _ in here)
+        bundles.append(HostBundle(host + 1, names, sum(p.gpus for p, _ in here), sum(n for _, n in here)))
+    return tuple(bundles)
 
 
 def idle_gpus(config: AppConfig, planned: Iterable[PlannedProcess], gpus: int) -> str:
@@ -83,7 +103,7 @@ def idle_gpus(config: AppConfig, planned: Iterable[PlannedProcess], gpus: int) -
         return ""
     return (
         f"WARNING: the models train on the CPU (model_engine={config.model_engine}) while {idle} GPUs of this node stand idle; set "
-        f"{config.model_engine}.device=auto to train on a GPU, or {_KEY}=0 to use none."
+        f"{config.model_engine}.device=auto to train on a GPU, or {GPUS_KEY}=0 to use none."
     )
 
 
@@ -111,7 +131,7 @@ def _reward_models(config: AppConfig) -> Iterable[tuple[str, RewardModelConfig]]
 
 def _check_cpu(asked: Mapping[Role, _Need], config: AppConfig) -> None:
     """Refuse a process with a setting that needs a GPU."""
-    none = f"{_KEY}=0 leaves none" if config.trainer.n_gpus_per_node == 0 else "Ray has none on this node"
+    none = f"{GPUS_KEY}=0 leaves none" if config.trainer.n_gpus_per_node == 0 else "Ray has none on this node"
     for role, need in asked.items():
         if need.setting:
             raise ConfigError(
@@ -119,22 +139,28 @@ def _check_cpu(asked: Mapping[Role, _Need], config: AppConfig) -> None:
             )
 
 
+def _gpus_of(planned: Sequence[PlannedProcess], wanted: Sequence[int]) -> dict[str, int]:
+    """Process -> its GPUs, if it has any."""
+    return {process.name: gpus for process, gpus in zip(planned, wanted, strict=True) if gpus}
+
+
 def _too_few(
-    config: AppConfig, planned: Sequence[PlannedProcess], wanted: Sequence[int], usable: int, *, optional: bool
+    config: AppConfig, missing: PlannedProcess, wanted: Mapping[str, int], usable: int, *, optional: bool
 ) -> ConfigError:
     """The error that names the first process for which no GPU is left."""
-    left, missing = usable, planned[0]
-    for process, gpus in zip(planned, wanted, strict=True):
-        left -= gpus
-        if left < 0:
-            missing = process
-            break
-    parts = ", ".join(f"{process.name} {gpus}" for process, gpus in zip(planned, wanted, strict=True) if gpus)
-    limit = "" if config.trainer.n_gpus_per_node == ALL_GPUS else f" ({_KEY})"
-    cpu = f", or set {_KEY}=0 to compute on the CPU" if optional else ""
+    nodes, together = config.trainer.nnodes, ranks_together(missing.group, config)
+    parts = ", ".join(f"{name} {gpus}" for name, gpus in wanted.items())
+    limit = "" if config.trainer.n_gpus_per_node == ALL_GPUS else f" ({GPUS_KEY})"
+    cpu = f", or set {GPUS_KEY}=0 to compute on the CPU" if optional else ""
+    if nodes > 1:
+        where, can = f"{nodes} hosts ({NODES_KEY})", f"{usable} can be used on each{limit}"
+        cpu = f", or raise {NODES_KEY}{cpu}"
+    else:
+        where, can = "one node", f"{usable} can be used on this one{limit}"
+    beside = f" and the {together - 1} ranks that share its host" if together > 1 else ""
     return ConfigError(
-        f"The processes need {sum(wanted)} GPUs of one node ({parts}), and {usable} can be used on this one{limit}: not enough are left for "
-        f"{missing.name}. {_remedy(missing, config)}{cpu}."
+        f"The processes need {sum(wanted.values())} GPUs of {where} ({parts}), and {can}: not enough are left for "
+        f"{missing.name}{beside}. {_remedy(missing, config)}{cpu}."
     )
 
 

@@ -281,9 +281,17 @@ class TrainerConfig(LoopConfig):
         "what; 0: never; -1: 1.5 * trainer.stage_timeout_s",
         resume="free",
     )
+    nnodes: int = option(
+        1,
+        "hosts of the run; 1: GPUs are those of the driver's host. More need a Ray cluster (ray.address) with as many nodes, a data plane "
+        "that listens (transfer_queue.listen), and a weight engine that works across hosts",
+        ge=1,
+        resume="free",
+        verl=".",
+    )
     n_gpus_per_node: int = option(
         ALL_GPUS,
-        "most GPUs that the run uses; each process that computes on GPUs has its own; 0: all compute on the CPU; -1: as many as needed "
+        "most GPUs of each host that the run uses; each process that computes on GPUs has its own; 0: all compute on the CPU; -1: as many as needed "
         "of those that Ray has",
         ge=ALL_GPUS,
         resume="free",

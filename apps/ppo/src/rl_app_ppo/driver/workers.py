@@ -8,9 +8,11 @@ from pathlib import Path
 
 import msgspec
 
+from rl_app_ppo.cluster.host_group import HostGroup, cluster_nodes, require_equal_versions
 from rl_app_ppo.cluster.placement import head_host, node_gpus, require_cpus, require_free_gpus
 from rl_app_ppo.cluster.ray_actor import RayProcess, RayWorker
-from rl_app_ppo.config.devices import PlannedProcess, described_gpus, idle_gpus, plan_processes
+from rl_app_ppo.config.devices import PlannedProcess, described_gpus, host_bundles, idle_gpus, plan_processes
+from rl_app_ppo.config.hosts import match_nodes
 from rl_app_ppo.config.loading import to_yaml
 from rl_app_ppo.config.placement import Role, WorkerGroup
 from rl_app_ppo.config.schema import AppConfig
@@ -40,6 +42,7 @@ class WorkerPool:
         self._config = config
         self._files = files
         self._planned: Sequence[PlannedProcess] = ()
+        self._hosts: HostGroup | None = None
         self._handles: dict[Role, list[RayWorker]] = {}
         self.processes: list[RayProcess] = []
         self.calls = CallLog()
@@ -72,15 +75,20 @@ class WorkerPool:
         return [worker for worker in self.rollout if worker.process.roles == ("rollout",)]
 
     async def require_resources(self, say: Callable[[str], None]) -> None:
-        """Plan the GPUs of all processes, and wait until Ray has what they need.
+        """Plan hosts and GPUs of all processes, and wait until Ray has what they need.
 
         Args:
-            say: prints one line; is not called where this node has no GPUs.
+            say: prints one line; with one host without GPUs it is not called.
 
         Raises:
-            ConfigError: see `devices.plan_processes`.
-            WorkerError: see `placement.require_cpus` and `placement.require_free_gpus`.
+            ConfigError: see `devices.plan_processes`, `hosts.match_nodes` and
+                `host_group.require_equal_versions`.
+            WorkerError: see `placement.require_cpus`, `placement.require_free_gpus` and
+                `HostGroup.open`.
         """
+        if self._config.trainer.nnodes > 1:
+            await self._require_hosts(say)
+            return
         gpus = node_gpus()
         self._planned = plan_processes(self._config, gpus)
         wanted = sum(process.gpus for process in self._planned)
@@ -90,6 +98,23 @@ class WorkerPool:
             say(warning)
         await require_cpus(self._computing, self._config.ray.cpus_per_worker)
         await require_free_gpus(wanted)
+
+    async def _require_hosts(self, say: Callable[[str], None]) -> None:
+        """Compare what several hosts need with the nodes of the cluster, and reserve it."""
+        config = self._config
+        nodes = sorted(cluster_nodes(), key=lambda node: node.gpus, reverse=True)
+        each = nodes[config.trainer.nnodes - 1].gpus if len(nodes) >= config.trainer.nnodes else 0
+        self._planned = plan_processes(config, each)
+        cpus = [config.ray.cpus_per_worker * cpus_used(process.group, config) for process in self._planned]
+        bundles = host_bundles(self._planned, cpus)
+        for bundle in bundles:
+            say(f"wanted: {bundle}")
+        for node in nodes:
+            say(f"node {node}")
+        match_nodes(bundles, nodes)
+        await require_equal_versions()
+        self._hosts = HostGroup(bundles)
+        await self._hosts.open()
 
     @property
     def cpus_needed(self) -> float:
@@ -114,7 +139,8 @@ class WorkerPool:
         threads, cpus = self._config.trainer.threads_per_worker, self._config.ray.cpus_per_worker
         for planned in self._planned:
             log, reserved = self._files.logs / f"{planned.name}.log", cpus * cpus_used(planned.group, self._config)
-            process = RayProcess(planned.roles, planned.name, log, threads, reserved, planned.gpus, self.calls)
+            host = None if self._hosts is None else self._hosts.bundle(planned.host)
+            process = RayProcess(planned.roles, planned.name, log, threads, reserved, planned.gpus, self.calls, host)
             self.processes.append(process)
             for role in planned.roles:
                 worker = RayWorker(process, role, planned.group.role_name(role, planned.rank))
@@ -197,9 +223,11 @@ class WorkerPool:
         return {group: (networks[group], address) for group, address in zip(groups, addresses, strict=True)}
 
     def close(self) -> None:
-        """Kill the processes."""
+        """Kill the processes, and release their hosts."""
         for process in self.processes:
             process.kill()
+        if self._hosts is not None:
+            self._hosts.close()
 
     def _of(self, role: Role) -> list[RayWorker]:
         return self._handles.get(role, [])

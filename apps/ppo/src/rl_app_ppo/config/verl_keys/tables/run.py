@@ -38,7 +38,6 @@ ENTRIES: tuple[Entry, ...] = (
         conversions.gpus,
         "fsdp.world_size or megatron.world_size is the number of processes that share each model",
     ),
-    no_effect("this version trains on one host", "trainer.nnodes"),
     no_effect("fsdp.device says where models are", "trainer.device"),
     no_effect(_SAMPLES, "trainer.log_val_generations trainer.rollout_data_dir trainer.validation_data_dir"),
     no_effect(_LOCAL, "trainer.default_hdfs_dir trainer.del_local_ckpt_after_load trainer.esi_redundant_time"),

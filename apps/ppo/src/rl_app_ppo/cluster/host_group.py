@@ -1,0 +1,142 @@
+"""A Ray placement group with one bundle for each host of a run (trainer.nnodes above 1)."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from rl_app_ppo.config.hosts import HostBundle, NodeResources
+from rl_protocol import ConfigError, WorkerError
+
+_SOME_CPU = 0.01
+"""Ray refuses bundles without resources."""
+WAIT_S = 30.0
+"""Seconds to wait for what other jobs hold."""
+_VERSIONS_S = 60.0
+"""Seconds that a node has to start a process that tells its versions."""
+
+
+class HostGroup:
+    """The nodes of a run: another one for each bundle.
+
+    Lifecycle: `open`, then processes start with the options of `bundle`; `close` ends them.
+
+    Args:
+        bundles: what each host needs.
+    """
+
+    def __init__(self, bundles: Sequence[HostBundle]) -> None:
+        self._bundles = bundles
+        self._group: PlacementGroup | None = None
+
+    async def open(self, wait_s: float = WAIT_S) -> None:
+        """Reserve the bundles, once other jobs have released what they need.
+
+        Raises:
+            WorkerError: other jobs held it for `wait_s` seconds.
+        """
+        wanted = [
+            {"CPU": bundle.cpus or _SOME_CPU} | ({"GPU": bundle.gpus} if bundle.gpus else {})
+            for bundle in self._bundles
+        ]
+        self._group = placement_group(wanted, strategy="STRICT_SPREAD")
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._group.ready()
+        except TimeoutError:
+            self.close()
+            raise WorkerError(
+                f"The hosts of the run were not free within {wait_s:g} s: {'; '.join(map(str, self._bundles))}. Nodes: "
+                f"{'; '.join(map(str, free_nodes()))} free. Stop other jobs, or lower trainer.n_gpus_per_node or ray.cpus_per_worker."
+            ) from None
+
+    def bundle(self, host: int) -> dict[str, Any]:
+        """Options of an actor on a host, from 0."""
+        assert self._group is not None, "open() was called"
+        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=host)}
+
+    def close(self) -> None:
+        """Release the bundles, which kills their processes; safe to call twice."""
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+
+def cluster_nodes() -> list[NodeResources]:
+    """The nodes of the cluster that are alive."""
+    return [
+        NodeResources(node["NodeManagerAddress"], int(node["Resources"].get("GPU", 0)), node["Resources"].get("CPU", 0))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def free_nodes() -> list[NodeResources]:
+    """What no job has reserved on each node."""
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    return [
+        NodeResources(name, int(free.get(node, {}).get("GPU", 0)), free.get(node, {}).get("CPU", 0))
+        for node, name in names.items()
+    ]
+
+
+def versions() -> dict[str, str]:
+    """Versions of this process that all hosts of a run share."""
+    return {"Python": platform.python_version(), "Ray": ray.__version__}
+
+
+async def require_equal_versions(timeout_s: float = _VERSIONS_S) -> None:
+    """Compare the versions of Python and Ray on all nodes with those of this process.
+
+    Raises:
+        ConfigError: those of a node differ; names it and both versions.
+        WorkerError: a node starts no process.
+    """
+    ask: Any = ray.remote(num_cpus=0)(versions)
+    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    answers = [
+        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote() for node in nodes
+    ]
+    try:
+        found = await asyncio.to_thread(ray.get, answers, timeout=timeout_s)
+    except GetTimeoutError:
+        raise WorkerError(
+            f"The nodes of the Ray cluster ({', '.join(nodes.values())}) did not all start a process within {timeout_s:g} s; see "
+            "'ray status', and the logs of Ray on the nodes."
+        ) from None
+    except RayError as error:
+        raise WorkerError(f"A node of the Ray cluster starts no process: {str(error).splitlines()[0]}") from error
+    compare_versions(versions(), dict(zip(nodes.values(), found, strict=True)))
+
+
+def compare_versions(here: dict[str, str], nodes: dict[str, dict[str, str]]) -> None:
+    """Check that all nodes have the versions of this process.
+
+    Args:
+        here: name -> version of this process.
+        nodes: address of a node -> its versions.
+
+    Raises:
+        ConfigError: one has not.
+    """
+    others = [
+        f"{what} {version} on {address}"
+        for address, found in nodes.items()
+        for what, version in found.items()
+        if version != here[what]
+    ]
+    if others:
+        own = ", ".join(f"{what} {version}" for what, version in here.items())
+        raise ConfigError(
+            f"All hosts of a run need the same versions: this one has {own}, and there is {'; '.join(others)}."
+        )
