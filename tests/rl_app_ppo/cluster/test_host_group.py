@@ -44,20 +44,12 @@ def test_a_node_with_other_versions_is_named():
 def cluster():
     """The address of a Ray cluster of two nodes, to which this process is connected."""
     import ray
-    from ray.cluster_utils import Cluster
+    from two_nodes import two_nodes  # Ray imports this module in workers, which do not find helpers
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        node = {"num_cpus": 4, "num_gpus": GPUS, "object_store_memory": 80 << 20}
-        started = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-        try:
-            started.add_node(**node)
-            ray.init(address=started.address, log_to_driver=False)
-            yield started.address
-        finally:
-            ray.shutdown()
-            started.shutdown()
+    with two_nodes(num_cpus=4, num_gpus=GPUS) as address:
+        ray.init(address=address, log_to_driver=False)
+        yield address
+        ray.shutdown()
 
 
 @pytest.fixture
