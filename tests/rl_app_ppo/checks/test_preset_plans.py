@@ -27,7 +27,7 @@ MODELS = {
             num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=32768,
         ),
     ),
-    "qwen2.5-7b": (
+    "7b": (
         7_615_616_512,
         Qwen2Config(
             vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
@@ -48,6 +48,7 @@ PROCESSES = {
     "math-qwen2.5-7b-8gpu": ["4 x actor+ref: 1 GPU", "4 x rollout: 1 GPU", "reward: CPU"],
     "dapo-qwen3-8b-8gpu": ["4 x actor: 1 GPU", "4 x rollout: 1 GPU", "reward: CPU"],
     "megatron-lora-qwen3-8b-8gpu": ["4 x actor: 1 GPU", "4 x rollout: 1 GPU", "reward: CPU"],
+    "async-7b-2x8gpu": ["host 1: 8 x actor+ref: 1 GPU", "host 2: 8 x rollout: 1 GPU", "host 1: reward: CPU"],
 }
 """Preset -> the processes of its plan."""
 
@@ -85,7 +86,9 @@ def test_the_plan_of_a_preset_fits_the_gpus_it_names(preset, tmp_path, capsys):
     assert main(["--plan", f"preset={preset}", f"model.path={folder}"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"model: {weights:,} weights")
-    heads = [line.split(", ") for line in text.splitlines()[2:] if re.match(r"(\d+ x )?[a-z+]+: (CPU|\d)", line)]
+    heads = [
+        line.split(", ") for line in text.splitlines()[2:] if re.match(r"(host \d: )?(\d+ x )?[a-z+]+: (CPU|\d)", line)
+    ]
     assert [head[0] for head in heads] == PROCESSES[preset]
     room = int(re.search(r"GPUs? of (\d+) GiB", presets()[preset])[1])
     for place, _, needed in heads:
