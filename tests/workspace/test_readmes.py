@@ -18,7 +18,14 @@ from rl_app_ppo.cli.main import main
 ROOT = Path(__file__).resolve().parents[2]
 READMES = sorted(
     path
-    for pattern in ("*.md", "packages/*/README.md", "packages/*/docs/*.md", "apps/*/README.md", "benchmarks/README.md")
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "packages/*/README.md",
+        "packages/*/docs/*.md",
+        "apps/*/README.md",
+        "benchmarks/README.md",
+    )
     for path in ROOT.glob(pattern)
 )
 RUN_BY = {
@@ -135,8 +142,10 @@ def test_a_command_of_the_app_resolves(place: str, words: list[str], tmp_path: P
     (tmp_path / "verl.sh").write_text("algorithm.adv_estimator=gae\n")
     (tmp_path / "outputs" / "<run>").mkdir(parents=True)
     (tmp_path / "outputs" / "<run>" / "config.yaml").write_text("rollout: {n: 4}\n")
-    words = [word for word in words if word != "--plan"]  # it needs the model's config.json
-    answers = any(word in ("--help", "--cfg", "--explain", "--diff", "--from-verl") for word in words)
+    words = [
+        word for word in words if word not in ("--plan", ">") and not word.startswith("run.")
+    ]  # no config.json here
+    answers = any(word in ("--help", "--cfg", "--explain", "--diff", "--from-verl", "--launch") for word in words)
     assert main(words if answers else [*words, "--cfg"]) == 0
 
 
@@ -150,3 +159,15 @@ def test_the_reward_of_the_app(readme_code):
     score = space["score"]
     assert callable(score)
     assert score("sums", "281", "280") == {"score": 2 / 3, "acc": 0.0, "pred": "281"}
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "containers").iterdir()), ids=lambda path: path.name)
+def test_a_container_file_starts_the_app_from_the_locked_environment(file: Path):
+    lines = [line for line in file.read_text().replace("\\\n", " ").splitlines() if not line.startswith("#")]
+    assert lines[0].startswith("FROM ")
+    assert {line.split()[0] for line in lines} <= {"FROM", "COPY", "ENV", "WORKDIR", "RUN", "CMD"}
+    assert "WORKDIR /app" in lines
+    assert any(line.startswith("RUN ") and "--locked" in line for line in lines)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"--extra (\S+)", "\n".join(lines))) <= set(extras)
+    assert json.loads(lines[-1].removeprefix("CMD ")) == ["uv", "run", "apps/ppo"]

@@ -18,6 +18,7 @@ from rich.text import Text
 from rl_app_ppo.api.launch import launch
 from rl_app_ppo.cli.explain import difference, explain, read_side
 from rl_app_ppo.cli.json_schema import schema_text
+from rl_app_ppo.cli.launch_files import JOB_FLAGS, KINDS, launch_text
 from rl_app_ppo.cli.option_names import help_of
 from rl_app_ppo.config.loading import load_config, options, resolve, shown_yaml
 from rl_app_ppo.config.presets import algorithms, presets
@@ -28,6 +29,7 @@ from rl_protocol import ConfigError, OutputError, RLError
 USAGE = """\
 usage: uv run apps/ppo [--help] [--cfg] [--plan] [--schema] [--explain KEY] [--diff A B] [--from-verl FILE [--accept-losses]]
                         [--config FILE] [--allow-unsafe-plugins] [key=value ...]
+                        [--launch KIND [--cpus N] [--time HH:MM:SS] ...]
 
 Trains a language model with PPO or GRPO. Without arguments: the demo, on this machine, without a GPU.
 
@@ -39,6 +41,8 @@ Trains a language model with PPO or GRPO. Without arguments: the demo, on this m
   --config FILE    read settings from YAML (overrides win)
   --cfg            print the resolved configuration, without defaults that nothing reads, and exit
   --plan           print the processes that a run would start, with their GPUs and their memory by estimate, and exit
+  --launch KIND    print a file that starts the run on a cluster, and exit: {kinds}
+{job_flags}
   --schema         print a JSON schema of --config files, with which editors complete and check them, and exit
   --explain KEY    print the meaning, value and origin of a key, or of each key of a group, and exit
   --diff A B       print the differences of two configurations and exit; each is a YAML file, or overrides such as "algorithm=ppo rollout.n=4"
@@ -66,6 +70,8 @@ FLAGS = {
     "--from-verl": 1,
     ACCEPT_LOSSES: 0,
     "--config": 1,
+    "--launch": 1,
+    **dict.fromkeys(JOB_FLAGS, 1),
     UNSAFE_PLUGINS: 0,
 }
 """Flag -> number of arguments."""
@@ -112,7 +118,9 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 def help_text() -> str:
     """The usage, and every key with its default and meaning."""
-    lines = [USAGE.format(algorithms=_listed(algorithms()), presets=_listed(presets()))]
+    job_flags = "\n".join(f"    {flag:<14} {meaning}" for flag, meaning in JOB_FLAGS.items())
+    named = {"algorithms": _listed(algorithms()), "presets": _listed(presets())}
+    lines = [USAGE.format(**named, kinds=", ".join(KINDS), job_flags=job_flags)]
     listed = list(options())
     width = max(len(option.key) for option in listed)
     lines += [f"  {o.key:<{width}}  {o.type:<5}  {_shown(o.default):<9}  {help_of(o)}\n" for o in listed]
@@ -184,6 +192,13 @@ def _answer(arguments: Arguments) -> str | None:
         return difference(read_side(a), read_side(b)) + "\n"
     if "--explain" in flags:
         return explain(flags["--explain"][0], resolve(arguments.overrides, arguments.config_file))
+    job_flags = {flag: flags[flag][0] for flag in JOB_FLAGS if flag in flags}
+    if "--launch" in flags:
+        words = (*(("--config", flags["--config"][0]) if "--config" in flags else ()), *arguments.overrides)
+        config = load_config(arguments.overrides, arguments.config_file)
+        return launch_text(flags["--launch"][0], config, words, job_flags)
+    if job_flags:
+        raise ConfigError(f"{next(iter(job_flags))} needs --launch, whose file it is for.")
     if "--plan" in flags:
         from rl_app_ppo.checks.plan import plan_text  # torch: other commands need none
 
