@@ -556,7 +556,7 @@ def test_no_answer_to_the_driver_has_room_for_a_column():
     }
     assert kinds == {
         StageResult: {"metrics": dict[str, float]},
-        RolloutResult: {"tokens": int, "truncated": int},
+        RolloutResult: {"tokens": int, "truncated": int, "single": bool},
         FilterResult: {"uids": tuple[str, ...]},
     }
 
@@ -738,7 +738,7 @@ def test_samples_on_which_the_reward_fails_are_named_and_not_trained_on(model_pa
 def test_a_round_in_which_every_reward_fails_teaches_nothing(model_path):
     """There are too few samples to conclude that the function is broken."""
     filtering = {"filter_groups": FilterGroupsConfig(enable=True, max_num_gen_batches=2)}
-    setup = Setup(model_path, steps=1, algorithm=filtering)
+    setup = Setup(model_path, steps=1, algorithm=filtering, engines=1)
     worker = setup.workers.reward.worker
     score = worker._responses._scorer.score
 
@@ -757,7 +757,7 @@ def test_a_round_in_which_every_reward_fails_teaches_nothing(model_path):
 
 
 def test_where_the_greedy_answer_has_no_score_the_mean_of_the_others_is_the_baseline(model_path):
-    setup = Setup(model_path, estimator="remax", steps=1)
+    setup = Setup(model_path, estimator="remax", steps=1, engines=1)
     score, values = setup.workers.reward.worker._responses._scorer.score, iter(range(10_000))
 
     async def fail_on_some_baselines(samples):
@@ -873,7 +873,7 @@ def test_rows_that_are_lost_again_and_again_end_the_run(model_path):
     setup.plane.get = gone = AsyncMock(side_effect=DataLostError("rows were lost"))
     with pytest.raises(DataLostError, match="rows were lost"):
         setup.fit()
-    assert gone.await_count == 4
+    assert gone.await_count == 2 * 4, "ahead of the stage and in it, in each attempt"
     assert [len(worker.calls) for worker in setup.workers.rollout] == [4, 4]
 
 

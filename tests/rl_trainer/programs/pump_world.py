@@ -162,7 +162,7 @@ class World:
         if call.partition.name == "train":
             self.versions |= {prompt.lease.uid: prompt.lease.version for prompt in call.prompts}
             self.rolled += [(prompt.lease.uid, prompt.row) for prompt in call.prompts]
-        return RolloutResult(tokens=2 * len(ended))
+        return RolloutResult(tokens=2 * len(ended), single=True)
 
     def filter(self, call):
         uids = dict.fromkeys(RowKey.parse(key).uid for key in call.batch.keys)

@@ -27,6 +27,7 @@ class RewardModelScorer:
     """
 
     reads_tokens: bool = True
+    compares: bool = True
 
     def __init__(self, settings: RewardModelConfig) -> None:
         self._device = device_of(settings.device)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
-from rl_protocol import KVBatchMeta, RowKey
+from rl_protocol import KVBatchMeta, RLError, RowKey
 from rl_protocol.ports import SamplingParams
 from rl_protocol.rl_columns import TRAIN_PARTITION
 from rl_trainer.algorithms.dapo import Generate, GiveUp, Train, next_round
@@ -19,7 +21,7 @@ from rl_trainer.driver.stage_calls import call
 from rl_trainer.driver.stage_runner import Clock
 from rl_trainer.driver.trainer_parts import TrainerParts
 from rl_trainer.rollout.trajectory_stats import rollout_metrics
-from rl_trainer.workers.messages import FilterResult, Partition, PromptRef, RewardResult, StageCall
+from rl_trainer.workers.messages import FilterResult, Partition, PromptRef, RewardResult, StageCall, StageResult
 
 Scoring = TypeVar("Scoring", bound=RewardResult)
 _COUNTS = ("replay/", "reward/failures", "training/filter_groups/")
@@ -218,8 +220,13 @@ class Sampler:
     async def roll_out(
         self, partition: Partition, prompts: Sequence[PromptRef], spare: Spare | None = None, *, turn: int | None = None
     ) -> RolledOut:
-        """Roll prompts out; notify hooks of failures."""
-        rolled = await self.rollouts.roll_out(partition, prompts, spare, turn=turn)
+        """Roll prompts out; notify hooks of failures.
+
+        While some are generated, those of calls that have ended are scored.
+        """
+        rolled = await self.rollouts.roll_out(
+            partition, prompts, spare, turn=turn, generated=partial(self._score_ahead, partition.step)
+        )
         if rolled.failures:
             self._notify("on_rollout_failure", partition.step, rolled.failures, rolled.replaced)
         return rolled
@@ -228,6 +235,12 @@ class Sampler:
         """Count groups of a turn that were sampled before a restart, and are taken again."""
         self.rollouts.adopt(TRAIN_PARTITION, turn, uids)
         self.finished += len(uids)
+
+    async def _score_ahead(self, step: int, batch: KVBatchMeta) -> None:
+        """Begin to score trajectories. `score` raises what is wrong, if they are still needed."""
+        message, timeout_s = StageCall(step=step, batch=batch), self._parts.loop.stage_timeout_s
+        with suppress(RLError):
+            await call(self._parts.workers.reward, "score_ahead", message, StageResult, timeout_s)
 
     async def score(self, name: str, answer: type[Scoring], step: int, batch: KVBatchMeta) -> Scoring:
         """Score responses, for training (`reward`) or validation (`evaluate`); notify hooks of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -22,6 +22,10 @@ from rl_trainer.workers.messages import LeasedPrompt, Partition, PromptRef, Roll
 
 Spare = Callable[[int], Sequence[PromptRef]]
 """Other prompts, in place of that many whose rollouts failed."""
+Generated = Callable[[KVBatchMeta], Awaitable[object]]
+"""Called with the trajectories of a call that has ended, while others still generate; not for
+sessions with several trajectories.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,7 @@ class Rollouts:
         spare: Spare | None = None,
         *,
         turn: int | None = None,
+        generated: Generated | None = None,
     ) -> RolledOut:
         """Roll the prompts out, and take their groups.
 
@@ -116,6 +121,7 @@ class Rollouts:
             spare: called for other prompts, unless replay.on_failure is `fail`; None: a prompt
                 whose last attempt failed is an error.
             turn: whose groups are committed, stopped and dropped together; None: those of the step.
+            generated: see Generated.
 
         Raises:
             RolloutError: the rollouts of a prompt failed, or those of more prompts than these.
@@ -124,7 +130,7 @@ class Rollouts:
         batch = partition.name, partition.step if turn is None else turn
         self.running += 1
         try:
-            rollout = _Rollout(self, self._buffers[partition.name], partition)
+            rollout = _Rollout(self, self._buffers[partition.name], partition, generated)
             self._open.setdefault(batch, []).append(rollout)
             result = await rollout.run(prompts, spare if self.replay.on_failure != "fail" else None)
         finally:
@@ -213,8 +219,13 @@ class _Rollout:
     A prompt keeps its permit until its group is taken, so further attempts at it need no other one.
     """
 
-    def __init__(self, rollouts: Rollouts, buffer: ReplayBuffer, partition: Partition) -> None:
+    def __init__(
+        self, rollouts: Rollouts, buffer: ReplayBuffer, partition: Partition, generated: Generated | None
+    ) -> None:
         self._rollouts = rollouts
+        self._generated = generated
+        self._generating = 0
+        """Calls that run."""
         self._buffer = buffer
         self._partition = partition
         self.prompts: dict[str, int] = {}
@@ -350,6 +361,8 @@ class _Rollout:
     async def _send(self, replica: int, part: RolloutCall) -> RolloutResult:
         """Call a replica; if it fails, settle its sessions with that error."""
         worker, timeout_s = self._rollouts.workers[replica], self._rollouts.timeout_s
+        sessions = [(prompt.lease, session) for prompt in part.prompts for session in prompt.lease.sessions]
+        self._generating += 1
         try:
             result = await call(worker, "rollout", part, RolloutResult, timeout_s)
         except (ConfigError, DataLostError):
@@ -357,10 +370,15 @@ class _Rollout:
         except RLError as error:
             self._errors.append(error)
             reason = f"{worker.name}: {error}"
-            failed = [SessionResult(p.lease, s, error=reason) for p in part.prompts for s in p.lease.sessions]
+            failed = [SessionResult(lease, session, error=reason) for lease, session in sessions]
             await settle(self._rollouts.plane, failed, timeout_s=timeout_s)
             return RolloutResult()
+        finally:
+            self._generating -= 1
         self._tokens[replica] += result.tokens
+        if self._generated is not None and self._generating and result.single:
+            keys = [key for lease, session in sessions for key in SessionResult(lease, session, rows=1).keys]
+            await self._generated(KVBatchMeta(partition=self._partition.name, keys=tuple(keys)))
         return result
 
     async def _take_all(self, tasks: asyncio.TaskGroup, count: int, spare: Spare | None) -> KVBatchMeta | None:

@@ -175,6 +175,11 @@ class ScorerPool:
         pool._idle.append(first)
         return pool
 
+    @property
+    def compares(self) -> bool:
+        """True for a batch function."""
+        return self._form == "batch"
+
     async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         if not samples:
             return []

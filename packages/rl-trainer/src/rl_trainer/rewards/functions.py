@@ -99,6 +99,7 @@ class InlineScorer:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
+        self.compares = form_of(function) == "batch"
 
     async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         return run(self._function, samples, timeout_s=math.inf)

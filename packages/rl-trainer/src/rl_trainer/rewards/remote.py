@@ -76,6 +76,7 @@ class RemoteScorer:
     """
 
     reads_tokens: bool = False
+    compares: bool = False
 
     def __init__(
         self,

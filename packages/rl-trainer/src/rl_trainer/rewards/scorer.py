@@ -66,6 +66,11 @@ class Scorer(Protocol):
         """Whether it needs `Sample.tokens`."""
         ...
 
+    @property
+    def compares(self) -> bool:
+        """Whether an outcome may depend on the other samples of the call, also by rounding."""
+        ...
+
     async def score(self, samples: Sequence[Sample]) -> list[Outcome]: ...
 
     async def close(self) -> None:

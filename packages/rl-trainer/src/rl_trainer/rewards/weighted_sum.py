@@ -70,6 +70,7 @@ class CombinedScorer:
         self._terms = terms
         self._scorers = scorers
         self.reads_tokens = any(scorer.reads_tokens for scorer in scorers)
+        self.compares = any(scorer.compares for scorer in scorers)
 
     async def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         columns = await asyncio.gather(*(scorer.score(samples) for scorer in self._scorers))

@@ -57,6 +57,7 @@ class RewardWorker(StatefulWorker):
 
     handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
         "reward": StageCall,
+        "score_ahead": StageCall,
         "evaluate": StageCall,
         "filter": StageCall,
         "baseline": StageCall,
@@ -138,6 +139,14 @@ class RewardWorker(StatefulWorker):
             failure=next((one.description for one in failed.values()), ""),
         )
         return Output(columns=columns if good else None, rows=good, result=result)
+
+    @tqbridge(reads=("responses", *TASK_COLUMNS))
+    async def score_ahead(self, data: BatchData, call: StageCall) -> StageResult:
+        """Begin to score trajectories, whose `reward` or `evaluate` follows, while others are
+        generated.
+        """
+        self._responses.begin(call.batch, data, sorted(set(final_rows(call.batch.keys))))
+        return StageResult()
 
     @tqbridge(reads=("responses", *TASK_COLUMNS))
     async def evaluate(self, data: BatchData, call: StageCall) -> ValidationResult:

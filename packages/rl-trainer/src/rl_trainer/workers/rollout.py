@@ -119,6 +119,7 @@ class RolloutWorker(Worker):
         return RolloutResult(
             tokens=sum(len(t.response_ids) for *_, t in named),
             truncated=sum(t.truncated or (t.stats is not None and t.stats.finish == FULL) for *_, t in named),
+            single=all(result.rows == 1 for result in results),
         )
 
     async def _read_images(self, row: PromptRow) -> tuple[ImageInput, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from rl_trainer.rewards.scorer import Failure, Outcome, Sample, Scored, Scorer
 from rl_trainer.workers.sample_log import SampleRow
 
 logger = logging.getLogger(__name__)
+MOST_AHEAD = 1 << 16
+"""Scores that are kept for calls of `score` that have not come."""
 BROKEN_AFTER = 16
 """A reward function that fails on all of at least this many samples is taken to be broken."""
 
@@ -38,6 +41,16 @@ class RewardSettings:
     seed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """The score of a sample, which is computed."""
+
+    sample: Sample
+    task: asyncio.Task[list[Outcome]]
+    place: int
+    """Of the sample in the task's result."""
+
+
 class ResponseScorer:
     """Decodes responses and calls the reward function.
 
@@ -56,6 +69,23 @@ class ResponseScorer:
         self._scorer = scorer
         self._decode = decode
         self._components = components
+        self._ahead: dict[tuple[str, str], _Ahead] = {}
+        """Scores that were begun, by partition and key."""
+
+    def begin(self, batch: KVBatchMeta, data: BatchData, rows: Sequence[int]) -> None:
+        """Begin to score the responses in `rows`, for a call of `score` that follows.
+
+        Does nothing for a scorer that compares the samples of a call.
+        """
+        if self._scorer.compares:
+            return
+        samples = self._samples(data, rows)
+        task = asyncio.create_task(self._scorer.score(samples))
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `score` raises it
+        for place, (row, sample) in enumerate(zip(rows, samples, strict=True)):
+            self._ahead[batch.partition, batch.keys[row]] = _Ahead(sample, task, place)
+        for old in list(self._ahead)[: max(0, len(self._ahead) - MOST_AHEAD)]:
+            del self._ahead[old]
 
     @property
     def reads_prompts(self) -> bool:
@@ -68,20 +98,13 @@ class ResponseScorer:
         Raises:
             RewardError: the function failed on all of at least BROKEN_AFTER samples.
         """
-        columns = [data.objects(name).values() for name in ("data_source", "ground_truth", "extra_info")]
-        responses = data.ragged("responses").rows()
-        prompts = data.ragged("prompts").rows() if self._scorer.reads_tokens else None
-        samples = [
-            Sample(
-                data_source=columns[0][row],
-                solution_str=self._decode(responses[row].tolist()),
-                ground_truth=columns[1][row],
-                extra_info=columns[2][row],
-                tokens=[] if prompts is None else [*prompts[row].tolist(), *responses[row].tolist()],
-            )
-            for row in rows
-        ]
-        outcomes = [self._complete(outcome) for outcome in await self._scorer.score(samples)]
+        samples = self._samples(data, rows)
+        ahead = [self._ahead.pop((batch.partition, batch.keys[row]), None) for row in rows]
+        pairs = list(zip(samples, ahead, strict=True))
+        begun = [one if one is not None and one.sample == sample else None for sample, one in pairs]
+        rest = [sample for sample, one in zip(samples, begun, strict=True) if one is None]
+        scored = iter(await self._scorer.score(rest) if rest else ())
+        outcomes = [self._complete(next(scored) if one is None else (await one.task)[one.place]) for one in begun]
         failures = [
             (batch.keys[row], sample, one)
             for row, sample, one in zip(rows, samples, outcomes, strict=True)
@@ -120,6 +143,21 @@ class ResponseScorer:
                 outcome=outcome,
             )
             for key, source, prompt, response, truth, outcome in columns
+        ]
+
+    def _samples(self, data: BatchData, rows: Sequence[int]) -> list[Sample]:
+        columns = [data.objects(name).values() for name in ("data_source", "ground_truth", "extra_info")]
+        responses = data.ragged("responses").rows()
+        prompts = data.ragged("prompts").rows() if self._scorer.reads_tokens else None
+        return [
+            Sample(
+                data_source=columns[0][row],
+                solution_str=self._decode(responses[row].tolist()),
+                ground_truth=columns[1][row],
+                extra_info=columns[2][row],
+                tokens=[] if prompts is None else [*prompts[row].tolist(), *responses[row].tolist()],
+            )
+            for row in rows
         ]
 
     def _complete(self, outcome: Outcome) -> Outcome:
