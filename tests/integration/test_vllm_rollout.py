@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 
 import psutil
@@ -76,6 +77,42 @@ def test_adapters_alone_reach_every_shard_of_an_engine_of_two_processes(app):
     assert {m["weight_sync/bytes"] for m in trained} == {ADAPTER_BYTES}
     assert min(m["weight_sync/changed_share"] for m in trained) > 0.9
     assert trained[-1]["training/rollout_log_probs_diff_max"] > 0
+
+
+@pytest.mark.parametrize(
+    ("on_update", "more"),
+    [
+        ("continue", ("async_rl.order=ready_first", "async_rl.when_stale=drop")),
+        ("abort", ("algorithm.old_log_prob=interpolate",)),
+    ],
+)
+def test_new_weights_take_over_the_responses_that_vllm_generates(app, on_update, more):
+    """Responses are long and training is short, so every update finds some that are generated."""
+    done = app(
+        *VLLM,
+        *more,
+        "async_rl.max_staleness=2",
+        f"async_rl.on_update={on_update}",
+        "rollout.temperature=5",
+        "rollout.response_length=100",
+        "trainer.total_training_steps=6",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=0",
+        timeout=550,
+    )
+    assert done.code == 0, done.err
+    found = re.search(r"(\d+) prompts finished = 48 trained \+ (\d+) dropped \+ 0 held", done.out)
+    assert found is not None, done.out
+    assert int(found[1]) == 48 + int(found[2])
+    steps = [m for m in done.metrics if m["step"]]
+    counted, other = ("continued", "restarted") if on_update == "continue" else ("restarted", "continued")
+    assert sum(m[f"async/{counted}"] for m in steps) > 0
+    assert {m[f"async/{other}"] for m in steps} == {0}
+    ages = [m["training/off_policy/trajectory_staleness_worst/max"] for m in steps]
+    assert 0 < max(ages) <= 2
+    if on_update == "abort":
+        assert all("timing_s/old_log_prob" not in m for m in steps)
+        assert {m["training/off_policy/trajectory_spans/max"] for m in steps} == {1}
 
 
 def engine_of(worker: int) -> psutil.Process:
