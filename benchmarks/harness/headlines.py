@@ -36,7 +36,7 @@ HEADLINES: Sequence[Headline] = (
     ),
     Headline(
         ("bench_controller_bottleneck.py", "--planes", "driver,simple", "--pairs", "3", "--name", "headline"),
-        ("step without compute, vl, 256 MiB per step, 4 workers (padded): times faster than driver",),
+        ("step without compute, vl, 268 MiB per step, 4 workers (padded): times faster than driver",),
     ),
     Headline(("bench_weight_sync.py", "--only", "shm", "--gib", "0.25"), ("shm, 1 receiver: speed against memcpy",)),
     Headline(
