@@ -56,7 +56,11 @@ def test_ranks_on_the_cpu_are_spread_evenly():
 
 
 def test_hosts_without_a_process_are_not_asked_for():
-    assert len(hosts(0, *TWO[1:], "trainer.nnodes=4", "fsdp.world_size=2", "rollout.num_workers=1")) == 2
+    config = load_config([*TWO[1:], "trainer.nnodes=4", "fsdp.world_size=2", "rollout.num_workers=1"])
+    planned = plan_processes(config, 0)
+    assert {process.name: process.host for process in planned} == {
+        "actor_ref": 0, "actor_ref-1": 1, "rollout-0": 0, "reward": 0,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
