@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from harness.headlines import HEADLINES, Headline, gather
-from harness.results import ROOT
+from harness.results import ROOT, published_results
 
 ASKED = (Headline(("a.py",), ("first", "third")), Headline(("b.py",), ("second",)))
 
@@ -47,3 +47,7 @@ def test_there_are_ten_headlines_of_scripts_that_exist():
     questions = [question for headline in HEADLINES for question in headline.questions]
     assert len(questions) == len(set(questions)) == 10
     assert all((ROOT / "benchmarks" / headline.command[0]).is_file() for headline in HEADLINES)
+
+
+def test_every_headline_is_answered_by_a_published_result():
+    assert len(gather(published_results())) == 10
