@@ -14,10 +14,9 @@ import time
 
 import psutil
 import pytest
+from app_runs import marked, name_of, processes_of, started, words_of
 
 from rl_trainer.checkpoints.checkpoint_folder import newest_whole, step_name
-
-from .conftest import marked, name_of, processes_of, started, words_of
 
 ASYNC = (
     "async_rl.max_staleness=2",

@@ -8,8 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
-from .conftest import MARK, command
+from app_runs import MARK, command
 
 ACCURACY = "val-core/two_digit_addition/acc/mean@1"
 

@@ -6,9 +6,8 @@ import json
 
 import numpy as np
 import pytest
+from app_runs import processes_of
 from safetensors.numpy import load_file
-
-from .conftest import processes_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PINNED = ("trainer.threads_per_worker=1", "actor.use_kl_loss=true", "actor.optim.lr=1e-3", "rollout.num_workers=1")

@@ -13,11 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from app_runs import MARK, command, nothing_left
 from PIL import Image
 
 from rl_trainer.checkpoints.checkpoint_folder import step_name
-
-from .conftest import MARK, command, nothing_left
 
 pytestmark = pytest.mark.timeout(900)
 COLOURS = {"r": (220, 30, 30), "g": (30, 200, 40), "b": (40, 60, 230)}

@@ -12,12 +12,11 @@ import sys
 
 import psutil
 import pytest
+from app_runs import processes_of, started
 
 from rl_protocol.ports import SamplingParams
 from rl_rollout_vllm import VLLMConfig, VLLMRolloutEngine
 from rl_trainer.rollout.serving import Endpoint, EndpointConfig, over_engine
-
-from .conftest import processes_of, started
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

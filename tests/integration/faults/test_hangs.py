@@ -7,8 +7,7 @@ import re
 import signal
 
 import pytest
-
-from .conftest import processes_of, started
+from app_runs import processes_of, started
 
 SMALL = (
     "trainer.total_training_steps=100000",

@@ -13,12 +13,11 @@ import time
 from collections.abc import Callable
 
 import pytest
+from app_runs import marked, started
 
 from rl_transferqueue import connect
 from rl_transferqueue.client.deadline import deadline_after
 from rl_transferqueue.launch.find_plane import running_planes
-
-from .conftest import marked, started
 
 STEPS = 6
 REWARD = """

@@ -18,11 +18,10 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
+from app_runs import MARK, PATIENT, command, marked, nothing_left
 from safetensors.numpy import load_file
 
 from rl_trainer.checkpoints.checkpoint_folder import Checkpoint, inspect, newest_whole, step_name
-
-from .conftest import MARK, PATIENT, command, marked, nothing_left
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TWO_RANKS = ("model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu")

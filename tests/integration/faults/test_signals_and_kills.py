@@ -10,8 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
-
-from .conftest import marked, name_of, processes_of, started, words_of
+from app_runs import marked, name_of, processes_of, started, words_of
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import os
 import signal
 
 import pytest
-
-from .conftest import processes_of, started
+from app_runs import processes_of, started
 
 STEPS = 24  # so that the run is not over before the worker is killed
 
