@@ -12,6 +12,7 @@ from rl_protocol import ConfigError, DataLostError, KVBatchMeta, PlaneTimeout, R
 from rl_protocol.ports import DataPlane, GroupFailure, Lease, ReplayBuffer, SessionResult, settle
 from rl_protocol.rl_columns import prompt_partition
 from rl_trainer.algorithms.staleness_policy import StalenessPolicy
+from rl_trainer.asyncio_tasks import deadline
 from rl_trainer.config import ReplayConfig
 from rl_trainer.driver.batch_queue import MOST_STAGES
 from rl_trainer.driver.replica_gate import Permits, ReplicaGate
@@ -287,13 +288,18 @@ class _Rollout:
         return None if self._stopped else self._version.get(next(reversed(self.prompts)))
 
     async def stop(self) -> None:
-        """Wait for no more groups, and cancel the calls that generate them."""
+        """Wait for no more groups, and cancel the calls that generate them.
+
+        Raises:
+            HangError: a cancelled call does not end.
+        """
         self._stopped = True
         if self._taking is not None:
             self._taking.reschedule(asyncio.get_running_loop().time())
         calls = [task for task in self._calls if task.cancel()]
         if calls:
-            await asyncio.wait(calls, timeout=self._rollouts.timeout_s)
+            async with deadline(self._rollouts.timeout_s, "the end of cancelled rollouts"):
+                await asyncio.wait(calls)
 
     def in_flight(self) -> list[Lease]:
         """The leases of calls that run."""
