@@ -139,6 +139,8 @@ class PPOTrainer:
         self._restored: dict[int, Sampled] = {}
         self._side = SideValidation(self._longest_wait_s)
         self._trained = 0
+        self._counted = Admissions(admitted=0, refilled=0, dropped=0)
+        """Those in the metrics of the steps before; prompts are also drawn between steps."""
         self._turns: Sequence[int] = ()
         """What the newest step trains."""
 
@@ -323,7 +325,6 @@ class PPOTrainer:
         """Train one step; returns its metrics."""
         clock, metrics = Clock(), {"training/global_step": float(step)}
         bytes_before, cpu_before, start = self._driver_bytes(), time.process_time(), time.perf_counter()
-        admissions = self._admissions()
         await self._batches.admit(self._policy.last_admitted(step))
         result = await self._train(clock, step)
         metrics |= result.metrics
@@ -332,7 +333,9 @@ class PPOTrainer:
         )
         metrics |= synced or {}
         if self._policy.max_staleness:
-            metrics |= self._admissions().metrics(admissions)
+            admissions = self._admissions()
+            metrics |= admissions.metrics(self._counted)
+            self._counted = admissions
         elapsed = time.perf_counter() - start
         metrics |= clock.seconds | {"timing_s/step": elapsed, "perf/time_per_step": elapsed}
         metrics["perf/throughput"] = result.tokens / elapsed
