@@ -68,6 +68,7 @@ def test_request_seeds_are_in_range_and_apart(parts: list[tuple[int, str, int, i
         ("max_new_tokens", 0),
         ("temperature", -0.1),
         ("temperature", 0.005),
+        ("temperature", 2.1),
         ("temperature", math.inf),
         ("temperature", math.nan),
         ("top_p", 0.0),

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, UnserializableException
 
 from rl_app_ppo.cluster import ray_actor
 from rl_app_ppo.cluster.ray_actor import RayProcess, RayWorker
@@ -77,6 +77,8 @@ def test_calls_over_a_socket_answer_fail_and_end_as_those_of_ray(tmp_path, monke
     async def call(role, method, payload):
         if method == "score":
             raise RewardError("row 3 has no truth")
+        if method == "filter":  # as Ray raises an exception of a library that it can't unpickle
+            raise UnserializableException("Traceback (most recent call last):\n  ...\nOdd: no memory\n")
         if method == "last":
             process.actor.died.set()
             await asyncio.Event().wait()
@@ -95,6 +97,8 @@ def test_calls_over_a_socket_answer_fail_and_end_as_those_of_ray(tmp_path, monke
         assert worker.bytes_moved == len(b"rows" + b"reward adv rows")
         with pytest.raises(RewardError, match="row 3 has no truth"):
             await worker.call("score", b"", timeout_s=20.0)
+        with pytest.raises(WorkerError, match=r"Worker judge failed in filter: Odd: no memory\. Its log: .*judge\.log"):
+            await worker.call("filter", b"", timeout_s=20.0)
         with pytest.raises(WorkerDiedError, match="Worker judge died during last"):
             await worker.call("last", b"", timeout_s=20.0)
         with pytest.raises(WorkerDiedError, match="Worker judge died during adv"):

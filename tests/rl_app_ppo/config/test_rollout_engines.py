@@ -185,6 +185,10 @@ def test_vllm_computes_in_bfloat16_by_default_where_it_is_for_gpus(monkeypatch):
     [
         ("cuda", "rollout.max_model_len=65", r"max_model_len=65 is more than the model's context of 64"),
         ("cpu", "rollout.max_model_len=16", r"max_model_len=16 leaves no room for a prompt beside rollout.response_length=16"),
+        ("cpu", "rollout.temperature=2.5", r"rollout.temperature=2.5: .* must be 0 or a number in 0.01..2; got 2.5"),
+        ("cpu", "rollout.val_kwargs.temperature=3", r"rollout.val_kwargs.temperature=3.0: .* got 3.0"),
+        ("cpu", "rollout.top_p=0.5 rollout.temperature=0.7", r"rollout.temperature=0.7: .* before top_p 0.5"),
+        ("cpu", "rollout.top_p=0.5 rollout.val_kwargs.temperature=0.7", "Set rollout.val_kwargs.temperature to 0 or 1"),
         ("cpu", "rollout.gpu_memory_utilization=0.5", r"gpu_memory_utilization=0.5 needs vLLM for GPUs.*Remove it; rollout.kv_cache_mb"),
     ],
 )  # fmt: skip
@@ -192,7 +196,7 @@ def test_settings_of_vllm_that_do_not_fit_are_refused(device, setting, words, mo
     vllm_on(device, monkeypatch)
     described = {"num_attention_heads": 2, "max_position_embeddings": 64}
     engine = ROLLOUT_ENGINES.get("vllm")
-    rollout = load_config([VLLM, "rollout.response_length=16", setting]).rollout
+    rollout = load_config([VLLM, "rollout.response_length=16", *setting.split()]).rollout
     with pytest.raises(ConfigError, match=words):
         engine.check_model(described, rollout)
     fine = ["rollout.max_model_len=64", *(["rollout.gpu_memory_utilization=0.5"] if device == "cuda" else [])]

@@ -237,13 +237,24 @@ def test_a_wrong_configuration_is_no_failure_of_a_session():
         asyncio.run(run_sessions(SessionKind(session), refs(1, 1), Echo(), SAMPLING))
 
 
-def test_an_engine_that_fails_ends_all_sessions():
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RolloutError("no memory"), "^no memory$"),
+        (MemoryError("40 GiB"), r"The rollout engine raised MemoryError: 40 GiB \(.*test_session_turns.py:\d+\)"),
+    ],
+)
+def test_an_engine_that_fails_ends_all_sessions(error, message):
     class Broken(Echo):
         async def generate(self, requests, params):
-            raise RolloutError("no memory")
+            raise error
 
-    with pytest.raises(RolloutError, match="no memory"):
-        asyncio.run(run_sessions(SESSIONS.get("single_turn"), refs(1, 1, 1), Broken(), SAMPLING))
+    async def body():
+        async with asyncio.timeout(30):
+            await run_sessions(SESSIONS.get("single_turn"), refs(1, 1, 1), Broken(), SAMPLING)
+
+    with pytest.raises(RolloutError, match=message):
+        asyncio.run(body())
 
 
 def test_the_row_that_is_scored_is_the_last_of_its_session():

@@ -3,7 +3,7 @@
 SamplingParams    vllm.SamplingParams
 max_new_tokens    max_tokens
 temperature       temperature       0 is greedy in both; values between 0 and 0.01, which vLLM
-                                    raises to 0.01, are refused
+                                    raises to 0.01, and above 2, which it refuses, are refused
 top_p             top_p
 top_k             top_k             0 means all in both
 ignore_eos        ignore_eos
@@ -17,7 +17,6 @@ seed              seed              derived per request from (seed, uid, session
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from typing import Literal, TypedDict
 
@@ -27,8 +26,8 @@ from rl_protocol.ports import GenerationRequest, SamplingParams
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 """Values of vLLM's engine argument `logprobs_mode`."""
 
-MIN_TEMPERATURE = 0.01
-"""vLLM raises smaller positive temperatures to this value."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+"""vLLM raises smaller positive temperatures to the first, and refuses those above the second."""
 
 
 class SamplingArguments(TypedDict):
@@ -93,7 +92,8 @@ def required_logprobs_mode(params: SamplingParams) -> LogprobsMode | None:
     ("processed_logprobs"). Both report greedy requests at temperature 1.
 
     Raises:
-        ConfigError: temperature is not 1 and top-p or top-k is set, which neither mode reports.
+        ConfigError: a parameter is out of range, or temperature is not 1 and top-p or top-k is set,
+            which neither mode reports.
     """
     _check(params)
     restricted = params.top_p < 1.0 or params.top_k > 0
@@ -116,8 +116,8 @@ def _check(params: SamplingParams) -> None:
         (
             "temperature",
             temperature,
-            "0 or a number >= 0.01",
-            temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf,
+            f"0 or a number in {MIN_TEMPERATURE}..{MAX_TEMPERATURE:g}",
+            temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE,
         ),
         ("top_p", params.top_p, "above 0 and at most 1", 0 < params.top_p <= 1),
         ("top_k", params.top_k, ">= 0 (0: all)", params.top_k >= 0),

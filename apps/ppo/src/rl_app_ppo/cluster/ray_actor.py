@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError, UnserializableException
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_app_ppo.config.placement import Role
@@ -24,6 +24,7 @@ from rl_app_ppo.worker.process import WorkerProcess
 from rl_protocol import RLError, WorkerDiedError, WorkerError
 from rl_protocol.support.rendezvous import RendezvousAddress
 
+_FAILURES = (RayTaskError, RayActorError, UnserializableException, TimeoutError)
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _actor_class: Any = ray.remote(WorkerProcess)
 _LONGEST_PATH = 107
@@ -115,7 +116,7 @@ class RayProcess:
         """
         try:
             yield
-        except (RayTaskError, RayActorError, TimeoutError) as error:
+        except _FAILURES as error:
             raise self._translate(name or self.name, method, error, timeout_s) from None
 
     async def ready(self, timeout_s: float) -> None:
@@ -127,7 +128,7 @@ class RayProcess:
         try:
             async with asyncio.timeout(timeout_s):
                 host, self.network, pid = await self.actor.place.remote()
-        except (RayTaskError, RayActorError, TimeoutError) as error:
+        except _FAILURES as error:
             if isinstance(error, TimeoutError):
                 raise WorkerError(
                     f"Worker {self.name} did not start within {timeout_s:g} s (ray.start_timeout_s). Its log: {self._log_path}"
@@ -235,6 +236,10 @@ class RayProcess:
             if isinstance(cause, RLError):
                 return cause
             return WorkerError(f"Worker {name} failed in {method}: {type(cause).__name__}: {cause}. {log}")
+        if isinstance(error, UnserializableException):  # of a library; its text is that of its traceback
+            return WorkerError(
+                f"Worker {name} failed in {method}: {_ANSI.sub('', str(error)).strip().splitlines()[-1]}. {log}"
+            )
         if isinstance(error, RayActorError):
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             reason = f"{lines[0]} {lines[-1]}" if len(lines) > 1 else " ".join(lines)

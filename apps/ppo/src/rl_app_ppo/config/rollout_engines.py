@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from msgspec.structs import replace
+
 from rl_protocol import ConfigError
 from rl_protocol.ports import RolloutEngine
 from rl_rollout_vllm import (
     RANKS,
     AdapterConfig,
+    LogprobsMode,
     VLLMConfig,
     VLLMRolloutEngine,
     VLLMUnavailableError,
@@ -197,6 +200,7 @@ class _VLLM(RolloutEngineKind):
             )
 
     def check_model(self, described: Mapping[str, Any], rollout: GenerationConfig) -> None:
+        _check_sampling(rollout)
         require_shards(described, rollout.tensor_model_parallel_size)
         context = int(described.get("max_position_embeddings", 0)) or rollout.max_model_len
         if rollout.max_model_len > context:
@@ -239,6 +243,30 @@ class _VLLM(RolloutEngineKind):
                 start_timeout_s=setup.start_timeout_s,
                 call_timeout_s=setup.call_timeout_s,
             )
+        )
+
+
+def _check_sampling(rollout: GenerationConfig) -> None:
+    """Check that one vLLM engine can sample for training and for validation.
+
+    Raises:
+        ConfigError: it can't.
+    """
+    training = rollout.sampling()
+    validation = replace(training, temperature=rollout.val_kwargs.temperature, top_p=1.0, top_k=0)
+    modes = dict[str, LogprobsMode | None]()
+    for key, sampling in (("rollout", training), ("rollout.val_kwargs", validation)):
+        try:
+            modes[key] = required_logprobs_mode(sampling)
+        except ConfigError as error:
+            raise ConfigError(
+                f"rollout.name=vllm can't sample with {key}.temperature={sampling.temperature}: {error}"
+            ) from error
+    if len({mode for mode in modes.values() if mode is not None}) > 1:
+        raise ConfigError(
+            f"rollout.name=vllm reports log-probs before temperature, top-p and top-k, or after all of them: rollout.top_p={rollout.top_p} "
+            f"and rollout.top_k={rollout.top_k} need the first, rollout.val_kwargs.temperature={validation.temperature} the second. "
+            "Set rollout.val_kwargs.temperature to 0 or 1, or rollout.top_p=1 and rollout.top_k=0."
         )
 
 

@@ -229,11 +229,7 @@ class _RequestBatcher:
         except RLError:
             raise
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            raise RolloutError(
-                f"Session {ref.session} of prompt {ref.uid!r} raised {type(error).__name__}: {error} "
-                f"({place.filename}:{place.lineno})."
-            ) from error
+            raise RolloutError(f"Session {ref.session} of prompt {ref.uid!r} raised {_described(error)}.") from error
         _check(ref, trajectories, self.sampling)
         return trajectories
 
@@ -259,8 +255,17 @@ class _RequestBatcher:
         except RLError as error:
             self._broken = error
             raise
+        except Exception as error:  # no session may wait for its response for ever
+            self._broken = RolloutError(f"The rollout engine raised {_described(error)}.")
+            raise self._broken from error
         for wait, generation in zip(served, generations, strict=True):
             wait.answer.set_result(generation)
+
+
+def _described(error: Exception) -> str:
+    """The kind, message and place of an error."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
 
 
 def request_of_turn(
