@@ -86,13 +86,14 @@ def test_adapters_alone_reach_every_shard_of_an_engine_of_two_processes(app):
     ],
 )
 def test_new_weights_take_over_the_responses_that_vllm_generates(app, on_update, more):
-    """Responses are long and training is short, so every update finds some that are generated."""
+    """Responses are long, and those of three prompts at a time are generated during all updates."""
     done = app(
         *VLLM,
         *more,
         "async_rl.max_staleness=2",
         f"async_rl.on_update={on_update}",
-        "rollout.temperature=5",
+        "async_rl.max_inflight_prompts=3",
+        "rollout.ignore_eos=true",
         "rollout.response_length=56",
         "trainer.total_training_steps=6",
         "trainer.val_before_train=false",
