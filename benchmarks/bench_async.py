@@ -12,7 +12,8 @@ drop nothing.
 With the engine hf, each response arrives after a wait: lognormal with p99 / p50 = 8, from a fixed
 seed. The waits stand for generation on other hardware. Their median is derived, before the first
 measured run, from one synchronous run without waits, so that a synchronous step spends 60 % of its
-time in rollout. With the engine vllm there are no waits: the lengths of the responses are mixed.
+time in rollout. With the engine vllm there are no waits: a random Qwen2 of 27M parameters ends its
+responses with the same probability after each token, so that their lengths are mixed.
 
 Reports steps per hour, the share of the time in which each role had no call, by cause, and the
 speed-ups that others published.
@@ -32,6 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from harness import waiting_session
+from harness.grpo_cells import CELLS as MODELS
+from harness.grpo_cells import make_model
 from harness.pairs import verdict
 from harness.process_tree import run_command
 from harness.results import ROOT, command_line, write_result
@@ -39,6 +42,8 @@ from harness.results import ROOT, command_line, write_result
 BATCH, N, LENGTH, EPOCHS = 32, 16, 8, 4
 """Prompts per step, responses per prompt, tokens of each response, and how often a step trains on
 them: enough that the steps of a fast processor do not consist of calls between processes."""
+MODEL = MODELS["27M-64-ragged"]
+"""Model, batch and lengths of the engine vllm."""
 CELLS = {
     "sync": ("async_rl.max_staleness=0",),
     "one step off, finish": ("async_rl.max_staleness=1",),
@@ -205,14 +210,18 @@ def main() -> None:
         overrides += [f"rollout.session={waiting_session.NAME}", "rollout.ignore_eos=true"]
         overrides += [f"rollout.response_length={LENGTH}"]
     else:
-        overrides += ["rollout.name=vllm"]
-    overrides += arguments.set
+        overrides += ["rollout.name=vllm", "preset=none", "actor.optim.lr=1e-6", "actor.ppo_epochs=1"]
+        overrides += [f"data.train_batch_size={MODEL.prompts}", f"actor.ppo_mini_batch_size={MODEL.prompts}"]
+        overrides += [f"rollout.n={MODEL.n}", f"rollout.response_length={MODEL.response_length}"]
     runs: dict[str, list[Run]] = {cell: [] for cell in cells}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "first").mkdir()
         environment: dict[str, str] = {}
         rows: list[dict[str, Any]] = []
+        if arguments.engine == "vllm":
+            overrides.append(f"model.path={make_model(MODEL, folder / 'model')}")
+        overrides += arguments.set
         if arguments.engine == "hf":
             median_s = 0.05 if arguments.smoke else median_latency(overrides, folder / "first")
             environment = waiting_session.install(folder / "plugin", median_s, SIGMA, SEED)
