@@ -1,11 +1,13 @@
-"""Warnings about a run that does not learn: each is printed once, with the key to check."""
+"""Warnings about a run that goes wrong: each is printed once, with the key to check."""
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from rl_app_ppo.outputs.symptoms import KEPT, symptoms
 from rl_trainer.driver.hooks import Hook
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,9 @@ class TrainingWarnings:
         self._tools = tools
         self._reward_log = reward_log
         self._seen: set[str] = set()
+        self._first: Mapping[str, float] = {}
+        """Metrics of the first training step."""
+        self._last = deque[Mapping[str, float]](maxlen=KEPT)
         self.reward_failures = 0
         """Responses on which the reward function has failed."""
 
@@ -35,7 +40,11 @@ class TrainingWarnings:
 
     def look(self, step: int, metrics: Mapping[str, float]) -> None:
         """Check the metrics of a step."""
-        for name, text in self._found(metrics).items():
+        if not step:  # validation before training
+            return
+        self._last.append(metrics)
+        self._first = self._first or metrics
+        for name, text in symptoms(self._first, list(self._last), tools=self._tools).items():
             self._say(name, f"step {step}: {text}")
 
     def reward_failed(self, step: int, failed: int, scored: int, example: str) -> None:
@@ -46,29 +55,6 @@ class TrainingWarnings:
             f"step {step}: reward.function failed on {failed} of {scored} responses, which have no score: it {example}. "
             f"Each failure is in {self._reward_log}",
         )
-
-    def _found(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """Symptom -> its message."""
-        found: dict[str, str] = {}
-        if metrics.get("critic/score/equal_groups") == 1.0 and _all_zero(metrics, "critic/advantages"):
-            found["equal rewards"] = (
-                "the responses to each prompt all have the same reward, so there is nothing to learn from; look at reward.function and at samples/, "
-                "and raise rollout.n or rollout.temperature"
-            )
-        if metrics.get("response_length/truncated_ratio") == 1.0:
-            found["truncation"] = (
-                "every response was cut off at rollout.response_length; raise it, or see that the model ends with its end-of-sequence token"
-            )
-        if metrics.get("actor/grad_norm") == 0.0:
-            found["gradient"] = (
-                "the gradient of the policy is zero (actor/grad_norm), so its weights do not change; look at reward.function and "
-                "algorithm.adv_estimator"
-            )
-        if self._tools and metrics.get("agent/tool_calls/max") == 0.0:
-            found["tools"] = (
-                "no response called a tool; look at rollout.session, and at whether the prompt tells the model how to call one"
-            )
-        return found
 
     def _say(self, name: str, text: str) -> None:
         if name not in self._seen:
@@ -85,7 +71,3 @@ class RewardFailures(Hook):
 
     def on_reward_failure(self, step: int, failed: int, scored: int, example: str) -> None:
         self._warnings.reward_failed(step, failed, scored, example)
-
-
-def _all_zero(metrics: Mapping[str, float], name: str) -> bool:
-    return metrics.get(f"{name}/max") == 0.0 == metrics.get(f"{name}/min")

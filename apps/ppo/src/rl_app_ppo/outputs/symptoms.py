@@ -1,0 +1,126 @@
+"""Symptoms of a run that goes wrong, in the metrics of its last steps."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+Metrics: TypeAlias = Mapping[str, float]
+
+KEPT = 10
+"""Steps that `symptoms` looks at."""
+STEPS = 3
+"""Steps in a row that must have a symptom of a trend."""
+TRUNCATED, GAP, STEP_KL, STARVED = 0.5, 0.05, 0.2, 0.5
+"""Limits: share of truncated responses; mean difference between the probabilities of tokens in the
+rollout engine and in the trainer, with weights of the same version; divergence from the policy at
+the begin of a step, nats per token; share of an asynchronous step in which the trainer waits for
+responses."""
+COLLAPSED = 0.1
+"""Part of the first entropy that is left."""
+SPIKE = 20.0
+"""Gradient norm over the median of the steps before."""
+FEWEST = 5
+"""Steps that such a median needs."""
+
+
+def symptoms(first: Metrics, last: Sequence[Metrics], *, tools: bool) -> dict[str, str]:
+    """The symptoms by name, each with what it means and the key to check.
+
+    Args:
+        first: metrics of the first training step.
+        last: those of the last steps, at most KEPT, the newest last.
+        tools: the session has tools.
+    """
+    found = _of_step(last[-1], tools=tools) | _of_gradients(last)
+    if len(last) >= STEPS:
+        found = _of_trends(first, last[-STEPS:]) | found
+    return found
+
+
+def _of_step(metrics: Metrics, *, tools: bool) -> dict[str, str]:
+    """What one step shows."""
+    found: dict[str, str] = {}
+    if metrics.get("critic/score/equal_groups") == 1.0 and _all_zero(metrics, "critic/advantages"):
+        found["equal rewards"] = (
+            "the responses to each prompt all have the same reward, so there is nothing to learn from; look at reward.function and at samples/, "
+            "and raise rollout.n or rollout.temperature"
+        )
+    if metrics.get("response_length/truncated_ratio") == 1.0:
+        found["truncation"] = (
+            "every response was cut off at rollout.response_length; raise it, or see that the model ends with its end-of-sequence token"
+        )
+    if metrics.get("actor/grad_norm") == 0.0:
+        found["gradient"] = (
+            "the gradient of the policy is zero (actor/grad_norm), so its weights do not change; look at reward.function and "
+            "algorithm.adv_estimator"
+        )
+    if tools and metrics.get("agent/tool_calls/max") == 0.0:
+        found["tools"] = (
+            "no response called a tool; look at rollout.session, and at whether the prompt tells the model how to call one"
+        )
+    return found
+
+
+def _of_gradients(last: Sequence[Metrics]) -> dict[str, str]:
+    """A gradient norm far above those of the steps before."""
+    norms = [metrics["actor/grad_norm"] for metrics in last if "actor/grad_norm" in metrics]
+    if len(norms) <= FEWEST or "actor/grad_norm" not in last[-1]:
+        return {}
+    usual = statistics.median(norms[:-1])
+    if not norms[-1] > SPIKE * usual > 0:
+        return {}
+    return {
+        "gradient spike": (
+            f"the gradient norm is {norms[-1]:.3g}, {norms[-1] / usual:.0f} times the median of the {len(norms) - 1} steps before "
+            "(actor/grad_norm); lower actor.optim.lr or actor.optim.grad_clip, and look at the responses of this step in samples/"
+        )
+    }
+
+
+def _of_trends(first: Metrics, last: Sequence[Metrics]) -> dict[str, str]:
+    """What each of the last steps shows."""
+    found: dict[str, str] = {}
+
+    def in_all(name: str, seen: Callable[[float], bool]) -> bool:
+        return all(name in metrics and seen(metrics[name]) for metrics in last)
+
+    newest = last[-1]
+    if in_all("response_length/truncated_ratio", lambda share: share >= TRUNCATED):
+        found["truncation"] = (
+            f"{newest['response_length/truncated_ratio']:.0%} of the responses were cut off at rollout.response_length, "
+            f"and so were at least {TRUNCATED:.0%} in each of the last {STEPS} steps; raise it, or penalise length"
+        )
+    fresh = in_all("training/off_policy/trajectory_staleness_worst/max", lambda age: age == 0)
+    if fresh and in_all("training/rollout_probs_diff_mean", lambda gap: gap > GAP):
+        found["log-prob gap"] = (
+            f"the rollout engine and the trainer differ by {newest['training/rollout_probs_diff_mean']:.2f} in the mean probability of a token, "
+            "with the same weights (training/rollout_probs_diff_mean); look at rollout.dtype, the trainer's dtype and "
+            "algorithm.rollout_correction"
+        )
+    if in_all("actor/ppo_kl", lambda kl: kl > STEP_KL):
+        found["step size"] = (
+            f"the policy moves {newest['actor/ppo_kl']:.2g} nats per token away from itself within a step (actor/ppo_kl), "
+            f"and more than {STEP_KL:g} in each of the last {STEPS} steps; lower actor.optim.lr or actor.ppo_epochs"
+        )
+    entropy = first.get("actor/entropy", 0.0)
+    before = first.get("critic/score/mean", 0.0)
+    collapsed = in_all("actor/entropy", lambda left: left < COLLAPSED * entropy)
+    if collapsed and in_all("critic/score/mean", lambda score: score <= before):
+        found["entropy"] = (
+            f"the entropy of the policy fell from {entropy:.2g} to {newest['actor/entropy']:.2g} and the reward has not risen, so its responses "
+            "hardly differ; lower actor.optim.lr, or raise actor.entropy_coeff or actor.kl_loss_coef"
+        )
+    starved, steps = "idle/trainer/starved", [metrics.get("timing_s/step", 0.0) for metrics in last]
+    shares = [metrics.get(starved, 0.0) / step if step else 0.0 for metrics, step in zip(last, steps, strict=True)]
+    if in_all("async/admitted", lambda _: True) and min(shares) > STARVED:
+        found["starved trainer"] = (
+            f"the trainer waits for responses in {shares[-1]:.0%} of the step (idle/trainer/starved); raise rollout.num_workers or "
+            "async_rl.max_staleness, or set async_rl.on_update=continue or async_rl.order=ready_first"
+        )
+    return found
+
+
+def _all_zero(metrics: Metrics, name: str) -> bool:
+    return metrics.get(f"{name}/max") == 0.0 == metrics.get(f"{name}/min")

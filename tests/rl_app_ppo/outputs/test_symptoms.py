@@ -1,0 +1,79 @@
+"""What the metrics of the last steps show, against numbers just below and above each limit."""
+
+from __future__ import annotations
+
+import pytest
+
+from rl_app_ppo.outputs.symptoms import symptoms
+
+FIRST = {"actor/entropy": 1.0, "critic/score/mean": 0.3}
+HEALTHY = {
+    **FIRST,
+    "actor/grad_norm": 0.1,
+    "actor/ppo_kl": 0.01,
+    "async/admitted": 8.0,
+    "critic/score/mean": 0.5,
+    "idle/trainer/starved": 0.4,
+    "response_length/truncated_ratio": 0.1,
+    "timing_s/step": 1.0,
+    "training/off_policy/trajectory_staleness_worst/max": 0.0,
+    "training/rollout_probs_diff_mean": 0.001,
+}
+TRENDS = {
+    "truncation": ({"response_length/truncated_ratio": 0.5}, {"response_length/truncated_ratio": 0.49}),
+    "log-prob gap": ({"training/rollout_probs_diff_mean": 0.06}, {"training/rollout_probs_diff_mean": 0.05}),
+    "step size": ({"actor/ppo_kl": 0.21}, {"actor/ppo_kl": 0.2}),
+    "entropy": (
+        {"actor/entropy": 0.09, "critic/score/mean": 0.3},
+        {"actor/entropy": 0.09, "critic/score/mean": 0.31},
+    ),
+    "starved trainer": ({"idle/trainer/starved": 1.02, "timing_s/step": 2.0}, {"timing_s/step": 0.8}),
+}
+
+
+def found(*steps):
+    return set(symptoms(FIRST, [{**HEALTHY, **step} for step in steps], tools=False))
+
+
+@pytest.mark.parametrize("name", TRENDS)
+def test_a_trend_is_a_symptom_once_three_steps_in_a_row_show_it(name):
+    ill, well = TRENDS[name]
+    assert found(ill, ill) == set()
+    assert found(ill, ill, well, ill) == set()
+    assert found(well, well, well) == set()
+    assert found(well, ill, ill, ill) == {name}
+
+
+def test_the_text_has_the_number_and_a_key():
+    texts = symptoms(FIRST, [HEALTHY | ill for ill, _ in TRENDS.values()] * 3, tools=False)
+    assert texts == {}
+    ill = {key: value for one, _ in TRENDS.values() for key, value in one.items()}
+    texts = symptoms(FIRST, [HEALTHY | ill] * 3, tools=False)
+    assert texts.keys() == TRENDS.keys()
+    assert "50% of the responses" in texts["truncation"]
+    assert "rollout.response_length" in texts["truncation"]
+    assert "from 1 to 0.09" in texts["entropy"]
+    assert "in 51% of the step" in texts["starved trainer"]
+    assert "async_rl.max_staleness" in texts["starved trainer"]
+
+
+def test_old_weights_explain_a_gap_and_a_synchronous_trainer_waits_by_design():
+    stale = {"training/rollout_probs_diff_mean": 0.3, "training/off_policy/trajectory_staleness_worst/max": 1.0}
+    assert found(stale, stale, stale) == set()
+    waits = {**HEALTHY, "idle/trainer/starved": 0.9}
+    del waits["async/admitted"]
+    assert symptoms(FIRST, [waits] * 3, tools=False) == {}
+
+
+def test_a_gradient_norm_is_a_spike_beside_the_median_of_at_least_five_steps():
+    usual = [{"actor/grad_norm": norm} for norm in (0.1, 0.2, 0.1, 9.0, 0.1)]
+    assert found(*usual, {"actor/grad_norm": 2.1}) == {"gradient spike"}
+    assert found(*usual, {"actor/grad_norm": 2.0}) == set()
+    assert found(*usual[1:], {"actor/grad_norm": 50.0}) == set()
+    text = symptoms(FIRST, [*usual, {"actor/grad_norm": 2.5}], tools=False)["gradient spike"]
+    assert "2.5, 25 times the median of the 5 steps before" in text
+    assert "actor.optim" in text
+
+
+def test_nothing_is_asked_of_metrics_that_a_run_has_not():
+    assert symptoms({}, [{}] * 10, tools=True) == {}
