@@ -9,6 +9,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
@@ -21,6 +22,7 @@ from rl_app_ppo.config.full_keys import FullKeysFormatter, full_keys_in_errors
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.driver.run import RunPlan, run
 from rl_app_ppo.inputs.epochs import with_length
+from rl_app_ppo.outputs.answers import read_answers
 from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.outputs.resume import find_start
 from rl_app_ppo.outputs.run_folder import RunFiles, RunFolder, create_run_folder, occupied, set_aside, write_config
@@ -79,9 +81,18 @@ def run_training(
             recorder = run_interruptibly(run(plan, screen, startup))
     if recorder.validation or recorder.reward:
         screen.curve(recorder.curves)
+    _print_answers(screen, files.samples)
     out.print(Text(f"{recorder.outcome()} ({time.perf_counter() - began:.0f} s)"), soft_wrap=True)
     screen.paths(files.written())
     return TrainResult.of(files, steps)
+
+
+def _print_answers(screen: Screen, samples: Path) -> None:
+    try:
+        if (answers := read_answers(samples)) is not None:
+            screen.answers(answers)
+    except (OSError, msgspec.DecodeError) as error:
+        screen.note(f"the answers in {samples} can't be shown: {error}")
 
 
 @contextmanager

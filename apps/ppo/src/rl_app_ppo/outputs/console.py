@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from rl_app_ppo.outputs.answers import Answers, one_line
 from rl_ckpt_engine.sync.progress import PHASES, SyncProgress
 from rl_protocol.ports import GroupFailure
 from rl_trainer import Hook
@@ -118,6 +119,20 @@ class Screen:
         plotext.ylim(0, 1)
         plotext.xlabel("step")
         self._console.print(Text.from_ansi(plotext.build()))
+
+    def answers(self, answers: Answers) -> None:
+        """Print answers to validation prompts before and after training."""
+        before, after = answers.steps
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_row("  validation prompt", f"step {before}", "", f"step {after}")
+        for row in answers.rows:
+            cells = [f"  {one_line(row.prompt, 40)}"]
+            for text, right in (row.before, row.after):
+                cells += [one_line(text, 20), "right" if right else "wrong"]
+            table.add_row(*map(Text, cells))
+        self._console.print(table)
+        if answers.note:
+            self._console.print(Text(f"  {answers.note}"), soft_wrap=True)
 
     def paths(self, entries: Mapping[str, Path]) -> None:
         """List the files of the run."""
