@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from typer.testing import CliRunner
 
 from rl_app_ppo.cli.main import main
+from rl_app_ppo.cli.rl import app
 
 ROOT = Path(__file__).resolve().parents[2]
 READMES = sorted(
@@ -86,14 +88,14 @@ def blocks_of(path: Path) -> list[Block]:
 BLOCKS = [block for path in READMES for block in blocks_of(path)]
 
 
-def commands() -> list[tuple[str, list[str]]]:
-    """(place, words after the app's name) of each command line that starts the app."""
+def commands(program: str = " apps/ppo") -> list[tuple[str, list[str]]]:
+    """(place, words after the program's name) of each command line that starts it."""
     found: list[tuple[str, list[str]]] = []
     for block in BLOCKS:
         if block.language not in ("", "sh", "bash"):
             continue
         for line in block.code.replace("\\\n", " ").splitlines():
-            _, started, rest = line.partition(" apps/ppo")
+            _, started, rest = line.partition(program)
             if started and "uv run" in line:
                 found.append((f"{block.readme}: {line.strip()}", shlex.split(rest, comments=True)))
     return found
@@ -147,6 +149,20 @@ def test_a_command_of_the_app_resolves(place: str, words: list[str], tmp_path: P
     ]  # no config.json here
     answers = any(word in ("--help", "--cfg", "--explain", "--diff", "--from-verl", "--launch") for word in words)
     assert main(words if answers else [*words, "--cfg"]) == 0
+
+
+@pytest.mark.parametrize(("place", "words"), commands("uv run rl "), ids=[place for place, _ in commands("uv run rl ")])
+def test_a_command_of_rl_succeeds(place: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "outputs" / "<run>"
+    (run / "samples").mkdir(parents=True)
+    (run / "config.yaml").write_text("rollout: {n: 4}\n")
+    outcome = {"type": "scored", "numbers": {"score": 1.0}, "texts": {}}
+    texts = {"data_source": "", "prompt": "1+1=", "response": "2", "ground_truth": "2"}
+    (run / "samples" / "5.jsonl").write_text(json.dumps({"key": "v5-0/0/0", **texts, "outcome": outcome}) + "\n")
+    (tmp_path / "verl.sh").write_text("algorithm.adv_estimator=gae\n")
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
 
 
 def test_the_vocabulary(readme_code):

@@ -21,12 +21,36 @@ def explain(key: str, resolved: Resolved) -> str:
     Raises:
         ConfigError: no such key; names the most similar one.
     """
+    layers = f"layers, weakest first: {', '.join(resolved.layers)}\n"
+    return "\n".join([*(_explained(option, resolved) for option in _options(key)), layers])
+
+
+def described(key: str, resolved: Resolved) -> list[dict[str, object]]:
+    """As `explain`, for programs.
+
+    Raises:
+        ConfigError: no such key; names the most similar one.
+    """
+    return [
+        {
+            "key": option.key,
+            "value": resolved.settings[option.key].value,
+            "origin": resolved.settings[option.key].origin,
+            "help": help_of(option),
+            "type": option.type,
+            "default": option.default,
+        }
+        for option in _options(key)
+    ]
+
+
+def _options(key: str) -> list[Option]:
+    """The option of a key, or those of a group."""
     name = SPELLINGS.get(key, key)
     found = [option for option in options() if option.key == name or option.key.startswith(name + ".")]
     if not found:
         raise unknown_key(key, [option.key for option in options()])
-    layers = f"layers, weakest first: {', '.join(resolved.layers)}\n"
-    return "\n".join([*(_explained(option, resolved) for option in found), layers])
+    return found
 
 
 def _explained(option: Option, resolved: Resolved) -> str:
@@ -68,11 +92,19 @@ def read_side(text: str) -> Resolved:
     return resolve(words)
 
 
+def differing(a: Resolved, b: Resolved) -> list[dict[str, object]]:
+    """The keys whose values differ, with both values and their origins."""
+    return [
+        {"key": key, "a": one.value, "origin_a": one.origin, "b": other.value, "origin_b": other.origin}
+        for key, one in a.settings.items()
+        if one.value != (other := b.settings[key]).value
+    ]
+
+
 def difference(a: Resolved, b: Resolved) -> str:
     """One line per key whose values differ, with both values and their origins."""
     lines = [
-        f"{key}: {shown(one.value)} ({one.origin}) -> {shown(b.settings[key].value)} ({b.settings[key].origin})"
-        for key, one in a.settings.items()
-        if one.value != b.settings[key].value
+        f"{one['key']}: {shown(one['a'])} ({one['origin_a']}) -> {shown(one['b'])} ({one['origin_b']})"
+        for one in differing(a, b)
     ]
     return "\n".join(lines) if lines else "no difference"

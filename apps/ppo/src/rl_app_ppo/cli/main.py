@@ -1,8 +1,4 @@
-"""The command line: `uv run apps/ppo [key=value ...]`.
-
-Exit codes: 0 success; 1 the run failed, or a conversion loses settings; 2 the configuration or
-output folder is wrong; 130 interrupted.
-"""
+"""The command line `uv run apps/ppo [key=value ...]`; see exit_codes.py for the exit codes."""
 
 from __future__ import annotations
 
@@ -16,7 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from rl_app_ppo.api.launch import launch
+from rl_app_ppo.cli.exit_codes import exit_code
 from rl_app_ppo.cli.explain import difference, explain, read_side
+from rl_app_ppo.cli.import_verl import import_verl
 from rl_app_ppo.cli.json_schema import schema_text
 from rl_app_ppo.cli.launch_files import JOB_FLAGS, KINDS, launch_text
 from rl_app_ppo.cli.option_names import help_of
@@ -24,7 +22,7 @@ from rl_app_ppo.config.loading import load_config, options, resolve, shown_yaml
 from rl_app_ppo.config.presets import algorithms, presets
 from rl_app_ppo.outputs.startup_times import command_age
 from rl_ckpt_engine import load_policy
-from rl_protocol import ConfigError, OutputError, RLError
+from rl_protocol import ConfigError
 
 USAGE = """\
 usage: uv run apps/ppo [--help] [--cfg] [--plan] [--schema] [--explain KEY] [--diff A B] [--from-verl FILE [--accept-losses]]
@@ -139,7 +137,8 @@ def _listed(described: Mapping[str, str]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
-    try:
+
+    def work() -> int:
         arguments = parse(sys.argv[1:] if argv is None else argv)
         if "--from-verl" in arguments.flags:
             return _convert(arguments, out, err)
@@ -150,34 +149,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         plugins = load_policy(allow_unsafe_plugins=UNSAFE_PLUGINS in arguments.flags)
         launch(load_config(arguments.overrides, arguments.config_file), plugins, out, before_s=command_age())
         return 0
-    except RLError as error:
-        wrong_input = isinstance(error, ConfigError | OutputError)
-        err.print(Text(f"{'error' if wrong_input else 'the run failed'}: {error}"), soft_wrap=True)
-        return 2 if wrong_input else 1
-    except KeyboardInterrupt:
-        err.print(Text("interrupted; everything written so far is kept"))
-        return 130
+
+    return exit_code(work, err)
 
 
 def _convert(arguments: Arguments, out: Console, err: Console) -> int:
-    from rl_app_ppo.verl_import.convert import from_verl  # reads verl's defaults
-
     if arguments.overrides or "--config" in arguments.flags:
         raise ConfigError(
             "--from-verl takes no overrides and no --config; give overrides when you run its output with --config."
         )
-    conversion = from_verl(Path(arguments.flags["--from-verl"][0]))
-    out.print(Text(conversion.text), end="", soft_wrap=True)
-    if not conversion.lost or ACCEPT_LOSSES in arguments.flags:
-        return 0
-    err.print(
-        Text(
-            f"lost values that change the result of training: {len(conversion.lost)}; see the lines '# lost:' above. "
-            f"{ACCEPT_LOSSES} makes the exit code 0."
-        ),
-        soft_wrap=True,
-    )
-    return 1
+    file = Path(arguments.flags["--from-verl"][0])
+    return import_verl(file, out, err, accept_losses=ACCEPT_LOSSES in arguments.flags)
 
 
 def _answer(arguments: Arguments) -> str | None:

@@ -1,0 +1,194 @@
+"""The command `rl`. `rl train` is `uv run apps/ppo`; see exit_codes.py for the exit codes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, ParamSpec
+
+import msgspec
+import typer
+import yaml
+from rich.console import Console
+from rich.text import Text
+
+from rl_app_ppo.api.launch import launch
+from rl_app_ppo.cli.columns import columns
+from rl_app_ppo.cli.exit_codes import exit_code
+from rl_app_ppo.cli.explain import described, difference, differing, explain, read_side
+from rl_app_ppo.cli.import_verl import import_verl
+from rl_app_ppo.cli.json_schema import schema_text
+from rl_app_ppo.cli.launch_files import JOB_FLAGS, KINDS, launch_text
+from rl_app_ppo.cli.samples import SORTS, read_samples, samples_text
+from rl_app_ppo.config.loading import load_config, resolve, shown_yaml
+from rl_app_ppo.outputs.startup_times import command_age
+from rl_ckpt_engine import load_policy
+
+Words = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings, such as rollout.n=8.")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="YAML settings; KEY=VALUE wins.")]
+Unsafe = Annotated[bool, typer.Option("--allow-unsafe-plugins", help="Allow any code in checkpoint_engine plug-ins.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Params = ParamSpec("Params")
+BEFORE, AFTER = "Before a run", "After a run"
+
+app = typer.Typer(
+    help="Train language models with PPO and GRPO. `rl COMMAND --help` describes a command.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _coded(command: Callable[Params, None]) -> Callable[Params, None]:
+    """The command, with its errors as messages and exit codes."""
+
+    @wraps(command)
+    def run(*args: Params.args, **kwargs: Params.kwargs) -> None:
+        def work() -> int:
+            command(*args, **kwargs)
+            return 0
+
+        raise typer.Exit(exit_code(work, _err()))
+
+    return run
+
+
+@app.command("train", rich_help_panel="Train")
+@_coded
+def _train(words: Words = None, config: ConfigFile = None, allow_unsafe_plugins: Unsafe = False) -> None:
+    """Train; without settings the demo, on this machine."""
+    plugins = load_policy(allow_unsafe_plugins=allow_unsafe_plugins)
+    launch(load_config(words or (), config), plugins, _out(), before_s=command_age())
+
+
+@app.command("doctor", rich_help_panel=BEFORE)
+@_coded
+def _doctor(
+    words: Words = None, config: ConfigFile = None, allow_unsafe_plugins: Unsafe = False, as_json: Json = False
+) -> None:
+    """Say what this machine has, and whether a run can start."""
+    from rl_app_ppo.checks.doctor import findings  # torch
+
+    settings, plugins = load_config(words or (), config), load_policy(allow_unsafe_plugins=allow_unsafe_plugins)
+    found = list(findings(settings, plugins))
+    if as_json:
+        _print_json(found)
+    else:
+        _print(columns([(one.level, one.what, one.text) for one in found]))
+    if any(finding.level == "error" for finding in found):
+        raise typer.Exit(2)
+
+
+@app.command("plan", rich_help_panel=BEFORE)
+@_coded
+def _plan(words: Words = None, config: ConfigFile = None) -> None:
+    """Print the processes of a run, their GPUs and memory by estimate."""
+    from rl_app_ppo.checks.plan import plan_text  # torch
+
+    _print(plan_text(load_config(words or (), config)))
+
+
+@app.command("config", rich_help_panel=BEFORE)
+@_coded
+def _show_config(
+    words: Words = None,
+    config: ConfigFile = None,
+    as_json: Json = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema of --config files.")] = False,
+) -> None:
+    """Print the resolved configuration, without defaults that nothing reads."""
+    if schema:
+        _print(schema_text())
+        return
+    text = shown_yaml(load_config(words or (), config))
+    if as_json:
+        _print_json(yaml.safe_load(text))
+    else:
+        _print(text)
+
+
+@app.command("explain", rich_help_panel=BEFORE)
+@_coded
+def _explain_key(key: str, words: Words = None, config: ConfigFile = None, as_json: Json = False) -> None:
+    """Print meaning, value and origin of a key, or of each key of a group."""
+    resolved = resolve(words or (), config)
+    if as_json:
+        _print_json(described(key, resolved))
+    else:
+        _print(explain(key, resolved))
+
+
+@app.command("diff", rich_help_panel=BEFORE)
+@_coded
+def _diff(a: str, b: str, as_json: Json = False) -> None:
+    """Print how two configurations differ: YAML files, or overrides in quotes."""
+    sides = read_side(a), read_side(b)
+    if as_json:
+        _print_json(differing(*sides))
+    else:
+        _print(difference(*sides) + "\n")
+
+
+@app.command("launch", rich_help_panel=BEFORE)
+@_coded
+def _launch_file(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=", ".join(KINDS))],
+    words: Words = None,
+    config: ConfigFile = None,
+    cpus: Annotated[str | None, typer.Option(help=JOB_FLAGS["--cpus"])] = None,
+    time: Annotated[str | None, typer.Option(help=JOB_FLAGS["--time"])] = None,
+    gpu_type: Annotated[str | None, typer.Option(help=JOB_FLAGS["--gpu-type"])] = None,
+    image: Annotated[str | None, typer.Option(help=JOB_FLAGS["--image"])] = None,
+    volume: Annotated[str | None, typer.Option(help=JOB_FLAGS["--volume"])] = None,
+) -> None:
+    """Print a file that starts the run on a cluster."""
+    given = {"--cpus": cpus, "--time": time, "--gpu-type": gpu_type, "--image": image, "--volume": volume}
+    flags = {flag: value for flag, value in given.items() if value is not None}
+    line = (*(("--config", str(config)) if config else ()), *(words or ()))
+    _print(launch_text(kind, load_config(words or (), config), line, flags))
+
+
+@app.command("import-verl", rich_help_panel=BEFORE)
+@_coded
+def _convert_verl(
+    file: Annotated[Path, typer.Argument(help="YAML, a list of overrides, or a shell script.")],
+    accept_losses: Annotated[bool, typer.Option("--accept-losses", help="Exit code 0 in spite of them.")] = False,
+) -> None:
+    """Convert a verl 0.9 configuration; exit code 1 if a setting is lost."""
+    raise typer.Exit(import_verl(file, _out(), _err(), accept_losses=accept_losses))
+
+
+@app.command("samples", rich_help_panel=AFTER)
+@_coded
+def _samples(
+    run: Annotated[Path, typer.Argument(help="Folder of the run.")],
+    step: Annotated[int | None, typer.Option(help="Step; the newest by default.")] = None,
+    sort: Annotated[str, typer.Option(help=f"{', '.join(SORTS)}; the lowest first.")] = "key",
+    limit: Annotated[int, typer.Option(min=1, help="Samples.")] = 20,
+    training: Annotated[bool, typer.Option("--train", help="Of training, not of validation.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print responses of a step with their rewards."""
+    rows = read_samples(run, step, train=training, sort=sort)[:limit]
+    if as_json:
+        _print_json(rows)
+    else:
+        _print(samples_text(rows))
+
+
+def _out() -> Console:
+    return Console(highlight=False)
+
+
+def _err() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+def _print(text: str) -> None:
+    _out().print(Text(text), end="", soft_wrap=True)
+
+
+def _print_json(value: object) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")

@@ -1,0 +1,167 @@
+"""The command `rl`, as a shell calls it: output, errors and exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rl_app_ppo.cli import rl
+from rl_app_ppo.cli.main import main
+from rl_app_ppo.config.loading import load_config, shown_yaml
+from rl_trainer.rewards.scorer import Failure, Scored
+from rl_trainer.workers.sample_log import SampleRow
+
+
+@pytest.fixture
+def run():
+    def call(*words):
+        done = CliRunner().invoke(rl.app, list(words), prog_name="rl")
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+        return done
+
+    return call
+
+
+@pytest.fixture
+def samples(tmp_path):
+    """A run with samples of the validations 0 and 5."""
+    rewards = {0: 0.5, 1: None, 2: 1.0, 10: 0.0}
+    for step in (0, 5):
+        rows = [
+            SampleRow(
+                key=f"v{step}-{number}/0/0",
+                data_source="sums",
+                prompt=f"{number}+1=",
+                response="x" * (20 - number),
+                ground_truth="t",
+                outcome=Failure(kind="timeout", message="") if reward is None else Scored(numbers={"score": reward}),
+            )
+            for number, reward in rewards.items()
+        ]
+        (tmp_path / "samples").mkdir(exist_ok=True)
+        (tmp_path / "samples" / f"{step}.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(rows))
+    return tmp_path
+
+
+def test_train_starts_what_the_words_say(run, monkeypatch, tmp_path):
+    """`rl train` and `uv run apps/ppo` start the same run."""
+    started = []
+    for module in (rl, sys.modules[main.__module__]):
+        monkeypatch.setattr(module, "launch", lambda config, plugins, out, before_s: started.append(config))
+    file = tmp_path / "my.yaml"
+    file.write_text("rollout:\n  n: 16\n")
+    done = run("train", "--config", str(file), "actor.optim.lr=1e-5")
+    assert (done.exit_code, done.output) == (0, "")
+    assert main(["--config", str(file), "actor.optim.lr=1e-5"]) == 0
+    assert started == [load_config(["actor.optim.lr=1e-5"], file)] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        (["config", "rollout.n=4"], ["--cfg", "rollout.n=4"]),
+        (["config", "--schema"], ["--schema"]),
+        (["explain", "actor.optim.lr", "algorithm=ppo"], ["--explain", "actor.optim.lr", "algorithm=ppo"]),
+        (["diff", "", "algorithm=ppo"], ["--diff", "", "algorithm=ppo"]),
+        (
+            ["launch", "slurm", "trainer.n_gpus_per_node=0", "--cpus", "3", "--time", "1:00:00"],
+            ["--launch", "slurm", "trainer.n_gpus_per_node=0", "--cpus", "3", "--time", "1:00:00"],
+        ),
+    ],
+)
+def test_commands_print_what_the_flags_of_the_app_print(run, capsys, words, same):
+    done = run(*words)
+    assert main(same) == 0
+    assert (done.exit_code, done.output) == (0, capsys.readouterr().out)
+
+
+def test_a_program_can_read_the_configuration_a_key_and_a_difference(run):
+    assert json.loads(run("config", "rollout.n=4", "--json").output) == yaml.safe_load(
+        shown_yaml(load_config(["rollout.n=4"]))
+    )
+    (key,) = json.loads(run("explain", "rollout.n", "rollout.n=4", "--json").output)
+    assert (key["key"], key["value"], key["origin"], key["type"]) == ("rollout.n", 4, "command line", "int")
+    (change,) = json.loads(run("diff", "", "rollout.n=4", "--json").output)
+    assert (change["key"], change["b"], change["origin_b"]) == ("rollout.n", 4, "command line")
+    assert json.loads(run("diff", "", "", "--json").output) == []
+
+
+def test_import_verl_converts_and_its_exit_code_tells_of_losses(run, tmp_path):
+    file = tmp_path / "verl.txt"
+    file.write_text("actor_rollout_ref.rollout.n=5")
+    done = run("import-verl", str(file))
+    assert done.exit_code == 0
+    assert yaml.safe_load(done.stdout)["rollout"]["n"] == 5
+    file.write_text("distillation.enabled=True")
+    assert run("import-verl", str(file)).exit_code == 1
+    assert run("import-verl", str(file), "--accept-losses").exit_code == 0
+
+
+def test_samples_are_those_of_the_newest_step_in_the_order_that_is_asked_for(run, samples):
+    keys = [row["key"] for row in json.loads(run("samples", str(samples), "--json").output)]
+    assert keys == ["v5-0/0/0", "v5-1/0/0", "v5-2/0/0", "v5-10/0/0"]
+    shown = run("samples", str(samples), "--step", "0", "--sort", "reward", "--limit", "3").output.splitlines()
+    assert [line.split()[:3] for line in shown] == [
+        ["key", "reward", "prompt"],
+        ["v0-1/0/0", "failed", "1+1="],
+        ["v0-10/0/0", "0.000", "10+1="],
+        ["v0-0/0/0", "0.500", "0+1="],
+    ]
+    lengths = json.loads(run("samples", str(samples), "--sort", "length", "--json").output)
+    assert [len(row["response"]) for row in lengths] == [10, 18, 19, 20]
+
+
+WRONG = {
+    "bogus": "No such command 'bogus'",
+    "train nothing=1": "Unknown key 'nothing'",
+    "train rollout.n=x": "rollout.n",
+    "train --nothing": "No such option: --nothing",
+    "train --config /no/such.yaml": "/no/such.yaml",
+    "plan rollout.n=0": "rollout.n",
+    "config nothing": "nothing",
+    "config --config": "--config",
+    "explain": "Missing argument",
+    "explain rollout.m": "rollout.m",
+    "diff a": "Missing argument",
+    "diff a=1 b=1": "Unknown key 'a'",
+    "launch": "Missing argument",
+    "launch nowhere trainer.n_gpus_per_node=0": "nowhere",
+    "launch slurm trainer.n_gpus_per_node=0 --cpus none": "--cpus",
+    "launch slurm trainer.n_gpus_per_node=0 --image a": "--image",
+    "import-verl /no/such.yaml": "/no/such.yaml",
+    "samples /no/such/run": "/no/such/run is no folder",
+    "samples RUN --step 3": "there are those of steps 0, 5",
+    "samples RUN --sort size": "--sort must be one of key, reward, length",
+    "samples RUN --limit 0": "--limit",
+    "samples RUN --train": "no samples of training",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_input_is_named_with_exit_code_2(run, samples, line):
+    done = run(*line.replace("RUN", str(samples)).split())
+    assert done.exit_code == 2
+    assert WRONG[line] in " ".join(done.output.split())
+    assert "Traceback" not in done.output
+
+
+def test_the_help_fits_a_screen_and_names_every_command(run):
+    lines = run("--help").output.splitlines()
+    assert len(lines) <= 40
+    named = " ".join(lines)
+    assert all(command.name in named for command in rl.app.registered_commands if command.name)
+
+
+def test_the_command_is_installed_and_works_in_any_folder(tmp_path):
+    command = Path(sys.executable).with_name("rl")
+    done = subprocess.run(
+        [command, "explain", "rollout.n"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.startswith("rollout.n = ")
