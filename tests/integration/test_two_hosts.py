@@ -103,24 +103,25 @@ def node(namespace: str, environment: dict[str, str], *words: str) -> Generator[
 
 
 def test_two_network_namespaces_learn_what_one_host_does(app, base_model, tmp_path, monkeypatch):
-    """Ranks find the cable by the way to the head of Ray: loopback leads to no other rank."""
+    """Ranks and the ends of the weight sync find the cable by the way to the head of Ray: loopback
+    leads to no other process.
+    """
     key = tmp_path / "key"
     key.touch(0o600)
     key.write_text(secrets.token_hex(32))
     alone = app(*RANKS, "trainer.run_name=one")
     assert alone.code == 0, alone.err
-    monkeypatch.setenv("RL_TQ_KEY_FILE", str(key))
+    for name in ("RL_TQ_KEY_FILE", "RL_CKPT_KEY_FILE"):
+        monkeypatch.setenv(name, str(key))
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     address, environment = f"{HEAD}:{PORT}", dict(os.environ)
-    (tmp_path / "weights").mkdir()
     settings = (
         *(f"model.path={base_model}", f"trainer.output_dir={tmp_path}", "trainer.run_name=two"),
         *("trainer.total_training_steps=2", "data.val_size=32", "data.train_batch_size=8"),
         *("actor.ppo_mini_batch_size=8", f"ray.address={address}", f"transfer_queue.listen={HEAD}"),
-        *("checkpoint_engine.backend=disk", f"checkpoint_engine.directory={tmp_path / 'weights'}"),
-        "ray.start_timeout_s=400",
+        *("checkpoint_engine.backend=tcp", "ray.start_timeout_s=400"),
     )
     words = [sys.executable, str(Path(__file__).parents[2] / "apps" / "ppo"), *RANKS, *NETWORK, *settings]
     head = (f"--node-ip-address={HEAD}", f"--port={PORT}", "--head", "--include-dashboard=false")

@@ -205,10 +205,10 @@ def test_a_wrong_value_is_refused(capsys, words, message):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_two_hosts_the_data_plane_and_the_weights_listen_with_keys(capsys, tmp_path, kind):
+def test_on_two_hosts_the_data_plane_listens_and_the_weights_have_a_key(capsys, tmp_path, kind):
     text = rendered(capsys, kind, "preset=async-7b-2x8gpu")
     (line,) = [line for line in text.splitlines() if "apps/ppo" in line]
-    assert re.search(r'"transfer_queue\.listen=\$[^"]+" "checkpoint_engine\.listen=\$', line)
+    assert re.search(r' "transfer_queue\.listen=\$[^"]+"', line)
     assert "RL_TQ_KEY" in text
     assert "RL_CKPT_KEY" in text
     if kind in ("slurm", "ray-job"):

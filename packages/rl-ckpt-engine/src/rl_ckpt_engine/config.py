@@ -33,7 +33,9 @@ class CheckpointEngineConfig(Options):
         64.0, "engines that copy: MiB asked for at once; two buckets are on their way at any time", gt=0, lt=math.inf
     )
     listen: str = option(
-        "127.0.0.1", "engine tcp: address the sender listens at; any but loopback needs a key (RL_CKPT_KEY_FILE)"
+        "127.0.0.1",
+        "engine tcp: address the sender listens at; any but loopback needs a key (RL_CKPT_KEY_FILE). In an app on several hosts loopback stands "
+        "for the address of the sender's host",
     )
     directory: str = option("", "engine disk: folder that the sender and all receivers see; versions are put there")
 

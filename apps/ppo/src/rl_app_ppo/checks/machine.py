@@ -83,8 +83,8 @@ def check_hosts(config: AppConfig, *, one_host: bool) -> None:
         )
     if one_host and config.checkpoint_engine.enabled and not rollout_in_actor(config.placement):
         raise ConfigError(
-            f"{several}, but checkpoint_engine.backend={config.checkpoint_engine.backend} works within one host; set it to tcp, with "
-            "checkpoint_engine.listen, or to disk, in a folder that all hosts share, or set trainer.nnodes=1."
+            f"{several}, but checkpoint_engine.backend={config.checkpoint_engine.backend} works within one host; set it to tcp, "
+            "whose ends need a key (RL_CKPT_KEY_FILE), or to disk, in a folder that all hosts share, or set trainer.nnodes=1."
         )
 
 

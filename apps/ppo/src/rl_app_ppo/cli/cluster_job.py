@@ -53,8 +53,6 @@ class ClusterJob:
     """CPUs of each."""
     time: str
     """Limit, HH:MM:SS."""
-    tcp: bool
-    """Whether weights go through TCP."""
     gpu_type: str = ""
     image: str = ""
     volume: str = ""
@@ -72,15 +70,15 @@ class ClusterJob:
     def app(self, host: str) -> str:
         """Command of the run, quoted for a shell.
 
-        With several hosts the data plane and the weight engine listen on the host of the driver.
+        With several hosts the data plane listens on the host of the driver.
 
         Args:
             host: its address, as a shell expands it between double quotes.
         """
-        keys = ["transfer_queue.listen", *(["checkpoint_engine.listen"] if self.tcp else [])] if self.nodes > 1 else []
         given = {word.partition("=")[0] for word in self.words}
-        listen = [f' "{key}={host}"' for key in keys if key not in given]
-        return shlex.join(["uv", "run", "--no-sync", "apps/ppo", *self.words]) + "".join(listen)
+        listens = self.nodes == 1 or "transfer_queue.listen" in given
+        line = shlex.join(["uv", "run", "--no-sync", "apps/ppo", *self.words])
+        return line if listens else f'{line} "transfer_queue.listen={host}"'
 
     def await_nodes(self, nodes: str) -> str:
         """Command that waits until so many hosts have joined the Ray at $address of this host.

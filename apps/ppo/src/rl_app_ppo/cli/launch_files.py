@@ -58,7 +58,6 @@ def launch_text(kind: str, config: AppConfig, words: Sequence[str], flags: Mappi
         words=tuple(word for word in words if not word.startswith("ray.address=")),
         extras=tuple(extras),
         nodes=config.trainer.nnodes,
-        tcp=config.checkpoint_engine.backend.removeprefix("delta-") == "tcp",
         gpus=gpus,
         cpus=_count("--cpus", flags.get("--cpus", str(8 * max(1, gpus)))),
         time=_matching("--time", flags.get("--time", "24:00:00"), re.compile(r"\d{1,4}:[0-5]\d:[0-5]\d"), "HH:MM:SS"),

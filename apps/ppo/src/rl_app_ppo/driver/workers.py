@@ -194,6 +194,7 @@ class WorkerPool:
                 rank=0 if planned.roles == ("rollout",) else planned.rank,  # replicas share no model
                 network=meetings[planned.group][0],
                 rendezvous=meetings[planned.group][1],
+                weights=self._network_of(self.processes),
                 samples=str(self._files.samples),
                 plugins=plugins,
             )
@@ -206,21 +207,26 @@ class WorkerPool:
         groups: dict[WorkerGroup, list[RayProcess]] = {}
         for planned, process in zip(self._planned, self.processes, strict=True):
             groups.setdefault(planned.group, []).append(process)
-        interface, timeout_s = self._config.trainer.network_interface, self._config.ray.start_timeout_s
+        timeout_s = self._config.ray.start_timeout_s
 
         async def open_one(group: WorkerGroup, ranks: Sequence[RayProcess]) -> RendezvousAddress | None:
             if len(ranks) == 1 or group.roles == ("rollout",):  # replicas share no model
                 return None
             return await ranks[0].rendezvous(networks[group], timeout_s=timeout_s)
 
+        interface = self._config.trainer.network_interface
         networks = {
-            group: RankNetwork(
-                interface=interface, peer="" if len({process.network for process in ranks}) == 1 else head_host()
-            )
+            group: msgspec.structs.replace(self._network_of(ranks), interface=interface)
             for group, ranks in groups.items()
         }
         addresses = await asyncio.gather(*(open_one(group, ranks) for group, ranks in groups.items()))
         return {group: (networks[group], address) for group, address in zip(groups, addresses, strict=True)}
+
+    def _network_of(self, processes: Sequence[RayProcess]) -> RankNetwork:
+        """Through which network these processes reach each other: loopback, if they share it."""
+        if len({process.network for process in processes}) == 1:
+            return RankNetwork()
+        return RankNetwork(interface=self._config.trainer.network_interface, peer=head_host())
 
     def close(self) -> None:
         """Kill the processes, and release their hosts."""

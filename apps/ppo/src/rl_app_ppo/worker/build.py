@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -23,9 +24,10 @@ from rl_app_ppo.worker.messages import BuildCall
 from rl_app_ppo.worker.rank_network import rank_interface
 from rl_app_ppo.worker.rewards import open_scorer
 from rl_app_ppo.worker.weight_endpoints import AdapterOnly, AdapterSource, make_engine
-from rl_ckpt_engine import FollowerEndpoint, ReceiverEndpoint, SenderEndpoint
+from rl_ckpt_engine import CheckpointEngine, FollowerEndpoint, ReceiverEndpoint, SenderEndpoint
 from rl_ckpt_engine.endpoints.operations import Endpoint
 from rl_protocol.ports import DataPlane, PolicyBackend, RolloutEngine
+from rl_protocol.support.network_interface import LOOPBACK
 from rl_protocol.support.rendezvous import Rendezvous, RendezvousListener
 from rl_trainer import (
     ActorWorker,
@@ -167,7 +169,7 @@ async def _reward(config: AppConfig, call: BuildCall, plane: DataPlane, columns:
 
 def _rollout(config: AppConfig, call: BuildCall, plane: DataPlane, engine: RolloutEngine) -> Built:
     path = Path(call.model_path)
-    receiver = ReceiverEndpoint(make_engine(config.checkpoint_engine, call.plugins), engine)
+    receiver = ReceiverEndpoint(weight_engine(config, call), engine)
     data, session = open_data(config, path), config.rollout.session
     tokenizer, restart = session_tokenizer(load_tokenizer(path)), config.async_rl.on_update == "abort"
     return RolloutWorker(plane, engine, data, session, tokenizer, _reader(path), restart=restart), receiver
@@ -274,6 +276,21 @@ def _trained(
     return ActorWorker(plane, columns, policy, temperature), sender_of(config, call, policy)
 
 
+def weight_engine(config: AppConfig, call: BuildCall) -> CheckpointEngine:
+    """The engine of one end of the weight sync.
+
+    Where processes are on several hosts it listens at the address of its own host, unless
+    checkpoint_engine.listen is another one than loopback.
+
+    Raises:
+        ConfigError: a setting does not fit; the key of the engine is missing.
+    """
+    settings = config.checkpoint_engine
+    if settings.listen == LOOPBACK:
+        settings = replace(settings, listen=rank_interface(call.weights).address)
+    return make_engine(settings, call.plugins)
+
+
 def sender_of(config: AppConfig, call: BuildCall, policy: TrainedPolicy) -> Endpoint:
     """The actor's endpoint: all ranks gather the weights, and the first sends them.
 
@@ -283,7 +300,7 @@ def sender_of(config: AppConfig, call: BuildCall, policy: TrainedPolicy) -> Endp
     source = AdapterOnly(policy) if adapters else policy
     if call.rank and not rollout_in_actor(config.placement):
         return FollowerEndpoint(source)
-    engine = make_engine(config.checkpoint_engine, call.plugins)
+    engine = weight_engine(config, call)
     if adapters:
         # a step without informative responses does not change the adapter
         return SenderEndpoint(engine, source, kind="lora", must_change=False)

@@ -9,12 +9,12 @@ from rl_protocol.support.rendezvous import RendezvousAddress
 
 
 class RankNetwork(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Through which network the ranks of a model reach each other."""
+    """Through which network processes reach each other."""
 
     interface: str = ""
     """trainer.network_interface; empty: the one that reaches `peer`."""
     peer: str = ""
-    """Name or address of a host of the cluster; empty: all ranks are on one host."""
+    """Name or address of a host of the cluster; empty: they share loopback."""
 
 
 class BuildCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,6 +29,8 @@ class BuildCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Rank among the processes that share the model."""
     network: RankNetwork = RankNetwork()
     """Through which these processes reach each other."""
+    weights: RankNetwork = RankNetwork()
+    """Through which the ends of the weight sync reach each other."""
     rendezvous: RendezvousAddress | None = None
     """Where they meet, as rank 0 has answered `rendezvous`; None: there is one rank."""
     samples: str = ""
