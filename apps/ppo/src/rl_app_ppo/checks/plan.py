@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from rl_app_ppo.checks.machine import check_installed_engines, gpu_count
+from rl_app_ppo.checks.machine import check_installed_engines, gpu_count, gpu_memory
 from rl_app_ppo.checks.memory import check_plane_size, step_bytes
 from rl_app_ppo.checks.model_size import ModelSize, model_size
 from rl_app_ppo.config.devices import PlannedProcess, idle_gpus, plan_processes
@@ -44,8 +44,16 @@ def plan_text(config: AppConfig) -> str:
     ]
     for (host, line), count in Counter((p.host, _described(p, config, size)) for p in planned).items():
         lines.append(f"{f'host {host + 1}: ' if several else ''}{f'{count} x ' if count > 1 else ''}{line}")
-    lines += [_plane(config), *filter(None, [idle_gpus(config, planned, there)])]
+    lines += filter(None, [_gpus(planned), _plane(config), idle_gpus(config, planned, there)])
     return "\n".join(lines) + "\n"
+
+
+def _gpus(planned: Sequence[PlannedProcess]) -> str:
+    """The memory of this machine's GPUs, against the estimates; empty if no process uses one."""
+    if not any(process.gpus for process in planned):
+        return ""
+    memory = gpu_memory()
+    return f"memory of each GPU: {f'{shown_bytes(memory)} here' if memory else 'no GPU here, the estimate alone'}"
 
 
 def _plane(config: AppConfig) -> str:
