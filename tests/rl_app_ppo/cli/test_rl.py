@@ -69,6 +69,7 @@ def test_train_starts_what_the_words_say(run, monkeypatch, tmp_path):
         (["config", "rollout.n=4"], ["--cfg", "rollout.n=4"]),
         (["config", "--schema"], ["--schema"]),
         (["explain", "actor.optim.lr", "algorithm=ppo"], ["--explain", "actor.optim.lr", "algorithm=ppo"]),
+        (["plan", "placement=separate"], ["--plan", "placement=separate"]),
         (["diff", "", "algorithm=ppo"], ["--diff", "", "algorithm=ppo"]),
         (
             ["launch", "slurm", "trainer.n_gpus_per_node=0", "--cpus", "3", "--time", "1:00:00"],
@@ -91,6 +92,27 @@ def test_a_program_can_read_the_configuration_a_key_and_a_difference(run):
     (change,) = json.loads(run("diff", "", "rollout.n=4", "--json").output)
     assert (change["key"], change["b"], change["origin_b"]) == ("rollout.n", 4, "command line")
     assert json.loads(run("diff", "", "", "--json").output) == []
+
+
+def test_a_program_can_read_the_plan(run):
+    plan = json.loads(run("plan", "placement=separate", "rollout.num_workers=2", "--json").output)
+    processes = {tuple(process["roles"]): process for process in plan["processes"]}
+    assert {roles: process["count"] for roles, process in processes.items()} == {
+        ("actor",): 1,
+        ("ref",): 1,
+        ("rollout",): 2,
+        ("reward",): 1,
+    }
+    assert processes["actor",]["memory"]["actor"]["optimizer"] == 8 * plan["trained"]
+    assert processes["reward",]["memory"] == {"reward": {}}
+    assert plan["data_plane_bytes"] > 0
+
+
+def test_every_key_has_a_line(run):
+    lines = run("explain").output.splitlines()
+    keys = [one["key"] for one in json.loads(run("explain", "--json").output)]
+    assert [line.split()[0] for line in lines] == keys
+    assert "actor.optim.lr" in keys
 
 
 def test_import_verl_converts_and_its_exit_code_tells_of_losses(run, tmp_path):
@@ -127,7 +149,7 @@ WRONG = {
     "plan rollout.n=0": "rollout.n",
     "config nothing": "nothing",
     "config --config": "--config",
-    "explain": "Missing argument",
+    "explain --config": "--config",
     "explain rollout.m": "rollout.m",
     "diff a": "Missing argument",
     "diff a=1 b=1": "Unknown key 'a'",

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
+import msgspec
 import torch
 
 from rl_app_ppo.checks.machine import check_installed_engines, gpu_count, gpu_memory
 from rl_app_ppo.checks.memory import check_plane_size, step_bytes
 from rl_app_ppo.checks.model_size import ModelSize, model_size
-from rl_app_ppo.config.devices import PlannedProcess, idle_gpus, plan_processes
+from rl_app_ppo.config.devices import idle_gpus, plan_processes
 from rl_app_ppo.config.model_path import described_model
 from rl_app_ppo.config.placement import Role, shares_base, shares_weights
 from rl_app_ppo.config.schema import AppConfig
@@ -21,7 +22,56 @@ from rl_trainer.config import ActorConfig, CriticConfig
 from rl_trainer.config.backends import FsdpConfig, MegatronConfig
 
 
-def plan_text(config: AppConfig) -> str:
+class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Equal processes of a run.
+
+    Attributes:
+        count: how many there are.
+        host: their host, from 1.
+        roles: of each.
+        gpus: of each.
+        cpus: that Ray reserves for each.
+        memory: bytes of each by role and part, by estimate.
+    """
+
+    count: int
+    host: int
+    roles: tuple[str, ...]
+    gpus: int
+    cpus: float
+    memory: dict[str, dict[str, int]]
+
+    @property
+    def bytes(self) -> int:
+        """All memory of each."""
+        return sum(sum(parts.values()) for parts in self.memory.values())
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run would start.
+
+    Attributes:
+        weights: of the model.
+        trained: those of them, or of its adapters, that an actor trains.
+        gpus: of all processes.
+        hosts: of the run.
+        processes: that compute.
+        gpu_memory: bytes of the smallest GPU of this machine, if a process uses one; 0: none.
+        data_plane_bytes: host memory of the rows of a step, at most.
+        warning: GPUs that stand idle; empty: none do.
+    """
+
+    weights: int
+    trained: int
+    gpus: int
+    hosts: int
+    processes: tuple[ProcessPlan, ...]
+    gpu_memory: int
+    data_plane_bytes: int
+    warning: str
+
+
+def make_plan(config: AppConfig) -> Plan:
     """The processes of a run: their roles, devices, CPUs, and memory by estimate.
 
     With trainer.n_gpus_per_node above 0 it supposes so many GPUs and the packages for them, else
@@ -36,44 +86,60 @@ def plan_text(config: AppConfig) -> str:
         check_installed_engines(config)
     there = gpus if gpus > 0 else gpu_count()
     planned = plan_processes(config, there)
-    several = config.trainer.nnodes > 1
     size = model_size(described_model(config), config.lora)
+    return Plan(
+        weights=size.weights,
+        trained=size.trained,
+        gpus=sum(process.gpus for process in planned),
+        hosts=config.trainer.nnodes,
+        processes=tuple(
+            ProcessPlan(
+                count=count,
+                host=host + 1,
+                roles=roles,
+                gpus=gpus,
+                cpus=config.ray.cpus_per_worker,
+                memory={role: dict(role_bytes(role, config, size, on_gpu=gpus > 0)) for role in roles},
+            )
+            for (host, roles, gpus), count in Counter((p.host, p.roles, p.gpus) for p in planned).items()
+        ),
+        gpu_memory=gpu_memory() if any(process.gpus for process in planned) else 0,
+        data_plane_bytes=_plane_bytes(config),
+        warning=idle_gpus(config, planned, there),
+    )
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan for people."""
     lines = [
-        f"model: {size.weights:,} weights, {size.trained:,} of an actor trained; GPUs: {sum(p.gpus for p in planned)}",
+        f"model: {plan.weights:,} weights, {plan.trained:,} of an actor trained; GPUs: {plan.gpus}",
         "most memory of each process by estimate, without logits, images, the CUDA context and what libraries hold:",
     ]
-    for (host, line), count in Counter((p.host, _described(p, config, size)) for p in planned).items():
-        lines.append(f"{f'host {host + 1}: ' if several else ''}{f'{count} x ' if count > 1 else ''}{line}")
-    lines += filter(None, [_gpus(planned), _plane(config), idle_gpus(config, planned, there)])
-    return "\n".join(lines) + "\n"
+    for process in plan.processes:
+        host = f"host {process.host}: " if plan.hosts > 1 else ""
+        device = f"{process.gpus} GPU{'s' if process.gpus > 1 else ''}" if process.gpus else "CPU"
+        lines.append(
+            f"{host}{f'{process.count} x ' if process.count > 1 else ''}{'+'.join(process.roles)}: {device}, "
+            f"{process.cpus:g} CPUs reserved, {shown_bytes(process.bytes)}"
+        )
+        lines += [
+            f"  {role}: "
+            + (", ".join(f"{name} {shown_bytes(n)}" for name, n in parts.items()) or "no model of its own")
+            for role, parts in process.memory.items()
+        ]
+    plane = f"data plane: at most {shown_bytes(plan.data_plane_bytes)} for a step, without validation, in host memory"
+    if plan.gpus:
+        here = f"{shown_bytes(plan.gpu_memory)} here" if plan.gpu_memory else "no GPU here, the estimate alone"
+        lines.append(f"memory of each GPU: {here}")
+    return "\n".join([*lines, plane, *filter(None, [plan.warning])]) + "\n"
 
 
-def _gpus(planned: Sequence[PlannedProcess]) -> str:
-    """The memory of this machine's GPUs, against the estimates; empty if no process uses one."""
-    if not any(process.gpus for process in planned):
-        return ""
-    memory = gpu_memory()
-    return f"memory of each GPU: {f'{shown_bytes(memory)} here' if memory else 'no GPU here, the estimate alone'}"
-
-
-def _plane(config: AppConfig) -> str:
+def _plane_bytes(config: AppConfig) -> int:
     """The data plane's memory of a step whose prompts are as long as allowed."""
     longest = config.data.max_prompt_length if config.data.train_files else ModelSettings().context
     needed = step_bytes(config, build_graph(config.algorithm, config.actor), longest, 0)
     check_plane_size(config, needed)
-    return f"data plane: at most {shown_bytes(needed)} for a step, without validation, in host memory"
-
-
-def _described(process: PlannedProcess, config: AppConfig, size: ModelSize) -> str:
-    device = f"{process.gpus} GPU{'s' if process.gpus > 1 else ''}" if process.gpus else "CPU"
-    roles = {role: role_bytes(role, config, size, on_gpu=process.gpus > 0) for role in process.roles}
-    parts = [
-        f"  {role}: " + (", ".join(f"{name} {shown_bytes(n)}" for name, n in parts.items()) or "no model of its own")
-        for role, parts in roles.items()
-    ]
-    total = sum(sum(parts.values()) for parts in roles.values())
-    head = f"{'+'.join(process.roles)}: {device}, {config.ray.cpus_per_worker:g} CPUs reserved, {shown_bytes(total)}"
-    return "\n".join([head, *parts])
+    return needed
 
 
 def role_bytes(role: Role, config: AppConfig, size: ModelSize, *, on_gpu: bool = False) -> Mapping[str, int]:

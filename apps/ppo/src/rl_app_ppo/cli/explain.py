@@ -25,6 +25,19 @@ def explain(key: str, resolved: Resolved) -> str:
     return "\n".join([*(_explained(option, resolved) for option in _options(key)), layers])
 
 
+def keys_text() -> str:
+    """A line for every key: its type, default and meaning."""
+    listed = list(options())
+    width = max(len(option.key) for option in listed)
+    return "".join(f"  {o.key:<{width}}  {o.type:<5}  {_default(o):<9}  {help_of(o)}\n" for o in listed)
+
+
+def _default(option: Option) -> str:
+    if isinstance(option.default, tuple):
+        return ",".join(map(str, cast(tuple[object, ...], option.default)))
+    return str(option.default)
+
+
 def described(key: str, resolved: Resolved) -> list[dict[str, object]]:
     """As `explain`, for programs.
 
@@ -45,9 +58,9 @@ def described(key: str, resolved: Resolved) -> list[dict[str, object]]:
 
 
 def _options(key: str) -> list[Option]:
-    """The option of a key, or those of a group."""
+    """The option of a key, or those of a group; all if it is empty."""
     name = SPELLINGS.get(key, key)
-    found = [option for option in options() if option.key == name or option.key.startswith(name + ".")]
+    found = [option for option in options() if not key or option.key == name or option.key.startswith(name + ".")]
     if not found:
         raise unknown_key(key, [option.key for option in options()])
     return found

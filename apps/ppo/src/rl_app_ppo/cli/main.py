@@ -6,19 +6,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 from rich.console import Console
 from rich.text import Text
 
 from rl_app_ppo.api.launch import launch
 from rl_app_ppo.cli.exit_codes import exit_code
-from rl_app_ppo.cli.explain import difference, explain, read_side
+from rl_app_ppo.cli.explain import difference, explain, keys_text, read_side
 from rl_app_ppo.cli.import_verl import import_verl
 from rl_app_ppo.cli.json_schema import schema_text
 from rl_app_ppo.cli.launch_files import JOB_FLAGS, KINDS, launch_text
-from rl_app_ppo.cli.option_names import help_of
-from rl_app_ppo.config.loading import load_config, options, resolve, shown_yaml
+from rl_app_ppo.config.loading import load_config, resolve, shown_yaml
 from rl_app_ppo.config.presets import algorithms, presets
 from rl_app_ppo.outputs.startup_times import command_age
 from rl_ckpt_engine import load_policy
@@ -118,15 +116,7 @@ def help_text() -> str:
     """The usage, and every key with its default and meaning."""
     job_flags = "\n".join(f"    {flag:<14} {meaning}" for flag, meaning in JOB_FLAGS.items())
     named = {"algorithms": _listed(algorithms()), "presets": _listed(presets())}
-    lines = [USAGE.format(**named, kinds=", ".join(KINDS), job_flags=job_flags)]
-    listed = list(options())
-    width = max(len(option.key) for option in listed)
-    lines += [f"  {o.key:<{width}}  {o.type:<5}  {_shown(o.default):<9}  {help_of(o)}\n" for o in listed]
-    return "".join(lines)
-
-
-def _shown(default: object) -> str:
-    return ",".join(map(str, cast(tuple[object, ...], default))) if isinstance(default, tuple) else str(default)
+    return USAGE.format(**named, kinds=", ".join(KINDS), job_flags=job_flags) + keys_text()
 
 
 def _listed(described: Mapping[str, str]) -> str:
@@ -182,7 +172,7 @@ def _answer(arguments: Arguments) -> str | None:
     if job_flags:
         raise ConfigError(f"{next(iter(job_flags))} needs --launch, whose file it is for.")
     if "--plan" in flags:
-        from rl_app_ppo.checks.plan import plan_text  # torch: other commands need none
+        from rl_app_ppo.checks.plan import make_plan, plan_text  # torch: other commands need none
 
-        return plan_text(load_config(arguments.overrides, arguments.config_file))
+        return plan_text(make_plan(load_config(arguments.overrides, arguments.config_file)))
     return shown_yaml(load_config(arguments.overrides, arguments.config_file)) if "--cfg" in flags else None

@@ -17,7 +17,7 @@ from rich.text import Text
 from rl_app_ppo.api.launch import launch
 from rl_app_ppo.cli.columns import columns
 from rl_app_ppo.cli.exit_codes import exit_code
-from rl_app_ppo.cli.explain import described, difference, differing, explain, read_side
+from rl_app_ppo.cli.explain import described, difference, differing, explain, keys_text, read_side
 from rl_app_ppo.cli.import_verl import import_verl
 from rl_app_ppo.cli.json_schema import schema_text
 from rl_app_ppo.cli.launch_files import JOB_FLAGS, KINDS, launch_text
@@ -83,11 +83,15 @@ def _doctor(
 
 @app.command("plan", rich_help_panel=BEFORE)
 @_coded
-def _plan(words: Words = None, config: ConfigFile = None) -> None:
+def _plan(words: Words = None, config: ConfigFile = None, as_json: Json = False) -> None:
     """Print the processes of a run, their GPUs and memory by estimate."""
-    from rl_app_ppo.checks.plan import plan_text  # torch
+    from rl_app_ppo.checks.plan import make_plan, plan_text  # torch
 
-    _print(plan_text(load_config(words or (), config)))
+    plan = make_plan(load_config(words or (), config))
+    if as_json:
+        _print_json(plan)
+    else:
+        _print(plan_text(plan))
 
 
 @app.command("config", rich_help_panel=BEFORE)
@@ -111,13 +115,18 @@ def _show_config(
 
 @app.command("explain", rich_help_panel=BEFORE)
 @_coded
-def _explain_key(key: str, words: Words = None, config: ConfigFile = None, as_json: Json = False) -> None:
+def _explain_key(
+    key: Annotated[str, typer.Argument(help="A key or a group of keys; without one, a line for every key.")] = "",
+    words: Words = None,
+    config: ConfigFile = None,
+    as_json: Json = False,
+) -> None:
     """Print meaning, value and origin of a key, or of each key of a group."""
     resolved = resolve(words or (), config)
     if as_json:
         _print_json(described(key, resolved))
     else:
-        _print(explain(key, resolved))
+        _print(explain(key, resolved) if key else keys_text())
 
 
 @app.command("diff", rich_help_panel=BEFORE)
