@@ -365,7 +365,9 @@ def ray_cluster(wanted: bool) -> Iterator[None]:
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # the processes of the cluster have this environment already
     import ray
 
-    context = ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=6 << 30)
+    context = ray.init(
+        address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=6 << 30
+    )
     os.environ["RAY_ADDRESS"] = context.address_info["address"]
     try:
         yield

@@ -322,7 +322,9 @@ class TestRayBackend(StoredSuite):
         ray = pytest.importorskip("ray")
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-            ray.init(num_cpus=1, include_dashboard=False, object_store_memory=160 * MIB, log_to_driver=False)
+            ray.init(
+                address="local", num_cpus=1, include_dashboard=False, object_store_memory=160 * MIB, log_to_driver=False
+            )
             try:
                 address = ray.get_runtime_context().gcs_address
                 config = TransferQueueConfig(backend="ray", backend_address=address, capacity_mb=64)

@@ -60,7 +60,7 @@ def test_a_real_cluster_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
     try:
         assert cluster_cpus() == Cpus([2.0], 2.0)
         asyncio.run(require_cpus(2, 1.0))

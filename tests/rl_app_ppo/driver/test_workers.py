@@ -33,7 +33,14 @@ def gcs_address():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        ray.init(num_cpus=2, num_gpus=GPUS, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
+        ray.init(
+            address="local",
+            num_cpus=2,
+            num_gpus=GPUS,
+            include_dashboard=False,
+            object_store_memory=80 << 20,
+            log_to_driver=False,
+        )
         yield ray.get_runtime_context().gcs_address
         ray.shutdown()
 

@@ -100,7 +100,7 @@ def test_a_trainer_and_a_rollout_engine_of_other_environments_work_together(even
     from ray import cloudpickle
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
+    ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
     try:
         path = even_models / "llama"
         trainer = ray.remote(num_cpus=0)(Trainer).remote(path)

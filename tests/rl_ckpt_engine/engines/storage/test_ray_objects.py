@@ -32,7 +32,9 @@ def test_outside_a_cluster_the_engine_says_what_to_do() -> None:
 def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-        ray.init(num_cpus=1, include_dashboard=False, object_store_memory=300 << 20, log_to_driver=False)
+        ray.init(
+            address="local", num_cpus=1, include_dashboard=False, object_store_memory=300 << 20, log_to_driver=False
+        )
         try:
             yield
         finally:

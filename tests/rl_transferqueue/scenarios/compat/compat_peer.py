@@ -15,7 +15,7 @@ import transfer_queue as tq
 sys.path.insert(0, str(Path(__file__).parent))
 import compat_scenarios
 
-ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
 tq.init()
 results = {"scenarios": compat_scenarios.run(tq, Path(sys.argv[1])), "signatures": compat_scenarios.signatures(tq)}
 tq.close()

@@ -388,7 +388,7 @@ import os
 import ray
 import rl_transferqueue.compat as tq
 
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)  # before init: the workers do not inherit its variable
+ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)  # before init: the workers do not inherit its variable
 tq.init({"rl_transferqueue": {"capacity_mb": 32, "segment_mb": 1}})
 
 @ray.remote
