@@ -181,7 +181,7 @@ def speed(
     return verdict(
         f"{requests} requests of {tokens} tokens: tokens/s against vLLM used bare",
         ratio["median"],
-        0.95,
+        0.97,
         1,
         at_least=True,
         ratio=ratio,
