@@ -13,7 +13,7 @@ import pytest
 from rl_transferqueue import Client, LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, start_local_plane
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "client"), str(HERE / "scenarios" / "compat")]
+sys.path[:0] = [str(HERE), str(HERE / "client"), str(HERE / "journal"), str(HERE / "scenarios" / "compat")]
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,240 @@
+"""The journal on a disk: metadata in SQLite, payload in segments.
+
+    append   blocks -> newest segment                       (not durable)
+    sync     segments -> names of segments -> metadata      (each durable before the next)
+    clear    metadata -> segments that nothing names are deleted
+
+The metadata never names a block that is not on the disk, so what a crash leaves behind is payload
+that nothing names: `recover` removes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from rl_protocol.errors import ConfigError, OutputError
+from rl_protocol.support.disk_writes import fsync
+from rl_transferqueue.journal.journal_index import JournalIndex
+from rl_transferqueue.journal.metadata import Metadata, StoredPut
+from rl_transferqueue.journal.records import ClearRecord, PutRecord, Record, Recovered, RecoveryReport
+from rl_transferqueue.journal.segment_files import DiskFiles, SegmentFiles
+from rl_transferqueue.journal.segments import Segments
+
+SEGMENT_BYTES = 64 << 20
+COMPACT_BELOW = 0.5
+"""A segment whose live share is smaller is rewritten by `compact`."""
+NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs"})
+"""SQLite's write-ahead log needs shared memory and locks that these do not give."""
+
+
+class DiskJournal:
+    """A journal in a folder; see `rl_transferqueue.journal.records.Journal`.
+
+    Args:
+        metadata: open metadata; closed with the journal.
+        files: files of the segments; closed with the journal.
+        where: the folder, for messages.
+        segment_bytes: size of a segment. The next one is always allocated ahead.
+    """
+
+    def __init__(self, metadata: Metadata, files: SegmentFiles, where: str, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._metadata = metadata
+        self._files = files
+        self._where = where
+        self._segments = Segments(files, where, segment_bytes)
+        self._index = JournalIndex()
+        self._failed: str | None = None
+        self._new: dict[int, StoredPut] = {}
+        self._cleared: set[int] = set()
+        self._dead: list[StoredPut] = []
+        self._forgotten: set[int] = set()
+
+    def append(self, records: Sequence[Record]) -> None:
+        with self._fatal("append"):
+            puts = [record for record in records if isinstance(record, PutRecord)]
+            blocks = [block for put in puts for block in put.columns.values()]
+            places = iter(self._segments.write(blocks))
+            for record in records:
+                if isinstance(record, ClearRecord):
+                    self._clear(record)
+                    continue
+                stored = StoredPut(
+                    self._index.next_number(),
+                    replace(record, columns={}),
+                    {name: next(places) for name in record.columns},
+                )
+                self._index.add(stored)
+                self._new[stored.number] = stored
+
+    def sync(self) -> None:
+        with self._fatal("sync"):
+            self._segments.sync()
+            self._metadata.commit(
+                self._new.values(), self._cleared, [put.number for put in self._dead], self._forgotten
+            )
+            self._remove_unreferenced()
+            self._new, self._cleared, self._dead, self._forgotten = {}, set(), [], set()
+
+    def recover(self) -> Recovered:
+        with self._fatal("recover"):
+            stored = self._metadata.puts()
+            ends: dict[int, int] = {}
+            for place in (place for put in stored for place in put.places.values()):
+                ends[place.segment] = max(ends.get(place.segment, 0), place.offset + place.nbytes)
+            cut, removed = self._segments.recover(ends)
+            whole: list[PutRecord] = []
+            broken: list[StoredPut] = []
+            for put in stored:
+                record = self._read(put)
+                if record is None:
+                    broken.append(put)
+                else:
+                    whole.append(record)
+                    self._index.add(put)
+            noted = self._metadata.cleared()
+            cleared = noted & {it for record in whole for it in record.generations}
+            self._index.clear(cleared)
+            self._metadata.commit(dead=[put.number for put in broken], forgotten=noted - cleared)
+            removed += self._segments.remove(ends.keys() - self._index.segments())
+            incomplete = {it for put in broken for it in put.record.generations} - noted
+            kept = {it for record in whole for it in record.generations} - cleared - incomplete
+            report = RecoveryReport(
+                rows_kept=len(kept),
+                rows_incomplete=tuple(sorted(incomplete)),
+                bytes_cut=cut,
+                segments_removed=removed,
+            )
+            return Recovered(tuple(whole), frozenset(cleared), report)
+
+    def compact(self) -> int:
+        self.sync()
+        with self._fatal("compact"):
+            victims = {
+                number
+                for number, live in self._index.live_bytes().items()
+                if number not in self._segments.in_use and live < COMPACT_BELOW * self._segments.size(number)
+            }
+            moved: list[StoredPut] = []
+            for put in self._index.puts_in(victims):
+                record = self._read(put)
+                if record is not None:
+                    places = self._segments.write(record.columns.values())
+                    moved.append(replace(put, places=dict(zip(put.places, places, strict=True))))
+            self._segments.sync()
+            self._metadata.commit(moved)
+            for put in moved:
+                self._index.move(put)
+            return self._remove_unreferenced()
+
+    def close(self) -> None:
+        self._metadata.close()
+        self._files.close()
+
+    def _clear(self, record: ClearRecord) -> None:
+        cleared, dead, forgotten = self._index.clear(record.generations)
+        self._cleared |= cleared
+        self._dead += dead
+        self._forgotten |= forgotten
+
+    def _remove_unreferenced(self) -> int:
+        """Delete segments that the durable metadata does not name."""
+        unused = self._index.unreferenced() - self._segments.in_use
+        removed = self._segments.remove(unused)
+        self._index.forget(unused)
+        return removed
+
+    def _read(self, put: StoredPut) -> PutRecord | None:
+        columns: dict[str, bytes] = {}
+        for name, place in put.places.items():
+            data = self._segments.read(place)
+            if data is None:
+                return None
+            columns[name] = data
+        return replace(put.record, columns=columns)
+
+    @contextmanager
+    def _fatal(self, what: str) -> Generator[None]:
+        """An error of the disk ends the journal: what was written is unknown after it."""
+        if self._failed is not None:
+            raise OutputError(self._failed)
+        try:
+            yield
+        except OutputError:
+            raise
+        except (OSError, sqlite3.Error) as error:
+            self._failed = (
+                f"The journal of the data plane in {self._where} failed during {what}: {error}. It takes nothing more; "
+                f"{self._files.free()} bytes are free there. Repair the disk of transfer_queue.journal_dir and start again."
+            )
+            raise OutputError(self._failed) from error
+
+
+@contextmanager
+def open_journal(folder: Path, segment_bytes: int = SEGMENT_BYTES) -> Generator[DiskJournal]:
+    """The journal in a folder, which is made if need be; one process at a time.
+
+    Raises:
+        ConfigError: the folder is on a network file system, or another process uses its journal.
+        OutputError: the folder or its files can't be made or read.
+    """
+    try:
+        payload = folder / "segments"
+        if not payload.is_dir():
+            payload.mkdir(parents=True)
+            fsync(folder.parent)
+        _check_file_system(folder)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise OutputError(f"transfer_queue.journal_dir={folder} can't be used: {error.strerror or error}.") from error
+    try:
+        _lock(lock, folder)
+        try:
+            metadata = Metadata(folder / "metadata.sqlite")
+            fsync(folder)
+        except (OSError, sqlite3.Error) as error:
+            raise OutputError(f"The journal in {folder} can't be opened: {error}.") from error
+        journal = DiskJournal(metadata, DiskFiles(payload), str(folder), segment_bytes)
+        try:
+            yield journal
+        finally:
+            journal.close()
+    finally:
+        os.close(lock)
+
+
+def file_system_of(path: Path, mountinfo: str) -> str:
+    """Type of the file system that holds an absolute path, by the text of /proc/self/mountinfo.
+
+    >>> file_system_of(Path("/a/b"), "1 0 0:1 / / rw - ext4 x rw\\n2 1 0:2 / /a rw - nfs4 h:/x rw")
+    'nfs4'
+    """
+    best, found = -1, ""
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        point = Path(left.split()[4].replace("\\040", " "))
+        if path.is_relative_to(point) and len(point.parts) >= best:
+            best, found = len(point.parts), right.split()[0]
+    return found
+
+
+def _check_file_system(folder: Path) -> None:
+    found = file_system_of(folder.resolve(), Path("/proc/self/mountinfo").read_text())
+    if found in NETWORK_FILE_SYSTEMS:
+        raise ConfigError(
+            f"transfer_queue.journal_dir must be on a local disk, got {folder} on {found}: SQLite's write-ahead log does not work there."
+        )
+
+
+def _lock(handle: int, folder: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"transfer_queue.journal_dir={folder} is in use by another process; set another folder for each plane."
+        ) from error

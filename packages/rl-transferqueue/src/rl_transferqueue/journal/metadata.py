@@ -1,0 +1,137 @@
+"""Metadata: SQLite with a write-ahead log that is synced at each commit."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rl_transferqueue.journal.records import PutRecord
+from rl_transferqueue.journal.segments import Place
+
+VERSION = 1
+_TABLES = """
+CREATE TABLE IF NOT EXISTS puts(
+    id INTEGER PRIMARY KEY, partition TEXT NOT NULL, keys BLOB NOT NULL, generations BLOB NOT NULL,
+    header BLOB NOT NULL, tags BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS blocks(
+    put INTEGER NOT NULL, position INTEGER NOT NULL, name TEXT NOT NULL, segment INTEGER NOT NULL,
+    start INTEGER NOT NULL, nbytes INTEGER NOT NULL, digest BLOB NOT NULL, PRIMARY KEY(put, position)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS cleared(generation INTEGER PRIMARY KEY);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPut:
+    """A put as the metadata knows it: its record without the columns' bytes, and their places."""
+
+    number: int
+    record: PutRecord
+    places: Mapping[str, Place]
+
+
+class Metadata:
+    """One connection. SQLite refuses its use from another thread than the one that opened it."""
+
+    def __init__(self, path: Path) -> None:
+        self._connection = sqlite3.connect(path, isolation_level=None)
+        execute = self._connection.execute
+        execute("PRAGMA journal_mode=WAL")
+        execute("PRAGMA synchronous=FULL")
+        (version,) = execute("PRAGMA user_version").fetchone()
+        if version not in (0, VERSION):
+            self._connection.close()
+            raise sqlite3.DatabaseError(f"version {version}, this program reads {VERSION}")
+        self._connection.executescript(_TABLES)
+        execute(f"PRAGMA user_version={VERSION}")
+
+    def commit(
+        self,
+        puts: Iterable[StoredPut] = (),
+        cleared: Iterable[int] = (),
+        dead: Iterable[int] = (),
+        forgotten: Iterable[int] = (),
+    ) -> None:
+        """One durable transaction.
+
+        Args:
+            puts: to add or replace.
+            cleared: rows to note as cleared.
+            dead: numbers of puts to delete.
+            forgotten: cleared rows that no put holds any more.
+        """
+        with self._transaction() as connection:
+            for put in puts:
+                its = put.record
+                connection.execute(
+                    "INSERT OR REPLACE INTO puts VALUES(?,?,?,?,?,?)",
+                    (put.number, its.partition, _pack(its.keys), _pack(its.generations), its.header, its.tags),
+                )
+                connection.executemany(
+                    "INSERT OR REPLACE INTO blocks VALUES(?,?,?,?,?,?,?)",
+                    [
+                        (put.number, position, name, at.segment, at.offset, at.nbytes, at.digest)
+                        for position, (name, at) in enumerate(put.places.items())
+                    ],
+                )
+            connection.executemany("INSERT OR IGNORE INTO cleared VALUES(?)", [(it,) for it in cleared])
+            for number in dead:
+                connection.execute("DELETE FROM puts WHERE id=?", (number,))
+                connection.execute("DELETE FROM blocks WHERE put=?", (number,))
+            connection.executemany("DELETE FROM cleared WHERE generation=?", [(it,) for it in forgotten])
+
+    def puts(self) -> list[StoredPut]:
+        """All puts, oldest first."""
+        places: dict[int, dict[str, Place]] = {}
+        query = "SELECT put, name, segment, start, nbytes, digest FROM blocks ORDER BY put, position"
+        for number, name, *place in self._connection.execute(query):
+            places.setdefault(number, {})[name] = Place(*place)
+        return [
+            StoredPut(number, _record(partition, keys, generations, header, tags), places.get(number, {}))
+            for number, partition, keys, generations, header, tags in self._connection.execute(
+                "SELECT id, partition, keys, generations, header, tags FROM puts ORDER BY id"
+            )
+        ]
+
+    def cleared(self) -> set[int]:
+        """Cleared rows of puts that hold others too."""
+        return {generation for (generation,) in self._connection.execute("SELECT generation FROM cleared")}
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    def _transaction(self) -> _Transaction:
+        return _Transaction(self._connection)
+
+
+class _Transaction:
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> sqlite3.Connection:
+        self._connection.execute("BEGIN IMMEDIATE")
+        return self._connection
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._connection.execute("COMMIT")
+        elif self._connection.in_transaction:
+            self._connection.execute("ROLLBACK")
+
+
+def _pack(values: tuple[str, ...] | tuple[int, ...]) -> bytes:
+    return msgspec.msgpack.encode(values)
+
+
+def _record(partition: str, keys: bytes, generations: bytes, header: bytes, tags: bytes) -> PutRecord:
+    return PutRecord(
+        partition=partition,
+        keys=msgspec.msgpack.decode(keys, type=tuple[str, ...]),
+        generations=msgspec.msgpack.decode(generations, type=tuple[int, ...]),
+        header=header,
+        tags=tags,
+    )

@@ -1,0 +1,101 @@
+"""What a journal takes and gives back, and its interface."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+Block: TypeAlias = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutRecord:
+    """The rows of one put. Several puts may write columns of the same rows.
+
+    Attributes:
+        generations: one number per row, unique in the plane.
+        header, tags: stored as they are.
+        columns: column name -> its contiguous bytes.
+    """
+
+    partition: str
+    keys: tuple[str, ...]
+    generations: tuple[int, ...]
+    header: bytes = b""
+    tags: bytes = b""
+    columns: Mapping[str, Block] = field(default_factory=dict[str, Block])
+
+
+@dataclass(frozen=True, slots=True)
+class ClearRecord:
+    """These rows are gone; generations that the journal does not hold are ignored."""
+
+    generations: tuple[int, ...]
+
+
+Record: TypeAlias = PutRecord | ClearRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryReport:
+    """What a recovery found.
+
+    Attributes:
+        rows_kept: rows whose every put was read and verified.
+        rows_incomplete: generations of rows that lost at least one put to a missing segment or a
+            wrong digest. Their other puts are returned.
+        bytes_cut: bytes after the last acknowledged block of a segment.
+        segments_removed: segments that no acknowledged row refers to.
+    """
+
+    rows_kept: int
+    rows_incomplete: tuple[int, ...]
+    bytes_cut: int
+    segments_removed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """The puts that hold a row that is not cleared, in the order of their appends, and the report.
+
+    A put is kept whole until all of its rows are cleared; `cleared` holds those that are.
+    """
+
+    puts: tuple[PutRecord, ...]
+    cleared: frozenset[int]
+    report: RecoveryReport
+
+
+class Journal(Protocol):
+    """Keeps records. All calls come from the thread that opened it."""
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Take records, all or none. They are durable once `sync` has returned.
+
+        Raises:
+            OutputError: the disk is full (nothing was taken, and the journal can be used on), or an
+                earlier write or sync failed.
+        """
+        ...
+
+    def sync(self) -> None:
+        """Make all appended records durable in one commit.
+
+        Raises:
+            OutputError: the disk failed. It is unknown which records are durable; the journal
+                refuses every further call but `close`.
+        """
+        ...
+
+    def recover(self) -> Recovered:
+        """Read what is durable, verify it and remove the rest. Call it once, before any append."""
+        ...
+
+    def compact(self) -> int:
+        """Rewrite the rows of segments that are mostly dead; returns the segments removed."""
+        ...
+
+    def close(self) -> None:
+        """Release the files; records that were not synced are lost."""
+        ...

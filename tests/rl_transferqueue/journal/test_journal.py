@@ -1,0 +1,225 @@
+"""Conformance of journals, and what holds only for the one on a disk."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from lossy_files import LossyFiles
+
+from rl_protocol.errors import ConfigError, OutputError
+from rl_transferqueue.journal.disk_journal import DiskJournal, file_system_of, open_journal
+from rl_transferqueue.journal.metadata import Metadata
+from rl_transferqueue.journal.records import ClearRecord, Journal, PutRecord
+
+SEGMENT = 4096
+Reopen = Callable[[], Journal]
+
+
+def put(*generations: int, **columns: bytes) -> PutRecord:
+    keys = tuple(f"row {it}" for it in generations)
+    return PutRecord(partition="train", keys=keys, generations=generations, header=b"h", tags=b"t", columns=columns)
+
+
+@pytest.fixture(params=["disk", "power loss"])
+def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reopen]:
+    """Opens the journal; again if it was open: its files as they are, or after a power loss."""
+    stack = ExitStack()
+    files = LossyFiles()
+
+    def on_disk() -> Journal:
+        stack.close()
+        return stack.enter_context(open_journal(tmp_path / "journal", SEGMENT))
+
+    def in_memory() -> Journal:
+        nonlocal files
+        stack.close()
+        files = files.after_power_loss(random.Random(0))
+        journal = DiskJournal(Metadata(tmp_path / "metadata"), files, "memory", SEGMENT)
+        stack.callback(journal.close)
+        return journal
+
+    with stack:
+        yield on_disk if request.param == "disk" else in_memory
+
+
+def test_a_new_journal_is_empty(reopen: Reopen) -> None:
+    found = reopen().recover()
+    assert (found.puts, found.cleared, found.report.rows_kept, found.report.segments_removed) == ((), frozenset(), 0, 0)
+
+
+def test_synced_puts_come_back_in_order_with_their_bytes(reopen: Reopen) -> None:
+    records = [put(1, 2, ids=b"abc", empty=b""), put(3), put(1, score=b"x" * 10_000)]
+    journal = reopen()
+    journal.recover()
+    journal.append(records[:2])
+    journal.append(records[2:])
+    journal.sync()
+    found = reopen().recover()
+    assert list(found.puts) == records
+    assert found.report.rows_kept == 3
+
+
+def test_puts_that_were_not_synced_are_gone_and_their_bytes_cut(reopen: Reopen) -> None:
+    journal = reopen()
+    journal.recover()
+    journal.append([put(1, ids=b"a" * 100)])
+    journal.sync()
+    journal.append([put(2, ids=b"b" * 100)])
+    found = reopen().recover()
+    assert [it.generations for it in found.puts] == [(1,)]
+    # the first put ends at 100, the second at 512 + 100; a power loss may have taken its sector
+    assert found.report.bytes_cut in (0, 512)
+
+
+def test_a_put_is_kept_until_its_last_row_is_cleared(reopen: Reopen) -> None:
+    journal = reopen()
+    journal.recover()
+    journal.append([put(1, 2, ids=b"ab"), ClearRecord((1, 77))])
+    journal.sync()
+    journal = reopen()
+    found = journal.recover()
+    assert [it.generations for it in found.puts] == [(1, 2)]
+    assert (found.cleared, found.report.rows_kept) == ({1}, 1)
+    journal.append([ClearRecord((2,))])
+    journal.sync()
+    found = reopen().recover()
+    assert (found.puts, found.cleared) == ((), frozenset())
+
+
+def test_compaction_keeps_the_live_rows_and_removes_their_old_segments(reopen: Reopen) -> None:
+    journal = reopen()
+    journal.recover()
+    for generation in range(1, 13):
+        journal.append([put(generation, ids=bytes([generation]) * 1000)])
+    journal.append([ClearRecord(tuple(it for it in range(1, 13) if it % 4))])
+    journal.sync()
+    assert journal.compact() == 2
+    found = reopen().recover()
+    assert {it.generations: bytes(it.columns["ids"]) for it in found.puts} == {
+        (it,): bytes([it]) * 1000 for it in (4, 8, 12)
+    }
+
+
+def in_memory(tmp_path: Path, files: LossyFiles) -> DiskJournal:
+    return DiskJournal(Metadata(tmp_path / "metadata"), files, "the folder", SEGMENT)
+
+
+def test_a_failed_sync_ends_the_journal(tmp_path: Path) -> None:
+    files = LossyFiles()
+    journal = in_memory(tmp_path, files)
+    journal.recover()
+    journal.append([put(1, ids=b"a")])
+    files.broken_sync = True
+    with pytest.raises(OutputError, match=r"the folder failed during sync: .*Input/output error"):
+        journal.sync()
+    files.broken_sync = False
+    with pytest.raises(OutputError, match="failed during sync"):
+        journal.sync()
+    journal.close()
+    journal = in_memory(tmp_path, files)
+    assert not journal.recover().puts
+    journal.close()
+
+
+def test_a_full_disk_refuses_the_append_and_nothing_else(tmp_path: Path) -> None:
+    journal = in_memory(tmp_path, LossyFiles(capacity=2 * SEGMENT + 100))
+    journal.recover()
+    journal.append([put(1, ids=b"a" * 4000)])
+    with pytest.raises(OutputError, match=r"the folder needs 4096 bytes .* 100 are free"):
+        journal.append([put(2, ids=b"b" * 4000)])
+    journal.append([put(3, ids=b"c")])
+    journal.sync()
+    journal.close()
+
+
+def _fill(journal: Journal) -> None:
+    for generation in range(100):
+        journal.append([put(generation, ids=bytes(100_000))])
+
+
+def test_a_real_full_disk_refuses_the_append(tmp_path: Path) -> None:
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    if mount.returncode:
+        pytest.skip(f"can't mount a small tmpfs: {mount.stderr.strip()}")
+    try:
+        with open_journal(tmp_path / "journal", 128 << 10) as journal:
+            journal.recover()
+            with pytest.raises(OutputError, match=r"needs 131072 bytes .*No space left on device"):
+                _fill(journal)
+            journal.sync()
+        with open_journal(tmp_path / "journal", 128 << 10) as journal:
+            assert 1 <= journal.recover().report.rows_kept < 10
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_flipped_byte_costs_its_put_alone(tmp_path: Path) -> None:
+    with open_journal(tmp_path, SEGMENT) as journal:
+        journal.recover()
+        journal.append([put(1, ids=b"a" * 64), put(2, ids=b"b" * 64)])
+        journal.sync()
+    segment = next((tmp_path / "segments").glob("segment-*0"))
+    with segment.open("r+b") as file:
+        file.seek(70)
+        file.write(b"?")
+    for incomplete in ((2,), ()):
+        with open_journal(tmp_path, SEGMENT) as journal:
+            found = journal.recover()
+        assert [it.generations for it in found.puts] == [(1,)]
+        assert (found.report.rows_kept, found.report.rows_incomplete) == (1, incomplete)
+
+
+def test_a_second_process_and_network_file_systems_are_refused(tmp_path: Path) -> None:
+    with open_journal(tmp_path), pytest.raises(ConfigError, match="in use by another process"), open_journal(tmp_path):
+        pass
+    mounts = "1 0 0:1 / / rw - ext4 x rw\n2 1 0:2 / /a rw - nfs4 h:/x rw"
+    assert [file_system_of(Path(it), mounts) for it in ("/a", "/a/b", "/ab")] == ["nfs4", "nfs4", "ext4"]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from rl_transferqueue.journal.disk_journal import open_journal
+from rl_transferqueue.journal.records import PutRecord
+with open_journal(Path(sys.argv[1]), 1 << 16) as journal:
+    journal.recover()
+    for it in range(int(sys.argv[2]), 1 << 30):
+        data = it.to_bytes(8, "little") * 500
+        journal.append([PutRecord(partition="p", keys=(str(it),), generations=(it,), columns={"ids": data})])
+        journal.sync()
+        print(it, flush=True)
+"""
+
+
+def test_acknowledged_rows_survive_kill_9(tmp_path: Path) -> None:
+    last = -1
+    for life in range(3):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path), str(last + 1)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ,
+        )
+        assert writer.stdout is not None
+        acknowledged = [writer.stdout.readline() for _ in range(20 + 7 * life)]
+        writer.kill()
+        rest, _ = writer.communicate(timeout=30)
+        acknowledged += rest.splitlines()
+        last = max(last, *map(int, acknowledged), 0)
+        with open_journal(tmp_path, 1 << 16) as journal:
+            found = journal.recover()
+        rows = {it.generations[0]: bytes(it.columns["ids"]) for it in found.puts}
+        assert set(range(last + 1)) <= rows.keys()
+        assert len(rows) <= last + 2
+        assert all(data == it.to_bytes(8, "little") * 500 for it, data in rows.items())
+        assert not found.report.rows_incomplete
+        last = max(rows)
