@@ -355,10 +355,12 @@ def test_calls_that_are_answered_at_once_let_the_loop_go_on(plane: LocalPlane) -
                     turns += 1
 
             beside = asyncio.create_task(other())
-            for number in range(400):
+            number = 0
+            while turns < 10 and number < 100_000:  # without turns this is a few seconds
+                number += 1
                 await client.put("turns", ["a"], tags=[{"n": number}])
             beside.cancel()
-            assert turns >= 10  # 400 calls take at least 20 ms, with one turn per ms or more
+            assert turns >= 10
 
     asyncio.run(main())
 
