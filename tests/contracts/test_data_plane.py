@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -33,9 +35,14 @@ class TestLocalPlane(DataPlaneSuite):
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
-    def _plane(cls) -> Iterator[None]:
-        with start_local_plane(cls.config) as cls.plane:
+    def _plane(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        with start_local_plane(cls.configure(tmp_path_factory.mktemp("plane"))) as cls.plane:
             yield
+
+    @classmethod
+    def configure(cls, folder: Path) -> TransferQueueConfig:
+        del folder
+        return cls.config
 
     @pytest.fixture(autouse=True)
     def _patient(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,6 +69,14 @@ class TestNetworkPlane(TestLocalPlane):
     """The same without shared memory: unit and clients use two loopback addresses."""
 
     config = TransferQueueConfig(capacity_mb=64, segment_mb=1, listen="127.0.0.2", shared_memory=False)
+
+
+class TestDurablePlane(TestLocalPlane):
+    """The same with a journal."""
+
+    @classmethod
+    def configure(cls, folder: Path) -> TransferQueueConfig:
+        return replace(cls.config, durability="commit", journal_dir=str(folder))
 
 
 class TestMemoryBackend(TestLocalPlane):

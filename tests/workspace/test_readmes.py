@@ -68,6 +68,10 @@ RUN_BY = {
         "packages/rl-transferqueue/README.md",
         2,
     ): "tests/rl_transferqueue/scenarios/test_package.py::test_readme_examples_run",
+    (
+        "packages/rl-transferqueue/README.md",
+        3,
+    ): "tests/rl_transferqueue/scenarios/test_package.py::test_readme_examples_run",
 }
 """(README, number of its python block) -> the test that runs the block."""
 

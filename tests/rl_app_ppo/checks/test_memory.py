@@ -58,6 +58,10 @@ def test_the_least_capacity_is_named_and_is_enough():
     [
         ("transfer_queue.capacity_mb=2", ["transfer_queue.capacity_mb=2 is too small", "rollout.response_length"]),
         ("transfer_queue.listen=10.77.0.1:5600", ["transfer_queue.listen='10.77.0.1:5600'", "RL_TQ_KEY_FILE"]),
+        (
+            "transfer_queue={durability: commit, journal_dir: journal}",
+            ["transfer_queue.durability must be off", "got 'commit'"],
+        ),
         ("transfer_queue.listen=127.0.0.1:99999", ["transfer_queue.listen", "port in 1..65535", "host:port"]),
         ("transfer_queue.backend=simpel", ["transfer_queue.backend", "Did you mean 'simple'?"]),
     ],

@@ -55,7 +55,7 @@ def test_doctests(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_readme_examples_run(number: int, readme_code: Callable[[str, int], str]) -> None:
     code = readme_code("packages/rl-transferqueue", number)
     done = subprocess.run(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from rl_protocol.support.options import Options, option, require
 
+DURABILITY = ("off", "commit", "every_put")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TransferQueueConfig(Options):
@@ -43,6 +45,17 @@ class TransferQueueConfig(Options):
         "Address of this host to serve clients of other hosts at, host, host:port or [IPv6]:port: with a port, that one and those "
         "after it; beyond loopback it needs a key (RL_TQ_KEY_FILE). Empty: only this host, over unix sockets.",
     )
+    durability: str = option(
+        "off",
+        "What survives the death of all processes of the plane, and a loss of power: off: nothing. commit: every acknowledged put; "
+        "puts that arrive during a write share the next one. every_put: the same with one write per put.",
+        choices=DURABILITY,
+    )
+    journal_dir: str = option(
+        "",
+        "Folder of the journal, on a local disk; made if missing. A plane that starts with it has the rows of the one before.",
+        needs="durability!=off",
+    )
     shared_memory: bool = option(
         True, "Clients on the plane's host share its memory; off: they use the network too (for tests)."
     )
@@ -59,6 +72,19 @@ class TransferQueueConfig(Options):
             f"{path}listen",
             f"an address such as 127.0.0.1 with {path}shared_memory=false, which leaves clients no other way in",
             self.listen,
+        )
+
+        require(
+            self.durability == "off" or bool(self.journal_dir),
+            f"{path}journal_dir",
+            f"a folder with {path}durability={self.durability}",
+            self.journal_dir,
+        )
+        require(
+            self.durability == "off" or self.backend in ("simple", "memory"),
+            f"{path}durability",
+            f"off with {path}backend={self.backend}, which keeps the bytes itself",
+            self.durability,
         )
 
     @property

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from mmap import mmap
+from pathlib import Path
 
 from rl_transferqueue.controller.block_cleanup import BlockCleanup
+from rl_transferqueue.controller.durable.durable_rows import DurableRows
+from rl_transferqueue.controller.durable.journal_thread import JournalThread
+from rl_transferqueue.controller.durable.recovery import restore
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.memory_requests import MemoryRequests
 from rl_transferqueue.controller.row_requests import RowRequests
@@ -12,14 +18,16 @@ from rl_transferqueue.controller.rows.ledger import Ledger
 from rl_transferqueue.controller.session_requests import SessionRequests
 from rl_transferqueue.controller.sessions import Sessions
 from rl_transferqueue.controller.storage_units import StorageUnits
+from rl_transferqueue.journal.records import ClearRecord, RecoveryReport
+from rl_transferqueue.memory.arena import map_memory
 from rl_transferqueue.memory.block_epochs import SharedEpochs
 from rl_transferqueue.transport.addresses import Endpoints, endpoint
 from rl_transferqueue.transport.bulk_server import BulkServer
 from rl_transferqueue.transport.control_server import Handler, Server
 from rl_transferqueue.transport.event_loop import Reactor
 from rl_transferqueue.transport.plane_secret import PlaneKey
-from rl_transferqueue.wire.messages import GetMetrics, GetStats, Metrics, Stats
-from rl_transferqueue.wire.spans import ALIGN
+from rl_transferqueue.wire.messages import Answer, ArenaMemory, DescribeMemory, GetMetrics, GetStats, Metrics, Stats
+from rl_transferqueue.wire.spans import ALIGN, Span
 
 
 class Controller:
@@ -31,10 +39,23 @@ class Controller:
         unit_bytes: capacity of every unit.
         segment: bytes of memory that a unit touches ahead of need, in one step.
         stored: blocks lie in a backend's stores and not in arenas.
+        journal: folder of the journal; None: nothing survives.
+        every_put: commit every put by itself.
+
+    Raises:
+        ConfigError, OutputError: the journal can't be used.
     """
 
     def __init__(
-        self, address: str, units: Sequence[str], unit_bytes: int, segment: int, *, stored: bool = False
+        self,
+        address: str,
+        units: Sequence[str],
+        unit_bytes: int,
+        segment: int,
+        *,
+        stored: bool = False,
+        journal: Path | None = None,
+        every_put: bool = False,
     ) -> None:
         self.reactor = Reactor()
         self._epochs = SharedEpochs(len(units) * unit_bytes // ALIGN + 1)
@@ -61,6 +82,8 @@ class Controller:
         self._session_requests = SessionRequests(
             self._sessions, blocks, self._capacity, self._rows, self._memory, self._cleanup
         )
+        self._journal = JournalThread(self.reactor, journal, each=every_put) if journal is not None else None
+        self._arenas: dict[int, mmap] = {}
         handlers.update(self._session_requests.handlers)
         handlers.update(self._memory.handlers)
         handlers.update(self._rows.handlers)
@@ -79,16 +102,51 @@ class Controller:
         return Endpoints(self.server.listen(host, key, port), endpoint(host, bulk.port))
 
     def when_ready(self, callback: Callable[[], None]) -> None:
-        """Call back once, when all units are connected: from then on the end of each is noticed."""
-        self._units.when_ready(callback)
+        """Call back once, when all units are connected, and rows of a journal are restored: from
+        then on the end of each unit is noticed.
+
+        Raises:
+            ConfigError: when it would call back: the rows do not fit.
+        """
+        journal = self._journal
+        self._units.when_ready(callback if journal is None else lambda: self._map_units(journal, callback))
+
+    @property
+    def recovery(self) -> RecoveryReport | None:
+        """What the journal held; None: there is none."""
+        return self._journal.recovered.report if self._journal is not None else None
 
     def close(self) -> None:
-        """Close all sockets and descriptors."""
+        """Write what the journal has not written, and close all sockets and descriptors."""
+        if self._journal is not None:
+            self._journal.close()
         self.server.close()
         if self._session_requests.bulk is not None:
             self._session_requests.bulk.close()
         self._units.close()
         self._sessions.close()
+
+    def _map_units(self, journal: JournalThread, callback: Callable[[], None]) -> None:
+        """Map the arenas, which the journal reads, and restore its rows."""
+        missing = set(self._units)
+
+        def described(unit: int, answer: Answer) -> None:
+            assert isinstance(answer, ArenaMemory)
+            self._arenas[unit] = map_memory(answer.process, answer.fd, answer.nbytes, writable=True)
+            missing.discard(unit)
+            if not missing:
+                restore(journal.recovered, self._ledger, self._capacity, self._bytes_of)
+                journal.write(ClearRecord(journal.recovered.report.rows_incomplete), lambda _: None)
+                self._rows.durable = DurableRows(
+                    self._ledger, self._capacity, journal, self._bytes_of, self.server, self._rows
+                )
+                callback()
+
+        for unit in self._units:
+            self._units.send(unit, DescribeMemory(), partial(described, unit))
+
+    def _bytes_of(self, span: Span) -> memoryview:
+        return memoryview(self._arenas[span.unit])[span.offset : span.offset + span.nbytes]
 
     def _received(self, session: bytes, requests: Sequence[int]) -> None:
         self._session_requests.received(session, requests)

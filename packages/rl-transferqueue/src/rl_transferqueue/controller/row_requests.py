@@ -9,6 +9,7 @@ import numpy as np
 from rl_protocol.errors import PlaneTimeout, WireError
 from rl_transferqueue.controller.block_cleanup import BlockCleanup
 from rl_transferqueue.controller.column_counters import ColumnCounters
+from rl_transferqueue.controller.durable.durable_rows import DurableRows
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.memory_requests import MemoryRequests, Replies
 from rl_transferqueue.controller.rows.ledger import Ledger
@@ -58,6 +59,8 @@ class RowRequests:
         self._sessions = sessions
         self._replies = replies
         self.columns = ColumnCounters()
+        self.durable: DurableRows | None = None
+        """Set where puts must survive the plane."""
 
     @property
     def handlers(self) -> Mapping[type, Handler]:
@@ -65,7 +68,7 @@ class RowRequests:
         ledger = self._ledger
         return {
             Commit: self._commit,
-            Clear: lambda _, message: self._clear(message),
+            Clear: self._clear,
             Locate: self._locate,
             ListRows: lambda _, its: ledger.list_rows(its.partition, its.where, its.fields, its.task, its.keys),
             Watch: self._watch,
@@ -89,8 +92,28 @@ class RowRequests:
         """Rows whose caller left without the answer can be handed out again."""
         self.serve(self._ledger.give_back(taken.partition, taken.task, taken.generations))
 
-    def _commit(self, caller: Caller, message: Commit) -> Committed:
+    def committed(self, caller: Caller, message: Commit, generations: Ints, served: Served) -> None:
+        """Part of `Outcomes`."""
+        spare = self._memory.spare(caller, message.spare) if self._sessions.find(caller.session) is not None else None
+        if message.block is not None:
+            self.columns.put(message.header)
+        self._replies.answer(caller, Committed(generations.astype("<i8").tobytes(), spare))
+        self.cleared(served)
+
+    def cleared(self, served: Served) -> None:
+        """Part of `Outcomes`."""
+        self.serve(served)
+        self._cleanup.run()
+
+    def freed(self) -> None:
+        """Part of `Outcomes`."""
+        self._memory.serve()
+
+    def _commit(self, caller: Caller, message: Commit) -> Committed | None:
         self._sessions.get(caller.session)
+        if self.durable is not None:
+            self.durable.put(caller, message)
+            return None
         if message.block is not None:
             self._capacity.check(caller.session, message.block)
         generations, served = self._ledger.commit(
@@ -103,7 +126,10 @@ class RowRequests:
         self._cleanup.run()
         return Committed(generations.astype("<i8").tobytes(), self._memory.spare(caller, message.spare))
 
-    def _clear(self, message: Clear) -> Cleared:
+    def _clear(self, caller: Caller, message: Clear) -> Cleared | None:
+        if self.durable is not None:
+            self.durable.clear(caller, message)
+            return None
         count, served = self._ledger.clear(message.partition, message.keys)
         self.serve(served)
         self._cleanup.run()

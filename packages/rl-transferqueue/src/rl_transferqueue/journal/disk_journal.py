@@ -170,7 +170,7 @@ class DiskJournal:
         except (OSError, sqlite3.Error) as error:
             self._failed = (
                 f"The journal of the data plane in {self._where} failed during {what}: {error}. It takes nothing more; "
-                f"{self._files.free()} bytes are free there. Repair the disk of transfer_queue.journal_dir and start again."
+                f"{self._files.free()} bytes are free there. Repair the disk of TransferQueueConfig.journal_dir and start again."
             )
             raise OutputError(self._failed) from error
 
@@ -191,7 +191,9 @@ def open_journal(folder: Path, segment_bytes: int = SEGMENT_BYTES) -> Generator[
         _check_file_system(folder)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise OutputError(f"transfer_queue.journal_dir={folder} can't be used: {error.strerror or error}.") from error
+        raise OutputError(
+            f"TransferQueueConfig.journal_dir={folder} can't be used: {error.strerror or error}."
+        ) from error
     try:
         _lock(lock, folder)
         try:
@@ -204,6 +206,30 @@ def open_journal(folder: Path, segment_bytes: int = SEGMENT_BYTES) -> Generator[
             yield journal
         finally:
             journal.close()
+    finally:
+        os.close(lock)
+
+
+def check_journal(folder: Path) -> None:
+    """Check what `open_journal` would refuse, without changing anything.
+
+    Raises:
+        ConfigError: as `open_journal`, or something else has the folder's name.
+    """
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"TransferQueueConfig.journal_dir must be a folder, got {folder}; {there} is none.")
+    _check_file_system(there)
+    try:
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(
+            f"TransferQueueConfig.journal_dir={folder} can't be used: {error.strerror or error}."
+        ) from error
+    try:
+        _lock(lock, folder)
     finally:
         os.close(lock)
 
@@ -227,7 +253,7 @@ def _check_file_system(folder: Path) -> None:
     found = file_system_of(folder.resolve(), Path("/proc/self/mountinfo").read_text())
     if found in NETWORK_FILE_SYSTEMS:
         raise ConfigError(
-            f"transfer_queue.journal_dir must be on a local disk, got {folder} on {found}: SQLite's write-ahead log does not work there."
+            f"TransferQueueConfig.journal_dir must be on a local disk, got {folder} on {found}: SQLite's write-ahead log does not work there."
         )
 
 
@@ -236,5 +262,5 @@ def _lock(handle: int, folder: Path) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ConfigError(
-            f"transfer_queue.journal_dir={folder} is in use by another process; set another folder for each plane."
+            f"TransferQueueConfig.journal_dir={folder} is in use by another process; set another folder for each plane."
         ) from error

@@ -176,7 +176,7 @@ class Segments:
                 raise
             raise OutputError(
                 f"The journal of the data plane in {self._where} needs {nbytes} bytes for its next segment, and {self._files.free()} "
-                f"are free ({error.strerror or error}). Free space there, clear rows, or set transfer_queue.journal_dir to a larger disk."
+                f"are free ({error.strerror or error}). Free space there, clear rows, or set TransferQueueConfig.journal_dir to a larger disk."
             ) from error
         self._number += 1
         self._unnamed = True

@@ -22,7 +22,8 @@ from rl_protocol.support.temporary_folders import owned_folder
 from rl_transferqueue.backends import BUILT_IN, check_backend
 from rl_transferqueue.client.deadline import deadline_after, seconds_until
 from rl_transferqueue.config import TransferQueueConfig
-from rl_transferqueue.launch.server_specs import ControllerSpec, Ready, ServeConfig, UnitSpec
+from rl_transferqueue.journal.disk_journal import check_journal
+from rl_transferqueue.launch.server_specs import ControllerSpec, Ready, Recovery, ServeConfig, UnitSpec
 from rl_transferqueue.launch.server_threads import ServerThreads
 from rl_transferqueue.transport.addresses import check_ports, listen_address
 from rl_transferqueue.transport.plane_secret import load_key
@@ -61,13 +62,23 @@ class LocalPlane:
     """The processes of one plane, started by `start_local_plane`.
 
     Lifecycle: it runs until `close`, or the end of the `with` block, or the end of this process.
-    All data ends with it.
+    All data ends with it, unless `TransferQueueConfig.durability` is on: then the next plane with
+    the same `journal_dir` has all acknowledged rows, and no task has consumed them.
+
+    Attributes:
+        recovery: what it found in its journal; None without a journal.
     """
 
     def __init__(
-        self, descriptor: PlaneDescriptor, servers: list[_Child] | ServerThreads, runtime_dir: Path, lock: int
+        self,
+        descriptor: PlaneDescriptor,
+        servers: list[_Child] | ServerThreads,
+        runtime_dir: Path,
+        lock: int,
+        recovery: Recovery | None,
     ) -> None:
         self._descriptor = descriptor
+        self.recovery = recovery
         self._servers = servers
         self._runtime_dir = runtime_dir
         self._lock: int | None = lock
@@ -109,9 +120,12 @@ def check_plane(config: TransferQueueConfig) -> None:
 
     Raises:
         ConfigError: the backend is unknown; the address to listen on can't be used or needs a key;
-            or one of its ports is in use.
+            or one of its ports is in use; the journal's folder is on a network file system or in
+            use.
     """
     check_backend(config.backend)
+    if config.durability != "off":
+        check_journal(Path(config.journal_dir))
     if config.listen:
         check_ports(config.listen, listen_address(config.listen, load_key()), 2 + config.num_storage_units)
 
@@ -135,7 +149,7 @@ def start_local_plane(
 
     Raises:
         ConfigError: `runtime_dir` is missing or its path too long; the address to listen on can't
-            be used or needs a key; the backend is unknown.
+            be used or needs a key; the backend is unknown; the journal can't be used.
         PlaneLostError: a process ended or was not ready in time; the message has the end of its
             log.
     """
@@ -149,7 +163,8 @@ def start_local_plane(
             controller, units = _specs(config, private)
             threads = ServerThreads(private.name, controller, units)
             undo.pop_all()
-            return LocalPlane(_descriptor(config, controller, units, threads.ready), threads, private, lock)
+            descriptor = _descriptor(config, controller, units, threads.ready)
+            return LocalPlane(descriptor, threads, private, lock, threads.ready[0].recovery)
         undo.callback(lambda: _stop(children))
         logs = log_dir or private
         logs.mkdir(parents=True, exist_ok=True)
@@ -162,7 +177,7 @@ def start_local_plane(
         descriptor = _descriptor(config, controller, units, [first, *rest])
         descriptor.save(private / DESCRIPTOR_FILE)  # for `find_plane`
         undo.pop_all()
-    return LocalPlane(descriptor, children, private, lock)
+    return LocalPlane(descriptor, children, private, lock, first.recovery)
 
 
 def _descriptor(
@@ -208,6 +223,8 @@ def _specs(config: TransferQueueConfig, private: Path) -> tuple[ControllerSpec, 
         unit_bytes=config.unit_bytes,
         segment=config.segment_mb << 20,
         stored=config.backend not in BUILT_IN,
+        journal=config.journal_dir if config.durability != "off" else "",
+        every_put=config.durability == "every_put",
         listen=host,
         port=port,
     )

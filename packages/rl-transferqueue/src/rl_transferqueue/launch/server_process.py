@@ -12,15 +12,16 @@ import logging
 import os
 import shutil
 import sys
+from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 
-from rl_protocol.errors import PlaneLostError
+from rl_protocol.errors import PlaneLostError, RLError
 from rl_protocol.support.stack_dumps import dump_at_signal
 from rl_transferqueue.backends import BUILT_IN, Share
 from rl_transferqueue.controller.controller import Controller
-from rl_transferqueue.launch.server_specs import ControllerSpec, Ready, ServeConfig, UnitSpec
+from rl_transferqueue.launch.server_specs import ControllerSpec, Ready, Recovery, ServeConfig, UnitSpec
 from rl_transferqueue.storage.backend_unit import BackendUnit
 from rl_transferqueue.storage.storage_unit import StorageUnit
 from rl_transferqueue.transport.addresses import Endpoints, listen_address
@@ -40,6 +41,15 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     dump_at_signal()
     config = msgspec.json.decode(arguments[0], type=ServeConfig)
+    try:
+        _serve(config)
+    except RLError as error:
+        log.error("%s", error)
+        return 1
+    return 0
+
+
+def _serve(config: ServeConfig) -> None:
     role = build(config.spec)
     try:
         parent = open_pidfd(config.parent, "The parent")
@@ -55,7 +65,6 @@ def main(arguments: list[str]) -> int:
         os.close(parent)
     role.close()
     shutil.rmtree(config.runtime_dir, ignore_errors=True)
-    return 0
 
 
 def build(spec: UnitSpec | ControllerSpec) -> Role:
@@ -65,7 +74,15 @@ def build(spec: UnitSpec | ControllerSpec) -> Role:
             share = Share(spec.plane, spec.index, spec.capacity, spec.backend_address)
             return BackendUnit(spec.address, spec.backend, share)
         return StorageUnit(spec.index, spec.address, spec.capacity, spec.segment)
-    return Controller(spec.address, spec.units, spec.unit_bytes, spec.segment, stored=spec.stored)
+    return Controller(
+        spec.address,
+        spec.units,
+        spec.unit_bytes,
+        spec.segment,
+        stored=spec.stored,
+        journal=Path(spec.journal) if spec.journal else None,
+        every_put=spec.every_put,
+    )
 
 
 def listen(role: Role, host: str, port: int) -> Endpoints:
@@ -82,7 +99,14 @@ def listen(role: Role, host: str, port: int) -> Endpoints:
 
 def ready(role: Role, endpoints: Endpoints) -> Ready:
     """What clients need to know of it."""
-    return Ready(this_process(), *role.shared_memory, *endpoints)
+    return Ready(this_process(), *role.shared_memory, *endpoints, _recovery(role))
+
+
+def _recovery(role: Role) -> Recovery | None:
+    report = role.recovery if isinstance(role, Controller) else None
+    if report is None:
+        return None
+    return Recovery(report.rows_kept, len(report.rows_incomplete), report.bytes_cut, report.segments_removed)
 
 
 def _say(fd: int, what: Ready) -> None:

@@ -36,6 +36,10 @@ class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
     """Numeric address for clients of other hosts; empty: none."""
     port: int = 0
     """Port for control messages; the next one is for bytes. 0: any free ports."""
+    journal: str = ""
+    """Folder of the journal; empty: none."""
+    every_put: bool = False
+    """Whether the journal commits every put by itself."""
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,6 +49,22 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parent: ProcessId
     ready_fd: int
     runtime_dir: str
+
+
+class Recovery(msgspec.Struct, frozen=True):
+    """What a plane found in its journal.
+
+    Attributes:
+        rows_kept: rows that it has again.
+        rows_incomplete: rows with a damaged or missing column, which it dropped.
+        bytes_cut: bytes of puts that were never acknowledged.
+        segments_removed: files that no acknowledged put needed.
+    """
+
+    rows_kept: int
+    rows_incomplete: int
+    bytes_cut: int
+    segments_removed: int
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -57,3 +77,5 @@ class Ready(msgspec.Struct, frozen=True):
     control: str = ""
     """Endpoint for control messages from other hosts; empty: none."""
     bulk: str = ""
+    recovery: Recovery | None = None
+    """None: the server has no journal."""

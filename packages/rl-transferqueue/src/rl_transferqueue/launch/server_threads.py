@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Sequence
 
+from rl_protocol.errors import RLError
 from rl_transferqueue.launch.server_specs import ControllerSpec, Ready, UnitSpec
 from rl_transferqueue.wire.process_liveness import add_lifeline, pop_lifeline
 
@@ -29,7 +30,7 @@ class ServerThreads:
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             told = [self._start(spec, ended) for spec in (controller, *units)]
-            self.ready = [said.get(timeout=_START_S) for said in told]
+            self.ready = [_said(said) for said in told]
             """What each server reports."""
             undo.pop_all()
 
@@ -42,17 +43,20 @@ class ServerThreads:
                 thread.join(_JOIN_S)
             os.close(ended)
 
-    def _start(self, spec: ControllerSpec | UnitSpec, ended: int) -> queue.SimpleQueue[Ready]:
+    def _start(self, spec: ControllerSpec | UnitSpec, ended: int) -> queue.SimpleQueue[Ready | RLError]:
         from rl_transferqueue.launch.server_process import build, listen, ready
 
         role = build(spec)
         endpoints = listen(role, spec.listen, spec.port)
-        said: queue.SimpleQueue[Ready] = queue.SimpleQueue()
+        said: queue.SimpleQueue[Ready | RLError] = queue.SimpleQueue()
 
         def serve() -> None:
             role.reactor.watch(ended, role.reactor.stop)
             role.when_ready(lambda: said.put(ready(role, endpoints)))
-            role.reactor.run()
+            try:
+                role.reactor.run()
+            except RLError as error:
+                said.put(error)
             role.close()
             os.close(role.shared_memory[0])
 
@@ -60,3 +64,10 @@ class ServerThreads:
         thread.start()
         self._threads.append(thread)
         return said
+
+
+def _said(queue: queue.SimpleQueue[Ready | RLError]) -> Ready:
+    said = queue.get(timeout=_START_S)
+    if isinstance(said, RLError):
+        raise said
+    return said

@@ -17,7 +17,18 @@ from rl_transferqueue.transport.event_loop import Reactor
 from rl_transferqueue.transport.plane_secret import PlaneKey
 from rl_transferqueue.wire.arrays import Ints
 from rl_transferqueue.wire.header_cache import unpack_header
-from rl_transferqueue.wire.messages import CONTROLLER, Copy, Done, Fence, Measure, Measured, Populate
+from rl_transferqueue.wire.messages import (
+    CONTROLLER,
+    ArenaMemory,
+    Copy,
+    DescribeMemory,
+    Done,
+    Fence,
+    Measure,
+    Measured,
+    Populate,
+)
+from rl_transferqueue.wire.process_liveness import this_process
 from rl_transferqueue.wire.spans import Span
 
 
@@ -38,6 +49,7 @@ class StorageUnit:
             {
                 Fence: self._fence,
                 Populate: self._want,
+                DescribeMemory: self._describe,
                 Measure: self._measure,
                 Copy: self._copy,
             },
@@ -72,6 +84,10 @@ class StorageUnit:
     def _want(self, caller: Caller, message: Populate) -> None:
         _check_controller(caller)
         self._wanted = max(self._wanted, min(message.stop, len(self.arena.memory)))
+
+    def _describe(self, caller: Caller, _: DescribeMemory) -> ArenaMemory:
+        _check_controller(caller)
+        return ArenaMemory(this_process(), *self.shared_memory)
 
     def _measure(self, caller: Caller, message: Measure) -> Measured:
         _check_controller(caller)

@@ -201,6 +201,10 @@ class Free(_Message, frozen=True):
     spans: tuple[Span, ...]
 
 
+class DescribeMemory(_Message, frozen=True):
+    """Ask where the unit's arena is."""
+
+
 class Populate(_Message, frozen=True):
     """Touch the memory up to this offset. Sent without waiting for the answer."""
 
@@ -339,6 +343,14 @@ class Measured(_Message, frozen=True):
     """Bytes the copy needs."""
 
 
+class ArenaMemory(_Message, frozen=True):
+    """What `rl_transferqueue.memory.arena.map_memory` needs."""
+
+    process: ProcessId
+    fd: Count
+    nbytes: Count
+
+
 # -- notices, controller -> client
 
 
@@ -373,7 +385,7 @@ ControllerRequest: TypeAlias = (
     | GetMetrics
     | Cancel
 )
-UnitRequest: TypeAlias = Fence | Free | Populate | Measure | Copy
+UnitRequest: TypeAlias = Fence | Free | Populate | DescribeMemory | Measure | Copy
 AnyRequest: TypeAlias = ControllerRequest | UnitRequest
 Notice: TypeAlias = Revoked | Reclaim
 Answer: TypeAlias = (
@@ -389,6 +401,7 @@ Answer: TypeAlias = (
     | Stats
     | Metrics
     | Measured
+    | ArenaMemory
     | Notice
 )
 
@@ -419,6 +432,7 @@ ERRORS: dict[str, type[RLError]] = {
         errors.DataPlaneError,
         errors.DuplicateKeyError,
         errors.MissingDataError,
+        errors.OutputError,
         errors.PlaneLostError,
         errors.PlaneTimeout,
         errors.WireError,

@@ -62,6 +62,15 @@ class Capacity:
         """Bytes of all running units."""
         return self.capacity * len(self._free)
 
+    @property
+    def running(self) -> tuple[int, ...]:
+        """Units that run."""
+        return tuple(self._free)
+
+    def runs(self, unit: int) -> bool:
+        """Whether the unit has not ended."""
+        return unit in self._free
+
     def high_water(self, unit: int) -> int:
         """End of the highest range ever taken."""
         return self._free[unit].high_water if unit in self._free else 0

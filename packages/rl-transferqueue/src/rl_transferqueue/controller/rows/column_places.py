@@ -46,11 +46,11 @@ class ColumnPlaces:
         self.lost: dict[str, set[str]] = {}
         """key -> columns that were in a storage unit that has ended, and were not written since."""
 
-    def place(self, names: Iterable[str], slots: Ints, block: int) -> Places:
-        """The columns of the rows are now in rows 0.. of a block; returns where they were
-        before."""
+    def place(self, names: Iterable[str], slots: Ints, block: int, rows: Ints | None = None) -> Places:
+        """The columns of the rows are now in rows `rows` (default: 0..) of a block; returns where
+        they were before."""
         before: Places = []
-        rows = np.arange(slots.size)
+        rows = np.arange(slots.size) if rows is None else rows
         for cells, columns in self._families_of(names):
             before.append((_overwrite(cells, slots, block), columns))
             cells.row[slots] = rows

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from rl_protocol.batch.kv_batch_meta import Scalar
@@ -19,13 +20,16 @@ from rl_transferqueue.controller.rows.commit_checks import check_commit, check_e
 from rl_transferqueue.controller.rows.lookup import cells_of, existing_slots, places_of
 from rl_transferqueue.controller.rows.partition_rows import describe_rows
 from rl_transferqueue.controller.rows.waiters import Served, Waiters
+from rl_transferqueue.journal.records import PutRecord
 from rl_transferqueue.memory.block_epochs import Epochs
 from rl_transferqueue.wire.arrays import Ints
 from rl_transferqueue.wire.header_cache import unpack_header
 from rl_transferqueue.wire.messages import Flags, Located, Measure, Rows, TagColumn
 from rl_transferqueue.wire.spans import Span
+from rl_transferqueue.wire.tags import to_columns, to_rows
 
 _PRIVATE_SLOTS = 1 << 16
+_tags = msgspec.msgpack.Decoder(tuple[TagColumn, ...])
 
 
 class Contents(NamedTuple):
@@ -86,14 +90,49 @@ class Ledger:
             DuplicateKeyError, BatchError, ConflictError, WireError: nothing was changed, the block
                 was not taken.
         """
-        spec = check_commit(keys, tags, block, header, expect)
+        first = self.prepare(partition, keys, tags, block, header, expect)
+        return self.apply(partition, keys, tags, block, header, first)
+
+    def prepare(
+        self,
+        partition: str,
+        keys: tuple[str, ...],
+        tags: Sequence[TagColumn],
+        block: Span | None,
+        header: bytes,
+        expect: Sequence[Mapping[str, Scalar] | None] | None,
+    ) -> int:
+        """Check a commit, and reserve generations for its new rows.
+
+        Returns:
+            The first generation, for `apply`. In between no other call may add or clear these rows.
+
+        Raises:
+            DuplicateKeyError, BatchError, ConflictError, WireError: nothing was changed.
+        """
+        check_commit(keys, tags, block, header, expect)
+        table = self._partitions.get(partition)
         if expect is not None:
-            check_expected(self._partitions.get(partition), partition, keys, expect)
+            check_expected(table, partition, keys, expect)
+        first = self._next_generation
+        self._next_generation += len(keys)
+        return first
+
+    def apply(
+        self,
+        partition: str,
+        keys: tuple[str, ...],
+        tags: Sequence[TagColumn],
+        block: Span | None,
+        header: bytes,
+        first: int,
+    ) -> tuple[Ints, Served]:
+        """Make a commit that was prepared; see `commit`."""
         if not keys:
             return np.zeros(0, np.int64), []
+        spec = unpack_header(header) if block is not None else None
         table = self._partitions.get_or_add(partition)
-        slots, new = table.add(keys, self._next_generation)
-        self._next_generation += len(keys)
+        slots, new = table.add(keys, first)
         before = self.waiters.count_ready(partition, table, slots, new)
         table.tags.merge(slots, tags)
         if block is not None and spec is not None:
@@ -103,6 +142,36 @@ class Ledger:
             table.columns.recover(keys, names)
         self._partitions.touch(table, slots)
         return table.generations(slots), self.waiters.serve(partition, table, slots, before)
+
+    def generations(self, partition: str, keys: Sequence[str] | None, first: int = 0) -> Ints:
+        """Generations of these rows (None: all); rows that are not there are left out, or get those
+        from `first` on, as `apply` will give them.
+        """
+        table = self._partitions.get(partition)
+        if first and keys is not None:
+            return table.next_generations(keys, first)
+        return table.generations(table.slots() if keys is None else table.find(keys)[0])
+
+    def restore(self, put: PutRecord, rows: Ints, block: Span | None) -> None:
+        """Add rows of a put of an earlier plane, with their generations and the place of their
+        columns. Puts are restored in the order in which they were made.
+
+        Args:
+            rows: which rows of the put, ascending; not empty.
+            block: where its columns are now.
+        """
+        keys = [put.keys[row] for row in rows.tolist()]
+        generations = np.array(put.generations, np.int64)[rows]
+        self._next_generation = max(self._next_generation, max(put.generations) + 1)
+        table = self._partitions.get_or_add(put.partition)
+        slots = table.restore(keys, generations)
+        tags = to_rows(_tags.decode(put.tags), len(put.keys))
+        table.tags.merge(slots, to_columns(keys, [tags[row] for row in rows.tolist()]))
+        if block is not None:
+            names = [column.name for column in unpack_header(put.header).columns]
+            made = self.blocks.add(block, put.header, put.partition, len(keys) * len(names))
+            self.blocks.drop_cells(table.columns.place(names, slots, made.ref.slot, rows))
+        self._partitions.touch(table, slots)
 
     def clear(self, partition: str, keys: Sequence[str] | None) -> tuple[int, Served]:
         """Remove rows; returns how many there were, and watchers that are served by it."""

@@ -73,6 +73,19 @@ class PartitionTable:
         slots = np.fromiter(map(self._index.__getitem__, keys), np.int64, len(keys))
         return slots, slots >= len(self._keys) - len(fresh)
 
+    def next_generations(self, keys: Sequence[str], first_generation: int) -> Ints:
+        """The generations that the keys have after `add`."""
+        found = list(map(self._index.get, keys))
+        fresh = iter(range(first_generation, first_generation + len(keys)))
+        return np.array([next(fresh) if slot is None else self._generation[slot] for slot in found], np.int64)
+
+    def restore(self, keys: Sequence[str], generations: Ints) -> Ints:
+        """Slots of the keys; those that are not there become rows with these generations, which are
+        larger than all that are there."""
+        slots, new = self.add(keys, int(generations[0]))
+        self._generation[slots[new]] = generations[new]
+        return slots
+
     def remove(self, slots: Ints) -> Places:
         """Remove rows; returns where their cells lay."""
         self._alive[slots] = False

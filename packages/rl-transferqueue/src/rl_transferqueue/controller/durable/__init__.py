@@ -1,0 +1,1 @@
+"""Puts and clears that survive the plane: between the ledger and the journal."""

@@ -1,0 +1,138 @@
+"""The thread that writes the journal of a plane, since a sync blocks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from rl_protocol.errors import OutputError, RLError
+from rl_transferqueue.journal.disk_journal import open_journal
+from rl_transferqueue.journal.records import ClearRecord, Journal, Record, Recovered
+from rl_transferqueue.transport.event_loop import Reactor
+
+log = logging.getLogger(__name__)
+
+Done: TypeAlias = Callable[[OutputError | None], None]
+_JOIN_S = 30.0
+"""Seconds that the last write may take at the end."""
+
+
+class _Entry(NamedTuple):
+    record: Record
+    done: Done
+
+
+class JournalThread:
+    """Makes records durable, in order; each is called back in the reactor's thread.
+
+    What arrives while the disk is busy shares the next commit.
+
+    Args:
+        reactor: runs the callbacks.
+        folder: of the journal, made if missing.
+        each: commit every record by itself.
+
+    Raises:
+        ConfigError: the folder is on a network file system, or another process uses its journal.
+        OutputError: its files can't be read or made.
+    """
+
+    def __init__(self, reactor: Reactor, folder: Path, *, each: bool) -> None:
+        self._reactor = reactor
+        self._folder = folder
+        self._each = each
+        self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._written: deque[tuple[_Entry, OutputError | None]] = deque()
+        self._wake_read, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        opened: queue.SimpleQueue[Recovered | RLError] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(opened,), name="journal", daemon=True)
+        self._thread.start()
+        found = opened.get()
+        if isinstance(found, RLError):
+            self._close_pipe()
+            raise found
+        self.recovered = found
+        """What the journal held."""
+        reactor.watch(self._wake_read, self._call_back)
+
+    def write(self, record: Record, done: Done) -> None:
+        """Call `done` with None once the record is durable, or with the error that prevented it."""
+        self._queue.put(_Entry(record, done))
+
+    def close(self) -> None:
+        """Write what is queued, without calling back, and close the journal."""
+        self._queue.put(None)
+        self._thread.join(_JOIN_S)
+        if self._thread.is_alive():
+            log.error("the journal in %s has not ended its last write within %g s", self._folder, _JOIN_S)
+            return
+        self._reactor.unwatch(self._wake_read)
+        self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        os.close(self._wake_read)
+        os.close(self._wake)
+
+    def _call_back(self) -> None:
+        os.read(self._wake_read, 1 << 16)
+        while self._written:
+            entry, error = self._written.popleft()
+            entry.done(error)
+
+    # -- in the thread
+    def _run(self, opened: queue.SimpleQueue[Recovered | RLError]) -> None:
+        try:
+            with open_journal(self._folder) as journal:
+                opened.put(journal.recover())
+                self._serve(journal)
+        except RLError as error:
+            opened.put(error)
+
+    def _serve(self, journal: Journal) -> None:
+        while batch := self._next():
+            for part in [[entry] for entry in batch] if self._each else [batch]:
+                self._written.extend(_commit(journal, part))
+                os.write(self._wake, b"\0")
+            if self._queue.empty() and any(isinstance(entry.record, ClearRecord) for entry in batch):
+                _compact(journal)
+
+    def _next(self) -> list[_Entry]:
+        """Wait for records, and return all there are; none: the thread ends."""
+        batch: list[_Entry] = []
+        while not batch or not self._queue.empty():
+            entry = self._queue.get()
+            if entry is None:
+                self._queue.put(None)  # for the next call
+                break
+            batch.append(entry)
+        return batch
+
+
+def _commit(journal: Journal, batch: Sequence[_Entry]) -> list[tuple[_Entry, OutputError | None]]:
+    """Append and sync; returns each entry with its error."""
+    outcomes: list[tuple[_Entry, OutputError | None]] = []
+    for entry in batch:
+        try:
+            journal.append([entry.record])
+        except OutputError as error:
+            outcomes.append((entry, error))
+        else:
+            outcomes.append((entry, None))
+    try:
+        journal.sync()
+    except OutputError as error:
+        return [(entry, earlier or error) for entry, earlier in outcomes]
+    return outcomes
+
+
+def _compact(journal: Journal) -> None:
+    try:
+        journal.compact()
+    except OutputError as error:  # every later append raises it again
+        log.error("%s", error)
