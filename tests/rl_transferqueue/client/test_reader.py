@@ -9,6 +9,7 @@ import pytest
 from client_fakes import BATCH, FakeController, FakeMemory
 
 from rl_protocol import PlaneLostError
+from rl_transferqueue.client.copied_columns import CopiedColumns
 from rl_transferqueue.client.deadline import deadline_after
 from rl_transferqueue.client.location_cache import LocationCache
 from rl_transferqueue.client.reader import Reader
@@ -39,7 +40,8 @@ def reader(
     controller: FakeController, memory: FakeMemory, epochs: FakeEpochs | None = None
 ) -> tuple[Reader, FakeLeases]:
     leases = FakeLeases()
-    reading = Reader(cast("Any", controller), cast("Any", memory), cast("Any", leases))
+    copies = CopiedColumns(1 << 20, views=True)
+    reading = Reader(cast("Any", controller), cast("Any", memory), cast("Any", leases), copies)
     if epochs is not None:
         reading.use_cache(LocationCache(cast("Any", epochs)))
     return reading, leases

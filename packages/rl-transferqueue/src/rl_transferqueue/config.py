@@ -32,6 +32,13 @@ class TransferQueueConfig(Options):
         60.0, "Seconds a call on the plane may take where the caller names no deadline.", gt=0, lt=math.inf
     )
 
+    read_cache_mb: int = option(
+        128,
+        "MiB of copied columns that each client keeps for another read of the same rows (rows of several blocks or of another host "
+        "are copied); 0: none.",
+        ge=0,
+    )
+
     backend: str = option(
         "simple",
         "Where the bytes lie (simple: shared memory of storage units; memory: threads of this process)",

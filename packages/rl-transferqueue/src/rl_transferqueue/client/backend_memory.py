@@ -33,6 +33,8 @@ _THREADS = 4
 class BackendMemory(PlaneMemory):
     """Memory in the stores of a backend, which are joined on first use, in the using thread."""
 
+    views = False
+
     def __init__(self, descriptor: PlaneDescriptor) -> None:
         self._descriptor = descriptor
         self._backend: Backend = load_backend(descriptor.backend)

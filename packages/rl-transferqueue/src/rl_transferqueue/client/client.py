@@ -20,6 +20,7 @@ from rl_protocol.ports import DataPlane, PlaneStats, RowChanges, RowFlags, Traff
 from rl_protocol.wire.draft import Draft
 from rl_transferqueue.backends import BUILT_IN
 from rl_transferqueue.client.choose_memory import route
+from rl_transferqueue.client.copied_columns import CopiedColumns
 from rl_transferqueue.client.deadline import deadline_after, seconds_until
 from rl_transferqueue.client.leases import Leases
 from rl_transferqueue.client.location_cache import LocationCache
@@ -88,7 +89,8 @@ class Client(DataPlane):
 
     `get` returns views of shared memory if its rows lie side by side in one block. Views never
     change, and they keep their block from being reused: while memory is scarce, hold them briefly,
-    or copy them.
+    or copy them. Other rows are copied, once for gets of the same rows that follow each other
+    (`TransferQueueConfig.read_cache_mb`).
     """
 
     def __init__(self, descriptor: PlaneDescriptor) -> None:
@@ -100,10 +102,11 @@ class Client(DataPlane):
         self._controller = ControlClient(loop, self._route.connect(), CONTROLLER, on_notice=self._notice)
         self._leases = Leases(loop, self._controller)
         self._servers = ServerWatch(loop, self._server_ended)
-        reserves = descriptor.backend in BUILT_IN  # other backends store each block by itself
-        reservation = Reservation(most_spare(descriptor.units[0].arena_bytes) if reserves else 0)
+        ours = descriptor.backend in BUILT_IN  # other backends store each block by itself, and keep what is read
+        reservation = Reservation(most_spare(descriptor.units[0].arena_bytes) if ours else 0)
         self._writer = Writer(self._controller, self._memory, reservation, len(descriptor.units))
-        self._reader = Reader(self._controller, self._memory, self._leases)
+        copies = CopiedColumns(descriptor.read_cache_mb << 20 if ours else 0, views=self._memory.views)
+        self._reader = Reader(self._controller, self._memory, self._leases, copies)
         self._closed = False
 
     async def open(self, timeout_s: float) -> None:

@@ -25,7 +25,12 @@ class PlaneMemory(Protocol):
     """The memory of all units of a plane.
 
     A call returns or raises, also when it is cancelled, only once nothing touches the memory.
+
+    Attributes:
+        views: whether adjacent rows of one block are read without a copy.
     """
+
+    views: bool
 
     def draft(self, span: Span, nbytes: int) -> AnyArray:
         """Writable bytes for the future content of `span`."""

@@ -66,6 +66,8 @@ class _Transfer:
 class RemoteMemory(PlaneMemory):
     """Memory of units on another host. Each transfer has its own connection; idle ones are kept."""
 
+    views = False
+
     def __init__(self, host: str, units: Sequence[UnitAddress], key: PlaneKey, session: bytes) -> None:
         self._host = host
         self._units = units

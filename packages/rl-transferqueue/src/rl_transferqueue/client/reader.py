@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
+import msgspec
 import numpy as np
 
 from rl_protocol.batch.batch_data import BatchData
 from rl_protocol.errors import PlaneLostError
+from rl_transferqueue.client.copied_columns import CopiedColumns
 from rl_transferqueue.client.deadline import seconds_until
 from rl_transferqueue.client.leases import Leases
 from rl_transferqueue.client.location_cache import Location, LocationCache, RowQuery
@@ -20,10 +22,11 @@ from rl_transferqueue.wire.messages import Locate, Located
 class Reader:
     """Reads columns for one client."""
 
-    def __init__(self, controller: ControlClient, memory: PlaneMemory, leases: Leases) -> None:
+    def __init__(self, controller: ControlClient, memory: PlaneMemory, leases: Leases, copies: CopiedColumns) -> None:
         self._controller = controller
         self._memory = memory
         self._leases = leases
+        self._copies = copies
         self._cache: LocationCache | None = None
         self.bytes_read = 0
 
@@ -47,7 +50,7 @@ class Reader:
             if not fields:
                 return BatchData({}, len(keys))
             try:
-                batch = await self._memory.read(place.located, fields, place.anchor, seconds_until(deadline))
+                batch = await self._read(place, fields, deadline)
             except PlaneLostError:  # a unit has ended: ask the controller where the rows are now
                 self._controller.check()
                 if not seconds_until(deadline):
@@ -59,7 +62,9 @@ class Reader:
                 return batch
 
     def forget(self, partition: str | None = None) -> None:
-        """Drop cached locations of a partition, or all, and end the leases that only they held."""
+        """Drop copies and cached locations, of a partition or all, and end the leases that only
+        they held."""
+        self._copies.clear()
         if self._cache is not None:
             if partition is None:
                 self._cache.clear()
@@ -68,10 +73,30 @@ class Reader:
         self._leases.flush()
 
     def forget_blocks(self, blocks: Iterable[int]) -> None:
-        """Drop cached locations in these blocks, and end the leases that only they held."""
+        """Drop copies and cached locations in these blocks, and end the leases that only they
+        held."""
+        blocks = tuple(blocks)
+        self._copies.forget_blocks(blocks)
         if self._cache is not None:
             self._cache.forget_blocks(blocks)
         self._leases.flush()
+
+    async def _read(self, place: Location, fields: tuple[str, ...], deadline: float) -> BatchData:
+        """The columns: copies of gets before, and the others from the plane's memory."""
+        kept = self._copies.find(place, fields)
+        located = place.located
+        if kept:
+            wanted = [(name, number) for name, number in zip(fields, located.place_of, strict=True) if name not in kept]
+            if not wanted:
+                return BatchData(kept)
+            located = msgspec.structs.replace(located, place_of=tuple(number for _, number in wanted))
+            place = Location(located, place.anchor)
+        names = tuple(name for name in fields if name not in kept)
+        batch = await self._memory.read(located, names, place.anchor, seconds_until(deadline))
+        self._copies.keep(place, batch)
+        if not kept:
+            return batch
+        return BatchData({name: kept[name] if name in kept else batch[name] for name in fields})
 
     async def _locate(self, query: RowQuery, deadline: float) -> Location:
         lease, anchor = self._leases.new()

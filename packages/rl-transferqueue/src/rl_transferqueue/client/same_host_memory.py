@@ -24,6 +24,8 @@ from rl_transferqueue.wire.spans import Span
 class LocalMemory(PlaneMemory):
     """Memory of units on this host: a write copies once, a read of adjacent rows does not copy."""
 
+    views = True
+
     def __init__(self, units: Sequence[UnitAddress]) -> None:
         self._units = units
         self._mappings: dict[tuple[int, bool], mmap.mmap] = {}

@@ -289,7 +289,8 @@ def _plane_config(conf: Conf) -> TransferQueueConfig:
     if conf.backend.SimpleStorage.get("ssd_offload", {}).get("enabled"):
         raise ConfigError("backend.SimpleStorage.ssd_offload.enabled must be false; rows are kept in memory here.")
     units = conf.backend.SimpleStorage.num_data_storage_units
-    own: Mapping[str, Any] = {"num_storage_units": units} | conf["rl_transferqueue"]
+    # Callers write to the tensors of this API, so gets share none.
+    own: Mapping[str, Any] = {"num_storage_units": units, "read_cache_mb": 0} | conf["rl_transferqueue"]
     try:
         return TransferQueueConfig(**own)
     except TypeError as error:

@@ -198,6 +198,7 @@ def _descriptor(
         config.backend,
         config.backend_address,
         config.timeout_s,
+        config.read_cache_mb,
     )
 
 

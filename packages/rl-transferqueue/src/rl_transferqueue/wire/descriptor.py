@@ -62,6 +62,8 @@ class PlaneDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backend_address: str
     timeout_s: float
     """Default deadline of a call in seconds (`TransferQueueConfig.timeout_s`)."""
+    read_cache_mb: int
+    """`TransferQueueConfig.read_cache_mb`."""
 
     def to_json(self) -> str:
         """The descriptor as one line of JSON."""
