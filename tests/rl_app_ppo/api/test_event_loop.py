@@ -8,10 +8,11 @@ import signal
 import sys
 import threading
 import traceback
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import pytest
 
+from rl_app_ppo.api import event_loop
 from rl_app_ppo.api.event_loop import run_interruptibly
 
 
@@ -21,9 +22,9 @@ async def double(value: int) -> int:
 
 
 def main_thread_waits() -> bool:
-    """Whether the main thread waits for the result of a future."""
+    """Whether the main thread waits for the coroutine."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
-    return any(one.f_code is Future.result.__code__ for one, _ in traceback.walk_stack(frame))
+    return any(one.f_code is wait.__code__ for one, _ in traceback.walk_stack(frame))
 
 
 async def interrupted(cleaned_up: list[str]) -> None:
@@ -103,3 +104,18 @@ def test_ctrl_c_in_a_notebook_cancels_the_coroutine_and_waits_for_its_clean_up()
     loop.run_forever()
     loop.close()
     assert [name.startswith("rl-app-ppo") for name in cleaned_up] == [True]
+
+
+def test_ctrl_c_as_the_coroutine_of_a_notebook_ends_is_no_other_error(monkeypatch: pytest.MonkeyPatch):
+    def interrupt_late(futures: tuple[Future[int], ...], timeout: float) -> None:
+        wait(futures, 60)
+        futures[0].result()  # its loop is closed
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(event_loop, "wait", interrupt_late)
+
+    async def cell() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            run_interruptibly(double(3))
+
+    asyncio.run(cell())

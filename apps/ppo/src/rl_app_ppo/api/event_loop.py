@@ -7,13 +7,15 @@ import logging
 import signal
 import threading
 from collections.abc import Coroutine, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LOOK_S = 0.5
+"""Seconds between looks at pending signals: one that comes just before a wait does not end it."""
 
 
 def run_interruptibly(work: Coroutine[Any, Any, T]) -> T:
@@ -54,10 +56,13 @@ def _run_in_thread(work: Coroutine[Any, Any, T]) -> T:
     with _handlers_restored(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="rl-app-ppo") as pool:
         running = pool.submit(asyncio.run, cancellable())
         try:
+            while not wait((running,), _LOOK_S).done:
+                pass
             return running.result()
         except KeyboardInterrupt:
             loop, task = started.result()
-            loop.call_soon_threadsafe(task.cancel)
+            with suppress(RuntimeError):  # the coroutine has just ended, and its loop is closed
+                loop.call_soon_threadsafe(task.cancel)
             raise  # leaving the pool waits until the coroutine has cleaned up
 
 
