@@ -142,7 +142,7 @@ def test_no_setting_of_an_algorithm_of_ours_stands_in_for_verls(algorithm):
     [
         ("actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", r"computes its end from the size of the data"),
         ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", r"computes the steps from the size of the data"),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=dro", "dro is not supported"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode", "bypass_mode is not supported"),
         ("actor_rollout_ref.actor.kl_loss_type=full", "full is not supported"),
         ("actor_rollout_ref.actor.strategy=veomni", "veomni is not supported"),
         ("algorithm.adv_estimator=mine", "mine is not supported"),
@@ -267,6 +267,14 @@ actor_rollout_ref.rollout.val_kwargs.do_sample=True reward.reward_manager.name=d
 +reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5 +reward.reward_kwargs.max_resp_len=8192
 trainer.total_training_steps=500 trainer.test_freq=10 trainer.save_freq=-1 trainer.experiment_name=dapo
 """
+
+
+def test_the_loss_that_verl_got_after_0_9_1_keeps_its_weight(accepted):
+    accepted("actor_rollout_ref.actor.policy_loss.loss_mode=dro +actor_rollout_ref.actor.policy_loss.dro_beta=0.05")
+    loss = import_verl(
+        {"actor_rollout_ref.actor.policy_loss.loss_mode": "dro", "actor_rollout_ref.actor.policy_loss.dro_beta": 0.05}
+    ).settings
+    assert (loss["actor.policy_loss.loss_mode"], loss["actor.policy_loss.dro_beta"]) == ("dro", 0.05)
 
 
 def test_a_whole_recipe_means_here_what_it_meant_there(accepted, tmp_path):

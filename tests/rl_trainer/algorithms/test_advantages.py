@@ -64,6 +64,7 @@ STD = math.sqrt(1 / 3) + 1e-6
         # 2 of 5 sessions have equal scores: 5 / (5 - 2)
         ("gpg", [5 / 3 * 1 / 3, -5 / 3 * 2 / 3, 5 / 3 * 1 / 3, 0, 0]),
         ("grpo_passk", [0, 0, 0, 0, 0]),  # the two best scores are equal
+        ("maxrl", [0.5, -1, 0.5, 0, 0]),  # (1 - 2/3) / (2/3), and b has no right answer
     ],
 )
 def test_group_estimators_by_hand(name, expected):
@@ -220,6 +221,7 @@ def oracle(name, x: AdvantageInputs):
         "grpo": lambda own, xs, _: (own - fmean(xs)) / scale(xs),
         "dr_grpo": lambda own, xs, _: own - fmean(xs),
         "rloo": lambda own, xs, _: own - (sum(xs) - own) / (len(xs) - 1),
+        "maxrl": lambda own, xs, _: (own - fmean(xs)) / fmean(xs),
         "opo": lambda own, xs, sizes: own - sum(a * b for a, b in zip(xs, sizes, strict=True)) / sum(sizes),
         "gpg": lambda own, xs, _: n / teaching * (own - fmean(xs)),
         "grpo_passk": lambda own, xs, _: (own - sorted(xs)[-2]) / scale(xs) if own == max(xs) else 0.0,
@@ -311,10 +313,16 @@ def batches(draw):
     )
 
 
+def without_penalties(name, x):
+    """Leave out the negative rewards that MaxRL refuses."""
+    return dataclasses.replace(x, token_rewards=None) if name == "maxrl" else x
+
+
 @pytest.mark.parametrize("name", NAMES)
 @settings(deadline=None, max_examples=25)
 @given(x=batches())
 def test_every_estimator_equals_the_oracle(name, x):
+    x = without_penalties(name, x)
     advantages, returns = ADVANTAGE_ESTIMATORS.get(name).estimate(x)
     assert advantages.tolist() == pytest.approx(oracle(name, x), abs=1e-7, rel=1e-7)
     assert not advantages[~x.mask].any()
@@ -325,6 +333,7 @@ def test_every_estimator_equals_the_oracle(name, x):
 @settings(deadline=None, max_examples=10)
 @given(x=batches(), seed=st.integers(0, 2**32 - 1))
 def test_the_order_of_rows_changes_not_one_bit(name, x, seed):
+    x = without_penalties(name, x)
     order = np.random.default_rng(seed).permutation(len(x.keys))
     lengths = np.diff(x.offsets)
     place = np.concatenate([np.zeros(0, int), *(np.arange(x.offsets[i], x.offsets[i + 1]) for i in order)])
@@ -487,6 +496,20 @@ def test_whiten():
 def test_what_is_missing_is_named_with_the_remedy(name, message):
     with pytest.raises(ConfigError, match=message):
         estimate(name, [("a", 0)], [1], [1])
+
+
+def test_maxrl_refuses_negative_rewards_and_is_the_gradient_of_the_log_likelihood_on_average():
+    """The mean gradient over all outcomes of N draws is that of log p to order N - 1."""
+    with pytest.raises(BatchError, match=r"maxrl needs rewards of at least 0, such as 0 and 1; got -0\.5"):
+        estimate("maxrl", [("a", 0), ("a", 1)], [1, 1], [1, -0.5])
+    n, p = 4, 0.3
+    gradient = 0.0  # by the logit of p: the score of a draw is r - p
+    for draws in np.ndindex(*(2,) * n):
+        advantages, _ = estimate("maxrl", [("a", i) for i in range(n)], [1] * n, list(draws))
+        probability = math.prod(p if r else 1 - p for r in draws)
+        gradient += probability * fmean(a * (r - p) for a, r in zip(advantages, draws, strict=True))
+    # d/dlogit of -sum_{k < n} (1 - p)^k / k
+    assert gradient == pytest.approx(p * (1 - p) * sum((1 - p) ** (k - 1) for k in range(1, n)))
 
 
 def test_weights_that_do_not_fit_the_parts_are_refused():

@@ -21,6 +21,7 @@ NAMES = POLICY_LOSSES.names()
 
 
 LOW, HIGH, C, TAU_POS, TAU_NEG, COEF = 0.2, 0.28, 3.0, 1.0, 1.5, 0.1
+BETA, TAU, VESPO = 0.3, 0.7, {True: (2.0, 3.0), False: (2.5, 1.5)}
 
 
 CONFIG = ActorConfig(
@@ -29,7 +30,15 @@ CONFIG = ActorConfig(
     clip_ratio_c=C,
     tau_pos=TAU_POS,
     tau_neg=TAU_NEG,
-    policy_loss=PolicyLossConfig(ppo_kl_coef=COEF),
+    policy_loss=PolicyLossConfig(
+        ppo_kl_coef=COEF,
+        dro_beta=BETA,
+        kimi_tau=TAU,
+        vespo_k_pos=VESPO[True][0],
+        vespo_lambda_pos=VESPO[True][1],
+        vespo_k_neg=VESPO[False][0],
+        vespo_lambda_neg=VESPO[False][1],
+    ),
 )
 
 
@@ -55,7 +64,7 @@ def loss_of(name, log_prob, old, advantages, *, rows=None, mask=None, chosen=Non
         )
     )
     torch.where(keep, out.loss, torch.zeros_like(out.loss)).sum().backward()
-    return out.loss.detach().numpy(), log_prob.grad.numpy(), {k: v.numpy() for k, v in out.metrics.items()}
+    return out.loss.detach().numpy(), log_prob.grad.numpy(), {k: v.detach().numpy() for k, v in out.metrics.items()}
 
 
 def ppo(log_ratio, advantage):
@@ -95,6 +104,16 @@ BY_HAND = [
     ("dppo_tv", 1.6, -1.0, 1.6 * math.log(0.8), 1.6),
     ("dppo_kl", 1.6, 1.0, -1.6 * math.log(0.8), -1.6),  # binary KL of 0.5 from 0.8: 0.223 <= 0.28
     ("dppo_kl", 1.9, 1.0, 0.0, 0.0),  # binary KL of 0.5 from 0.95: 0.830
+    ("dro", 2.0, 1.0, 0.15 * math.log(2) ** 2, -1.0 + 0.3 * math.log(2)),  # log pi is 0
+    ("kimi_k15", 2.0, -1.0, 0.35 * math.log(2) ** 2, 1.0 + 0.7 * math.log(2)),
+    ("topr", 1.5, 2.0, -2.0 * math.log(0.75), -2.0),  # no weight where the advantage is positive
+    ("topr", 1.5, -2.0, 2.0 * math.log(0.75), 2.0),  # at most 1 where it is negative
+    ("topr", 0.5, -2.0, math.log(0.25), 1.0),
+    ("luspo", 1.5, 1.0, -1.28, 0.0),  # as GSPO for a response of one token
+    ("luspo", 1.1, 1.0, -1.1, -1.1),
+    # 1.5^2 exp(3 * -0.5), 1.5^2.5 exp(1.5 * -0.5)
+    ("vespo", 1.5, 1.0, -2.25 * math.exp(-1.5) * math.log(0.75), -2.25 * math.exp(-1.5)),
+    ("vespo", 1.5, -1.0, 1.5**2.5 * math.exp(-0.75) * math.log(0.75), 1.5**2.5 * math.exp(-0.75)),
 ]
 
 
@@ -171,6 +190,20 @@ def reference(name, log_prob, old, adv, rows, mask, chosen):
         limited = np.where(adv > 0, np.minimum(d, HIGH), np.maximum(d, -LOW))
         loss = -mean(adv) * np.exp(mean(limited))
         return loss, np.where(limited == d, loss, 0)
+    d, total = log_prob - old, lambda x: mean(x) * count[rows]
+    if name == "dro":
+        return -adv * log_prob + BETA / 2 * d**2, -adv + BETA * d
+    if name == "kimi_k15":  # each of a response's tokens carries its loss
+        return -total(adv * log_prob) + TAU / 2 * total(d) ** 2, count[rows] * (-adv + TAU * total(d))
+    if name == "topr":
+        taper = np.where(adv < 0, np.minimum(np.exp(total(d)), 1), 1)
+        return -taper * adv * log_prob, -taper * adv
+    if name == "luspo":
+        loss, slope = reference("gspo", log_prob, old, adv, rows, mask, chosen)
+        return loss * count[rows], slope * count[rows]
+    if name == "vespo":
+        w, power, decay = np.exp(total(d)), *(np.where(adv >= 0, VESPO[True][i], VESPO[False][i]) for i in (0, 1))
+        return -(w**power) * np.exp(decay - decay * w) * adv * log_prob, -(w**power) * np.exp(decay - decay * w) * adv
     p, q = np.exp(old), np.exp(log_prob)
     if name == "dppo_tv":
         ok = np.where(adv > 0, q - p <= HIGH, q - p >= -LOW)
@@ -209,7 +242,7 @@ def objective_to_differentiate(name, log_prob, old, adv, rows, mask, chosen):
     slope = reference(name, log_prob, old, adv, rows, mask, chosen)[1]
 
     def value(x):
-        frozen = name in ("cispo", "dppo_tv", "dppo_kl")
+        frozen = name in ("cispo", "dppo_tv", "dppo_kl", "topr", "vespo")
         loss = slope * x if frozen else reference(name, x, old, adv, rows, mask, chosen)[0]
         return loss[mask].sum()
 
@@ -230,10 +263,47 @@ def test_gradients_equal_finite_differences(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_first_step_follows_the_policy_gradient(name):
-    """At ratio 1, every loss has the gradient of -A log pi."""
+    """At ratio 1, every loss has the gradient of -A log pi.
+
+    Two are losses of whole responses that grow with their length.
+    """
     _, old, adv, rows, mask, _ = random_tokens(3)
     _, grad, _ = loss_of(name, old, old, adv, rows=rows, mask=mask, chosen=np.zeros(old.size, bool))
-    assert grad.tolist() == pytest.approx(np.where(mask, -adv, 0).tolist(), abs=1e-12)
+    scale = np.bincount(rows, weights=mask)[rows] if name in ("kimi_k15", "luspo") else 1.0
+    assert grad.tolist() == pytest.approx(np.where(mask, -adv * scale, 0).tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_the_weight_of_vespo_is_largest_at_the_ratio_k_by_lambda(advantage):
+    ratios = np.linspace(0.05, 4.0, 400)
+    weights = [
+        loss_of("vespo", [math.log(0.2 * r)], [math.log(0.2)], [advantage])[2]["vespo_weight"][0] for r in ratios
+    ]
+    power, decay = VESPO[advantage > 0]
+    assert ratios[int(np.argmax(weights))] == pytest.approx(power / decay, abs=0.01)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_topr_never_weighs_a_response_more_than_the_policy_gradient_does(seed):
+    log_prob, old, adv, rows, mask, _ = random_tokens(seed)
+    _, grad, _ = loss_of("topr", log_prob, old, adv, rows=rows, mask=mask)
+    assert (np.abs(grad) <= np.where(mask, np.abs(adv), 0) + 1e-12).all()
+    assert grad[mask & (adv > 0)].tolist() == (-adv[mask & (adv > 0)]).tolist()
+
+
+def test_luspo_aggregated_by_token_means_is_gspo_aggregated_by_token_sums():
+    log_prob, old, adv, rows, mask, _ = random_tokens(4)
+    by_length, _, _ = loss_of("luspo", log_prob, old, adv, rows=rows, mask=mask)
+    plain, _, _ = loss_of("gspo", log_prob, old, adv, rows=rows, mask=mask)
+    for row in range(int(rows.max()) + 1):
+        own = mask & (rows == row)
+        if own.any():
+            assert by_length[own].mean() == pytest.approx(plain[own].sum())
+
+
+def test_dro_is_least_where_the_log_ratio_is_the_advantage_by_beta():
+    _, grad, _ = loss_of("dro", [-1.0 + 0.6 / BETA, -1.0], [-1.0, -1.0], [0.6, 0.0])
+    assert grad.tolist() == pytest.approx([0.0, 0.0], abs=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -338,6 +338,11 @@ COMBINATIONS = [
     ("gpg", "clip_cov", {"policy_loss": {"clip_cov_lb": -9.0}}),
     ("remax", "kl_cov", {}),
     ("optimal_token_baseline", "vanilla", {}),
+    ("maxrl", "dro", {}),
+    ("dr_grpo", "kimi_k15", {}),
+    ("rloo", "topr", {}),
+    ("grpo", "luspo", {}),
+    ("grpo", "vespo", {}),
     ("gdpo", "geo_mean", {"algorithm": {"gdpo_reward_keys": ("score", "brevity"), "gdpo_reward_weights": (1.0, 0.5)}}),
 ]
 

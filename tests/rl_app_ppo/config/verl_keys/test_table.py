@@ -40,6 +40,7 @@ def test_every_exact_key_of_the_table_is_verls_or_of_a_group_that_takes_more():
         "algorithm.gdpo_reward_keys",
         "algorithm.gdpo_reward_weights",
         "data.cache_dir",
+        "actor_rollout_ref.actor.policy_loss.dro_beta",  # of verl after 0.9.1
         "actor_rollout_ref.rollout.limit_images",
         "actor_rollout_ref.rollout.checkpoint_manager_class",
         "critic.pad_to_length",

@@ -36,6 +36,27 @@ class PolicyLossConfig(Options):
         0.0002, "kl_cov: share of the tokens with a KL penalty", gt=0, le=1, needs="loss_mode=kl_cov", verl="."
     )
     ppo_kl_coef: float = option(0.1, "kl_cov: KL penalty coefficient", ge=0, needs="loss_mode=kl_cov", verl=".")
+    dro_beta: float = option(
+        0.1, "dro: weight of the squared log-ratio of each token", gt=0, needs="loss_mode=dro", verl="."
+    )
+    kimi_tau: float = option(
+        0.1, "kimi_k15: weight of the squared log-ratio of a response", ge=0, needs="loss_mode=kimi_k15"
+    )
+    vespo_k_pos: float = option(
+        2.0, "vespo: power of the ratio where the advantage is at least 0", gt=0, needs="loss_mode=vespo"
+    )
+    vespo_lambda_pos: float = option(
+        3.0,
+        "vespo: decay of the weight with the ratio where the advantage is at least 0",
+        gt=0,
+        needs="loss_mode=vespo",
+    )
+    vespo_k_neg: float = option(
+        3.0, "vespo: power of the ratio where the advantage is negative", gt=0, needs="loss_mode=vespo"
+    )
+    vespo_lambda_neg: float = option(
+        2.0, "vespo: decay of the weight with the ratio where the advantage is negative", gt=0, needs="loss_mode=vespo"
+    )
 
     def check(self, path: str) -> None:
         require(

@@ -9,6 +9,7 @@ from rl_trainer.algorithms.advantages.gae import gae
 from rl_trainer.algorithms.advantages.gdpo import gdpo
 from rl_trainer.algorithms.advantages.gpg import gpg
 from rl_trainer.algorithms.advantages.grpo import dr_grpo, grpo
+from rl_trainer.algorithms.advantages.maxrl import maxrl
 from rl_trainer.algorithms.advantages.opo import opo
 from rl_trainer.algorithms.advantages.optimal_token_baseline import optimal_token_baseline
 from rl_trainer.algorithms.advantages.pass_at_k import grpo_passk
@@ -31,6 +32,7 @@ ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry(
         "reinforce_plus_plus_baseline": Estimator(reinforce_plus_plus_baseline, compares=True),
         "remax": Estimator(remax, reads=("reward_baselines",)),
         "opo": Estimator(opo, compares=True),
+        "maxrl": Estimator(maxrl, compares=True),
         "gpg": Estimator(gpg, compares=True),
         "gdpo": Estimator(gdpo, reads=("reward_components",), compares=True),
         "optimal_token_baseline": Estimator(
@@ -58,6 +60,7 @@ __all__ = [
     "gpg",
     "grpo",
     "grpo_passk",
+    "maxrl",
     "opo",
     "optimal_token_baseline",
     "reinforce_plus_plus",

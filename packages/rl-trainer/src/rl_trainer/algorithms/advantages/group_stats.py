@@ -24,6 +24,7 @@ class GroupStats:
 
     size: FloatArray
     """Sessions of the group, without empty ones."""
+    mean: FloatArray
     highest: FloatArray
     varies: BoolArray
     """True for sessions that are not empty and whose group has different values."""
@@ -48,4 +49,11 @@ def group_stats(e: Episodes, x: FloatArray) -> GroupStats:
     varies = seen & (highest > lowest)[g]
     deviation = np.where(varies, x - mean[g], 0.0)
     variance = sum_by(g, deviation**2, n) / np.maximum(size - 1, 1)
-    return GroupStats(size=size[g], highest=highest[g], varies=varies, deviation=deviation, std=np.sqrt(variance)[g])
+    return GroupStats(
+        size=size[g],
+        mean=mean[g],
+        highest=highest[g],
+        varies=varies,
+        deviation=deviation,
+        std=np.sqrt(variance)[g],
+    )

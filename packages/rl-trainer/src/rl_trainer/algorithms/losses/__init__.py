@@ -57,8 +57,8 @@ POLICY_LOSSES: Registry[PolicyLoss] = Registry(
     PolicyLoss,
     {
         "vanilla": PolicyLoss(f"{_HERE}.ppo:vanilla"),
-        "gspo": PolicyLoss(f"{_HERE}.gspo:gspo"),
-        "geo_mean": PolicyLoss(f"{_HERE}.gmpo:geo_mean", per_sequence=True),
+        "gspo": PolicyLoss(f"{_HERE}.sequence_ratio.gspo:gspo"),
+        "geo_mean": PolicyLoss(f"{_HERE}.sequence_ratio.gmpo:geo_mean", per_sequence=True),
         "cispo": PolicyLoss(f"{_HERE}.cispo:cispo"),
         "sapo": PolicyLoss(f"{_HERE}.sapo:sapo"),
         "gpg": PolicyLoss(f"{_HERE}.gpg:gpg", off_policy=False),
@@ -66,7 +66,12 @@ POLICY_LOSSES: Registry[PolicyLoss] = Registry(
         "kl_cov": PolicyLoss(f"{_HERE}.kl_cov:kl_cov", chooses="kl_cov"),
         "dppo_tv": PolicyLoss(f"{_HERE}.dppo:dppo_tv"),
         "dppo_kl": PolicyLoss(f"{_HERE}.dppo:dppo_kl"),
+        "dro": PolicyLoss(f"{_HERE}.dro:dro"),
+        "kimi_k15": PolicyLoss(f"{_HERE}.sequence_ratio.kimi_k15:kimi_k15", per_sequence=True),
+        "topr": PolicyLoss(f"{_HERE}.sequence_ratio.topr:topr"),
+        "luspo": PolicyLoss(f"{_HERE}.sequence_ratio.luspo:luspo", per_sequence=True),
+        "vespo": PolicyLoss(f"{_HERE}.sequence_ratio.vespo:vespo"),
     },
-    elsewhere={"ppo": "vanilla", "gmpo": "geo_mean", "reinforce": "gpg", "dppo": "dppo_tv"},
+    elsewhere={"ppo": "vanilla", "gmpo": "geo_mean", "reinforce": "gpg", "dppo": "dppo_tv", "kimi15": "kimi_k15"},
 )
 """The names are verl's; `vanilla` is PPO and `geo_mean` is GMPO."""

@@ -1,0 +1,1 @@
+"""Losses of the ratio of a whole response, by their published names."""
