@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
+import pytest
+
 from rl_app_ppo.outputs.console import LossNotes, OldLogProbNotes, step_line, validation_accuracy
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_protocol.ports import GroupFailure
 
 
 def test_the_column_kl_is_the_divergence_from_the_reference_or_is_not_there():
-    assert "  kl  0.2500  " in step_line(1, 2, {"actor/ref_kl": 0.25, "actor/ppo_kl": 7.0})
-    assert "  kl  0.2500  " in step_line(1, 2, {"actor/reward_kl_penalty": 0.25, "actor/ppo_kl": 7.0})
+    assert "  kl 0.2500  " in step_line(1, 2, {"actor/ref_kl": 0.25, "actor/ppo_kl": 7.0})
+    assert "  kl 0.2500  " in step_line(1, 2, {"actor/reward_kl_penalty": 0.25, "actor/ppo_kl": 7.0})
     assert "kl" not in step_line(1, 2, {"actor/ppo_kl": 7.0})
 
 
@@ -32,16 +34,39 @@ def test_the_step_line_keeps_its_columns():
         "timing_s/step": 0.6,
     }
     line = step_line(3, 30, metrics)
-    assert line.startswith("step  3/30  reward  0.500  accuracy 0.500  length  4.00  kl  0.0100")
-    assert "validation 0.750" in step_line(3, 30, {**metrics, "val-core/x/acc/mean@1": 0.75})
+    assert line.startswith("step  3/30  reward  0.500  acc 0.500  len   4.0  kl 0.0100   0.60 s")
+    assert "val 0.750" in step_line(3, 30, {**metrics, "val-core/x/acc/mean@1": 0.75})
     assert "lag 2" in step_line(3, 30, {**metrics, "training/off_policy/trajectory_staleness_worst/max": 2.0})
     assert validation_accuracy({"val-core/x/acc/mean@1": 0.5, "val-core/y/acc/mean@1": 1.0}) == 0.75
     assert validation_accuracy(metrics) is None
 
 
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.4, "left 0:00"), (65, "left 1:05"), (3599.6, "left 1:00:00"), (90_000, "left 25:00:00")]
+)
+def test_the_step_line_says_how_long_the_rest_takes(seconds, shown):
+    assert step_line(1, 2, {}, seconds).endswith(shown)
+
+
+def test_the_longest_step_line_has_a_hundred_columns_and_keeps_what_matters_most():
+    metrics = {
+        "critic/score/mean": -12.345,
+        "critic/acc/mean": 0.5,
+        "response_length/mean": 12345.6,
+        "actor/ref_kl": 123.4567,
+        "actor/entropy": 12.345,
+        "timing_s/step": 1234.56,
+        "val-core/x/acc/mean@1": 0.75,
+        "training/off_policy/trajectory_staleness_worst/max": 12.0,
+    }
+    line = step_line(99_999, 100_000, metrics, 123_456)
+    assert len(line) <= 100
+    assert line == "step  99999/100000  reward -12.345  acc 0.500  1234.56 s  left 34:17:36  lag 12  val 0.750"
+
+
 def test_the_step_line_has_no_entropy_that_was_not_computed():
-    assert "  entropy 0.250  " in step_line(1, 2, {"actor/entropy": 0.25})
-    assert "entropy" not in step_line(1, 2, {})
+    assert "  ent 0.250  " in step_line(1, 2, {"actor/entropy": 0.25})
+    assert "ent" not in step_line(1, 2, {})
 
 
 def test_a_changed_choice_of_old_log_probs_is_said_once():

@@ -20,6 +20,10 @@ from rl_trainer import Hook
 from rl_trainer.algorithms.old_log_prob import GAP, STALENESS
 
 ACCURACY = "acc/mean@"
+COLUMNS = 100
+"""Longest line of a step."""
+SPARE = ("len", "ent", "kl", "lag")
+"""Parts that a line leaves out if it is too long, the first ones first."""
 
 
 def validation_accuracy(metrics: Mapping[str, float]) -> float | None:
@@ -28,32 +32,46 @@ def validation_accuracy(metrics: Mapping[str, float]) -> float | None:
     return sum(found) / len(found) if found else None
 
 
-def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
-    """One line about one step.
+def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float | None = None) -> str:
+    """One line about one step, of at most COLUMNS.
 
-    `kl` is the divergence from the reference, nats per token; absent without a reference. `entropy`
-    is absent where no pass computed it: the critic warms up, and old log-probs are the engine's.
+    `kl` is the divergence from the reference, nats per token; absent without a reference. `ent`,
+    the entropy, is absent where no pass computed it: the critic warms up, and old log-probs are the
+    engine's. If the line is too long, it leaves out the first ones of SPARE.
+
+    Args:
+        step: number of the step.
+        total: steps of the run.
+        metrics: of the step.
+        left_s: seconds that the rest of the run takes; None: not known.
     """
-    entropy = metrics.get("actor/entropy")
     kl = metrics.get("actor/ref_kl", metrics.get("actor/reward_kl_penalty"))
-    parts = [
-        f"step {step:>{len(str(total))}}/{total}",
-        f"reward {metrics.get('critic/score/mean', 0.0):6.3f}",
-        f"accuracy {metrics.get('critic/acc/mean', 0.0):5.3f}",
-        f"length {metrics.get('response_length/mean', 0.0):5.2f}",
-        *([f"kl {kl:7.4f}"] if kl is not None else []),
-        *([f"entropy {entropy:5.3f}"] if entropy is not None else []),
-        f"{metrics.get('timing_s/step', 0.0):5.2f} s",
-    ]
-    accuracy = validation_accuracy(metrics)
-    lag = metrics.get(STALENESS, 0.0)
-    return "  ".join(
-        [
-            *parts,
-            *([f"lag {lag:.0f}"] if lag else []),
-            *([f"validation {accuracy:.3f}"] if accuracy is not None else []),
-        ]
-    )
+    accuracy, lag = validation_accuracy(metrics), metrics.get(STALENESS, 0.0)
+    parts = {
+        "step": f"step {step:>{len(str(total))}}/{total}",
+        "reward": f"reward {metrics.get('critic/score/mean', 0.0):6.3f}",
+        "acc": f"acc {metrics.get('critic/acc/mean', 0.0):.3f}",
+        "len": f"len {metrics.get('response_length/mean', 0.0):5.1f}",
+        "kl": "" if kl is None else f"kl {kl:.4f}",
+        "ent": f"ent {metrics['actor/entropy']:.3f}" if "actor/entropy" in metrics else "",
+        "s": f"{metrics.get('timing_s/step', 0.0):5.2f} s",
+        "left": "" if left_s is None else f"left {_clock(left_s)}",
+        "lag": f"lag {lag:.0f}" if lag else "",
+        "val": "" if accuracy is None else f"val {accuracy:.3f}",
+    }
+    for spare in ("", *SPARE):
+        parts.pop(spare, None)
+        line = "  ".join(filter(None, parts.values()))
+        if len(line) <= COLUMNS:
+            break
+    return line
+
+
+def _clock(seconds: float) -> str:
+    """Hours, minutes and seconds: 1:02:03, or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class Screen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -33,6 +34,8 @@ class Recorder:
         self._startup: Startup | None = startup
         """None: the first training step is done."""
         self._first = True
+        self._after_first: tuple[int, float] | None = None
+        """The first step of this process, and the time of its end."""
         self.reward: list[tuple[int, float]] = []
         self.validation: list[tuple[int, float]] = []
 
@@ -48,11 +51,20 @@ class Recorder:
         for sink in self._sinks:
             sink.log(step, metrics)
         if step and self._lines:
-            self._screen.note(step_line(step, self._total, metrics))
+            self._screen.note(step_line(step, self._total, metrics, self._left_s(step)))
         elif accuracy is not None and self._lines:
             self._screen.note(f"before training: validation accuracy {accuracy:.3f}")
         self._warnings.look(step, metrics)
         self._screen.bar("training", step, self._total)
+
+    def _left_s(self, step: int) -> float | None:
+        """Seconds that the other steps take, at the mean pace so far; the first step counts not."""
+        now = time.perf_counter()
+        if self._after_first is None:
+            self._after_first = step, now
+            return None
+        first, ended = self._after_first
+        return (now - ended) / max(step - first, 1) * (self._total - step)
 
     def _start_times(self, startup: Startup, step: int) -> dict[str, float]:
         startup.end()
