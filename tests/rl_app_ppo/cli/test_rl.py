@@ -140,12 +140,34 @@ def test_samples_are_those_of_the_newest_step_in_the_order_that_is_asked_for(run
     assert [len(row["response"]) for row in lengths] == [10, 18, 19, 20]
 
 
+def test_a_demo_is_a_run_of_its_preset(run, monkeypatch):
+    started = []
+    monkeypatch.setattr(rl, "launch", lambda config, plugins, out, before_s: started.append(config))
+    assert [line.split()[0] for line in run("demo", "--list").output.splitlines()] == ["grpo", "calculator", "ppo"]
+    for words in (["demo"], ["demo", "rollout.n=4"], ["demo", "ppo"], ["demo", "calculator", "rollout.n=4"]):
+        assert run(*words).exit_code == 0
+    presets = ["demo", "demo", "demo-ppo", "demo-calculator"]
+    more = [[], ["rollout.n=4"], [], ["rollout.n=4"]]
+    assert started == [load_config([f"preset={name}", *rest]) for name, rest in zip(presets, more, strict=True)]
+
+
+def test_new_writes_a_package_into_this_folder(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    done = run("new", "reward", "near")
+    assert done.exit_code == 0
+    assert [Path(word).exists() for word in done.output.split() if word.startswith("near/")] == [True, True]
+
+
 WRONG = {
     "bogus": "No such command 'bogus'",
     "train nothing=1": "Unknown key 'nothing'",
     "train rollout.n=x": "rollout.n",
     "train --nothing": "No such option: --nothing",
     "train --config /no/such.yaml": "/no/such.yaml",
+    "demo calculato": "Did you mean 'calculator'",
+    "demo grpo nothing=1": "Unknown key 'nothing'",
+    "new rewards x": "Did you mean 'reward'",
+    "new reward ../x": "NAME must be",
     "plan rollout.n=0": "rollout.n",
     "config nothing": "nothing",
     "config --config": "--config",

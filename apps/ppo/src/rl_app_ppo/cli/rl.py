@@ -21,8 +21,11 @@ from rl_app_ppo.cli.explain import described, difference, differing, explain, ke
 from rl_app_ppo.cli.import_verl import import_verl
 from rl_app_ppo.cli.json_schema import schema_text
 from rl_app_ppo.cli.launch_files import JOB_FLAGS, KINDS, launch_text
+from rl_app_ppo.cli.new_package.write import KINDS as PLUGIN_KINDS
+from rl_app_ppo.cli.new_package.write import write_package
 from rl_app_ppo.cli.samples import SORTS, read_samples, samples_text
 from rl_app_ppo.config.loading import load_config, resolve, shown_yaml
+from rl_app_ppo.config.presets import demo_words, demos
 from rl_app_ppo.outputs.startup_times import command_age
 from rl_ckpt_engine import load_policy
 
@@ -31,7 +34,7 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", hel
 Unsafe = Annotated[bool, typer.Option("--allow-unsafe-plugins", help="Allow any code in checkpoint_engine plug-ins.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Params = ParamSpec("Params")
-BEFORE, AFTER = "Before a run", "After a run"
+TRAIN, BEFORE, AFTER, EXTEND = "Train", "Before a run", "After a run", "Extend"
 
 app = typer.Typer(
     help="Train language models with PPO and GRPO. `rl COMMAND --help` describes a command.",
@@ -55,12 +58,27 @@ def _coded(command: Callable[Params, None]) -> Callable[Params, None]:
     return run
 
 
-@app.command("train", rich_help_panel="Train")
+@app.command("train", rich_help_panel=TRAIN)
 @_coded
 def _train(words: Words = None, config: ConfigFile = None, allow_unsafe_plugins: Unsafe = False) -> None:
     """Train; without settings the demo, on this machine."""
     plugins = load_policy(allow_unsafe_plugins=allow_unsafe_plugins)
     launch(load_config(words or (), config), plugins, _out(), before_s=command_age())
+
+
+@app.command("demo", rich_help_panel=TRAIN)
+@_coded
+def _demo(
+    name: Annotated[str, typer.Argument(help="Name of the demo; the first of the list by default.")] = "",
+    words: Words = None,
+    listed: Annotated[bool, typer.Option("--list", help="List the demos, and start nothing.")] = False,
+) -> None:
+    """Train a demo: needs no data, model, GPU or account."""
+    if listed:
+        _print(columns([(demo, what) for demo, (_, what) in demos().items()]))
+        return
+    config = load_config(demo_words(name, words or ()))
+    launch(config, load_policy(), _out(), before_s=command_age())
 
 
 @app.command("doctor", rich_help_panel=BEFORE)
@@ -185,6 +203,17 @@ def _samples(
         _print_json(rows)
     else:
         _print(samples_text(rows))
+
+
+@app.command("new", rich_help_panel=EXTEND)
+@_coded
+def _new(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=", ".join(PLUGIN_KINDS))],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Import name of the package, such as my_reward.")],
+) -> None:
+    """Write a plug-in package with a passing test into the folder NAME."""
+    folder = write_package(kind, name, Path())
+    _print(f"{folder}/src/{name}/__init__.py has the code, {folder}/README.md says how to test and use it\n")
 
 
 def _out() -> Console:

@@ -60,6 +60,29 @@ def presets() -> dict[str, str]:
     }
 
 
+def demos() -> dict[str, tuple[str, str]]:
+    """Name of every demo for `rl demo` -> its preset and description; the default one is first."""
+    default = DEMO_OF["grpo"]
+    found = {name: what for name, what in _described("presets").items() if of_demo(name)}
+    others = {name.removeprefix("demo-"): (name, what) for name, what in found.items() if name != default}
+    return {"grpo": (default, found[default]), **others}
+
+
+def demo_words(name: str, words: Sequence[str]) -> tuple[str, ...]:
+    """The settings of the demo `name`, or of the first, and then `words`.
+
+    Raises:
+        ConfigError: there is no such demo.
+    """
+    if "=" in name:
+        name, words = "", (name, *words)
+    known = demos()
+    name = name or next(iter(known))
+    if name not in known:
+        raise ConfigError(f"There are the demos {', '.join(known)}; got {name!r}.{nearest(name, known)}")
+    return (f"{PRESET}={known[name][0]}", *words)
+
+
 def layer_text(kind: str, name: str) -> str:
     """YAML of the layer `name`; `kind` is algorithms or presets."""
     return (resources.files("rl_app_ppo.config") / "builtin" / kind / f"{name}.yaml").read_text(encoding="utf-8")

@@ -1,0 +1,142 @@
+"""Write a plug-in package: code, test, entry point, and what allows it on a host."""
+
+from __future__ import annotations
+
+import keyword
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from string import Template
+
+from rl_protocol import ConfigError, OutputError
+from rl_protocol.support.options import nearest
+
+PLACEHOLDER = "my_plugin"
+"""Import name in the templates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A kind of plug-in."""
+
+    description: str
+    group: str
+    """Entry point group."""
+    object: str
+    """Name of the entry point's object in the package."""
+    use: str
+    """Settings of a run that uses it."""
+    dependencies: tuple[str, ...] = ("rl-trainer>=0.1,<0.2",)
+
+
+KINDS: Mapping[str, Kind] = {
+    "reward": Kind(
+        description="A reward function.",
+        group="rl_trainer.rewards",
+        object="score",
+        use="reward.function=my_plugin",
+    ),
+    "tool": Kind(
+        description="A session in which the policy may call a tool.",
+        group="rl_trainer.sessions",
+        object="SESSION",
+        use="rollout.session=my_plugin",
+    ),
+    "estimator": Kind(
+        description="An advantage estimator.",
+        group="rl_trainer.advantage_estimators",
+        object="ESTIMATOR",
+        use="algorithm.adv_estimator=my_plugin",
+    ),
+    "loss": Kind(
+        description="A policy loss.",
+        group="rl_trainer.policy_losses",
+        object="LOSS",
+        use="actor.policy_loss.loss_mode=my_plugin",
+        dependencies=("rl-trainer[torch]>=0.1,<0.2",),
+    ),
+    "hook": Kind(
+        description="A hook, which is notified of the events of a run.",
+        group="rl_trainer.hooks",
+        object="HOOK",
+        use="trainer.hooks=[my_plugin]",
+    ),
+    "engine": Kind(
+        description="A rollout engine.",
+        group="rl_app_ppo.rollout_engines",
+        object="ENGINE",
+        use="rollout.name=my_plugin",
+        dependencies=("rl-app-ppo>=0.1,<0.2",),
+    ),
+}
+
+
+def write_package(kind: str, name: str, parent: Path) -> Path:
+    """Write the package `name` into a new folder of that name.
+
+    Args:
+        kind: one of KINDS.
+        name: import name of the package, and name of the plug-in in settings.
+        parent: folder that gets the new folder.
+
+    Raises:
+        ConfigError: an unknown kind, or a name that can't be used.
+        OutputError: the folder exists or can't be written.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"KIND must be one of {', '.join(KINDS)}; got {kind!r}.{nearest(kind, KINDS)}")
+    _check_name(name)
+    folder, files = parent / name, _files(kind, name)
+    try:
+        folder.mkdir()
+        for place, text in files.items():
+            (folder / place).parent.mkdir(parents=True, exist_ok=True)
+            (folder / place).write_text(text, encoding="utf-8")
+    except FileExistsError as error:
+        raise OutputError(f"{folder} exists already; choose another NAME, or remove it.") from error
+    except OSError as error:
+        raise OutputError(f"{folder} can't be written: {error}.") from error
+    return folder
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name) or name.endswith("_"):
+        raise ConfigError(f"NAME must be a Python module name in lower case, such as my_reward; got {name!r}.")
+    if name in sys.stdlib_module_names or name.startswith("rl_"):
+        raise ConfigError(f"NAME={name} is the name of another package; choose one of your own, such as my_{name}.")
+
+
+def _files(kind: str, name: str) -> dict[str, str]:
+    """Path in the package -> text."""
+    one = KINDS[kind]
+    values = {
+        "description": one.description,
+        "group": one.group,
+        "package": one.group.partition(".")[0],
+        "object": one.object,
+        "use": one.use,
+        "dependencies": ", ".join(f'"{line}"' for line in one.dependencies),
+    }
+    shared = {
+        place: Template(_template(f"{place}.txt")).substitute(values)
+        for place in ("pyproject.toml", "README.md", "plugins.toml")
+    }
+    sources = {
+        f"src/{PLACEHOLDER}/__init__.py": _template(f"{kind}/code.py.txt"),
+        f"src/{PLACEHOLDER}/py.typed": "",
+        f"tests/test_{PLACEHOLDER}.py": _template(f"{kind}/test.py.txt"),
+    }
+    if kind == "loss":
+        sources[f"src/{PLACEHOLDER}/function.py"] = _template("loss/function.py.txt")
+    return {_named(place, name): _named(text, name) for place, text in (shared | sources).items()}
+
+
+def _named(text: str, name: str) -> str:
+    return text.replace(PLACEHOLDER, name).replace(PLACEHOLDER.replace("_", "-"), name.replace("_", "-"))
+
+
+def _template(place: str) -> str:
+    return (resources.files("rl_app_ppo.cli.new_package") / "templates" / place).read_text(encoding="utf-8")
