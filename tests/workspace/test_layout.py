@@ -46,8 +46,15 @@ def top(member: Path) -> ModuleType:
     return importlib.import_module(import_name(member))
 
 
-def test_there_are_seven_members():
-    assert len(MEMBERS) == 7
+def test_there_are_eight_members():
+    assert len(MEMBERS) == 8
+
+
+def test_the_meta_package_installs_what_the_workspace_does():
+    """Besides the extras of rl-transferqueue that only tests and its own users need."""
+    meta = {line.partition(">=")[0] for line in project(ROOT / "packages" / "rl-stack")["dependencies"]}
+    root = {line.replace("[compat,metrics]", "") for line in project(ROOT)["dependencies"]}
+    assert meta == root
 
 
 @each_member
