@@ -59,11 +59,9 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float
         "lag": f"lag {lag:.0f}" if lag else "",
         "val": "" if accuracy is None else f"val {accuracy:.3f}",
     }
-    for spare in ("", *SPARE):
-        parts.pop(spare, None)
-        line = "  ".join(filter(None, parts.values()))
-        if len(line) <= COLUMNS:
-            break
+    spare = iter(SPARE)
+    while len(line := "  ".join(filter(None, parts.values()))) > COLUMNS and (name := next(spare, "")):
+        del parts[name]
     return line
 
 
