@@ -9,6 +9,8 @@ import json
 
 import pytest
 
+from rl_trainer.record.read_record import read_record
+
 PACKAGE = """
 import numpy as np
 from rl_trainer import CurriculumKind
@@ -51,6 +53,7 @@ def test_a_run_trains_on_easy_prompts_first(app, install_plugins, tmp_path, monk
         "trainer.test_freq=1",
     )
     assert done.code == 0, done.err
+    rows = read_record(done.folder / "record").trajectories
     for step in (1, 2):
-        lines = (done.folder / "samples" / f"train-{step}.jsonl").read_text().splitlines()
-        assert {json.loads(line)["prompt"] for line in lines} == {f"{10 + 4 * (step - 1) + i}+10=" for i in range(4)}
+        prompts = {row.prompt for row in rows if row.step == step}
+        assert prompts == {f"{10 + 4 * (step - 1) + i}+10=" for i in range(4)}

@@ -7,6 +7,8 @@ import json
 
 import pytest
 
+from rl_trainer.record.read_record import read_record
+
 
 @pytest.mark.slow
 def test_a_run_leaves_traces_samples_and_mlflow(app):
@@ -23,9 +25,12 @@ def test_a_run_leaves_traces_samples_and_mlflow(app):
         assert "aten::linear" in names, process
     timeline = json.loads((done.folder / "profile" / "ray.json").read_text())
     assert "task::WorkerProcess.call" in {event["cat"] for event in timeline}
-    rows = [json.loads(line) for line in (done.folder / "samples" / "train-1.jsonl").read_text().splitlines()]
-    assert len(rows) == 8 * 4
-    assert {row["outcome"]["type"] for row in rows} == {"scored"}
+    record = read_record(done.folder / "record")
+    assert len(record.trajectories) == 32
+    assert all(row.reward and row.advantages and row.old_log_probs for row in record.trajectories)
+    assert {"rollout", "reward", "adv", "update_actor", "weights.send"} <= {span.stage for span in record.spans}
+    assert [row.step for row in record.steps] == [0, 1]
+    assert record.end.outcome == "finished"
     assert list((done.folder / "mlflow").glob("*/*/metrics/actor/pg_loss"))
     log = (done.folder / "logs" / "driver.log").read_text()
     assert "loses steps" not in log

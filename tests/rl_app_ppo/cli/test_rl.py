@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 from rl_app_ppo.cli import rl
 from rl_app_ppo.cli.main import main
 from rl_app_ppo.config.loading import load_config, shown_yaml
+from rl_trainer.record.record_file import RecordFile
+from rl_trainer.record.record_rows import TrajectoryRow
 from rl_trainer.rewards.scorer import Failure, Scored
 from rl_trainer.workers.sample_log import SampleRow
 
@@ -48,6 +50,36 @@ def samples(tmp_path):
         (tmp_path / "samples").mkdir(exist_ok=True)
         (tmp_path / "samples" / f"{step}.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(rows))
     return tmp_path
+
+
+def test_training_samples_are_those_that_the_run_has_recorded(run, tmp_path):
+    row = TrajectoryRow(
+        at=1.0,
+        step=3,
+        key="s3-0/0/0",
+        why="best",
+        data_source="sums",
+        ground_truth="2",
+        prompt="1+1=",
+        response="2<eos>",
+        prompt_ids=[1],
+        response_ids=[2],
+        response_mask=[1],
+        rollout_log_probs=[0.0],
+        versions=[(0, 1)],
+        reward={"score": 0.75, "acc": 1.0},
+    )
+    failed = msgspec.structs.replace(row, key="s3-0/1/0", reward={}, failure="raised ValueError (near.py:4)")
+    file = RecordFile(tmp_path / "record", "reward")
+    file.append([row, msgspec.structs.replace(row, step=2), failed])
+    file.close()
+    _, *lines = run("samples", str(tmp_path), "--train").output.splitlines()
+    assert [line.split() for line in lines] == [
+        ["s3-0/0/0", "0.750", "1+1=", "2<eos>", "2"],
+        ["s3-0/1/0", "failed", "1+1=", "2<eos>", "2"],
+    ]
+    (older,) = json.loads(run("samples", str(tmp_path), "--train", "--step", "2", "--json").output)
+    assert older["outcome"]["numbers"] == {"score": 0.75, "acc": 1.0}
 
 
 def test_train_starts_what_the_words_say(run, monkeypatch, tmp_path):
@@ -184,7 +216,7 @@ WRONG = {
     "samples RUN --step 3": "there are those of steps 0, 5",
     "samples RUN --sort size": "--sort must be one of key, reward, length",
     "samples RUN --limit 0": "--limit",
-    "samples RUN --train": "no samples of training",
+    "samples RUN --train": "no samples of training; see trainer.sample_freq",
 }
 
 

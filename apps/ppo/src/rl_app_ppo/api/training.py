@@ -26,6 +26,7 @@ from rl_app_ppo.outputs.answers import read_answers
 from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.outputs.resume import find_start
 from rl_app_ppo.outputs.run_folder import RunFiles, RunFolder, create_run_folder, occupied, set_aside, write_config
+from rl_app_ppo.outputs.run_record import RunRecord
 from rl_app_ppo.outputs.startup_times import Startup
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError, RLError
@@ -75,10 +76,18 @@ def run_training(
             for note in notes:
                 screen.note(note)
             began = time.perf_counter()
-            plan = RunPlan(
-                config=config, graph=graph, files=files, start=start, plugins=plugins, fork_server=fork_server
-            )
-            recorder = run_interruptibly(run(plan, screen, startup))
+            after = start.checkpoint.manifest.step if start.checkpoint else 0
+            with _recorded(RunRecord(files.record, after, steps)) as record:
+                plan = RunPlan(
+                    config=config,
+                    graph=graph,
+                    files=files,
+                    start=start,
+                    record=record,
+                    plugins=plugins,
+                    fork_server=fork_server,
+                )
+                recorder = run_interruptibly(run(plan, screen, startup))
     if recorder.validation or recorder.reward:
         screen.curve(recorder.curves)
     _print_answers(screen, files.samples)
@@ -93,6 +102,22 @@ def _print_answers(screen: Screen, samples: Path) -> None:
             screen.answers(answers)
     except (OSError, msgspec.DecodeError) as error:
         screen.note(f"the answers in {samples} can't be shown: {error}")
+
+
+@contextmanager
+def _recorded(record: RunRecord) -> Generator[RunRecord]:
+    """Record how the run ended."""
+    outcome, text = "finished", ""
+    try:
+        yield record
+    except RLError as error:
+        outcome, text = "failed", str(error)
+        raise
+    except KeyboardInterrupt:
+        outcome = "interrupted"
+        raise
+    finally:
+        record.end(outcome, text)
 
 
 @contextmanager

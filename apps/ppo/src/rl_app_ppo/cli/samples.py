@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from rl_app_ppo.cli.columns import columns
 from rl_app_ppo.outputs.answers import one_line
+from rl_app_ppo.outputs.run_record import read_run
 from rl_protocol import ConfigError, RowKey
-from rl_trainer.rewards.scorer import Scored
+from rl_trainer.record.record_rows import TrajectoryRow
+from rl_trainer.rewards.scorer import Failure, Scored
 from rl_trainer.workers.sample_log import SampleRow
 
 SORTS = ("key", "reward", "length")
@@ -25,7 +28,7 @@ def read_samples(run: Path, step: int | None, *, train: bool, sort: str) -> list
     Args:
         run: folder of the run.
         step: None: the newest that has samples.
-        train: training responses instead of those of the validation.
+        train: the recorded training responses instead of those of the validation.
         sort: one of SORTS.
 
     Raises:
@@ -35,17 +38,7 @@ def read_samples(run: Path, step: int | None, *, train: bool, sort: str) -> list
         raise ConfigError(f"--sort must be one of {', '.join(SORTS)}; got {sort!r}.")
     if not run.is_dir():
         raise ConfigError(f"{run} is no folder; give the folder of a run, which its end printed.")
-    files = _files(run / "samples", "train-" if train else "")
-    what = f"samples of {'training' if train else 'validation'}"
-    if not files:
-        raise ConfigError(f"{run} has no {what}; see trainer.test_freq.")
-    if step is None:
-        step = max(files)
-    if step not in files:
-        raise ConfigError(
-            f"{run} has no {what} of step {step}; there are those of steps {', '.join(map(str, sorted(files)))}."
-        )
-    rows = [row for path in files[step] for row in _read(path)]
+    rows = _chosen(_trained(run) if train else _validated(run), run, step, train=train)
     if sort == "reward":
         return sorted(rows, key=_reward_or_least)
     if sort == "length":
@@ -63,14 +56,46 @@ def samples_text(rows: Sequence[SampleRow]) -> str:
     return columns(lines)
 
 
-def _files(folder: Path, prefix: str) -> dict[int, list[Path]]:
-    """The files of each step; a step of several rounds has one for each."""
-    found: dict[int, list[Path]] = {}
-    for path in sorted(folder.glob(f"{prefix}*.jsonl")):
-        step = path.stem.removeprefix(prefix).partition("-")[0]
-        if step.isdecimal():
-            found.setdefault(int(step), []).append(path)
-    return found
+def _chosen(
+    found: Mapping[int, Callable[[], list[SampleRow]]], run: Path, step: int | None, *, train: bool
+) -> list[SampleRow]:
+    """The samples of a step; None: of the newest."""
+    what = f"samples of {'training' if train else 'validation'}"
+    if not found:
+        raise ConfigError(f"{run} has no {what}; see trainer.{'sample_freq' if train else 'test_freq'}.")
+    if step is None:
+        step = max(found)
+    if step not in found:
+        raise ConfigError(
+            f"{run} has no {what} of step {step}; there are those of steps {', '.join(map(str, sorted(found)))}."
+        )
+    return found[step]()
+
+
+def _validated(run: Path) -> dict[int, Callable[[], list[SampleRow]]]:
+    """What reads the validation of each step."""
+    paths = {int(path.stem): path for path in (run / "samples").glob("*.jsonl") if path.stem.isdecimal()}
+    return {step: partial(_read, path) for step, path in paths.items()}
+
+
+def _trained(run: Path) -> dict[int, Callable[[], list[SampleRow]]]:
+    """What returns the recorded trajectories of each step."""
+    found: dict[int, list[SampleRow]] = {}
+    for row in read_run(run).trajectories:
+        found.setdefault(row.step, []).append(_sample(row))
+    return {step: partial(list, rows) for step, rows in found.items()}
+
+
+def _sample(row: TrajectoryRow) -> SampleRow:
+    outcome = Scored(numbers=row.reward, texts=row.texts)
+    return SampleRow(
+        key=row.key,
+        data_source=row.data_source,
+        prompt=row.prompt,
+        response=row.response,
+        ground_truth=row.ground_truth,
+        outcome=Failure(kind="exception", message=row.failure) if row.failure else outcome,
+    )
 
 
 def _read(path: Path) -> list[SampleRow]:
@@ -81,7 +106,7 @@ def _read(path: Path) -> list[SampleRow]:
 
 
 def _reward(row: SampleRow) -> float | None:
-    return row.outcome.numbers["score"] if isinstance(row.outcome, Scored) else None
+    return row.outcome.numbers["score"] if isinstance(row.outcome, Scored) and row.outcome.numbers else None
 
 
 def _reward_or_least(row: SampleRow) -> float:

@@ -31,6 +31,7 @@ from rl_app_ppo.outputs.profiling import Profiling
 from rl_app_ppo.outputs.recorder import Recorder
 from rl_app_ppo.outputs.resume import Start
 from rl_app_ppo.outputs.run_folder import UNPUBLISHED, RunFiles, publish_folder
+from rl_app_ppo.outputs.run_record import RunRecord
 from rl_app_ppo.outputs.startup_times import Startup
 from rl_app_ppo.outputs.trackers import RunFacts
 from rl_app_ppo.outputs.training_warnings import RewardFailures, TrainingWarnings
@@ -61,6 +62,8 @@ class RunPlan:
     """Where the run writes."""
     start: Start
     """The beginning, or a checkpoint."""
+    record: RunRecord
+    """What the driver records."""
     plugins: PluginPolicy
     """Which plug-ins of the weight synchronization the operator allows."""
     fork_server: ForkServer | None
@@ -88,9 +91,17 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
         stack.enter_context(screen)
         sinks: list[MetricSink] = []
         loggers = logger_names(config.trainer.logger)
-        warnings = TrainingWarnings(screen.note, tools=_has_tools(config), reward_log=files.logs / "reward.log")
+        warnings = TrainingWarnings(
+            screen.note, tools=_has_tools(config), reward_log=files.logs / "reward.log", record=plan.record.alarm
+        )
         recorder = Recorder(
-            screen, sinks, config.trainer.total_training_steps, warnings, startup, lines=CONSOLE in loggers
+            screen,
+            sinks,
+            config.trainer.total_training_steps,
+            warnings,
+            startup,
+            lines=CONSOLE in loggers,
+            record=plan.record,
         )
         local_plane = await _start_servers(plan, stack, screen, startup)
         servers = ray_servers()

@@ -196,6 +196,7 @@ class WorkerPool:
                 rendezvous=meetings[planned.group][1],
                 weights=self._network_of(self.processes),
                 samples=str(self._files.samples),
+                record=str(self._files.record),
                 plugins=plugins,
             )
             payload = msgspec.msgpack.encode(call)

@@ -47,6 +47,15 @@ def decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
     return decode
 
 
+def raw_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+    """A function from token ids to text with special tokens."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    return decode
+
+
 def session_tokenizer(tokenizer: Tokenizer) -> SessionTokenizer:
     """The tokenizer of sessions."""
     return SessionTokenizer(

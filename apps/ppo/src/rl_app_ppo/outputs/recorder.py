@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rl_app_ppo.outputs.console import Screen, step_line, validation_accuracy
 from rl_app_ppo.outputs.run_folder import writing
+from rl_app_ppo.outputs.run_record import RunRecord
 from rl_app_ppo.outputs.startup_times import Startup
 from rl_app_ppo.outputs.training_warnings import TrainingWarnings
 from rl_protocol.ports import MetricSink
@@ -25,7 +26,9 @@ class Recorder:
         startup: Startup,
         *,
         lines: bool = True,
+        record: RunRecord | None = None,
     ) -> None:
+        self._record = record
         self._screen = screen
         self._lines = lines
         self._sinks = sinks
@@ -54,6 +57,8 @@ class Recorder:
             self._screen.note(step_line(step, self._total, metrics, self._left_s(step)))
         elif accuracy is not None and self._lines:
             self._screen.note(f"before training: validation accuracy {accuracy:.3f}")
+        if self._record is not None:
+            self._record.step_done(step)
         self._warnings.look(step, metrics)
         self._screen.bar("training", step, self._total)
 
@@ -69,6 +74,8 @@ class Recorder:
     def _start_times(self, startup: Startup, step: int) -> dict[str, float]:
         startup.end()
         times = startup.metrics() if self._first else {}
+        if self._first and self._record is not None:
+            self._record.phases(startup.phases)
         self._first = False
         if step:
             metric, line = startup.first_step()

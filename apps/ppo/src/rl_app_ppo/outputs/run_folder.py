@@ -30,6 +30,8 @@ CHECKPOINTS = "checkpoints"
 MODEL = "checkpoint"
 """Name of the folder of the final model, as transformers or peft writes it."""
 
+RECORD = "record"
+"""Name of the folder of what a run records."""
 UNPUBLISHED = ".checkpoint"
 """Name of the folder that the final model is written to before it is renamed."""
 _PROBE = ".probe"
@@ -178,6 +180,15 @@ class RunFiles:
         return self.folder / "samples"
 
     @property
+    def record(self) -> Path:
+        """What workers and driver record, for the report."""
+        return self.folder / RECORD
+
+    @property
+    def report(self) -> Path:
+        return self.folder / "report.html"
+
+    @property
     def profile(self) -> Path:
         return self.folder / "profile"
 
@@ -197,6 +208,7 @@ class RunFiles:
             "metrics": self.metrics,
             "tensorboard": self.tensorboard,
             "curve": self.curve,
+            "report": self.report,
             "samples": self.samples,
             "checkpoint": self.checkpoint,
             "resume from": self.checkpoints,

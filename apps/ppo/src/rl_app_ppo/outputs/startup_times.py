@@ -54,6 +54,8 @@ class Startup:
         self._seconds: dict[str, float] = {} if before_s is None else {"process": before_s}
         self._total: float | None = None
         self._running: list[_Phase] = []
+        self.phases: list[tuple[str, float, float]] = []
+        """(name, Unix time of its begin, of its end) of each phase that is over."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._report, name="startup", daemon=True)
         self._thread.start()
@@ -61,11 +63,12 @@ class Startup:
     @contextmanager
     def phase(self, name: str, what: str) -> Generator[None]:
         """Time a phase; `what` is the text of its lines. Phases may overlap."""
-        phase = self.begin(what)
+        phase, began = self.begin(what), time.time()
         try:
             yield
         finally:
             self._running.remove(phase)
+            self.phases.append((name, began, time.time()))
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - phase.began
 
     def begin(self, what: str) -> _Phase:

@@ -20,12 +20,21 @@ class TrainingWarnings:
         warn: prints one line.
         tools: the session has tools.
         reward_log: the log of all failures of the reward function, for the message.
+        record: records a symptom by name and text.
     """
 
-    def __init__(self, warn: Callable[[str], None], *, tools: bool, reward_log: Path) -> None:
+    def __init__(
+        self,
+        warn: Callable[[str], None],
+        *,
+        tools: bool,
+        reward_log: Path,
+        record: Callable[[str, str], None] | None = None,
+    ) -> None:
         self._warn = warn
         self._tools = tools
         self._reward_log = reward_log
+        self._record = record
         self._seen: set[str] = set()
         self._first: Mapping[str, float] = {}
         """Metrics of the first training step."""
@@ -61,6 +70,8 @@ class TrainingWarnings:
             self._seen.add(name)
             logger.warning("%s", text)
             self._warn(f"warning: {text}")
+            if self._record is not None:
+                self._record(name, text)
 
 
 class RewardFailures(Hook):

@@ -18,7 +18,7 @@ from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.config.training_backends import TrainingBackendSpec
 from rl_app_ppo.demo.demos import DEMOS
 from rl_app_ppo.inputs.data import open_data
-from rl_app_ppo.inputs.tokenizer import decoder, load_tokenizer, session_tokenizer, vision_of
+from rl_app_ppo.inputs.tokenizer import decoder, load_tokenizer, raw_decoder, session_tokenizer, vision_of
 from rl_app_ppo.worker.cores import cores_of_each
 from rl_app_ppo.worker.messages import BuildCall
 from rl_app_ppo.worker.rank_network import rank_interface
@@ -45,7 +45,9 @@ from rl_trainer import (
 )
 from rl_trainer.algorithms.old_log_prob import loss_correction
 from rl_trainer.data.image_columns import ImageReader
-from rl_trainer.workers.sample_log import SampleLog, TrainSamples
+from rl_trainer.record.record_file import RecordFile
+from rl_trainer.workers.sample_log import SampleLog
+from rl_trainer.workers.trajectory_record import RecordSettings, TrajectoryRecord
 from rl_transferqueue import PlaneDescriptor, connect
 
 if TYPE_CHECKING:
@@ -75,7 +77,10 @@ TRAINED: tuple[Role, ...] = ("actor", "ref", "critic")
 
 
 async def build_workers(
-    roles: Sequence[Role], call: BuildCall, listener: RendezvousListener | None = None
+    roles: Sequence[Role],
+    call: BuildCall,
+    listener: RendezvousListener | None = None,
+    record: RecordFile | None = None,
 ) -> dict[Role, Built]:
     """Connect to the data plane, load the models of the roles of a process, create their workers.
 
@@ -83,6 +88,7 @@ async def build_workers(
         roles: the roles of the process.
         call: what to load, and where the data plane and the other ranks are.
         listener: at which this process, as rank 0, awaits the other ranks.
+        record: where this process records what it does; None: it does not.
 
     Returns:
         The worker of each role, and its endpoint of the weight synchronization.
@@ -102,7 +108,7 @@ async def build_workers(
     generator: RolloutEngine | None = None
     for role in reversed(roles):  # the actor last: the generators continue from its seed
         if role == "reward":
-            built[role] = await _reward(config, call, plane, columns), None
+            built[role] = await _reward(config, call, plane, columns, record), None
         elif role == "rollout":
             generator = _generator(config, path)
             built[role] = _rollout(config, call, plane, generator)
@@ -145,14 +151,17 @@ async def _share_weights(sender: Endpoint | None, receiver: Endpoint | None, tim
         await sender.finalize(0)
 
 
-async def _reward(config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns) -> Worker:
+async def _reward(
+    config: AppConfig, call: BuildCall, plane: DataPlane, columns: StepColumns, record: RecordFile | None
+) -> Worker:
     path = Path(call.model_path)
+    tokenizer = load_tokenizer(path)
     note = "" if config.data.train_files else DEMOS[config.data.demo].note
     return RewardWorker(
         plane,
         columns,
         await open_scorer(config.reward, path),
-        decoder(load_tokenizer(path)),
+        decoder(tokenizer),
         RewardSettings(
             algorithm=config.algorithm,
             response_length=config.rollout.response_length,
@@ -161,10 +170,20 @@ async def _reward(config: AppConfig, call: BuildCall, plane: DataPlane, columns:
             seed=config.trainer.seed,
         ),
         samples=SampleLog(Path(call.samples), note=note) if call.samples else None,
-        train_samples=TrainSamples(SampleLog(Path(call.samples), "train-", note=note), config.trainer.test_freq)
-        if call.samples
-        else None,
+        record=None if record is None else _trajectory_record(config, plane, record, raw_decoder(tokenizer)),
     )
+
+
+def _trajectory_record(
+    config: AppConfig, plane: DataPlane, file: RecordFile, decode: Callable[[Sequence[int]], str]
+) -> TrajectoryRecord:
+    settings = RecordSettings(
+        freq=config.trainer.sample_freq,
+        count=config.trainer.samples_per_step,
+        seed=config.trainer.seed,
+        stale=config.async_rl.max_staleness > 0,
+    )
+    return TrajectoryRecord(plane, file, decode, settings)
 
 
 def _rollout(config: AppConfig, call: BuildCall, plane: DataPlane, engine: RolloutEngine) -> Built:

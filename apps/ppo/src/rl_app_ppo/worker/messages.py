@@ -34,7 +34,9 @@ class BuildCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rendezvous: RendezvousAddress | None = None
     """Where they meet, as rank 0 has answered `rendezvous`; None: there is one rank."""
     samples: str = ""
-    """Folder of the samples of generated responses and their scores; empty: write none."""
+    """Folder of the samples of validation responses and their scores; empty: write none."""
+    record: str = ""
+    """Folder of the record of the run; empty: record nothing."""
     plugins: PluginPolicy = PluginPolicy()
     """Which plug-ins of the weight synchronization may load, as the driver has read it."""
 

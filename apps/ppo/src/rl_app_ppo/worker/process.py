@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import socket
+import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,8 @@ from rl_protocol import WorkerError
 from rl_protocol.support.network_interface import this_network
 from rl_protocol.support.rendezvous import RendezvousListener
 from rl_protocol.support.stack_dumps import STACK_LOG, dump_at_signal
+from rl_trainer.record.record_file import RecordFile
+from rl_trainer.record.record_rows import SpanRow
 from rl_trainer.workers.messages import ComputeCall
 
 if TYPE_CHECKING:
@@ -61,6 +64,8 @@ class WorkerProcess:
         self._listening: asyncio.Server | None = None
         self._rendezvous: RendezvousListener | None = None
         self._share_cores: Callable[[int], None] | None = None
+        self._name = name
+        self._record: RecordFile | None = None
         handler = logging.FileHandler(log_path)
         handler.setFormatter(FullKeysFormatter())
         logging.getLogger().addHandler(handler)
@@ -121,6 +126,21 @@ class WorkerProcess:
             return self._profile(method, Path(payload.decode()))
         if role not in self._workers:
             raise WorkerError(f"{method!r} of {role} was called before build.")
+        with self._recorded(method):
+            return await self._answer(role, method, payload)
+
+    @contextmanager
+    def _recorded(self, stage: str) -> Generator[None]:
+        """Record when the call of a stage began and ended."""
+        began, clock = time.time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._record is not None:
+                ended = began + time.perf_counter() - clock
+                self._record.append([SpanRow(at=ended, worker=self._name, stage=stage, began=began)])
+
+    async def _answer(self, role: Role, method: str, payload: bytes) -> bytes:
         worker, weights = self._workers[role]
         if method.startswith(METHODS):
             if weights is None:
@@ -166,7 +186,9 @@ class WorkerProcess:
         with without_gc():
             from rl_app_ppo.worker import build
 
-            self._workers = await build.build_workers(self._roles, call, self._rendezvous)
+            self._record = RecordFile(Path(call.record), self._name) if call.record else None
+            with self._recorded("build"):
+                self._workers = await build.build_workers(self._roles, call, self._rendezvous, self._record)
         return b""
 
 

@@ -14,6 +14,19 @@ class LoopConfig(Options):
     total_training_steps: int = option(30, "steps to train; -1: as many as the epochs have", ge=-1, resume="free")
     test_freq: int = option(5, "validate every so many steps; 0: only before and after", ge=0, resume="free")
     val_before_train: bool = option(True, "validate before the first step", resume="free", verl=".")
+    sample_freq: int = option(
+        1,
+        "record a sample of the trajectories of every so many training steps, with all columns of their tokens, in record/ of the run folder "
+        "for `rl report`; 0: none",
+        ge=0,
+        resume="free",
+    )
+    samples_per_step: int = option(
+        32,
+        "most trajectories of such a step to record: whole groups of a prompt, the worst, the best and random ones first",
+        ge=1,
+        resume="free",
+    )
     save_freq: int = option(
         10,
         "save a checkpoint to resume from every so many steps, and after the last; 0: after the last alone",

@@ -15,6 +15,7 @@ from rl_trainer.workers.base import with_prompts
 from rl_trainer.workers.columns import BASELINE_PARTITION, TRAINER_SCHEMA, StepColumns
 from rl_trainer.workers.messages import FilterResult, StageCall, StageResult
 from rl_trainer.workers.scoring import RewardSettings
+from rl_trainer.workers.trajectory_record import TrajectoryRecord
 
 FAILURE_TAG = "reward_failure"
 """Tag of trajectories without a score: the kind of failure."""
@@ -25,10 +26,20 @@ class AdvantageStages:
 
     Attributes:
         kl_coef: weight of the divergence in the reward of the next step.
+
+    Args:
+        record: records trajectories with their advantages; None: none.
     """
 
-    def __init__(self, plane: DataPlane, columns: StepColumns, settings: RewardSettings) -> None:
+    def __init__(
+        self,
+        plane: DataPlane,
+        columns: StepColumns,
+        settings: RewardSettings,
+        record: TrajectoryRecord | None = None,
+    ) -> None:
         self.plane = with_prompts(plane)
+        self._record = record
         self.columns = columns
         self._settings = settings
         self.kl_coef = settings.algorithm.kl_ctrl.kl_coef
@@ -103,6 +114,8 @@ class AdvantageStages:
         )
         made = estimate_advantages(call.batch, data, advantages)
         columns = made.columns.select_fields(declaration(self.adv, self.columns).writes)
+        if self._record is not None and self._record.due(call.batch, call.step):
+            await self._record.write(call.batch, call.step, data, columns)
         control = settings.algorithm.kl_ctrl
         if control.type == "adaptive" and made.reward_kl is not None:
             self.kl_coef = adaptive_kl_coef(

@@ -30,10 +30,11 @@ from rl_trainer.workers.messages import (
     StageResult,
     ValidationResult,
 )
-from rl_trainer.workers.sample_log import SampleLog, TrainSamples
+from rl_trainer.workers.sample_log import SampleLog
 from rl_trainer.workers.saved_rows import RowFiles
 from rl_trainer.workers.scoring import ResponseScorer, RewardSettings, final_rows, outcome_metrics
 from rl_trainer.workers.stateful import StatefulWorker
+from rl_trainer.workers.trajectory_record import TrajectoryRecord
 
 STATE = "worker.json"
 
@@ -52,7 +53,7 @@ class RewardWorker(StatefulWorker):
         decode: token ids to text, without special tokens.
         settings: see RewardSettings.
         samples: writes validation responses to files; None: they are not written.
-        train_samples: the same for training responses.
+        record: records training trajectories; None: none.
     """
 
     handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
@@ -76,16 +77,16 @@ class RewardWorker(StatefulWorker):
         settings: RewardSettings,
         *,
         samples: SampleLog | None = None,
-        train_samples: TrainSamples | None = None,
+        record: TrajectoryRecord | None = None,
     ) -> None:
         self.plane = with_prompts(plane)
         self.columns = columns
         self._settings = settings
         self._responses = ResponseScorer(scorer, decode, settings.algorithm.gdpo_reward_keys)
-        self._advantages = AdvantageStages(plane, columns, settings)
+        self._advantages = AdvantageStages(plane, columns, settings, record)
         self._row_files = RowFiles(plane)
         self._samples = samples
-        self._train_samples = train_samples
+        self._record = record
 
     @tqbridge(
         reads=("responses", *TASK_COLUMNS),
@@ -102,17 +103,12 @@ class RewardWorker(StatefulWorker):
         Raises:
             RewardError: the function failed on every one of many sessions.
         """
-        log = self._train_samples
-        shown = log is not None and log.due(call.batch, call.step)
-        data = await self._with_prompts(data, call.batch, logged=shown)
+        data = await self._with_prompts(data, call.batch, logged=False)
         final = final_rows(call.batch.keys)
         rows = sorted(set(final))
         outcomes = dict(zip(rows, await self._responses.score(call.batch, data, rows), strict=True))
-        if log is not None and shown:
-            table = self._responses.sample_rows(
-                call.batch.select_rows(rows), data.select_rows(rows), list(outcomes.values())
-            )
-            log.write(call.step, table)
+        if self._record is not None and self._record.due(call.batch, call.step):
+            await self._record.scored(call.batch, call.step, [outcomes[row] for row in final])
         failed = {i: one for i, row in enumerate(final) if isinstance(one := outcomes[row], Failure)}
         metrics = outcome_metrics(list(outcomes.values()))
         if failed:

@@ -1,0 +1,139 @@
+"""Append-only files of a record: JSON lines, compressed by blocks, so that `zcat` shows them."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import logging
+import os
+import threading
+import zlib
+from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from rl_trainer.record.record_rows import RecordRow
+from rl_trainer.record.redaction import Redaction
+
+logger = logging.getLogger(__name__)
+SUFFIX = ".jsonl.gz"
+GATHER_S = 0.2
+"""Rows of so many seconds are written as one block."""
+_LEVEL = 4
+_GZIP = 31
+"""wbits of zlib for a gzip member."""
+
+
+class RecordFile:
+    """Writes rows from a thread, each block as one gzip member with one system call.
+
+    A process that is killed loses at most the rows of the last GATHER_S seconds. A file that can't
+    be written is given up with a warning; it never ends the run. Values of secret environment
+    variables are replaced by their names.
+
+    Lifecycle: the first `append` creates a new file, also beside one of an earlier attempt; `close`
+    writes what is left.
+
+    Args:
+        folder: where the record is.
+        name: of the process that writes.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self._name = name
+        self._redaction = Redaction()
+        self._rows: list[RecordRow] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def append(self, rows: Sequence[RecordRow]) -> None:
+        """Write the rows soon."""
+        with self._changed:
+            if self._closed:
+                return
+            self._rows.extend(rows)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"record-{self._name}", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Write what is left; safe to call twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with contextlib.closing(_Appended(self._folder, self._name)) as file:
+                for rows in self._blocks():
+                    lines = msgspec.json.Encoder().encode_lines(rows)
+                    file.write(gzip.compress(self._redaction.clean(lines), _LEVEL))
+        except OSError as error:
+            logger.warning("the record of %s ends here, since it can't be written: %s", self._name, error)
+            with self._changed:
+                self._closed = True
+
+    def _blocks(self) -> Generator[list[RecordRow]]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._rows or self._closed)
+                if not self._closed:
+                    self._changed.wait_for(lambda: self._closed, GATHER_S)
+                rows, self._rows = self._rows, []
+                closed = self._closed
+            if rows:
+                yield rows
+            if closed:
+                return
+
+
+class _Appended:
+    """A new file to append to: NAME.jsonl.gz, or NAME.2.jsonl.gz where that exists."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            path = folder / f"{name}{'' if number == 1 else f'.{number}'}{SUFFIX}"
+            with contextlib.suppress(FileExistsError):
+                self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                return
+            number += 1
+
+    def write(self, block: bytes) -> None:
+        left = memoryview(block)
+        while left:
+            left = left[os.write(self._file, left) :]
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def read_file(path: Path) -> list[RecordRow]:
+    """The rows of all whole blocks of a file; it may be growing, or cut anywhere.
+
+    Raises:
+        OSError: the file can't be read.
+        msgspec.DecodeError: a whole block holds something else.
+    """
+    decoder = msgspec.json.Decoder(RecordRow)
+    return [row for block in _whole_blocks(path.read_bytes()) for row in decoder.decode_lines(block)]
+
+
+def _whole_blocks(data: bytes) -> Iterable[bytes]:
+    while data:
+        inflate = zlib.decompressobj(_GZIP)
+        try:
+            block = inflate.decompress(data)
+        except zlib.error:
+            return  # torn
+        if not inflate.eof:
+            return  # torn
+        yield block
+        data = inflate.unused_data

@@ -1,0 +1,161 @@
+"""Records a sample of the trajectories of each step, from the reward worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from rl_protocol import BatchData, KVBatchMeta, Tag
+from rl_protocol.ports import DataPlane
+from rl_protocol.rl_columns import TRAIN_PARTITION
+from rl_trainer.record.record_file import RecordFile
+from rl_trainer.record.record_rows import RecordRow, RuleRow, TokensRow, TrajectoryRow
+from rl_trainer.record.trajectory_sample import RULE, choose
+from rl_trainer.rewards.scorer import Failure, Outcome, Scored
+from rl_trainer.workers.base import with_prompts
+
+FAILED = 8
+"""Trajectories of a call without a score that are recorded."""
+_FROM_ROLLOUT = ("prompts", "responses", "response_mask", "rollout_log_probs", "rollout_versions")
+_FROM_TASK = ("data_source", "ground_truth")
+_FLOATS = ("rollout_log_probs", "old_log_probs", "ref_log_prob", "entropy", "advantages")
+_DIGITS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordSettings:
+    """Which trajectories are recorded.
+
+    Attributes:
+        freq: of every so many steps; 0: none.
+        count: at most so many of a step.
+        seed: of the random choice.
+        stale: trajectories of a step may be of different weights.
+    """
+
+    freq: int
+    count: int
+    seed: int = 0
+    stale: bool = False
+
+
+class TrajectoryRecord:
+    """Chooses trajectories of a step when their advantages are known, and writes all their columns.
+
+    Args:
+        plane: where the rows are.
+        file: where they are written.
+        decode: token ids to text, with special tokens.
+        settings: see RecordSettings.
+    """
+
+    def __init__(
+        self, plane: DataPlane, file: RecordFile, decode: Callable[[Sequence[int]], str], settings: RecordSettings
+    ) -> None:
+        self._plane = with_prompts(plane)
+        self._file = file
+        self._decode = decode
+        self._settings = settings
+        self._outcomes: dict[str, Outcome] = {}
+        """Of trajectories whose advantages are to come."""
+        self._known: set[int] = set()
+        """Token ids whose text is written."""
+
+    def due(self, batch: KVBatchMeta, step: int) -> bool:
+        """Whether trajectories of this batch are recorded."""
+        freq = self._settings.freq
+        return bool(freq) and step % freq == 0 and batch.partition == TRAIN_PARTITION
+
+    async def scored(self, batch: KVBatchMeta, step: int, outcomes: Sequence[Outcome]) -> None:
+        """Remember what the reward function returned, and record rows on which it failed."""
+        rows = [row for row, one in enumerate(outcomes) if isinstance(one, Failure)][:FAILED]
+        self._outcomes |= dict(zip(batch.keys, outcomes, strict=True))
+        if rows:
+            failed = batch.select_rows(rows)
+            await self._write(failed, step, ["failed"] * len(rows), await self._plane.get(failed, _FROM_ROLLOUT))
+
+    async def write(self, batch: KVBatchMeta, step: int, data: BatchData, advantages: BatchData) -> None:
+        """Choose trajectories, and record them.
+
+        Args:
+            batch: names of all rows of the step.
+            step: its number.
+            data: the columns that the stage `adv` reads.
+            advantages: the columns that it writes.
+        """
+        rule = self._settings
+        tags = (await self._plane.list_rows(batch.partition, keys=batch.keys)).tags if rule.stale else ()
+        versions = [int(tag.get("version") or 0) for tag in tags]
+        scores = data.dense("scores").values.tolist()
+        groups = choose(batch.keys, scores, versions, _gaps(data), rule.count, (rule.seed, step))
+        rows = [row for group in groups for row in group.rows]
+        why = [group.why for group in groups for _ in group.rows]
+        chosen = batch.select_rows(rows)
+        made = {
+            name: column for name, column in (*data.columns.items(), *advantages.columns.items()) if name in _FLOATS
+        }
+        stage = BatchData(made).select_rows(rows)
+        rollout = await self._plane.get(chosen, _FROM_ROLLOUT)
+        await self._write(chosen, step, why, BatchData({**stage.columns, **rollout.columns}))
+        self._outcomes.clear()
+
+    async def _write(self, batch: KVBatchMeta, step: int, why: Sequence[str], data: BatchData) -> None:
+        task = await self._plane.get(batch, _FROM_TASK)
+        tags = (await self._plane.list_rows(batch.partition, keys=batch.keys)).tags
+        at = time.time()
+        rows: list[RecordRow] = []
+        if not self._known:
+            rule = RULE.format(count=self._settings.count, freq=self._settings.freq, failed=FAILED)
+            rows.append(RuleRow(at=at, text=rule))
+        ids = {int(i) for name in ("prompts", "responses") for i in data.ragged(name).values} - self._known
+        self._known |= ids
+        rows.append(TokensRow(at=at, texts={i: self._decode([i]) for i in sorted(ids)}))
+        for place, (key, tag) in enumerate(zip(batch.keys, tags or ({},) * len(batch), strict=True)):
+            rows.append(self._row(at, key, step, why[place], tag, data.select_rows([place]), task.select_rows([place])))
+        self._file.append(rows)
+
+    def _row(
+        self, at: float, key: str, step: int, why: str, tag: Tag, data: BatchData, task: BatchData
+    ) -> TrajectoryRow:
+        outcome = self._outcomes.get(key)
+        prompt, response = (data.ragged(name).values.tolist() for name in ("prompts", "responses"))
+        floats = {
+            name: data.ragged(name).values.astype(np.float64).round(_DIGITS).tolist()
+            for name in _FLOATS
+            if name in data
+        }
+        return TrajectoryRow(
+            at=at,
+            step=step,
+            key=key,
+            why=why,
+            data_source=task.objects("data_source").values()[0],
+            ground_truth=str(task.objects("ground_truth").values()[0]),
+            prompt=self._decode(prompt),
+            response=self._decode(response),
+            prompt_ids=prompt,
+            response_ids=response,
+            response_mask=data.ragged("response_mask").values.astype(np.int8).tolist(),
+            versions=[(int(version), int(tokens)) for version, tokens in data.ragged("rollout_versions").values],
+            finish=str(tag.get("finish") or ""),
+            turns=int(tag.get("turns") or 1),
+            tool_calls=int(tag.get("tool_calls") or 0),
+            reward=outcome.numbers if isinstance(outcome, Scored) else {},
+            texts=outcome.texts if isinstance(outcome, Scored) else {},
+            failure=outcome.description if isinstance(outcome, Failure) else "",
+            **floats,
+        )
+
+
+def _gaps(data: BatchData) -> list[float]:
+    """[N] the largest difference of a token's log-probs in rollout and trainer; empty: unknown."""
+    if "rollout_log_probs" not in data or "old_log_probs" not in data:
+        return []
+    mask = data.ragged("response_mask").values.astype(np.float64)
+    gap = np.abs(data.ragged("rollout_log_probs").values - data.ragged("old_log_probs").values) * mask
+    offsets = data.ragged("responses").offsets
+    return [float(gap[a:b].max(initial=0.0)) for a, b in pairwise(offsets.tolist())]
