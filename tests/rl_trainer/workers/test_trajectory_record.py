@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from rl_protocol import BatchData, ObjectColumn, ragged
 from rl_protocol.rl_columns import prompt_partition
@@ -11,6 +12,7 @@ from rl_trainer import ActorConfig, AlgorithmConfig, RewardSettings, RewardWorke
 from rl_trainer.record.read_record import read_record
 from rl_trainer.record.record_file import RecordFile
 from rl_trainer.rewards import InlineScorer
+from rl_trainer.workers.columns import OLD_LOG_PROB, ROLLOUT
 from rl_trainer.workers.messages import StageCall
 from rl_trainer.workers.trajectory_record import RecordSettings, TrajectoryRecord
 
@@ -25,7 +27,7 @@ def judge(source, text, truth, extra):
     return None if text == "nine <eos>" else {"score": float(text == truth), "style": 0.25, "pred": text}
 
 
-async def work(folder, steps, freq):
+async def work(folder, steps, freq, *, rollout_only=False):
     plane, algorithm, file = MemoryDataPlane(), AlgorithmConfig(), RecordFile(folder, "reward")
     worker = RewardWorker(
         plane,
@@ -53,7 +55,10 @@ async def work(folder, steps, freq):
     for step in steps:
         result = await worker.run("reward", StageCall(step=step, batch=batch))
         assert result.failed == ("p/2/0",)
-        await worker.run("adv", StageCall(step=step, batch=batch.select_rows([0, 1])))
+        rows = batch.select_rows([0, 1])
+        if rollout_only:
+            rows = replace(rows, extra_info={OLD_LOG_PROB: ROLLOUT})
+        await worker.run("adv", StageCall(step=step, batch=rows))
     file.close()
     return (await plane.get(batch.select_rows([0, 1]), ["advantages"])).ragged("advantages").values.tolist()
 
@@ -76,6 +81,14 @@ def test_every_column_of_a_chosen_trajectory_is_recorded(tmp_path):
     assert (failed.response, failed.advantages, failed.reward) == ("nine <eos>", [], {})
     assert record.tokens == {i: TEXTS[i] for i in (3, 5, 6, 7, 8, 9)}
     assert "LoopConfig.sample_freq=2" in record.rule
+
+
+def test_log_probs_that_the_trainer_did_not_compute_are_not_recorded_as_its_own(tmp_path):
+    asyncio.run(work(tmp_path, [1], 1, rollout_only=True))
+    rows = {row.key: row for row in read_record(tmp_path).trajectories}
+    assert rows["p/0/0"].rollout_log_probs == [-0.5, -1.25]
+    assert rows["p/0/0"].old_log_probs == []
+    assert rows["p/0/0"].advantages[0] < 0
 
 
 def test_only_the_steps_that_are_due_are_recorded(tmp_path):

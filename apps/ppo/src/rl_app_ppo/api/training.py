@@ -28,6 +28,7 @@ from rl_app_ppo.outputs.resume import find_start
 from rl_app_ppo.outputs.run_folder import RunFiles, RunFolder, create_run_folder, occupied, set_aside, write_config
 from rl_app_ppo.outputs.run_record import RunRecord
 from rl_app_ppo.outputs.startup_times import Startup
+from rl_app_ppo.report.page import write_report
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError, RLError
 
@@ -77,7 +78,7 @@ def run_training(
                 screen.note(note)
             began = time.perf_counter()
             after = start.checkpoint.manifest.step if start.checkpoint else 0
-            with _recorded(RunRecord(files.record, after, steps)) as record:
+            with _recorded(files, RunRecord(files.record, after, steps), screen) as record:
                 plan = RunPlan(
                     config=config,
                     graph=graph,
@@ -105,19 +106,30 @@ def _print_answers(screen: Screen, samples: Path) -> None:
 
 
 @contextmanager
-def _recorded(record: RunRecord) -> Generator[RunRecord]:
-    """Record how the run ended."""
-    outcome, text = "finished", ""
+def _recorded(files: RunFiles, record: RunRecord, screen: Screen) -> Generator[RunRecord]:
+    """Record how the run ended, and write its report unless it was refused."""
     try:
         yield record
+    except ConfigError as error:
+        record.end("failed", str(error))
+        raise
     except RLError as error:
-        outcome, text = "failed", str(error)
+        record.end("failed", str(error))
+        _write_report(files, screen)
+        screen.note(f"report: {files.report}")
         raise
     except KeyboardInterrupt:
-        outcome = "interrupted"
+        record.end("interrupted", "")
         raise
-    finally:
-        record.end(outcome, text)
+    record.end("finished", "")
+    _write_report(files, screen)
+
+
+def _write_report(files: RunFiles, screen: Screen) -> None:
+    try:
+        write_report([files.folder], files.report)
+    except RLError as error:
+        screen.note(f"the report can't be written: {error}")
 
 
 @contextmanager

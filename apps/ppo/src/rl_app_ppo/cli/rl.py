@@ -23,6 +23,7 @@ from rl_app_ppo.cli.json_schema import schema_text
 from rl_app_ppo.cli.launch_files import JOB_FLAGS, KINDS, launch_text
 from rl_app_ppo.cli.new_package.write import KINDS as PLUGIN_KINDS
 from rl_app_ppo.cli.new_package.write import write_package
+from rl_app_ppo.cli.report import report
 from rl_app_ppo.cli.samples import SORTS, read_samples, samples_text
 from rl_app_ppo.config.loading import load_config, resolve, shown_yaml
 from rl_app_ppo.config.presets import demo_words, demos
@@ -214,6 +215,17 @@ def _new(
     """Write a plug-in package with a passing test into the folder NAME."""
     folder = write_package(kind, name, Path())
     _print(f"{folder}/src/{name}/__init__.py has the code, {folder}/README.md says how to test and use it\n")
+
+
+@app.command("report", rich_help_panel=AFTER)
+@_coded
+def _report(
+    run: Annotated[Path, typer.Argument(help="Folder of the run, which may be running, failed or killed.")],
+    run2: Annotated[Path | None, typer.Argument(help="Folder of a run to compare it with.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to; report.html of the run.")] = None,
+) -> None:
+    """Write the report of a run as one HTML file; of two, compared."""
+    report(run, run2, out, _out())
 
 
 def _out() -> Console:

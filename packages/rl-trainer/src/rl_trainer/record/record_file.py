@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import zlib
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -44,17 +44,21 @@ class RecordFile:
         self._folder = folder
         self._name = name
         self._redaction = Redaction()
-        self._rows: list[RecordRow] = []
+        self._waiting: list[Callable[[], Sequence[RecordRow]]] = []
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def append(self, rows: Sequence[RecordRow]) -> None:
         """Write the rows soon."""
+        self.append_later(lambda: rows)
+
+    def append_later(self, make: Callable[[], Sequence[RecordRow]]) -> None:
+        """Write the rows that `make` returns; the thread that writes calls it."""
         with self._changed:
             if self._closed:
                 return
-            self._rows.extend(rows)
+            self._waiting.append(make)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"record-{self._name}", daemon=True)
                 self._thread.start()
@@ -71,24 +75,24 @@ class RecordFile:
     def _run(self) -> None:
         try:
             with contextlib.closing(_Appended(self._folder, self._name)) as file:
-                for rows in self._blocks():
-                    lines = msgspec.json.Encoder().encode_lines(rows)
+                for waiting in self._blocks():
+                    lines = msgspec.json.Encoder().encode_lines([row for make in waiting for row in make()])
                     file.write(gzip.compress(self._redaction.clean(lines), _LEVEL))
         except OSError as error:
             logger.warning("the record of %s ends here, since it can't be written: %s", self._name, error)
             with self._changed:
                 self._closed = True
 
-    def _blocks(self) -> Generator[list[RecordRow]]:
+    def _blocks(self) -> Generator[list[Callable[[], Sequence[RecordRow]]]]:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._rows or self._closed)
+                self._changed.wait_for(lambda: self._waiting or self._closed)
                 if not self._closed:
                     self._changed.wait_for(lambda: self._closed, GATHER_S)
-                rows, self._rows = self._rows, []
+                waiting, self._waiting = self._waiting, []
                 closed = self._closed
-            if rows:
-                yield rows
+            if waiting:
+                yield waiting
             if closed:
                 return
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +22,8 @@ from rl_trainer.workers.base import with_prompts
 
 FAILED = 8
 """Trajectories of a call without a score that are recorded."""
+MOST_OUTCOMES = 1 << 16
+"""Outcomes that are kept for advantages to come."""
 _FROM_ROLLOUT = ("prompts", "responses", "response_mask", "rollout_log_probs", "rollout_versions")
 _FROM_TASK = ("data_source", "ground_truth")
 _FLOATS = ("rollout_log_probs", "old_log_probs", "ref_log_prob", "entropy", "advantages")
@@ -74,6 +78,8 @@ class TrajectoryRecord:
         """Remember what the reward function returned, and record rows on which it failed."""
         rows = [row for row, one in enumerate(outcomes) if isinstance(one, Failure)][:FAILED]
         self._outcomes |= dict(zip(batch.keys, outcomes, strict=True))
+        for key in list(self._outcomes)[: max(0, len(self._outcomes) - MOST_OUTCOMES)]:
+            del self._outcomes[key]  # of groups that were filtered out or dropped
         if rows:
             failed = batch.select_rows(rows)
             await self._write(failed, step, ["failed"] * len(rows), await self._plane.get(failed, _FROM_ROLLOUT))
@@ -95,60 +101,78 @@ class TrajectoryRecord:
         rows = [row for group in groups for row in group.rows]
         why = [group.why for group in groups for _ in group.rows]
         chosen = batch.select_rows(rows)
-        made = {
-            name: column for name, column in (*data.columns.items(), *advantages.columns.items()) if name in _FLOATS
-        }
+        # a step that takes the rollout's log-probs for the old ones has computed none
+        computed = _FLOATS if "rollout_log_probs" in data else set(_FLOATS) - {"old_log_probs"}
+        made = {name: column for name, column in {**data.columns, **advantages.columns}.items() if name in computed}
         stage = BatchData(made).select_rows(rows)
         rollout = await self._plane.get(chosen, _FROM_ROLLOUT)
         await self._write(chosen, step, why, BatchData({**stage.columns, **rollout.columns}))
-        self._outcomes.clear()
+        for key in batch.keys:
+            self._outcomes.pop(key, None)
 
     async def _write(self, batch: KVBatchMeta, step: int, why: Sequence[str], data: BatchData) -> None:
         task = await self._plane.get(batch, _FROM_TASK)
-        tags = (await self._plane.list_rows(batch.partition, keys=batch.keys)).tags
-        at = time.time()
+        tags = (await self._plane.list_rows(batch.partition, keys=batch.keys)).tags or ({},) * len(batch)
+        outcomes = [self._outcomes.get(key) for key in batch.keys]
+        # the rest needs no data plane: another thread does it while the step goes on
+        self._file.append_later(partial(self._rows, time.time(), batch.keys, step, why, tags, outcomes, data, task))
+
+    def _rows(
+        self,
+        at: float,
+        keys: Sequence[str],
+        step: int,
+        why: Sequence[str],
+        tags: Sequence[Tag],
+        outcomes: Sequence[Outcome | None],
+        data: BatchData,
+        task: BatchData,
+    ) -> list[RecordRow]:
         rows: list[RecordRow] = []
         if not self._known:
-            rule = RULE.format(count=self._settings.count, freq=self._settings.freq, failed=FAILED)
-            rows.append(RuleRow(at=at, text=rule))
-        ids = {int(i) for name in ("prompts", "responses") for i in data.ragged(name).values} - self._known
+            rule = self._settings
+            rows.append(RuleRow(at=at, text=RULE.format(count=rule.count, freq=rule.freq, failed=FAILED)))
+        prompts, responses, masks, versions = (
+            _lists(data, name) for name in _FROM_ROLLOUT if name != "rollout_log_probs"
+        )
+        floats = {name: _lists(data, name) for name in _FLOATS if name in data}
+        sources, truths = (task.objects(name).values() for name in _FROM_TASK)
+        ids = {token for column in (prompts, responses) for row in column for token in row} - self._known
         self._known |= ids
         rows.append(TokensRow(at=at, texts={i: self._decode([i]) for i in sorted(ids)}))
-        for place, (key, tag) in enumerate(zip(batch.keys, tags or ({},) * len(batch), strict=True)):
-            rows.append(self._row(at, key, step, why[place], tag, data.select_rows([place]), task.select_rows([place])))
-        self._file.append(rows)
+        for i, (key, tag, outcome) in enumerate(zip(keys, tags, outcomes, strict=True)):
+            rows.append(
+                TrajectoryRow(
+                    at=at,
+                    step=step,
+                    key=key,
+                    why=why[i],
+                    data_source=sources[i],
+                    ground_truth=str(truths[i]),
+                    prompt=self._decode(prompts[i]),
+                    response=self._decode(responses[i]),
+                    prompt_ids=prompts[i],
+                    response_ids=responses[i],
+                    response_mask=[int(made) for made in masks[i]],
+                    versions=[(int(version), int(tokens)) for version, tokens in versions[i]],
+                    finish=str(tag.get("finish") or ""),
+                    turns=int(tag.get("turns") or 1),
+                    tool_calls=int(tag.get("tool_calls") or 0),
+                    reward=outcome.numbers if isinstance(outcome, Scored) else {},
+                    texts=outcome.texts if isinstance(outcome, Scored) else {},
+                    failure=outcome.description if isinstance(outcome, Failure) else "",
+                    **{name: values[i] for name, values in floats.items()},
+                )
+            )
+        return rows
 
-    def _row(
-        self, at: float, key: str, step: int, why: str, tag: Tag, data: BatchData, task: BatchData
-    ) -> TrajectoryRow:
-        outcome = self._outcomes.get(key)
-        prompt, response = (data.ragged(name).values.tolist() for name in ("prompts", "responses"))
-        floats = {
-            name: data.ragged(name).values.astype(np.float64).round(_DIGITS).tolist()
-            for name in _FLOATS
-            if name in data
-        }
-        return TrajectoryRow(
-            at=at,
-            step=step,
-            key=key,
-            why=why,
-            data_source=task.objects("data_source").values()[0],
-            ground_truth=str(task.objects("ground_truth").values()[0]),
-            prompt=self._decode(prompt),
-            response=self._decode(response),
-            prompt_ids=prompt,
-            response_ids=response,
-            response_mask=data.ragged("response_mask").values.astype(np.int8).tolist(),
-            versions=[(int(version), int(tokens)) for version, tokens in data.ragged("rollout_versions").values],
-            finish=str(tag.get("finish") or ""),
-            turns=int(tag.get("turns") or 1),
-            tool_calls=int(tag.get("tool_calls") or 0),
-            reward=outcome.numbers if isinstance(outcome, Scored) else {},
-            texts=outcome.texts if isinstance(outcome, Scored) else {},
-            failure=outcome.description if isinstance(outcome, Failure) else "",
-            **floats,
-        )
+
+def _lists(data: BatchData, name: str) -> list[list[Any]]:
+    """[N] the values of each row; floats are rounded."""
+    column = data.ragged(name)
+    values = column.values.astype(np.float64).round(_DIGITS) if column.values.dtype.kind == "f" else column.values
+    every = values.tolist()
+    return [every[a:b] for a, b in pairwise(column.offsets.tolist())]
 
 
 def _gaps(data: BatchData) -> list[float]:
@@ -157,5 +181,5 @@ def _gaps(data: BatchData) -> list[float]:
         return []
     mask = data.ragged("response_mask").values.astype(np.float64)
     gap = np.abs(data.ragged("rollout_log_probs").values - data.ragged("old_log_probs").values) * mask
-    offsets = data.ragged("responses").offsets
-    return [float(gap[a:b].max(initial=0.0)) for a, b in pairwise(offsets.tolist())]
+    offsets = data.ragged("responses").offsets.tolist()
+    return [float(gap[a:b].max(initial=0.0)) for a, b in pairwise(offsets)]

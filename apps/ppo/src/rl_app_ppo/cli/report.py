@@ -1,0 +1,31 @@
+"""`rl report`: the report of a run, or of two runs to compare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from rl_app_ppo.outputs.run_folder import RunFiles
+from rl_app_ppo.report.page import write_report
+
+
+def report(run: Path, other: Path | None, target: Path | None, out: Console) -> None:
+    """Write the report and print its path and size.
+
+    Args:
+        run: folder of the run.
+        other: folder of the run to compare it with.
+        target: the file; None: report.html in the folder of the run, or compared-with-OTHER.html.
+        out: where to print.
+
+    Raises:
+        ConfigError: a folder holds no run, or it can't be read.
+        OutputError: the file can't be written.
+    """
+    folders = [run, *([other] if other is not None else [])]
+    beside = RunFiles(folder=run).report if other is None else run / f"compared-with-{other.resolve().name}.html"
+    path = target or beside
+    size = write_report(folders, path)
+    out.print(Text(f"{path.resolve()} ({size / 1e6:.2f} MB)"), soft_wrap=True)

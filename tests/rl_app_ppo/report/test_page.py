@@ -1,0 +1,134 @@
+"""The report as a file: its data, its policy, and texts that stay data."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+import struct
+
+import msgspec
+import numpy as np
+import pytest
+from hostile_run import HOSTILE, write_run
+from typer.testing import CliRunner
+
+from rl_app_ppo.cli import rl
+from rl_app_ppo.report import run_data
+from rl_app_ppo.report.page import write_report
+from rl_trainer.record.read_record import read_record
+
+KINDS = {"i2": np.int16, "i4": np.int32, "f4": np.float32, "f8": np.float64, "u1": np.uint8}
+
+
+def unpacked(page):
+    """The header and a reader of columns, by the layout that packing.py documents."""
+    (encoded,) = re.findall(r'<script id="data" type="application/octet-stream">([^<]*)</script>', page)
+    block = gzip.decompress(base64.b64decode(encoded))
+    (size,) = struct.unpack("<I", block[:4])
+    base = -(-(4 + size) // 8) * 8
+
+    def column(place):
+        kind, at, count = place
+        return np.frombuffer(block, KINDS[kind], count, base + at).tolist()
+
+    return json.loads(block[4 : 4 + size]), column
+
+
+@pytest.fixture
+def page(tmp_path):
+    def make(*runs, **settings):
+        folders = [write_run(tmp_path / name, **settings) for name in runs]
+        write_report(folders, tmp_path / "report.html")
+        return (tmp_path / "report.html").read_text(encoding="utf-8")
+
+    return make
+
+
+def test_the_data_are_those_of_the_run(page, tmp_path):
+    header, column = unpacked(page("a"))
+    (run,) = header["runs"]
+    assert (run["name"], run["outcome"]["state"], run["total"]) == ("a", "finished", 6)
+    assert column(run["metrics"]["step"]) == list(range(7))
+    validation = column(run["metrics"]["columns"]["val-core/sums/acc/mean@1"])
+    assert validation[::2] == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    assert all(np.isnan(validation[1::2]))
+    rows, found = read_record(tmp_path / "a" / "record").trajectories, run["trajectories"]
+    assert found["count"] == len(rows) == 96
+    assert column(found["step"]) == [row.step for row in rows]
+    assert [found["prompts"][i] for i in column(found["prompt"])] == [row.prompt for row in rows]
+    assert found["response"] == [row.response for row in rows]
+    tokens = [found["vocabulary"][i] for i in column(found["tokens"])]
+    assert tokens == [(*HOSTILE, "x" * 300_000)[i] for row in rows for i in row.response_ids]
+    assert column(found["columns"]["old_log_probs"])[:4] == [-250, -1000, 0, -2500]
+    assert found["columns"]["entropy"] is None
+    spans = run["spans"]
+    assert [spans["stages"][i] for i in column(spans["stage"])] == ["rollout", "update_actor"] * 6
+    assert column(run["ends"]["at"]) == [1010.0 + step for step in range(7)]
+
+
+def test_no_text_of_a_run_is_markup_and_the_policy_allows_nothing_else(page):
+    text = page("a <title><script>bad")
+    for hostile in HOSTILE:
+        assert hostile not in text
+    assert "<title>a &lt;title&gt;&lt;script&gt;bad</title>" in text
+    assert text.count("<script") == 2
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', text)
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
+    assert rules["require-trusted-types-for"] == "'script'"
+    script, style = (re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[0] for tag in ("script", "style"))
+    for name, content in (("script-src", script), ("style-src", style)):
+        assert rules[name] == f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", script)
+    assert not re.search(r"https?://", script.replace("http://www.w3.org", "") + style)
+
+
+def test_secrets_of_the_environment_are_not_in_the_report(page, monkeypatch):
+    text = page("a", texts=("nothing", "planted-secret-1234"))
+    assert unpacked(text)[0]["runs"][0]["trajectories"]["vocabulary"] == ["nothing", "planted-secret-1234"]
+    monkeypatch.setenv("WANDB_API_KEY", "planted-secret-1234")
+    text = page("b", texts=("nothing", "planted-secret-1234"))
+    assert unpacked(text)[0]["runs"][0]["trajectories"]["vocabulary"] == ["nothing", "[WANDB_API_KEY]"]
+    assert "planted-secret-1234" not in json.dumps(unpacked(text)[0])
+
+
+def test_a_killed_run_has_a_report(page):
+    assert unpacked(page("a", outcome=""))[0]["runs"][0]["outcome"] == {"state": "unfinished", "text": ""}
+
+
+def test_of_too_many_tokens_evenly_spread_steps_are_shown(page, monkeypatch):
+    monkeypatch.setattr(run_data, "MOST_TOKENS", 64 * 3)
+    header, column = unpacked(page("a", texts=("t",)))
+    (run,) = header["runs"]
+    assert set(column(run["trajectories"]["step"])) == {2, 4, 6}
+    assert (run["trajectories"]["count"], run["recorded"]) == (48, 96)
+
+
+def test_rl_report_writes_one_run_or_compares_two(tmp_path):
+    a, b = write_run(tmp_path / "a", texts=("t",)), write_run(tmp_path / "b", texts=("t",))
+    done = CliRunner().invoke(rl.app, ["report", str(a)])
+    assert (done.exit_code, done.output.split()[0]) == (0, str(a / "report.html"))
+    done = CliRunner().invoke(rl.app, ["report", str(a), str(b), "--out", str(tmp_path / "two.html")])
+    assert done.exit_code == 0
+    header, _ = unpacked((tmp_path / "two.html").read_text())
+    assert [run["name"] for run in header["runs"]] == ["a", "b"]
+    assert CliRunner().invoke(rl.app, ["report", str(a), str(b)]).output.split()[0] == str(a / "compared-with-b.html")
+
+
+@pytest.mark.parametrize("words", [["report", "/no/such/run"], ["report", "RUN", "/no/such/run"]])
+def test_a_folder_without_a_run_is_refused(tmp_path, words):
+    run = write_run(tmp_path / "a", texts=("t",))
+    done = CliRunner().invoke(rl.app, [word.replace("RUN", str(run)) for word in words])
+    assert done.exit_code == 2
+    assert "/no/such/run is no folder of a run" in done.output
+
+
+def test_a_damaged_record_is_named(tmp_path):
+    run = write_run(tmp_path / "a", texts=("t",))
+    (run / "record" / "odd.jsonl.gz").write_bytes(gzip.compress(msgspec.json.encode({"type": "unheard"})))
+    done = CliRunner().invoke(rl.app, ["report", str(run)])
+    assert done.exit_code == 2
+    assert "can't be read" in done.output
