@@ -35,7 +35,7 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", hel
 Unsafe = Annotated[bool, typer.Option("--allow-unsafe-plugins", help="Allow any code in checkpoint_engine plug-ins.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Params = ParamSpec("Params")
-TRAIN, BEFORE, AFTER, EXTEND = "Train", "Before a run", "After a run", "Extend"
+TRAIN, BEFORE, AFTER = "Train", "Before a run", "After a run"
 
 app = typer.Typer(
     help="Train language models with PPO and GRPO. `rl COMMAND --help` describes a command.",
@@ -206,7 +206,7 @@ def _samples(
         _print(samples_text(rows))
 
 
-@app.command("new", rich_help_panel=EXTEND)
+@app.command("new", rich_help_panel=BEFORE)
 @_coded
 def _new(
     kind: Annotated[str, typer.Argument(metavar="KIND", help=", ".join(PLUGIN_KINDS))],
