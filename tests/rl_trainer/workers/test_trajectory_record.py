@@ -14,7 +14,7 @@ from rl_trainer.record.record_file import RecordFile
 from rl_trainer.rewards import InlineScorer
 from rl_trainer.workers.columns import OLD_LOG_PROB, ROLLOUT
 from rl_trainer.workers.messages import StageCall
-from rl_trainer.workers.trajectory_record import RecordSettings, TrajectoryRecord
+from rl_trainer.workers.trajectory_record import RecordSettings, TrajectoryRecord, _gaps
 
 TEXTS = {5: "five", 6: "six", 7: "seven", 8: "eight", 9: "nine", 3: "<eos>"}
 
@@ -99,3 +99,16 @@ def test_only_the_steps_that_are_due_are_recorded(tmp_path):
 def test_never_is_never(tmp_path):
     asyncio.run(work(tmp_path, [1, 2], 0))
     assert not list(tmp_path.iterdir())
+
+
+def test_the_gap_of_a_row_is_the_largest_of_its_unmasked_tokens():
+    """Rows of 2, 0, 1 and 0 tokens; the second token is masked."""
+    data = BatchData(
+        {
+            "responses": ragged([[1, 2], [], [3], []], "int64"),
+            "response_mask": ragged([[1, 0], [], [1], []], "bool"),
+            "rollout_log_probs": ragged([[-1.0, -9.0], [], [-2.0], []], "float32"),
+            "old_log_probs": ragged([[-1.5, -1.0], [], [-1.75], []], "float32"),
+        }
+    )
+    assert _gaps(data) == [0.5, 0.0, 0.25, 0.0]

@@ -18,8 +18,8 @@ from rl_trainer.record.redaction import Redaction
 
 logger = logging.getLogger(__name__)
 SUFFIX = ".jsonl.gz"
-GATHER_S = 0.2
-"""Rows of so many seconds are written as one block."""
+GATHER_S = 1.0
+"""Rows of so many seconds are written as one block: compute threads are interrupted seldom."""
 _LEVEL = 4
 _GZIP = 31
 """wbits of zlib for a gzip member."""

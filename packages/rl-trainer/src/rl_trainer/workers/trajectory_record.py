@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ FAILED = 8
 """Trajectories of a call without a score that are recorded."""
 MOST_OUTCOMES = 1 << 16
 """Outcomes that are kept for advantages to come."""
-_FROM_ROLLOUT = ("prompts", "responses", "response_mask", "rollout_log_probs", "rollout_versions")
+_FROM_ROLLOUT = ("prompts", "responses", "response_mask", "rollout_versions")
 _FROM_TASK = ("data_source", "ground_truth")
 _FLOATS = ("rollout_log_probs", "old_log_probs", "ref_log_prob", "entropy", "advantages")
 _DIGITS = 4
@@ -82,7 +83,7 @@ class TrajectoryRecord:
             del self._outcomes[key]  # of groups that were filtered out or dropped
         if rows:
             failed = batch.select_rows(rows)
-            await self._write(failed, step, ["failed"] * len(rows), await self._plane.get(failed, _FROM_ROLLOUT))
+            await self._write(failed, step, ["failed"] * len(rows), BatchData({}, len(rows)))
 
     async def write(self, batch: KVBatchMeta, step: int, data: BatchData, advantages: BatchData) -> None:
         """Choose trajectories, and record them.
@@ -104,18 +105,22 @@ class TrajectoryRecord:
         # a step that takes the rollout's log-probs for the old ones has computed none
         computed = _FLOATS if "rollout_log_probs" in data else set(_FLOATS) - {"old_log_probs"}
         made = {name: column for name, column in {**data.columns, **advantages.columns}.items() if name in computed}
-        stage = BatchData(made).select_rows(rows)
-        rollout = await self._plane.get(chosen, _FROM_ROLLOUT)
-        await self._write(chosen, step, why, BatchData({**stage.columns, **rollout.columns}))
+        await self._write(chosen, step, why, BatchData(made, len(batch)).select_rows(rows))
         for key in batch.keys:
             self._outcomes.pop(key, None)
 
-    async def _write(self, batch: KVBatchMeta, step: int, why: Sequence[str], data: BatchData) -> None:
-        task = await self._plane.get(batch, _FROM_TASK)
-        tags = (await self._plane.list_rows(batch.partition, keys=batch.keys)).tags or ({},) * len(batch)
+    async def _write(self, batch: KVBatchMeta, step: int, why: Sequence[str], computed: BatchData) -> None:
+        """Read what the rollout and the task have written, and record it with the computed
+        columns."""
+        stored, listed = await asyncio.gather(
+            self._plane.get(batch, (*_FROM_ROLLOUT, "rollout_log_probs", *_FROM_TASK)),
+            self._plane.list_rows(batch.partition, keys=batch.keys),
+        )
+        data = BatchData({**computed.columns, **stored.columns})
+        tags = listed.tags or ({},) * len(batch)
         outcomes = [self._outcomes.get(key) for key in batch.keys]
         # the rest needs no data plane: another thread does it while the step goes on
-        self._file.append_later(partial(self._rows, time.time(), batch.keys, step, why, tags, outcomes, data, task))
+        self._file.append_later(partial(self._rows, time.time(), batch.keys, step, why, tags, outcomes, data))
 
     def _rows(
         self,
@@ -126,17 +131,14 @@ class TrajectoryRecord:
         tags: Sequence[Tag],
         outcomes: Sequence[Outcome | None],
         data: BatchData,
-        task: BatchData,
     ) -> list[RecordRow]:
         rows: list[RecordRow] = []
         if not self._known:
             rule = self._settings
             rows.append(RuleRow(at=at, text=RULE.format(count=rule.count, freq=rule.freq, failed=FAILED)))
-        prompts, responses, masks, versions = (
-            _lists(data, name) for name in _FROM_ROLLOUT if name != "rollout_log_probs"
-        )
+        prompts, responses, masks, versions = (_lists(data, name) for name in _FROM_ROLLOUT)
         floats = {name: _lists(data, name) for name in _FLOATS if name in data}
-        sources, truths = (task.objects(name).values() for name in _FROM_TASK)
+        sources, truths = (data.objects(name).values() for name in _FROM_TASK)
         ids = {token for column in (prompts, responses) for row in column for token in row} - self._known
         self._known |= ids
         rows.append(TokensRow(at=at, texts={i: self._decode([i]) for i in sorted(ids)}))
@@ -181,5 +183,6 @@ def _gaps(data: BatchData) -> list[float]:
         return []
     mask = data.ragged("response_mask").values.astype(np.float64)
     gap = np.abs(data.ragged("rollout_log_probs").values - data.ragged("old_log_probs").values) * mask
-    offsets = data.ragged("responses").offsets.tolist()
-    return [float(gap[a:b].max(initial=0.0)) for a, b in pairwise(offsets)]
+    starts = data.ragged("responses").offsets[:-1]
+    largest = np.maximum.reduceat(np.append(gap, 0.0), starts) if starts.size else np.zeros(0)
+    return np.where(data.ragged("responses").lengths > 0, largest, 0.0).tolist()
