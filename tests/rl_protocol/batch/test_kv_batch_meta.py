@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_protocol import BatchData, BatchError, KVBatchMeta, Partitionable, Tag, TagRows, UnknownNameError, dense
+from rl_protocol import BatchData, BatchError, KVBatchMeta, LazyRows, Partitionable, Tag, UnknownNameError, dense
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.text(max_size=3)
 FACTS = st.dictionaries(st.sampled_from(["temperature", "version"]), SCALARS)
@@ -147,14 +147,14 @@ def test_data_and_metadata_are_partitionable():
     assert not isinstance([1], Partitionable)
 
 
-def test_tag_rows_are_the_tuple_they_stand_for() -> None:
+def test_lazy_rows_are_the_tuple_they_stand_for() -> None:
     made: list[int] = []
 
     def make() -> tuple[Tag, ...]:
         made.append(1)
         return {"n": 1}, {"n": 2}, {}
 
-    tags = TagRows(3, make)
+    tags = LazyRows(3, make)
     lazy = KVBatchMeta(partition="p", keys=("a", "b", "c"), tags=tags, generations=(1, 2, 3))
     assert (len(tags), bool(lazy.tags), made) == (3, True, [])
     eager = KVBatchMeta(partition="p", keys=("a", "b", "c"), tags=({"n": 1}, {"n": 2}, {}), generations=(1, 2, 3))
@@ -169,3 +169,4 @@ def test_tag_rows_are_the_tuple_they_stand_for() -> None:
     assert type(again.tags) is tuple
     assert again == lazy
     assert made == [1]
+    assert hash(LazyRows(2, lambda: (5, 6))) == hash((5, 6))  # as the tuple, which is a key of caches

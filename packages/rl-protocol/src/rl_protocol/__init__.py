@@ -2,7 +2,7 @@
 
 from rl_protocol.batch.batch_data import BatchData
 from rl_protocol.batch.columns import Column, DenseColumn, ObjectColumn, RaggedColumn, dense, ragged
-from rl_protocol.batch.kv_batch_meta import KVBatchMeta, Scalar, Tag, TagRows
+from rl_protocol.batch.kv_batch_meta import KVBatchMeta, LazyRows, Scalar, Tag
 from rl_protocol.batch.packed_arrays import pack_arrays, unpack_arrays
 from rl_protocol.batch.row_key import RowKey
 from rl_protocol.batch.row_ops import Partitionable, balanced_parts, even_sizes
@@ -59,6 +59,7 @@ __all__ = [
     "DuplicateKeyError",
     "HangError",
     "KVBatchMeta",
+    "LazyRows",
     "LengthIsProduct",
     "LengthIsRuns",
     "LengthIsSum",
@@ -77,7 +78,6 @@ __all__ = [
     "Scalar",
     "SchemaError",
     "Tag",
-    "TagRows",
     "UnknownNameError",
     "WeightSyncError",
     "WeightTensor",

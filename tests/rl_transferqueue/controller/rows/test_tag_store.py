@@ -30,6 +30,8 @@ def test_none_is_a_value_and_a_cleared_row_has_none() -> None:
     assert tags.of_row(0) == {"n": 1, "s": None}
     tags.clear(np.array([0]))
     assert (tags.of_row(0), tags.of_row(2)) == ({}, {"n": 2, "s": "a"})
+    one = np.array([1], "<i4").tobytes()
+    assert tags.of(np.array([0, 2])) == (TagColumn("n", (2,), one), TagColumn("s", ("a",), one))
 
 
 def test_tags_of_later_slots_are_absent_after_a_resize() -> None:
@@ -38,3 +40,4 @@ def test_tags_of_later_slots_are_absent_after_a_resize() -> None:
     assert (tags.of_row(2), tags.of_row(7)) == ({"n": 2, "s": "a"}, {})
     tags.merge(np.array([7]), [TagColumn("late", (True,))])
     assert tags.of_row(7) == {"late": True}
+    assert tags.of(np.array([7])) == (TagColumn("late", (True,)),)

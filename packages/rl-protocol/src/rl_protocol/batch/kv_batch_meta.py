@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self, TypeAlias, overload
+from typing import Self, TypeAlias, TypeVar, overload
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from rl_protocol.errors import BatchError, UnknownNameError
 Scalar: TypeAlias = bool | int | float | str | None
 Tag: TypeAlias = dict[str, Scalar]
 """Small facts about one row: status, policy version, lengths."""
+T = TypeVar("T")
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -43,22 +44,24 @@ def check_where(where: Mapping[str, Scalar]) -> dict[str, Scalar]:
     return dict(where)
 
 
-class TagRows(Sequence[Tag]):
-    """The tags of `size` rows, built on first access, because a dict per row is expensive.
+class LazyRows(Sequence[T]):
+    """A value for each of `size` rows, built on first access; equal to the tuple of the values.
 
-    >>> tags = TagRows(2, lambda: ({"n": 1}, {"n": 2}))
+    Planes list many rows whose tags and generations are often not read, and a dict or an int per
+    row is expensive.
+
+    >>> tags = LazyRows(2, lambda: ({"n": 1}, {"n": 2}))
     >>> len(tags), tags[1], tags == ({"n": 1}, {"n": 2})
     (2, {'n': 2}, True)
     """
 
     __slots__ = ("_make", "_size")
-    __hash__ = None  # pyright: ignore[reportAssignmentType] - dicts have none either
 
-    def __init__(self, size: int, make: Callable[[], tuple[Tag, ...]]) -> None:
+    def __init__(self, size: int, make: Callable[[], tuple[T, ...]]) -> None:
         self._size = size
-        self._make: Callable[[], tuple[Tag, ...]] | tuple[Tag, ...] = make
+        self._make: Callable[[], tuple[T, ...]] | tuple[T, ...] = make
 
-    def _rows(self) -> tuple[Tag, ...]:
+    def _rows(self) -> tuple[T, ...]:
         if not isinstance(self._make, tuple):
             self._make = self._make()
         return self._make
@@ -67,22 +70,25 @@ class TagRows(Sequence[Tag]):
         return self._size
 
     @overload
-    def __getitem__(self, index: int) -> Tag: ...
+    def __getitem__(self, index: int) -> T: ...
     @overload
-    def __getitem__(self, index: slice) -> tuple[Tag, ...]: ...
-    def __getitem__(self, index: int | slice) -> Tag | tuple[Tag, ...]:
+    def __getitem__(self, index: slice) -> tuple[T, ...]: ...
+    def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
         return self._rows()[index]
 
-    def __iter__(self) -> Iterator[Tag]:
+    def __iter__(self) -> Iterator[T]:
         return iter(self._rows())
 
     def __eq__(self, other: object) -> bool:
-        return self._rows() == tuple(other) if isinstance(other, tuple | TagRows) else NotImplemented
+        return self._rows() == tuple(other) if isinstance(other, tuple | LazyRows) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._rows())
 
     def __repr__(self) -> str:
         return repr(self._rows())
 
-    def __reduce__(self) -> tuple[type[tuple[Tag, ...]], tuple[tuple[Tag, ...]]]:
+    def __reduce__(self) -> tuple[type[tuple[T, ...]], tuple[tuple[T, ...]]]:
         return tuple, (self._rows(),)
 
 
@@ -103,14 +109,14 @@ class KVBatchMeta(RowOps):
     keys: tuple[str, ...]
     """[N] unique names."""
     tags: Sequence[Tag] = ()
-    """[N], or empty if the rows have no tags. A tuple, or a `TagRows` that compares equal to it."""
+    """[N], or empty if the rows have no tags. A tuple, or an equal `LazyRows`."""
     fields: tuple[str, ...] = ()
     """Columns that all rows have; empty: unknown."""
     extra_info: dict[str, Scalar] = field(default_factory=dict[str, Scalar])
     """Facts about the whole batch (temperature, policy version), never metrics."""
-    generations: tuple[int, ...] = ()
+    generations: Sequence[int] = ()
     """[N], or empty: any. The generation of each row, 0: any. Clearing a row and putting it again
-    changes it."""
+    changes it. A tuple, or an equal `LazyRows`."""
 
     def __post_init__(self) -> None:
         if len(set(self.keys)) != len(self.keys):
@@ -134,7 +140,7 @@ class KVBatchMeta(RowOps):
         keys: tuple[str, ...],
         tags: Sequence[Tag],
         fields: tuple[str, ...],
-        generations: tuple[int, ...],
+        generations: Sequence[int],
     ) -> Self:
         """Build without the checks, which are slow for many rows; for planes listing own rows."""
         made = object.__new__(cls)
@@ -260,11 +266,11 @@ class KVBatchMeta(RowOps):
         )
 
 
-def _generations(meta: KVBatchMeta) -> tuple[int, ...]:
+def _generations(meta: KVBatchMeta) -> Sequence[int]:
     return meta.generations or (0,) * len(meta)
 
 
-def _merge_generations(a: KVBatchMeta, b: KVBatchMeta) -> tuple[int, ...]:
+def _merge_generations(a: KVBatchMeta, b: KVBatchMeta) -> Sequence[int]:
     for key, x, y in zip(a.keys, _generations(a), _generations(b), strict=True):
         if x and y and x != y:
             raise BatchError(f"union: row {key!r} was cleared and put again between the two batches ({x}, {y}).")

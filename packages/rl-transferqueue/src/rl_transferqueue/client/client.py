@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 
 from rl_protocol.batch.batch_data import BatchData
-from rl_protocol.batch.kv_batch_meta import KVBatchMeta, Scalar, Tag, TagRows, check_where
+from rl_protocol.batch.kv_batch_meta import KVBatchMeta, LazyRows, Scalar, Tag, check_where
 from rl_protocol.batch.schema import ColumnSpec
 from rl_protocol.errors import BatchError, DuplicateKeyError, PlaneLostError, RLError
 from rl_protocol.ports import DataPlane, PlaneStats, RowChanges, RowFlags, Traffic
@@ -320,8 +320,10 @@ class Client(DataPlane):
 
 
 def _meta(partition: str, rows: Rows) -> KVBatchMeta:
-    tags = TagRows(len(rows.keys), partial(to_rows, rows.tags, len(rows.keys)))
-    return KVBatchMeta.unchecked(partition, rows.keys, tags, rows.fields, unpack_ints(rows.generations))
+    size = len(rows.keys)
+    tags = LazyRows(size, partial(to_rows, rows.tags, size))
+    generations = LazyRows(size, partial(unpack_ints, rows.generations))
+    return KVBatchMeta.unchecked(partition, rows.keys, tags, rows.fields, generations)
 
 
 def _check_put(

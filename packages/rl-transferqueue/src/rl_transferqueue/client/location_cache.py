@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -18,7 +18,7 @@ _ENTRIES = 64
 _ROWS = 1 << 18
 """Most rows of all answers together, unless the last answer alone has more."""
 
-RowQuery: TypeAlias = tuple[str, tuple[str, ...], tuple[str, ...], tuple[int, ...]]
+RowQuery: TypeAlias = tuple[str, tuple[str, ...], tuple[str, ...], Sequence[int]]
 """(partition, keys, columns, generations); a plain tuple, because every get makes one."""
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from rl_protocol.batch.kv_batch_meta import Scalar
 from rl_transferqueue.controller.rows.slot_arrays import ABSENT, Resize
-from rl_transferqueue.wire.arrays import Ints
+from rl_transferqueue.wire.arrays import Bools, Ints, span_of
 from rl_transferqueue.wire.messages import TagColumn
 
 Values: TypeAlias = npt.NDArray[Any]
@@ -33,18 +33,21 @@ class TagStore:
         self._pool: dict[str, str] = {}
         self.values: dict[str, Values] = {}
         """By name; rows without the tag hold `ABSENT`."""
+        self._given: dict[str, Bools] = {}
+        """By name: which rows have the tag, because comparing every value with `ABSENT` is slow."""
 
     def of(self, slots: Ints) -> tuple[TagColumn, ...]:
         """All tags of the rows."""
+        where = span_of(slots)
+        at = slots if where is None else where
         out: list[TagColumn] = []
         for name, column in self.values.items():
-            values = column[slots].tolist()
-            if ABSENT not in values:
-                out.append(TagColumn(name, tuple(values)))
-                continue
-            rows = [i for i, value in enumerate(values) if value is not ABSENT]
-            if rows:
-                out.append(TagColumn(name, tuple(values[i] for i in rows), np.array(rows, "<i4").tobytes()))
+            given = self._given[name][at]
+            if given.all():
+                out.append(TagColumn(name, tuple(column[at].tolist())))
+            elif given.any():
+                rows = np.flatnonzero(given)
+                out.append(TagColumn(name, tuple(column[at][rows].tolist()), rows.astype("<i4").tobytes()))
         return tuple(out)
 
     def of_row(self, slot: int) -> dict[str, Scalar]:
@@ -56,18 +59,22 @@ class TagStore:
         for tag in tags:
             if tag.name not in self.values:
                 self.values[tag.name] = np.full(self._slots, ABSENT, object)
+                self._given[tag.name] = np.zeros(self._slots, np.bool_)
             at = slots[np.frombuffer(tag.rows, "<i4")] if tag.rows else slots
             self.values[tag.name][at] = [self._pooled(value) if type(value) is str else value for value in tag.values]
+            self._given[tag.name][at] = True
 
     def clear(self, slots: Ints) -> None:
         """Remove all tags of the rows."""
-        for values in self.values.values():
+        for name, values in self.values.items():
             values[slots] = ABSENT
+            self._given[name][slots] = False
 
     def resize(self, slots: int, change: Resize) -> None:
         """There are `slots` slots from now on; `change` brings each array to its new form."""
         self._slots = slots
         self.values = {name: change(array) for name, array in self.values.items()}
+        self._given = {name: change(array) for name, array in self._given.items()}
 
     def _pooled(self, text: str) -> str:
         if len(text) > _POOLED_CHARACTERS:
