@@ -16,9 +16,11 @@ import pytest
 from process_settings import settings_kept
 from safetensors.numpy import load_file
 
+import rl_transferqueue
 from rl_app_ppo.cli.main import main
 from rl_app_ppo.cluster.ray_actor import RayProcess
 from rl_app_ppo.driver import run, workers
+from rl_app_ppo.worker import build
 from rl_app_ppo.worker.process import WorkerProcess
 
 
@@ -43,13 +45,24 @@ class LocalProcess(RayProcess):
 def trained(base_model, tmp_path, monkeypatch):
     """A function that runs the app with local processes; returns the processes and the weights.
 
-    What the workers leave open is collected here, or its warnings would fail a later test.
+    Workers leave their clients and sockets open, because their process ends. Here the clients are
+    closed and the rest is collected, or their warnings would fail a later test.
     """
+    clients = []
+
+    async def connect(descriptor):
+        clients.append(await rl_transferqueue.connect(descriptor))
+        return clients[-1]
 
     @contextlib.asynccontextmanager
     async def no_ray(*_):
         yield
+        while clients:
+            client = clients.pop()
+            await client.close(flush_s=0)
+            client._controller.close()  # also while views of rows are alive
 
+    monkeypatch.setattr(build, "connect", connect)
     monkeypatch.setattr(workers, "RayProcess", LocalProcess)
     monkeypatch.setattr(workers, "node_gpus", lambda: 0)
     monkeypatch.setattr(run, "ray_session", no_ray)
@@ -81,7 +94,7 @@ def trained(base_model, tmp_path, monkeypatch):
     yield train
     for process in LocalProcess.started:
         process.actor = None
-    gc.unfreeze()  # workers exempt what exists while they are built, their clients among it, from collections
+    gc.unfreeze()  # workers exempt what exists while they are built from collections
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # a worker closes no socket: it ends with its process
         gc.collect()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -170,3 +171,12 @@ def test_lazy_rows_are_the_tuple_they_stand_for() -> None:
     assert again == lazy
     assert made == [1]
     assert hash(LazyRows(2, lambda: (5, 6))) == hash((5, 6))  # as the tuple, which is a key of caches
+
+
+def test_a_meta_without_tags_crosses_msgspec_with_generations_that_can_be_hashed() -> None:
+    meta = KVBatchMeta(
+        partition="p", keys=("a", "b"), tags=LazyRows(2, lambda: ({}, {})), generations=LazyRows(2, lambda: (5, 6))
+    )
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(meta.without_tags()), type=KVBatchMeta)
+    assert again == meta.without_tags()
+    assert hash(again.generations) == hash((5, 6))

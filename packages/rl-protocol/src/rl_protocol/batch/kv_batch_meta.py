@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self, TypeAlias, TypeVar, overload
+from typing import Self, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 
@@ -127,6 +127,9 @@ class KVBatchMeta(RowOps):
             raise BatchError(
                 f"A KVBatchMeta needs one tag per key or none at all; got {len(self.keys)} keys, {len(self.tags)} tags."
             )
+        for name in ("tags", "generations"):
+            if isinstance(given := getattr(self, name), list):  # as decoders make it
+                object.__setattr__(self, name, tuple(cast("list[object]", given)))
         if self.generations and len(self.generations) != len(self.keys):
             raise BatchError(
                 f"A KVBatchMeta needs one generation per key or none at all; got {len(self.keys)} keys, "
@@ -205,8 +208,11 @@ class KVBatchMeta(RowOps):
         return replace(self, fields=tuple(names))
 
     def without_tags(self) -> Self:
-        """The same rows without tags, for workers that need only the keys."""
-        return replace(self, tags=())
+        """The same rows without tags, for workers that need only the keys.
+
+        Its attributes are plain tuples, which msgspec can encode.
+        """
+        return replace(self, tags=(), generations=tuple(self.generations))
 
     def union(self, other: Self) -> Self:
         """The same rows with the columns, tags and extra_info of both.
