@@ -110,9 +110,10 @@ class HFModule:
 class MegatronModule:
     """One fused linear module of Megatron-Core.
 
-    >>> module = MegatronModule.parse("decoder.layers.0.self_attention.linear_qkv")
-    >>> [part.logical for part in module.parts]
-    ['q_proj', 'k_proj', 'v_proj']
+    Examples:
+        >>> module = MegatronModule.parse("decoder.layers.0.self_attention.linear_qkv")
+        >>> [part.logical for part in module.parts]
+        ['q_proj', 'k_proj', 'v_proj']
 
     Raises:
         ConfigError: the name is not a LoRA target.

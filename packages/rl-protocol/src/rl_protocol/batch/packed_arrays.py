@@ -27,9 +27,10 @@ def pack_arrays(
 ) -> dict[str, RaggedColumn]:
     """Pack N rows of arrays into two columns.
 
-    >>> columns = pack_arrays("images", [[np.zeros((2, 3, 3), np.uint8)], []], ndim=3)
-    >>> [(name, column.lengths.tolist()) for name, column in columns.items()]
-    [('images', [18, 0]), ('images.shapes', [1, 0])]
+    Examples:
+        >>> columns = pack_arrays("images", [[np.zeros((2, 3, 3), np.uint8)], []], ndim=3)
+        >>> [(name, column.lengths.tolist()) for name, column in columns.items()]
+        [('images', [18, 0]), ('images.shapes', [1, 0])]
 
     Args:
         name: name of the column of elements; the column of shapes is `name.shapes`.

@@ -107,7 +107,8 @@ class VLLMRolloutEngine:
     ) -> list[tuple[TokenRange, ...]]:
         """Generate one response per request, in order, each as its token ranges.
 
-        The last range of a response has a finish reason and may have no tokens.
+        The last range of a response has a finish reason and may have no tokens. If an update breaks
+        off, the tokens of the responses it cut short are lost.
 
         Args:
             requests: the prompts.
@@ -118,8 +119,7 @@ class VLLMRolloutEngine:
                 next position. What is drawn thus depends on when the update came.
 
         Raises:
-            As `generate`. If an update breaks off, the tokens of the responses it cut short are
-            lost.
+            RLError: as `generate`.
         """
         check_requests(requests, params, self._config, self._model)
         return await self._loop.call(self._requests.run_all(requests, params, on_update))

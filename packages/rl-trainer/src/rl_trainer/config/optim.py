@@ -40,9 +40,10 @@ class OptimConfig(Options):
         It rises linearly to 1 over the warmup, then falls to the minimum at `lr_decay_steps` and
         stays there. With constant it stays at 1.
 
-        >>> falls = OptimConfig(lr_scheduler_type="linear", lr_warmup_steps=2, lr_decay_steps=6)
-        >>> [falls.lr_factor(step) for step in (1, 2, 4, 6, 9)]
-        [0.5, 1.0, 0.5, 0.0, 0.0]
+        Examples:
+            >>> falls = OptimConfig(lr_scheduler_type="linear", lr_warmup_steps=2, lr_decay_steps=6)
+            >>> [falls.lr_factor(step) for step in (1, 2, 4, 6, 9)]
+            [0.5, 1.0, 0.5, 0.0, 0.0]
         """
         warmup = self.lr_warmup_steps
         if step < warmup:

@@ -69,8 +69,8 @@ class AsyncTransferQueueClient:
     Args:
         client_id: a name for messages.
         controller_info: a PlaneDescriptor, or its JSON (`controller.zmq_info` of the settings).
-        zmq_io_threads, zmq_max_sockets: ignored; here a client has one thread, and one socket per
-            process of the plane.
+        zmq_io_threads: ignored; here a client has one thread.
+        zmq_max_sockets: ignored; here a client has one socket per process of the plane.
         settings: how to fetch; default: the sequential sampler.
         timeout_s: seconds to connect within.
 
