@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import shlex
+import textwrap
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -22,7 +23,7 @@ READMES = sorted(
     path
     for pattern in (
         "*.md",
-        "docs/*.md",
+        "docs/**/*.md",
         "packages/*/README.md",
         "packages/*/docs/*.md",
         "apps/*/README.md",
@@ -30,6 +31,8 @@ READMES = sorted(
     )
     for path in ROOT.glob(pattern)
 )
+SNIPPET = re.compile(r'--8<-- "((?:packages|apps)/[\w-]+/examples/\w+\.py)"\n')
+"""A block that shows a program, which test_examples.py runs."""
 RUN_BY = {
     ("apps/ppo/README.md", 0): "tests/workspace/test_readmes.py::test_the_reward_of_the_app",
     ("apps/ppo/README.md", 1): "tests/integration/test_python_api.py::test_the_example_of_the_readme_trains",
@@ -85,8 +88,8 @@ class Block(NamedTuple):
 
 def blocks_of(path: Path) -> list[Block]:
     name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
-    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
-    return [Block(name, text[: m.start()].count("\n") + 1, m[1], m[2]) for m in found]
+    found = re.finditer(r"^( *)```(\w*)\n(.*?)^\1```$", text, flags=re.DOTALL | re.MULTILINE)
+    return [Block(name, text[: m.start()].count("\n") + 1, m[2], textwrap.dedent(m[3])) for m in found]
 
 
 BLOCKS = [block for path in READMES for block in blocks_of(path)]
@@ -106,7 +109,7 @@ def commands(program: str = " apps/ppo") -> list[tuple[str, list[str]]]:
 
 
 def of(language: str) -> list[Block]:
-    return [block for block in BLOCKS if block.language == language]
+    return [block for block in BLOCKS if block.language == language and not SNIPPET.fullmatch(block.code)]
 
 
 def place(block: Block) -> str:
@@ -124,6 +127,25 @@ def test_every_python_block_has_a_test_that_runs_it():
     for test in RUN_BY.values():
         file, _, function = test.partition("::")
         assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8"), test
+
+
+def test_a_snippet_shows_an_example():
+    shown = [found[1] for block in BLOCKS if (found := SNIPPET.fullmatch(block.code))]
+    assert shown
+    assert [path for path in shown if not (ROOT / path).is_file()] == []
+
+
+def test_every_command_of_the_site_is_one_that_a_test_runs():
+    """Or it installs or downloads something; the programs of the rest are checked here by name."""
+    known = re.compile(r"uv run (--extra \S+ )*(apps/ppo|apps/docs|rl |hf download |python -m rl_app_ppo\.)")
+    lines = [
+        (place(block), line)
+        for block in BLOCKS
+        if block.readme.startswith("docs/") and block.language == ""
+        for line in block.code.replace("\\\n", " ").splitlines()
+    ]
+    assert len(lines) > 20
+    assert [line for line in lines if not known.match(line[1])] == []
 
 
 @pytest.mark.parametrize("block", of("json"), ids=place)

@@ -68,7 +68,7 @@ def without_all(tree: ast.Module) -> ast.Module:
 def used_names() -> Counter[str]:
     """Every name that product code, a benchmark, an entry point or an example uses."""
     used: Counter[str] = Counter()
-    for path in [*sources(), *sorted((ROOT / "benchmarks").rglob("*.py"))]:
+    for path in [*sources(), *sorted((ROOT / "benchmarks").rglob("*.py")), *ROOT.glob("*/*/examples/*.py")]:
         used.update(mentions(without_all(ast.parse(path.read_text(encoding="utf-8")))))
     for path in [*ROOT.glob("*.md"), *ROOT.glob("*/*/*.md"), *ROOT.glob("*/*/docs/*.md")]:
         examples = re.findall(r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)

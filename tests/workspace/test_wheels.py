@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 LIGHT = ["rl-protocol", "rl-transferqueue", "rl-ckpt-engine", "rl-rollout-vllm", "rl-megatron-peft", "rl-trainer"]
 HEAVY = ["torch", "tensordict", "ray", "vllm", "megatron", "transformers"]
-APPS = ["rl-app-ppo", "rl-stack"]
+APPS = ["rl-app-ppo", "rl-stack", "rl-docs"]
 
 
 def uv(*arguments: str | Path, cwd: Path) -> str:
