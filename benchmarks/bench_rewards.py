@@ -29,6 +29,7 @@ from harness.pairs import publish, verdict
 
 from rl_protocol import BatchData, ObjectColumn, ragged
 from rl_protocol.rl_columns import prompt_partition
+from rl_protocol.support.trusted_files import given_files, variables_for
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_trainer import ActorConfig, AlgorithmConfig, RewardSettings, RewardWorker, step_columns
 from rl_trainer.rewards import ScorerPool, function_pool
@@ -148,9 +149,9 @@ def main() -> None:
     logging.getLogger("rl_trainer").setLevel(logging.ERROR)  # each failure is said there
     os.environ["BENCH_REWARD_COST_S"] = str(args.cost_ms / 1000)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["RL_REWARD_PATH"] = folder
         path = Path(folder, "hostile.py")
         path.write_text(FUNCTION)
+        os.environ.update(variables_for(given_files([path], "trust")))
         ours = asyncio.run(losses(path, args, function_pool.MOST_LATE))
         kept = asyncio.run(losses(path, args, 0))
     facts = {"samples": args.samples, "share": args.share, "cost_ms": args.cost_ms, "timeout_s": args.timeout_s}

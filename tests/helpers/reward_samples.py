@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
+from trust import trust
+
 from rl_trainer.rewards.scorer import Outcome, Sample, Scored
 
 
@@ -15,9 +17,10 @@ def samples(*texts: str, truth: str = "t") -> list[Sample]:
 
 
 def write(folder: Path, code: str) -> Path:
-    """Write a module of reward functions; returns its path."""
+    """Write a module of reward functions that may be loaded; returns its path."""
     path = folder / "mine.py"
     path.write_text(textwrap.dedent(code))
+    trust(path)
     return path
 
 

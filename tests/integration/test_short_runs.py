@@ -190,15 +190,14 @@ def test_files_and_a_reward_of_ones_own(app, tmp_path, monkeypatch):
         "    right = sum(a == b for a, b in zip(solution_str, ground_truth))\n"
         "    return {'score': right / 3, 'acc': float(solution_str == ground_truth), 'pred': solution_str}\n"
     )
-    monkeypatch.setenv("RL_REWARD_PATH", str(tmp_path))
     files = [f"data.train_files={data}/train.jsonl", f"data.val_files={data}/val.jsonl", "data.val_size=512"]
     files += ["rollout.response_length=4", "actor.optim.lr=4e-4"]
-    reward = f"reward.function=0.75*exact_match,0.25*{tmp_path}/near.py:score"
+    reward = ("--trust", f"{tmp_path}/near.py", f"reward.function=0.75*exact_match,0.25*{tmp_path}/near.py:score")
     validation = ["rollout.val_kwargs.n=4", "rollout.val_kwargs.temperature=1"]
-    refused = app(*files, reward, "trainer.run_name=refused")
+    refused = app(*files, *reward, "trainer.run_name=refused")
     assert refused.code == 2
     assert f"1 bad row: {data}/train.jsonl, row 101: " in refused.err
-    done = app(*files, reward, *validation, "data.on_bad_row=skip")
+    done = app(*files, *reward, *validation, "data.on_bad_row=skip")
     assert done.code == 0, done.err
     before = done.metrics[0]
     for name in ("mean@4", "best@4/mean", "maj@4/mean", "pass@4"):

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from ckpt_fakes import Sink, Source, model
+from trust import trust
 
 from rl_ckpt_engine import (
     CheckpointEngine,
@@ -445,3 +446,22 @@ def test_the_example_builds_and_its_wheel_installs(site: Path, tmp_path: Path) -
     registry = CheckpointEngineRegistry(allowed(version="1.0", sha256=pin()))
     assert registry.resolve(CUSTOM).name == "example"
     assert registry.manager(CUSTOM).__name__ == "ExampleManager"
+
+
+def test_both_hooks_take_a_file_of_code_that_is_allowed(tmp_path):
+    """`allow_unsafe_plugins` does not extend to files."""
+    file = tmp_path / "mine.py"
+    file.write_text((EXAMPLE / "src" / MODULE / "__init__.py").read_text())
+    config = CheckpointEngineConfig(
+        backend="example",
+        custom_backend_module=f"{file}:ExampleEngine",
+        checkpoint_manager_class=f"{file}:ExampleManager",
+    )
+    refusing = CheckpointEngineRegistry(PluginPolicy(allow_unsafe_plugins=True))
+    for key, use in (("custom_backend_module", refusing.resolve), ("checkpoint_manager_class", refusing.manager)):
+        with pytest.raises(ConfigError, match=rf"CheckpointEngineConfig\.{key}=.*add --trust {file}"):
+            use(config)
+    trust(file)
+    registry = CheckpointEngineRegistry(PluginPolicy())
+    assert registry.resolve(config).__name__ == "ExampleEngine"
+    assert issubclass(registry.manager(config), CheckpointEngineManager)

@@ -168,6 +168,7 @@ def test_a_command_of_the_app_resolves(place: str, words: list[str], tmp_path: P
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.yaml").write_text("rollout: {n: 4}\n")
     (tmp_path / "verl.sh").write_text("algorithm.adv_estimator=gae\n")
+    (tmp_path / "near.py").write_text("def score(*_): return 1.0\n")
     (tmp_path / "outputs" / "<run>").mkdir(parents=True)
     (tmp_path / "outputs" / "<run>" / "config.yaml").write_text("rollout: {n: 4}\n")
     words = [

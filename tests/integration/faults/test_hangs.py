@@ -63,7 +63,6 @@ def test_a_stopped_rollout_worker_ends_the_run_with_its_prompts_and_all_stacks(t
 @pytest.mark.slow
 def test_a_reward_function_that_never_returns_is_named_with_its_line(tmp_path, base_model, mark, monkeypatch):
     folder, reward = tmp_path / "run", tmp_path / "patient.py"
-    monkeypatch.setenv("RL_REWARD_PATH", str(tmp_path))
     reward.write_text(
         "import pathlib, time\n"
         "def patient(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -71,7 +70,7 @@ def test_a_reward_function_that_never_returns_is_named_with_its_line(tmp_path, b
         "        time.sleep(600)\n"
         "    return 0.0\n"
     )
-    overrides = (f"reward.function={reward}:patient", "reward.timeout_s=600")
+    overrides = ("--trust", str(reward), f"reward.function={reward}:patient", "reward.timeout_s=600")
     run = started(mark, folder, f"model.path={base_model}", *SMALL, *overrides, lines=2)
     (tmp_path / "hang").touch()
     report = ended_by_the_watchdog(run, folder)

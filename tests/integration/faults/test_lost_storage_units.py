@@ -47,14 +47,15 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> No
 
 
 @pytest.fixture
-def held_run(tmp_path, base_model, mark, monkeypatch):
+def held_run(tmp_path, base_model, mark):
     """Yield a run that waits for rewards with rows in its data plane, the plane, and a folder."""
-    monkeypatch.setenv("RL_REWARD_PATH", str(tmp_path))
     (tmp_path / "reward.py").write_text(REWARD.format(folder=str(tmp_path)))
     run = started(
         mark,
         tmp_path / "run",
         f"model.path={base_model}",
+        "--trust",
+        f"{tmp_path}/reward.py",
         f"reward.function={tmp_path}/reward.py:score",
         "reward.timeout_s=200",
         f"trainer.total_training_steps={STEPS}",

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
 
 import pytest
 
-from rl_app_ppo.api.reward_argument import check_rewards, reward_function, reward_variables
+from rl_app_ppo.api.reward_argument import check_rewards, reward_function
 from rl_protocol import ConfigError
+from rl_protocol.support.trusted_files import given_files, variables_for
 from rl_trainer.rewards.functions import exact_match
-from rl_trainer.rewards.loading import ALLOWED_FOLDERS, check_reward, load_reward
+from rl_trainer.rewards.loading import check_reward, load_reward
 
 
 def test_a_name_stays_as_it_is():
     modules = check_rewards("0.5*math,0.5*gsm8k", None)
     assert reward_function("0.5*math,0.5*gsm8k", None, modules.written(None)) == "0.5*math,0.5*gsm8k"
-    assert reward_variables({}) == {}
 
 
-def test_a_function_is_loaded_from_its_own_folder_which_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(ALLOWED_FOLDERS, "/operators")
+def test_a_function_is_loaded_from_a_file_of_its_own(tmp_path: Path):
     files = check_rewards(exact_match, None).written(tmp_path)
     name = reward_function(exact_match, None, files)
-    allowed = reward_variables(files)
-    folder = files["exact_match"].parent
-    assert name == f"{folder}/exact_match.py:exact_match"
-    assert allowed == {ALLOWED_FOLDERS: f"/operators{os.pathsep}{folder}"}
+    assert name == f"{files['exact_match']}:exact_match"
+    allowed = variables_for(given_files(files.values(), "reward"))
     check_reward(name, allowed)
     assert load_reward(name, allowed)("sums", "1", "1") == {"score": 1.0, "acc": 1.0}
 

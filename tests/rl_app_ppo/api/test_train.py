@@ -13,6 +13,7 @@ from rl_app_ppo import train
 from rl_app_ppo.cluster import ray_session
 from rl_app_ppo.config.loading import load_config
 from rl_protocol import ConfigError
+from rl_protocol.support.trusted_files import trusted_files
 from rl_trainer.rewards.functions import exact_match
 
 ROWS = [{"prompt": "1+2=", "data_source": "sums", "reward_model": {"ground_truth": "3"}}] * 64
@@ -60,7 +61,18 @@ def test_objects_become_paths_in_the_cache(launched, tmp_path: Path):
     for (file,), lines in ((config.data.train_files, 64), (config.data.val_files, 3)):
         assert Path(file).is_relative_to(tmp_path)
         assert len(Path(file).read_text().splitlines()) == lines
-    assert variables["RL_REWARD_PATH"].endswith(str(Path(config.reward.function.partition(":")[0]).parent))
+    assert list(trusted_files(variables)) == [config.reward.function.partition(":")[0]]
+
+
+def test_files_of_code_load_if_the_caller_trusts_them(launched, tmp_path: Path):
+    file = tmp_path / "mine.py"
+    file.write_text("from rl_trainer.algorithms.advantages import Estimator, grpo\nMINE = Estimator(grpo)\n")
+    options = {"algorithm.adv_estimator": f"{file}:MINE"}
+    with pytest.raises(ConfigError, match=r"in Python, trust=\['.*mine\.py'\] to train\(\)"):
+        train(options=options)
+    train(options=options, trust=[file])
+    assert launched[0][0].algorithm.adv_estimator == f"{file}:MINE"
+    assert "RL_TRUSTED_FILES" not in os.environ
 
 
 class Saved:

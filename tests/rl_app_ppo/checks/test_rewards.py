@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from tokenizers import Tokenizer, models
+from trust import trust
 
 from rl_app_ppo.checks.preflight import preflight
 from rl_app_ppo.checks.rewards import check_rewards
@@ -24,12 +25,12 @@ def folder(path, words):
 
 
 @pytest.fixture
-def described(tmp_path, monkeypatch):
+def described(tmp_path):
     """Text of a description file -> the reward settings of a run that uses it."""
-    monkeypatch.setenv("RL_REWARD_PATH", str(tmp_path))
 
     def write(text):
         (tmp_path / "judge.toml").write_text(text)
+        trust(tmp_path / "judge.toml")
         return load_config([f"reward.function=0.5*exact_match,0.5*{tmp_path}/judge.toml"]).reward
 
     return write
@@ -39,9 +40,10 @@ def test_what_is_wrong_with_a_description_is_said_before_a_run(described, monkey
     check_rewards(described('kind = "remote"\nurl = "https://judge.example/"'))
     with pytest.raises(ConfigError, match="url must be"):
         check_rewards(described('kind = "remote"\nurl = "judge.example"'))
-    monkeypatch.delenv("RL_REWARD_PATH")
-    with pytest.raises(ConfigError, match="RL_REWARD_PATH"):
-        check_rewards(described('kind = "remote"\nurl = "https://judge.example/"'))
+    settings = described('kind = "remote"\nurl = "https://judge.example/"')
+    monkeypatch.delenv("RL_TRUSTED_FILES")
+    with pytest.raises(ConfigError, match=r"add --trust \S*judge\.toml to the command"):
+        check_rewards(settings)
 
 
 def test_limits_that_a_description_does_not_read_are_refused():

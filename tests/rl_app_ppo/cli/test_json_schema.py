@@ -52,6 +52,7 @@ def test_a_resolved_configuration_is_valid(algorithm):
         "trainer: {logger: [console], profile_steps: [1, 2]}",
         "data: {seed: '${trainer.seed}'}",
         "reward: {function: '0.8*math,0.2*my.py:brief'}",
+        "actor: {policy_loss: {loss_mode: 'my.py:LOSS'}}",
         "checkpoint_engine: {backend: delta-shm}",
         "rollout: {temperature: 1}",
     ],

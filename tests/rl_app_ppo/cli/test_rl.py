@@ -86,7 +86,7 @@ def test_train_starts_what_the_words_say(run, monkeypatch, tmp_path):
     """`rl train` and `uv run apps/ppo` start the same run."""
     started = []
     for module in (rl, sys.modules[main.__module__]):
-        monkeypatch.setattr(module, "launch", lambda config, plugins, out, before_s: started.append(config))
+        monkeypatch.setattr(module, "launch", lambda config, *_, before_s: started.append(config))
     file = tmp_path / "my.yaml"
     file.write_text("rollout:\n  n: 16\n")
     done = run("train", "--config", str(file), "actor.optim.lr=1e-5")
@@ -174,7 +174,7 @@ def test_samples_are_those_of_the_newest_step_in_the_order_that_is_asked_for(run
 
 def test_a_demo_is_a_run_of_its_preset(run, monkeypatch):
     started = []
-    monkeypatch.setattr(rl, "launch", lambda config, plugins, out, before_s: started.append(config))
+    monkeypatch.setattr(rl, "launch", lambda config, *_, before_s: started.append(config))
     assert [line.split()[0] for line in run("demo", "--list").output.splitlines()] == ["grpo", "calculator", "ppo"]
     for words in (["demo"], ["demo", "rollout.n=4"], ["demo", "ppo"], ["demo", "calculator", "rollout.n=4"]):
         assert run(*words).exit_code == 0
@@ -187,7 +187,11 @@ def test_new_writes_a_package_into_this_folder(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     done = run("new", "reward", "near")
     assert done.exit_code == 0
-    assert [Path(word).exists() for word in done.output.split() if word.startswith("near/")] == [True, True]
+    code, readme = "near/src/near/__init__.py", "near/README.md"
+    assert [word for word in done.output.split() if word.startswith("near/")] == [code, readme, code]
+    assert Path(code).exists()
+    assert Path(readme).exists()
+    assert f"rl train --trust {code} reward.function={code}:score" in done.output
 
 
 WRONG = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from trust import trust
 
 from rl_app_ppo.config import rollout_engines
 from rl_app_ppo.config.devices import idle_gpus, plan_processes
@@ -53,14 +54,15 @@ def test_a_replica_of_vllm_has_a_gpu_for_each_of_its_processes_and_shares_none()
     assert planned == {"actor_ref": 1, "rollout-0": 2, "rollout-1": 2, "reward": 0}
 
 
-def test_a_reward_model_has_a_gpu_unless_its_file_says_cpu(tmp_path, monkeypatch):
-    monkeypatch.setenv("RL_REWARD_PATH", str(tmp_path))
+def test_a_reward_model_has_a_gpu_unless_its_file_says_cpu(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     judge = tmp_path / "judge.toml"
     for device, expected in (("auto", 1), ("cuda", 1), ("cpu", 0)):
         judge.write_text(f'kind = "model"\npath = "{tmp_path}"\ndevice = "{device}"\n')
+        trust(judge)
         assert gpus(2, f"reward.function={judge}", "placement=fused")["reward"] == expected
     judge.write_text(f'kind = "model"\npath = "{tmp_path}"\ndevice = "cuda"\n')
+    trust(judge)
     with pytest.raises(ConfigError, match=r'device = "cuda" of .*judge\.toml in reward\.function needs 1 GPUs'):
         gpus(0, f"reward.function={judge}")
 

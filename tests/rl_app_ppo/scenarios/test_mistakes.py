@@ -88,8 +88,10 @@ MISTAKES = [
     (["model.path=untold"], ["untold", "tokenizer.json"]),
     (["rollout.response_length=200"], ["rollout.response_length=200", "context of 128", "at most 10"]),
     (["reward.function=mth"], ["reward.function='mth'", "Did you mean 'math'?"]),
-    (["reward.function=syntax.py:score"], ["reward.function='syntax.py:score'", "line 1: invalid syntax", "Fix the file"]),
-    (["reward.function=other.py:score"], ["defines no 'score'", "its functions are scoer", "Did you mean 'scoer'?"]),
+    (["--trust", "syntax.py", "reward.function=syntax.py:score"], ["reward.function='syntax.py:score'", "line 1: invalid syntax", "Fix the file"]),
+    (["--trust", "other.py", "reward.function=other.py:score"], ["defines no 'score'; it defines scoer", "Did you mean 'scoer'?"]),
+    (["reward.function=other.py:scoer"], ["reward.function='other.py'", "not allowed", "add --trust other.py to the command"]),
+    (["--trust", "gone.py"], ["--trust gone.py: the file can't be read: No such file"]),
     (["rollout.n=-1"], ["rollout.n must be at least 1; got -1"]),
     (["actor.optim.lr=-1"], ["actor.optim.lr must be greater than 0; got -1"]),
     (["actor.optim.lr=nan"], ["actor.optim.lr must be greater than 0; got nan"]),
@@ -106,7 +108,6 @@ MISTAKES = [
 @pytest.mark.parametrize(("overrides", "words"), MISTAKES, ids=[" ".join(overrides) for overrides, _ in MISTAKES])
 def test_a_mistake_is_one_paragraph_and_leaves_nothing(folder, tmp_path, monkeypatch, capsys, overrides, words):
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("RL_REWARD_PATH", str(folder))
     before = sorted(folder.rglob("*"))
     code = main(
         [

@@ -29,12 +29,6 @@ async def pooled(path, texts, *, function="score", workers=2, timeout_s=60.0, me
         await pool.close()
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("RL_REWARD_PATH", str(tmp_path))
-    return tmp_path
-
-
 # -- forms
 FORMS = """
 import asyncio, os
@@ -64,23 +58,23 @@ instance = Scorer()
 """
 
 
-def test_a_single_function_runs_in_other_processes(folder):
-    outcomes = asyncio.run(pooled(write(folder, FORMS), ["t", "u", "t", "t"]))
+def test_a_single_function_runs_in_other_processes(tmp_path):
+    outcomes = asyncio.run(pooled(write(tmp_path, FORMS), ["t", "u", "t", "t"]))
     assert scores(outcomes) == [1.0, 0.0, 1.0, 1.0]
     assert os.getpid() not in {one.numbers["pid"] for one in outcomes}
     assert {one.numbers["k"] for one in outcomes} == {1.0}
 
 
-def test_async_calls_wait_side_by_side_and_one_that_is_late_fails_alone(folder):
+def test_async_calls_wait_side_by_side_and_one_that_is_late_fails_alone(tmp_path):
     texts = ["0.3"] * 20 + ["late", "0.1"]
-    outcomes = asyncio.run(pooled(write(folder, FORMS), texts, function="waits", timeout_s=5.0))
+    outcomes = asyncio.run(pooled(write(tmp_path, FORMS), texts, function="waits", timeout_s=5.0))
     assert scores(outcomes) == [0.3] * 20 + ["timeout", 0.1]
-    assert scores(asyncio.run(pooled(write(folder, FORMS), ["x"], function="instance"))) == [3.0]
+    assert scores(asyncio.run(pooled(write(tmp_path, FORMS), ["x"], function="instance"))) == [3.0]
 
 
 @pytest.mark.parametrize("spoiler", ["raise", "drop"])
-def test_a_batch_that_fails_is_tried_again_one_by_one(folder, spoiler):
-    outcomes = asyncio.run(pooled(write(folder, FORMS), ["a", "bb", spoiler, "cccc"], function="batch", workers=1))
+def test_a_batch_that_fails_is_tried_again_one_by_one(tmp_path, spoiler):
+    outcomes = asyncio.run(pooled(write(tmp_path, FORMS), ["a", "bb", spoiler, "cccc"], function="batch", workers=1))
     assert scores(outcomes) == [1.0, 2.0, "exception" if spoiler == "raise" else 1.0, 4.0]
 
 
@@ -134,15 +128,15 @@ EXPECTED = {
 }
 
 
-def test_a_call_that_never_returns_is_ended_in_time(folder):
-    scoring = pooled(write(folder, HOSTILE), ["loop"], timeout_s=2.0)
+def test_a_call_that_never_returns_is_ended_in_time(tmp_path):
+    scoring = pooled(write(tmp_path, HOSTILE), ["loop"], timeout_s=2.0)
     assert scores(asyncio.run(asyncio.wait_for(scoring, 300))) == ["timeout"]
-    _no_process_of(folder, set())
+    _no_process_of(tmp_path, set())
 
 
-def test_a_call_that_never_returns_holds_up_no_other(folder):
+def test_a_call_that_never_returns_holds_up_no_other(tmp_path):
     """With one worker, the stuck call runs beside the next one until its own time limit."""
-    path = write(folder, HOSTILE)
+    path = write(tmp_path, HOSTILE)
 
     async def run():
         pool = await ScorerPool.open(f"{path}:score", workers=1, timeout_s=200, memory_mb=2048)
@@ -158,7 +152,7 @@ def test_a_call_that_never_returns_holds_up_no_other(folder):
             await pool.close()
 
     assert asyncio.run(run()).numbers["score"] == 1.0
-    _no_process_of(folder, set())
+    _no_process_of(tmp_path, set())
 
 
 PATIENT = """
@@ -185,36 +179,36 @@ def appear(*paths):
 
 
 @pytest.mark.parametrize("function", ["score", "batch"])
-def test_a_batch_continues_beside_a_call_that_hangs_and_ends_with_it(folder, function):
+def test_a_batch_continues_beside_a_call_that_hangs_and_ends_with_it(tmp_path, function):
     """With one worker and a first call that hangs, all other samples are scored meanwhile.
 
     The batch is complete once that call returns.
     """
-    path, fine = write(folder, PATIENT), [str(i) for i in range(20)]
+    path, fine = write(tmp_path, PATIENT), [str(i) for i in range(20)]
 
     async def run():
         scoring = asyncio.create_task(
             pooled(path, ["hang", *fine], function=function, workers=1, timeout_s=200, memory_mb=2048)
         )
-        await asyncio.to_thread(appear, *(folder / f"scored-{text}" for text in fine))
+        await asyncio.to_thread(appear, *(tmp_path / f"scored-{text}" for text in fine))
         assert not scoring.done()
-        assert not (folder / "scored-hang").exists()
-        (folder / "released").touch()
+        assert not (tmp_path / "scored-hang").exists()
+        (tmp_path / "released").touch()
         return await asyncio.wait_for(scoring, 60)
 
     assert scores(asyncio.run(run())) == [1.0] * 21
-    _no_process_of(folder, set())
+    _no_process_of(tmp_path, set())
 
 
-def test_a_late_call_that_returns_has_its_score_and_no_more_processes_stay_than_workers(folder):
-    path = write(folder, PATIENT)
+def test_a_late_call_that_returns_has_its_score_and_no_more_processes_stay_than_workers(tmp_path):
+    path = write(tmp_path, PATIENT)
 
     async def run():
         pool = await ScorerPool.open(f"{path}:score", workers=1, timeout_s=200, memory_mb=2048)
         try:
             scoring = asyncio.create_task(pool.score(samples("hang", "a", "b")))
-            await asyncio.to_thread(appear, folder / "scored-a", folder / "scored-b")
-            (folder / "released").touch()
+            await asyncio.to_thread(appear, tmp_path / "scored-a", tmp_path / "scored-b")
+            (tmp_path / "released").touch()
             first = await scoring
             pool._slots.record(1e6)  # so long a mean that no later call is late
             return first, [await pool.score(samples("c")) for _ in range(3)]
@@ -225,7 +219,7 @@ def test_a_late_call_that_returns_has_its_score_and_no_more_processes_stay_than_
     assert scores(first) == [1.0] * 3
     assert first[0].numbers["pid"] != first[1].numbers["pid"]
     assert len({outcome.numbers["pid"] for (outcome,) in later}) == 1
-    _no_process_of(folder, set())
+    _no_process_of(tmp_path, set())
 
 
 def test_late_calls_release_their_slots_within_bounds_and_lateness_follows_the_mean():
@@ -251,27 +245,27 @@ def test_late_calls_release_their_slots_within_bounds_and_lateness_follows_the_m
 
 
 @pytest.mark.slow
-def test_each_kind_of_misbehaviour_is_the_failure_of_its_sample_and_of_no_other(folder):
+def test_each_kind_of_misbehaviour_is_the_failure_of_its_sample_and_of_no_other(tmp_path):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     texts = [text for bad in EXPECTED for text in (bad, "fine")]
     # long enough for a process that exits on a slow machine; calls that hang wait concurrently
-    outcomes = asyncio.run(pooled(write(folder, HOSTILE), texts, timeout_s=15.0))
+    outcomes = asyncio.run(pooled(write(tmp_path, HOSTILE), texts, timeout_s=15.0))
     assert scores(outcomes) == [one for expected in EXPECTED.values() for one in (expected, 1.0)]
     messages = {text: one.message for text, one in zip(texts, outcomes, strict=True) if isinstance(one, Failure)}
     assert messages["raise"] == "raised ValueError: not today"
     assert messages["memory"].startswith("raised MemoryError")
     assert messages["loop"] == "did not return within 15 s (ScorerPool.timeout_s)"
-    _no_process_of(folder, before)
+    _no_process_of(tmp_path, before)
 
 
-def _no_process_of(folder, before):
-    """Check that no process of the folder is left, including forked ones with another parent."""
+def _no_process_of(tmp_path, before):
+    """Check that no process of the tmp_path is left, including forked ones with another parent."""
     deadline, left = time.monotonic() + 60, []
     while time.monotonic() < deadline:
         left = [
             process
             for process in psutil.process_iter(["cmdline", "status"])
-            if any(str(folder) in word for word in process.info["cmdline"] or ())
+            if any(str(tmp_path) in word for word in process.info["cmdline"] or ())
             and process.info["status"] != psutil.STATUS_ZOMBIE
             and process.pid != os.getpid()
         ]
@@ -282,9 +276,9 @@ def _no_process_of(folder, before):
 
 
 @pytest.mark.slow
-def test_processes_end_with_the_one_that_started_them(folder):
+def test_processes_end_with_the_one_that_started_them(tmp_path):
     """The parent is killed with SIGKILL while a reward function loops forever."""
-    path = write(folder, HOSTILE)
+    path = write(tmp_path, HOSTILE)
     program = f"""
         import asyncio
         from rl_trainer.rewards import Sample, ScorerPool
@@ -304,4 +298,4 @@ def test_processes_end_with_the_one_that_started_them(folder):
         await process.wait()
 
     asyncio.run(run())
-    _no_process_of(folder, set())
+    _no_process_of(tmp_path, set())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 
 import pytest
@@ -15,13 +14,6 @@ from rl_trainer.rewards import (
     check_reward,
     load_reward,
 )
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("RL_REWARD_PATH", str(tmp_path))
-    return tmp_path
-
 
 FORMS = """
 import asyncio, os
@@ -42,32 +34,29 @@ instance = Scorer()
 """
 
 
-def test_a_file_loads_only_from_a_folder_that_the_operator_names(tmp_path):
-    path, other = write(tmp_path, FORMS), tmp_path / "other"
-    name = f"{path}:score"
-    with pytest.raises(ConfigError, match=rf"reward files load only from .* set RL_REWARD_PATH={tmp_path}"):
-        check_reward(name, {})
-    with pytest.raises(ConfigError, match="load only from"):
-        check_reward(name, {"RL_REWARD_PATH": str(other)})
-    check_reward(name, {"RL_REWARD_PATH": f"{other}{os.pathsep}{tmp_path}"})
-    other.mkdir()
-    (other / "link.py").symlink_to(path)
-    with pytest.raises(ConfigError, match="load only from"):  # the target of a link counts
-        check_reward(f"{other}/link.py:score", {"RL_REWARD_PATH": str(other)})
-    path.chmod(0o666)
-    with pytest.raises(ConfigError, match="chmod o-w"):
-        check_reward(name, {"RL_REWARD_PATH": str(tmp_path)})
+def test_a_file_loads_only_as_the_user_has_allowed_it(tmp_path):
+    name = f"{write(tmp_path, FORMS)}:score"
+    for use in (check_reward, load_reward):
+        with pytest.raises(
+            ConfigError, match=rf"load_reward\.name='{tmp_path}/mine\.py'.* add --trust {tmp_path}/mine"
+        ):
+            use(name, {})
+        use(name)
+    (tmp_path / "mine.py").write_text("score = print")
+    for use in (check_reward, load_reward):
+        with pytest.raises(ConfigError, match=r"has sha256 \w{64} on this host; trusted is"):
+            use(name)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("gone.py:score", "does not exist"),
-        ("mine.txt:score", "does not exist"),
+        ("mine.txt:score", "is not a Python file"),
         ("exact_mach", r"known are .*exact_match, .*math.*Did you mean 'exact_match'\?"),
     ],
 )
-def test_a_function_that_is_not_there(folder, name, message):
+def test_a_function_that_is_not_there(name, message):
     with pytest.raises(ConfigError, match=message):
         check_reward(name)
 
@@ -76,13 +65,14 @@ def test_a_function_that_is_not_there(folder, name, message):
     ("code", "function", "message"),
     [
         ("import nothing_like_it", "score", "can't be loaded: ModuleNotFoundError"),
-        ("x = 1", "score", "can't be loaded: AttributeError"),
+        ("x = 1", "score", "defines no 'score'"),
         ("score = 3", "score", "must be callable; got int"),
-        ("raise SystemExit", "score", "did not start"),
+        ("raise SystemExit(3)\nscore = 1", "score", "can't be loaded: SystemExit: 3"),
+        ("import os\nos._exit(3)\nscore = 1", "score", "did not start"),
     ],
 )
-def test_a_file_that_can_not_be_loaded_ends_the_run_before_it_begins(folder, code, function, message):
-    path = write(folder, code)
+def test_a_file_that_can_not_be_loaded_ends_the_run_before_it_begins(tmp_path, code, function, message):
+    path = write(tmp_path, code)
     with pytest.raises(ConfigError, match=message):
         asyncio.run(ScorerPool.open(f"{path}:{function}", workers=1, timeout_s=60, memory_mb=2048))
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_protocol import ConfigError
+from rl_protocol.support.trusted_files import given_files, variables_for
 from rl_trainer.rewards import Failure, Sample, Scored
 from rl_trainer.rewards.remote import MOST_BYTES, RateLimiter, RemoteScorer, retry_delay
 from rl_trainer.rewards.scorer_toml import RemoteScorerConfig, RewardModelConfig, read_scorer_toml
@@ -235,18 +236,19 @@ def test_a_key_that_is_not_there_ends_the_run():
 
 
 # -- judge descriptions
-def test_a_description_is_read_where_the_operator_lets_it(tmp_path):
+def test_a_description_is_read_if_the_user_allows_it(tmp_path):
     path = tmp_path / "judge.toml"
     path.write_text('kind = "remote"\nurl = "https://judge.example/score"\nrequests_per_s = 2.5\nkey_variable = "K"\n')
-    allowed = {"RL_REWARD_PATH": str(tmp_path)}
+    allowed = variables_for(given_files([path], "trust"))
     assert read_scorer_toml(str(path), allowed) == RemoteScorerConfig(
         url="https://judge.example/score", requests_per_s=2.5, key_variable="K"
     )
-    with pytest.raises(ConfigError, match=rf"set RL_REWARD_PATH={tmp_path}"):
+    with pytest.raises(ConfigError, match=rf"add --trust {path} to the command"):
         read_scorer_toml(str(path), {})
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")
     path.write_text(f'kind = "model"\npath = "{tmp_path / "m"}"\n')
+    allowed = variables_for(given_files([path], "trust"))
     assert read_scorer_toml(str(path), allowed) == RewardModelConfig(path=str(tmp_path / "m"))
 
 
@@ -271,5 +273,5 @@ def test_what_a_description_can_not_mean_is_named(tmp_path, text, message):
     path = tmp_path / "judge.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message) as caught:
-        read_scorer_toml(str(path), {"RL_REWARD_PATH": str(tmp_path)})
+        read_scorer_toml(str(path), variables_for(given_files([path], "trust")))
     assert "pw" not in str(caught.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rl_protocol.support.trusted_files import given_files, variables_for
 from rl_trainer.rewards import (
     Failure,
     Sample,
@@ -46,7 +47,7 @@ def test_a_failure_names_the_innermost_line_of_the_file_of_the_function(tmp_path
         "def no_arguments():\n"
         "    return 1.0\n"
     )
-    environment = {"RL_REWARD_PATH": str(tmp_path)}
+    environment = variables_for(given_files([path], "trust"))
     samples = [Sample(data_source="s", solution_str=text, ground_truth="") for text in ("{", "{}", '{"score": 1}')]
     for name, line in (("score", 5), ("later", 7)):
         bad, missing, good = run(load_reward(f"{path}:{name}", environment), samples, 10)

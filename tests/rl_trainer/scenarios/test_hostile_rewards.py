@@ -7,6 +7,7 @@ import textwrap
 
 import numpy as np
 import pytest
+from trust import trust
 
 from rl_protocol import BatchData, KVBatchMeta, ObjectColumn, ragged
 from rl_protocol.rl_columns import prompt_partition
@@ -41,10 +42,10 @@ KINDS = ["timeout", "timeout", "exception", "exception", "no_number", "no_number
 
 
 @pytest.mark.slow
-def test_one_hostile_sample_in_a_hundred_costs_itself_and_no_other(tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("RL_REWARD_PATH", str(tmp_path))
+def test_one_hostile_sample_in_a_hundred_costs_itself_and_no_other(tmp_path, caplog):
     path = tmp_path / "hostile.py"
     path.write_text(textwrap.dedent(HOSTILE))
+    trust(path)
     hostile = {f"p/{i}/0": kind for i, kind in zip(range(7, 800, 100), KINDS, strict=True)}
 
     async def run():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rl_protocol.errors import ConfigError
 from rl_protocol.support.options import Options, option
+from rl_protocol.support.trusted_files import names_file
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?")
@@ -41,11 +42,11 @@ class CheckpointEngineConfig(Options):
 
     custom_backend_module: str = option(
         "",
-        "plug-in that offers the engine `backend`: name of an allowed entry point, or path of an allowed module that registers it",
+        "plug-in that offers the engine `backend`: name of an allowed entry point, path of an allowed module that registers it, or path.py:Class",
     )
     checkpoint_manager_class: str = option(
         "",
-        "plug-in that replaces the manager: name of an allowed entry point, or package.module.Class of an allowed package",
+        "plug-in that replaces the manager: name of an allowed entry point, package.module.Class of an allowed package, or path.py:Class",
     )
 
     def check(self, path: str) -> None:
@@ -56,9 +57,9 @@ class CheckpointEngineConfig(Options):
             )
         for name in ("custom_backend_module", "checkpoint_manager_class"):
             value: str = getattr(self, name)
-            if value and not (_NAME.fullmatch(value) or _PATH.fullmatch(value)):
+            if value and not (_NAME.fullmatch(value) or _PATH.fullmatch(value) or names_file(value)):
                 raise ConfigError(
-                    f"{path}{name} must be the short name of a plug-in, or the path of its module; got {value!r}."
+                    f"{path}{name} must be the short name of a plug-in, the path of its module, or path.py:Class; got {value!r}."
                 )
 
     @property

@@ -14,6 +14,8 @@ As in verl's settings, a plug-in can also be a module path into an installed dis
     [rl_ckpt_engine.backends."my_pkg.engines"]
     distribution = "my-package"
 
+A file `path.py:Class` loads if the user allows it (`rl_protocol.support.trusted_files`).
+
 Any other path loads only with `allow_unsafe_plugins`: an argument for the command line, not a
 setting.
 """
@@ -30,9 +32,15 @@ import msgspec
 
 from rl_protocol.errors import ConfigError
 from rl_protocol.support.plugins import ALLOW_FILE, AllowList, check, load, owner, read_allow_list, same_distribution
+from rl_protocol.support.trusted_files import load_object, names_file
 
 PluginKind: TypeAlias = Literal["backends", "managers"]
 _PACKAGE = "rl_ckpt_engine"
+_SETTING: Mapping[PluginKind, str] = {
+    "backends": "CheckpointEngineConfig.custom_backend_module",
+    "managers": "CheckpointEngineConfig.checkpoint_manager_class",
+}
+"""The setting that names a plug-in of that kind."""
 _log = logging.getLogger(__name__)
 
 
@@ -60,13 +68,15 @@ def load_plugin(kind: PluginKind, name: str, policy: PluginPolicy) -> object:
     Args:
         kind: kind of the plug-in.
         name: name of an entry point, or a path: `package.module` for engines,
-            `package.module.Class` for a manager, `module:Class` for either.
+            `package.module.Class` for a manager, `module:Class` or `path.py:Class` for either.
         policy: which plug-ins may load.
 
     Raises:
         ConfigError: there are no or several plug-ins of that name, it is not allowed, its
             distribution, version or files differ from the allowed ones, or it can't be imported.
     """
+    if names_file(name):
+        return load_object(name, _SETTING[kind])
     if ":" in name or "." in name:
         return _load_path(kind, name, policy)
     points = entry_points(kind, name)

@@ -12,12 +12,15 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from trust import trust
 
 from rl_app_ppo.cli.new_package.write import KINDS, write_package
+from rl_app_ppo.config.loading import load_config
 from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import ConfigError, OutputError
 from rl_protocol.support.option_tree import list_options
 from rl_protocol.support.plugins import check, read_allow_list
+from rl_protocol.support.trusted_files import load_object
 
 
 def names(kind: str) -> str:
@@ -52,6 +55,20 @@ def test_the_setting_of_the_readme_takes_names_from_the_group_of_the_entry_point
         (setting,) = re.findall(r"^rl train (\S+)$", readme, re.M)
         key, _, value = setting.partition("=")
         assert (groups[key], value.strip("[]")) == (one.group, names(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_file_works_where_it_lies_as_the_readme_says(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    readme = (write_package(kind, names(kind), Path()) / "README.md").read_text()
+    found = re.findall(r"^rl train --trust (\S+) (\S+)=(\S+)$", readme, re.M)
+    if kind == "loss":  # its function has a module of its own
+        assert not found
+        return
+    ((file, key, value),) = found
+    trust(Path(file))
+    load_object(value.strip("[]"), key)
+    load_config([f"{key}={value}"])
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any, cast
 from rl_app_ppo.api.content_folder import keep
 from rl_app_ppo.api.function_source import module_source
 from rl_protocol import ConfigError
-from rl_trainer.rewards.loading import ALLOWED_FOLDERS
 
 Reward = str | Callable[..., Any]
 """A name as in `reward.function`, or a function in the form of verl's `compute_score`."""
@@ -39,12 +37,6 @@ class RewardModules:
         if cache is None:
             return {name: Path(f"{name}.py") for name in self.sources}
         return {name: _written(name, source, cache) for name, source in self.sources.items()}
-
-
-def reward_variables(files: Mapping[str, Path]) -> dict[str, str]:
-    """The environment variables with which the reward processes may load the files."""
-    allowed = [os.environ.get(ALLOWED_FOLDERS, ""), *(str(file.parent) for file in files.values())]
-    return {ALLOWED_FOLDERS: os.pathsep.join(filter(None, allowed))} if files else {}
 
 
 def check_rewards(reward: object, weights: Sequence[float] | None) -> RewardModules:

@@ -21,14 +21,15 @@ from rl_app_ppo.api.reward_argument import (
     RewardModules,
     check_rewards,
     reward_function,
-    reward_variables,
 )
+from rl_app_ppo.cluster.environment import environment
 from rl_app_ppo.config.loading import load_config, parse_override
 from rl_app_ppo.config.plain_yaml import flatten
 from rl_app_ppo.config.presets import Source
 from rl_app_ppo.config.schema import RayConfig
 from rl_ckpt_engine import load_policy
 from rl_protocol import ConfigError
+from rl_protocol.support.trusted_files import given_files, variables_for
 
 Options = Mapping[str, Any] | Sequence[str]
 """Settings by key, dotted or nested, or `key=value` strings as on the command line."""
@@ -45,6 +46,7 @@ def train(
     tokenizer: Pretrained | None = None,
     reward_weights: Sequence[float] | None = None,
     options: Options = (),
+    trust: Sequence[str | Path] = (),
     quiet: bool = False,
     **settings: Any,
 ) -> TrainResult:
@@ -68,6 +70,7 @@ def train(
         reward_weights: a factor for each reward; None: 1.
         options: settings as on the command line: `{"rollout.n": 8}`, `{"rollout": {"n": 8}}` or
             `["rollout.n=8"]`.
+        trust: files of code that settings name as `path.py:name` and that may run, as `--trust`.
         quiet: print nothing, also no progress bars and warnings of transformers, datasets and Ray.
         **settings: more settings, which win over `options`: `algorithm="ppo", rollout={"n": 8}`.
 
@@ -79,21 +82,23 @@ def train(
     """
     arguments = _Arguments(model, tokenizer, train_dataset, val_dataset, reward, reward_weights)
     with quiet_libraries() if quiet else nullcontext():
-        return _train(arguments, _layers(options, settings), Console(highlight=False, quiet=quiet))
+        allowed = given_files(map(Path, trust), "trust")
+        return _train(arguments, _layers(options, settings), allowed, Console(highlight=False, quiet=quiet))
 
 
-def _train(arguments: _Arguments, layers: Sequence[Source], out: Console) -> TrainResult:
+def _train(arguments: _Arguments, layers: Sequence[Source], trusted: Mapping[str, str], out: Console) -> TrainResult:
     modules = arguments.check()
     # checks the settings before anything is written; objects stand for their paths by their names
     keys = arguments.values(modules.written(None), None)
     _refuse_both(keys, layers)
     used = (_CACHE,) if arguments.has_objects else ()
-    config = load_config(given=[*layers, (_ARGUMENTS, keys)], used=used)
-    _check_ray(config.ray)
-    cache = Path(config.model.cache_dir).expanduser().absolute()
-    files = modules.written(cache)
-    config = load_config(given=[*layers, (_ARGUMENTS, arguments.values(files, cache))], used=used)
-    return launch(config, load_policy(), out, reward_variables(files))
+    with environment(variables_for(trusted)):
+        config = load_config(given=[*layers, (_ARGUMENTS, keys)], used=used)
+        _check_ray(config.ray)
+        cache = Path(config.model.cache_dir).expanduser().absolute()
+        files = modules.written(cache)
+        config = load_config(given=[*layers, (_ARGUMENTS, arguments.values(files, cache))], used=used)
+        return launch(config, load_policy(), out, variables_for(given_files(files.values(), "reward")))
 
 
 def _check_ray(config: RayConfig) -> None:

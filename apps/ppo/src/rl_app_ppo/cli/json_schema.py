@@ -14,6 +14,8 @@ from rl_protocol.support.option_tree import Option, list_groups, list_options
 Schema = dict[str, Any]
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _TYPES = {"bool": "boolean", "int": "integer", "float": "number", "str": "string"}
+_FILE = r"\.py:[A-Za-z_]\w*$"
+"""How `path.py:name` ends."""
 _REFERENCE: Schema = {"$ref": "#/$defs/reference"}
 
 
@@ -82,7 +84,9 @@ def _value(type_name: str, option: Option) -> Schema:
         "maximum": spec.le,
     }
     value: Schema = {"type": _TYPES[type_name]}
-    if names.closed:
+    if names.closed and names.files:
+        value["anyOf"] = [{"enum": [*names.known]}, {"pattern": _FILE}]
+    elif names.closed:
         value["enum"] = [*names.known]
     # JSON has no infinity, so a finite number needs no bound there
     return value | {word: bound for word, bound in bounds.items() if bound is not None and bound < math.inf}

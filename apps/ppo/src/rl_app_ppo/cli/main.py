@@ -16,6 +16,7 @@ from rl_app_ppo.cli.explain import difference, explain, keys_text, read_side
 from rl_app_ppo.cli.import_verl import import_verl
 from rl_app_ppo.cli.json_schema import schema_text
 from rl_app_ppo.cli.launch_files import JOB_FLAGS, KINDS, launch_text
+from rl_app_ppo.cli.trusted import trusting
 from rl_app_ppo.config.loading import load_config, resolve, shown_yaml
 from rl_app_ppo.config.presets import algorithms, presets
 from rl_app_ppo.outputs.startup_times import command_age
@@ -24,7 +25,7 @@ from rl_protocol import ConfigError
 
 USAGE = """\
 usage: uv run apps/ppo [--help] [--cfg] [--plan] [--schema] [--explain KEY] [--diff A B] [--from-verl FILE [--accept-losses]]
-                        [--config FILE] [--allow-unsafe-plugins] [key=value ...]
+                        [--config FILE] [--trust FILE] [--allow-unsafe-plugins] [key=value ...]
                         [--launch KIND [--cpus N] [--time HH:MM:SS] ...]
 
 Trains a language model with PPO or GRPO. Without arguments: the demo, on this machine, without a GPU.
@@ -45,6 +46,7 @@ Trains a language model with PPO or GRPO. Without arguments: the demo, on this m
   --from-verl FILE convert a verl 0.9 configuration (YAML, a list of overrides, or a shell script), print the result and exit;
                    exit code 1 if a setting that changes the result of training has no counterpart
   --accept-losses  with --from-verl: exit code 0 in spite of lost settings
+  --trust FILE     allow the code of this file, which a setting names as path.py:name; may be repeated
   --allow-unsafe-plugins
                    allow any code in checkpoint_engine.custom_backend_module and checkpoint_manager_class, as package.module or module:Class
   --help           print this and exit
@@ -54,6 +56,7 @@ keys:
 
 
 UNSAFE_PLUGINS = "--allow-unsafe-plugins"
+TRUST = "--trust"
 ACCEPT_LOSSES = "--accept-losses"
 FLAGS = {
     "--help": 0,
@@ -69,6 +72,7 @@ FLAGS = {
     "--launch": 1,
     **dict.fromkeys(JOB_FLAGS, 1),
     UNSAFE_PLUGINS: 0,
+    TRUST: 1,
 }
 """Flag -> number of arguments."""
 
@@ -85,6 +89,18 @@ class Arguments:
     def config_file(self) -> Path | None:
         """The file of --config."""
         return Path(self.flags["--config"][0]) if "--config" in self.flags else None
+
+    @property
+    def trusted(self) -> list[Path]:
+        """The files of --trust."""
+        return [Path(file) for file in self.flags.get(TRUST, ())]
+
+    @property
+    def line(self) -> tuple[str, ...]:
+        """The command line of the run, for a job that starts it later."""
+        config = ("--config", *self.flags["--config"]) if "--config" in self.flags else ()
+        trust = [word for file in self.flags.get(TRUST, ()) for word in (TRUST, file)]
+        return (*config, *trust, *self.overrides)
 
 
 def parse(argv: Sequence[str]) -> Arguments:
@@ -103,7 +119,8 @@ def parse(argv: Sequence[str]) -> Arguments:
             if len(rest) < count:
                 what = {"--config": "a file, for instance --config my.yaml", "--diff": "two configurations"}
                 raise ConfigError(f"{word} needs {what.get(word, 'a word after it')}; see --help.")
-            flags["--help" if word == "-h" else word] = tuple(rest[:count])
+            before = flags.get(word, ()) if word == TRUST else ()
+            flags["--help" if word == "-h" else word] = (*before, *rest[:count])
             del rest[:count]
         elif word.startswith("-"):
             raise ConfigError(f"Unknown flag {word!r}; there are {', '.join(FLAGS)}. Settings are given as key=value.")
@@ -132,15 +149,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(sys.argv[1:] if argv is None else argv)
         if "--from-verl" in arguments.flags:
             return _convert(arguments, out, err)
-        answer = _answer(arguments)
-        if answer is not None:
-            out.print(Text(answer), end="", soft_wrap=True)
-            return 0
-        plugins = load_policy(allow_unsafe_plugins=UNSAFE_PLUGINS in arguments.flags)
-        launch(load_config(arguments.overrides, arguments.config_file), plugins, out, before_s=command_age())
-        return 0
+        with trusting(arguments.overrides, arguments.trusted, err):
+            return _run(arguments, out)
 
     return exit_code(work, err)
+
+
+def _run(arguments: Arguments, out: Console) -> int:
+    answer = _answer(arguments)
+    if answer is not None:
+        out.print(Text(answer), end="", soft_wrap=True)
+        return 0
+    plugins = load_policy(allow_unsafe_plugins=UNSAFE_PLUGINS in arguments.flags)
+    launch(load_config(arguments.overrides, arguments.config_file), plugins, out, before_s=command_age())
+    return 0
 
 
 def _convert(arguments: Arguments, out: Console, err: Console) -> int:
@@ -166,9 +188,8 @@ def _answer(arguments: Arguments) -> str | None:
         return explain(flags["--explain"][0], resolve(arguments.overrides, arguments.config_file))
     job_flags = {flag: flags[flag][0] for flag in JOB_FLAGS if flag in flags}
     if "--launch" in flags:
-        words = (*(("--config", flags["--config"][0]) if "--config" in flags else ()), *arguments.overrides)
         config = load_config(arguments.overrides, arguments.config_file)
-        return launch_text(flags["--launch"][0], config, words, job_flags)
+        return launch_text(flags["--launch"][0], config, arguments.line, job_flags)
     if job_flags:
         raise ConfigError(f"{next(iter(job_flags))} needs --launch, whose file it is for.")
     if "--plan" in flags:

@@ -35,7 +35,9 @@ PLUGINS: Mapping[str, Callable[[], Iterable[str]]] = {
 LAYERS: Mapping[str, Callable[[], Iterable[str]]] = {f"{ALGORITHM}.name": algorithms, PRESET: presets}
 """Option that names a layer of settings -> the layers."""
 _FREE_FORMS = ("rl_trainer.rewards", "rl_ckpt_engine.backends")
-"""Groups of options that also have values of another form, such as `path.py:function`."""
+"""Groups of options that also have values of another form, such as a sum of rewards."""
+_NO_FILES = ("rl_transferqueue.backends",)
+"""Groups of options that take no file of code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,9 @@ class Names:
 
     known: tuple[str, ...]
     closed: bool
-    """Whether no other value is valid."""
+    """Whether no other value is valid, except for `files`."""
+    files: bool = False
+    """Whether `path.py:name` is valid too."""
 
 
 def names_of(option: Option) -> Names:
@@ -54,7 +58,8 @@ def names_of(option: Option) -> Names:
         return Names(tuple(LAYERS[option.key]()), closed=option.key != PRESET)
     if spec.plugins:
         empty = ("",) if option.default == "" else ()
-        return Names((*empty, *PLUGINS[spec.plugins]()), closed=spec.plugins not in _FREE_FORMS)
+        known = (*empty, *PLUGINS[spec.plugins]())
+        return Names(known, closed=spec.plugins not in _FREE_FORMS, files=spec.plugins not in _NO_FILES)
     return Names(spec.choices, closed=bool(spec.choices))
 
 

@@ -22,9 +22,10 @@ from rl_app_ppo.cli.import_verl import import_verl
 from rl_app_ppo.cli.json_schema import schema_text
 from rl_app_ppo.cli.launch_files import JOB_FLAGS, KINDS, launch_text
 from rl_app_ppo.cli.new_package.write import KINDS as PLUGIN_KINDS
-from rl_app_ppo.cli.new_package.write import write_package
+from rl_app_ppo.cli.new_package.write import words_of_file, write_package
 from rl_app_ppo.cli.report import report
 from rl_app_ppo.cli.samples import SORTS, read_samples, samples_text
+from rl_app_ppo.cli.trusted import trusting
 from rl_app_ppo.config.loading import load_config, resolve, shown_yaml
 from rl_app_ppo.config.presets import demo_words, demos
 from rl_app_ppo.outputs.startup_times import command_age
@@ -33,6 +34,9 @@ from rl_ckpt_engine import load_policy
 Words = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings, such as rollout.n=8.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="YAML settings; KEY=VALUE wins.")]
 Unsafe = Annotated[bool, typer.Option("--allow-unsafe-plugins", help="Allow any code in checkpoint_engine plug-ins.")]
+Trust = Annotated[
+    list[Path] | None, typer.Option("--trust", metavar="FILE", help="Allow the code of this file; may be repeated.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Params = ParamSpec("Params")
 TRAIN, BEFORE, AFTER = "Train", "Before a run", "After a run"
@@ -61,10 +65,13 @@ def _coded(command: Callable[Params, None]) -> Callable[Params, None]:
 
 @app.command("train", rich_help_panel=TRAIN)
 @_coded
-def _train(words: Words = None, config: ConfigFile = None, allow_unsafe_plugins: Unsafe = False) -> None:
+def _train(
+    words: Words = None, config: ConfigFile = None, trust: Trust = None, allow_unsafe_plugins: Unsafe = False
+) -> None:
     """Train; without settings the demo, on this machine."""
     plugins = load_policy(allow_unsafe_plugins=allow_unsafe_plugins)
-    launch(load_config(words or (), config), plugins, _out(), before_s=command_age())
+    with trusting(words, trust, _err()):
+        launch(load_config(words or (), config), plugins, _out(), before_s=command_age())
 
 
 @app.command("demo", rich_help_panel=TRAIN)
@@ -72,26 +79,32 @@ def _train(words: Words = None, config: ConfigFile = None, allow_unsafe_plugins:
 def _demo(
     name: Annotated[str, typer.Argument(help="Name of the demo; the first of the list by default.")] = "",
     words: Words = None,
+    trust: Trust = None,
     listed: Annotated[bool, typer.Option("--list", help="List the demos, and start nothing.")] = False,
 ) -> None:
     """Train a demo: needs no data, model, GPU or account."""
     if listed:
         _print(columns([(demo, what) for demo, (_, what) in demos().items()]))
         return
-    config = load_config(demo_words(name, words or ()))
-    launch(config, load_policy(), _out(), before_s=command_age())
+    with trusting(words, trust, _err()):
+        launch(load_config(demo_words(name, words or ())), load_policy(), _out(), before_s=command_age())
 
 
 @app.command("doctor", rich_help_panel=BEFORE)
 @_coded
 def _doctor(
-    words: Words = None, config: ConfigFile = None, allow_unsafe_plugins: Unsafe = False, as_json: Json = False
+    words: Words = None,
+    config: ConfigFile = None,
+    trust: Trust = None,
+    allow_unsafe_plugins: Unsafe = False,
+    as_json: Json = False,
 ) -> None:
     """Say what this machine has, and whether a run can start."""
     from rl_app_ppo.checks.doctor import findings  # torch
 
-    settings, plugins = load_config(words or (), config), load_policy(allow_unsafe_plugins=allow_unsafe_plugins)
-    found = list(findings(settings, plugins))
+    plugins = load_policy(allow_unsafe_plugins=allow_unsafe_plugins)
+    with trusting(words, trust, _err()):
+        found = list(findings(load_config(words or (), config), plugins))
     if as_json:
         _print_json(found)
     else:
@@ -102,11 +115,12 @@ def _doctor(
 
 @app.command("plan", rich_help_panel=BEFORE)
 @_coded
-def _plan(words: Words = None, config: ConfigFile = None, as_json: Json = False) -> None:
+def _plan(words: Words = None, config: ConfigFile = None, trust: Trust = None, as_json: Json = False) -> None:
     """Print the processes of a run, their GPUs and memory by estimate."""
     from rl_app_ppo.checks.plan import make_plan, plan_text  # torch
 
-    plan = make_plan(load_config(words or (), config))
+    with trusting(words, trust, _err()):
+        plan = make_plan(load_config(words or (), config))
     if as_json:
         _print_json(plan)
     else:
@@ -118,6 +132,7 @@ def _plan(words: Words = None, config: ConfigFile = None, as_json: Json = False)
 def _show_config(
     words: Words = None,
     config: ConfigFile = None,
+    trust: Trust = None,
     as_json: Json = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema of --config files.")] = False,
 ) -> None:
@@ -125,7 +140,8 @@ def _show_config(
     if schema:
         _print(schema_text())
         return
-    text = shown_yaml(load_config(words or (), config))
+    with trusting(words, trust, _err()):
+        text = shown_yaml(load_config(words or (), config))
     if as_json:
         _print_json(yaml.safe_load(text))
     else:
@@ -138,25 +154,28 @@ def _explain_key(
     key: Annotated[str, typer.Argument(help="A key or a group of keys; without one, a line for every key.")] = "",
     words: Words = None,
     config: ConfigFile = None,
+    trust: Trust = None,
     as_json: Json = False,
 ) -> None:
     """Print meaning, value and origin of a key, or of each key of a group."""
-    resolved = resolve(words or (), config)
-    if as_json:
-        _print_json(described(key, resolved))
-    else:
-        _print(explain(key, resolved) if key else keys_text())
+    with trusting(words, trust, _err()):
+        resolved = resolve(words or (), config)
+        if as_json:
+            _print_json(described(key, resolved))
+        else:
+            _print(explain(key, resolved) if key else keys_text())
 
 
 @app.command("diff", rich_help_panel=BEFORE)
 @_coded
-def _diff(a: str, b: str, as_json: Json = False) -> None:
+def _diff(a: str, b: str, trust: Trust = None, as_json: Json = False) -> None:
     """Print how two configurations differ: YAML files, or overrides in quotes."""
-    sides = read_side(a), read_side(b)
-    if as_json:
-        _print_json(differing(*sides))
-    else:
-        _print(difference(*sides) + "\n")
+    with trusting((), trust, _err()):
+        sides = read_side(a), read_side(b)
+        if as_json:
+            _print_json(differing(*sides))
+        else:
+            _print(difference(*sides) + "\n")
 
 
 @app.command("launch", rich_help_panel=BEFORE)
@@ -165,6 +184,7 @@ def _launch_file(
     kind: Annotated[str, typer.Argument(metavar="KIND", help=", ".join(KINDS))],
     words: Words = None,
     config: ConfigFile = None,
+    trust: Trust = None,
     cpus: Annotated[str | None, typer.Option(help=JOB_FLAGS["--cpus"])] = None,
     time: Annotated[str | None, typer.Option(help=JOB_FLAGS["--time"])] = None,
     gpu_type: Annotated[str | None, typer.Option(help=JOB_FLAGS["--gpu-type"])] = None,
@@ -174,8 +194,10 @@ def _launch_file(
     """Print a file that starts the run on a cluster."""
     given = {"--cpus": cpus, "--time": time, "--gpu-type": gpu_type, "--image": image, "--volume": volume}
     flags = {flag: value for flag, value in given.items() if value is not None}
-    line = (*(("--config", str(config)) if config else ()), *(words or ()))
-    _print(launch_text(kind, load_config(words or (), config), line, flags))
+    trusted = [word for file in trust or () for word in ("--trust", str(file))]
+    line = (*(("--config", str(config)) if config else ()), *trusted, *(words or ()))
+    with trusting(words, trust, _err()):
+        _print(launch_text(kind, load_config(words or (), config), line, flags))
 
 
 @app.command("import-verl", rich_help_panel=BEFORE)
@@ -214,7 +236,9 @@ def _new(
 ) -> None:
     """Write a plug-in package with a passing test into the folder NAME."""
     folder = write_package(kind, name, Path())
-    _print(f"{folder}/src/{name}/__init__.py has the code, {folder}/README.md says how to test and use it\n")
+    _print(f"{folder}/src/{name}/__init__.py has the code, {folder}/README.md says how to test and install it\n")
+    words = words_of_file(kind, name)
+    _print(f"try it: rl train {words}\n" if words else "")
 
 
 @app.command("report", rich_help_panel=AFTER)

@@ -23,6 +23,7 @@ from rl_app_ppo.watchdog.unanswered_calls import CallLog
 from rl_app_ppo.worker.messages import BuildCall, RankNetwork
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol.support.rendezvous import RendezvousAddress
+from rl_protocol.support.trusted_files import trusted_files
 from rl_trainer import Workers, needs_reference
 from rl_transferqueue import PlaneDescriptor
 
@@ -198,6 +199,7 @@ class WorkerPool:
                 samples=str(self._files.samples),
                 record=str(self._files.record),
                 plugins=plugins,
+                trusted_files=trusted_files(),
             )
             payload = msgspec.msgpack.encode(call)
             calls.append(process.build(payload, timeout_s=self._config.ray.start_timeout_s))

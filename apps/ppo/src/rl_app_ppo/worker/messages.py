@@ -39,6 +39,8 @@ class BuildCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Folder of the record of the run; empty: record nothing."""
     plugins: PluginPolicy = PluginPolicy()
     """Which plug-ins of the weight synchronization may load, as the driver has read it."""
+    trusted_files: dict[str, str] = {}
+    """Files of code that the user allows: path -> sha256, which each host checks."""
 
 
 class WarmupProgress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

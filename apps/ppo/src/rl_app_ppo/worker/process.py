@@ -26,6 +26,7 @@ from rl_protocol import WorkerError
 from rl_protocol.support.network_interface import this_network
 from rl_protocol.support.rendezvous import RendezvousListener
 from rl_protocol.support.stack_dumps import STACK_LOG, dump_at_signal
+from rl_protocol.support.trusted_files import FILES
 from rl_trainer.record.record_file import RecordFile
 from rl_trainer.record.record_rows import SpanRow
 from rl_trainer.workers.messages import ComputeCall
@@ -183,6 +184,8 @@ class WorkerProcess:
         return b""
 
     async def _build(self, call: BuildCall) -> bytes:
+        if call.trusted_files:
+            os.environ[FILES] = msgspec.json.encode(call.trusted_files).decode()
         with without_gc():
             from rl_app_ppo.worker import build
 

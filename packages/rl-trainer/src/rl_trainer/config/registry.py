@@ -1,11 +1,13 @@
-"""Objects by name: built-in ones, and entry points of installed packages that the operator allows.
+"""Objects by name: built-in ones, entry points of installed packages, and files of code.
 
-Loading one imports nothing else; see `rl_protocol.support.plugins`.
+The operator allows packages (`rl_protocol.support.plugins`), the user allows files
+(`rl_protocol.support.trusted_files`). Loading one imports nothing else.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
@@ -13,6 +15,7 @@ from typing import Generic, TypeVar
 from rl_protocol import ConfigError
 from rl_protocol.support.options import nearest
 from rl_protocol.support.plugins import load_installed
+from rl_protocol.support.trusted_files import FILES, load_object, names_file
 
 T = TypeVar("T")
 
@@ -43,6 +46,8 @@ class Registry(Generic[T]):
         self._built_in = dict(built_in)
         self._elsewhere = dict(elsewhere)
         self._loaded: dict[EntryPoint, T] = {}
+        self._files: dict[tuple[str, str], T] = {}
+        """(`path.py:name`, what the user allowed) -> object: a changed file is allowed anew."""
 
     def names(self) -> list[str]:
         """All names, built-in ones first."""
@@ -50,12 +55,14 @@ class Registry(Generic[T]):
         return [*self._built_in, *sorted(offered - self._built_in.keys())]
 
     def get(self, name: str) -> T:
-        """The object of that name.
+        """The object of that name, or of `path.py:name`.
 
         Raises:
-            ConfigError: the name is unknown (names the nearest) or ambiguous, or the package is not
-                allowed or can't be used.
+            ConfigError: the name is unknown (names the nearest) or ambiguous, or the package or
+                file is not allowed or can't be used.
         """
+        if names_file(name):
+            return self._load_file(name)
         offered = [entry for entry in installed(self._group) if entry.name == name]
         if len(offered) + (name in self._built_in) > 1:
             where = ", ".join(entry.value for entry in offered)
@@ -86,9 +93,18 @@ class Registry(Generic[T]):
             offered = load_installed(entry)
         except ConfigError as error:
             raise ConfigError(f"{self._key}={entry.name!r}: {error}") from error
+        self._loaded[entry] = self._checked(entry.name, entry.value, offered)
+        return self._loaded[entry]
+
+    def _load_file(self, name: str) -> T:
+        allowed = (name, os.environ.get(FILES, ""))
+        if allowed not in self._files:
+            self._files[allowed] = self._checked(name, name, load_object(name, self._key))
+        return self._files[allowed]
+
+    def _checked(self, name: str, value: str, offered: object) -> T:
         if not isinstance(offered, self._kind):
             raise ConfigError(
-                f"{self._key}={entry.name!r}: {entry.value} must be a {self._kind.__name__}; got {type(offered).__name__}."
+                f"{self._key}={name!r}: {value} must be a {self._kind.__name__}; got {type(offered).__name__}."
             )
-        self._loaded[entry] = offered
         return offered

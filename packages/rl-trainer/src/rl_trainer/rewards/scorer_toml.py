@@ -5,8 +5,8 @@
     requests_per_s = 20.0
 
 The fields are those of `RemoteScorerConfig` and `RewardModelConfig`. Like a file of code, a TOML
-file is read only from the folders in RL_REWARD_PATH, because it decides where responses and keys
-are sent.
+file is read only if the user allows it (`rl_protocol.support.trusted_files`), because it decides
+where responses and keys are sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 
 from rl_protocol import ConfigError
 from rl_protocol.errors import UNREADABLE
-from rl_trainer.rewards.loading import allowed_path
+from rl_protocol.support.trusted_files import read_trusted
 
 SUFFIX = ".toml"
 
@@ -67,10 +67,10 @@ def read_scorer_toml(name: str, environment: Mapping[str, str] = os.environ) -> 
         ConfigError: the file does not exist or may not be read, or a field is invalid. The message
             names the field.
     """
-    path = allowed_path(name, environment)
+    _, content = read_trusted(name, "read_scorer_toml.name", environment)
     try:
-        found = msgspec.toml.decode(path.read_bytes(), type=RemoteScorerConfig | RewardModelConfig)
-    except (OSError, *UNREADABLE) as error:
+        found = msgspec.toml.decode(content, type=RemoteScorerConfig | RewardModelConfig)
+    except UNREADABLE as error:
         raise ConfigError(f"read_scorer_toml.name={name!r} can't be read: {error}.") from error
     wrong = _check_remote(found) if isinstance(found, RemoteScorerConfig) else _check_model(found)
     if wrong:

@@ -16,6 +16,7 @@ from rl_protocol.support.options import nearest
 
 PLACEHOLDER = "my_plugin"
 """Import name in the templates."""
+NOT_INSTALLED = "The file also works where it lies, not installed, if the command allows it:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,8 @@ class Kind:
     use: str
     """Settings of a run that uses it."""
     dependencies: tuple[str, ...] = ("rl-trainer>=0.1,<0.2",)
+    alone: bool = True
+    """Whether its first module needs no other one of the package."""
 
 
 KINDS: Mapping[str, Kind] = {
@@ -57,6 +60,7 @@ KINDS: Mapping[str, Kind] = {
         object="LOSS",
         use="actor.policy_loss.loss_mode=my_plugin",
         dependencies=("rl-trainer[torch]>=0.1,<0.2",),
+        alone=False,
     ),
     "hook": Kind(
         description="A hook, which is notified of the events of a run.",
@@ -72,6 +76,15 @@ KINDS: Mapping[str, Kind] = {
         dependencies=("rl-app-ppo>=0.1,<0.2",),
     ),
 }
+
+
+def words_of_file(kind: str, name: str) -> str:
+    """Words of a command that uses the file where it lies; empty if it must be installed."""
+    one = KINDS[kind]
+    if not one.alone:
+        return ""
+    file = f"{name}/src/{name}/__init__.py"
+    return f"--trust {file} {one.use}".replace(PLACEHOLDER, f"{file}:{one.object}")
 
 
 def write_package(kind: str, name: str, parent: Path) -> Path:
@@ -111,13 +124,14 @@ def _check_name(name: str) -> None:
 
 def _files(kind: str, name: str) -> dict[str, str]:
     """Path in the package -> text."""
-    one = KINDS[kind]
+    one, words = KINDS[kind], words_of_file(kind, name)
     values = {
         "description": one.description,
         "group": one.group,
         "package": one.group.partition(".")[0],
         "object": one.object,
         "use": one.use,
+        "without_installing": f"\n{NOT_INSTALLED}\n\n```\nrl train {words}\n```\n" if words else "",
         "dependencies": ", ".join(f'"{line}"' for line in one.dependencies),
     }
     shared = {

@@ -343,7 +343,7 @@ def custom_reward(prefix: str) -> Convert:
     def convert(value: Value, verl: Verl) -> Answer:
         name = verl.get(f"{prefix}.name", "compute_score")
         function = f"{value}:{name}"
-        return Note("it loads from folders that RL_REWARD_PATH names", {"reward.function": function})
+        return Note(f"add --trust {value} to the command that trains", {"reward.function": function})
 
     return convert
 

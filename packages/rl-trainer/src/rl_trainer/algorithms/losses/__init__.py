@@ -9,6 +9,7 @@ of each token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any, Literal
@@ -24,7 +25,8 @@ class PolicyLoss:
     """A policy loss and what it requires of a run.
 
     Attributes:
-        function: `module:name` of a `rl_trainer.algorithms.losses.loss_function.LossFunction`.
+        function: `module:name` of a `rl_trainer.algorithms.losses.loss_function.LossFunction`, or
+            the function itself in a module that may import torch.
         off_policy: its ratio to the old policy corrects for samples of an older policy; False for
             the plain policy gradient.
         per_sequence: it has one loss per trajectory, so tokens can't be averaged over trajectories
@@ -32,7 +34,7 @@ class PolicyLoss:
         chooses: the token selection that it reads as the column `chosen_tokens`.
     """
 
-    function: str
+    function: str | Callable[..., Any]
     off_policy: bool = True
     per_sequence: bool = False
     chooses: Literal["", "clip_cov", "kl_cov"] = ""
@@ -43,6 +45,8 @@ class PolicyLoss:
         Raises:
             ConfigError: it can't be imported.
         """
+        if not isinstance(self.function, str):
+            return self.function
         try:
             return EntryPoint(name="", value=self.function, group=GROUP).load()
         except (ImportError, AttributeError) as error:

@@ -1,0 +1,219 @@
+"""Files of code that a run may load, named as `path.py:name`: one rule for every kind of plug-in.
+
+A file loads if its content is the one that the user has allowed: RL_TRUSTED_FILES, a JSON object,
+maps its path to its sha256. The command line sets it for the files of `--trust`, and for those that
+the user allows when asked; a configuration file can't. Workers get it from the driver, and each
+host checks its own file. A file that everyone may write never loads.
+
+The code that runs is the code that was checked: the file is read once. What it imports is not
+checked. Code is not sandboxed.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec
+from importlib.util import decode_source, module_from_spec
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+import msgspec
+
+from rl_protocol.errors import ConfigError
+from rl_protocol.support.options import nearest
+
+FILES = "RL_TRUSTED_FILES"
+SUFFIX = ".py"
+
+
+class _ReadFile(InspectLoader):
+    """Loads a module from a content that was read before, and not again from its path."""
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        self._path = path
+        self._content = content
+
+    def get_source(self, fullname: str) -> str:  # noqa: ARG002
+        return decode_source(self._content)
+
+    def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002
+        return self.source_to_code(self._content, str(self._path))
+
+
+def names_file(name: str) -> bool:
+    """Whether the name of a plug-in is `path.py:name`."""
+    return name.rpartition(":")[0].endswith(SUFFIX)
+
+
+def read_trusted(file: str, key: str, environment: Mapping[str, str] = os.environ) -> tuple[Path, bytes]:
+    """The resolved path of a file that may be loaded, and the content that was checked.
+
+    Args:
+        file: its path.
+        key: the setting that names it, for messages.
+        environment: has RL_TRUSTED_FILES.
+
+    Raises:
+        ConfigError: the file does not exist, is not trusted, has changed, or is writable by
+            everyone.
+    """
+    path = Path(file).expanduser().resolve()
+    try:
+        content = path.read_bytes()
+        mode = path.stat().st_mode
+    except OSError as error:
+        wrong = "does not exist" if isinstance(error, FileNotFoundError) else f"can't be read: {error}"
+        raise ConfigError(f"{key}={file!r}: {path} {wrong}.") from error
+    if mode & 0o002:
+        raise ConfigError(f"{key}={file!r}: {path} is writable by everyone; run chmod o-w {path}.")
+    listed = trusted_files(environment).get(str(path))
+    if listed is None:
+        raise ConfigError(
+            f"{key}={file!r}: {path} is code that you have not allowed. If you trust it, add --trust {shlex.quote(file)} to the command; "
+            f"in Python, trust=[{file!r}] to train()."
+        )
+    if listed != digest(content):
+        raise ConfigError(
+            f"{key}={file!r}: {path} has sha256 {digest(content)} on this host; trusted is {listed}. Look at the change and start again."
+        )
+    return path, content
+
+
+def trusted_files(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Resolved path -> sha256 of each file in RL_TRUSTED_FILES.
+
+    Raises:
+        ConfigError: it is no JSON object of texts.
+    """
+    try:
+        return msgspec.json.decode(environment.get(FILES) or "{}", type=dict[str, str])
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise ConfigError(f"{FILES} must be a JSON object of paths and sha256; {error}.") from error
+
+
+def given_files(files: Iterable[Path], argument: str) -> dict[str, str]:
+    """Resolved path -> sha256 of files that the user allows.
+
+    Args:
+        files: their paths.
+        argument: what names them, for messages.
+
+    Raises:
+        ConfigError: one can't be read.
+    """
+    return dict(_given(path.expanduser(), argument) for path in files)
+
+
+def variables_for(allowed: Mapping[str, str]) -> dict[str, str]:
+    """The environment variable that allows these files besides those that it allows now.
+
+    Args:
+        allowed: resolved path -> sha256.
+
+    Raises:
+        ConfigError: RL_TRUSTED_FILES is damaged.
+    """
+    return {FILES: msgspec.json.encode(trusted_files() | dict(allowed)).decode()} if allowed else {}
+
+
+def digest(content: bytes) -> str:
+    """The sha256 of a file's content, in hex."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def check_object(name: str, key: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Check, without running it, that `path.py:name` may be loaded and defines the name.
+
+    Raises:
+        ConfigError: as `read_trusted`, or the file is no Python, or lacks the name.
+    """
+    file, _, attribute = _split(name, key)
+    path, content = read_trusted(file, key, environment)
+    try:
+        tree = ast.parse(content)
+    except (SyntaxError, ValueError) as error:
+        where = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
+        raise ConfigError(f"{key}={name!r} can't be loaded: {path}, {where}. Fix the file.") from error
+    names = set(_names(tree.body))
+    if attribute not in names and not names & {"*", "__getattr__"}:
+        raise _lacks(name, key, path, {one for one in names if not one.startswith("_")})
+
+
+def load_object(name: str, key: str, environment: Mapping[str, str] = os.environ) -> Any:
+    """Run the file of `path.py:name`, and return the object of that name.
+
+    Raises:
+        ConfigError: as `check_object`, or running the file fails.
+    """
+    file, _, attribute = _split(name, key)
+    path, content = read_trusted(file, key, environment)
+    try:
+        module = _module(path, content)
+    except (Exception, SystemExit) as error:  # boundary to user code, which may raise anything
+        raise ConfigError(f"{key}={name!r} can't be loaded: {type(error).__name__}: {error}.") from error
+    if not hasattr(module, attribute):
+        raise _lacks(name, key, path, {one for one in vars(module) if not one.startswith("_")})
+    return getattr(module, attribute)
+
+
+def _split(name: str, key: str) -> tuple[str, str, str]:
+    file, colon, attribute = name.rpartition(":")
+    if not file.endswith(SUFFIX) or not attribute.isidentifier():
+        raise ConfigError(f"{key}={name!r} must be path.py:name; {file} is not a Python file.")
+    return file, colon, attribute
+
+
+def _module(path: Path, content: bytes) -> ModuleType:
+    """The module of a file, which runs once for each content.
+
+    It is in `sys.modules`, where dataclasses look up their annotations.
+    """
+    name = f"file_{path.stem}_{digest(bytes(path) + content)[:16]}"
+    if name not in sys.modules:
+        loader = _ReadFile(path, content)
+        spec = ModuleSpec(name, loader, origin=str(path))
+        spec.has_location = True
+        sys.modules[name] = module_from_spec(spec)
+        try:
+            loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def _given(path: Path, argument: str) -> tuple[str, str]:
+    try:
+        return str(path.resolve()), digest(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{argument} {path}: the file can't be read: {error.strerror or error}.") from error
+
+
+def _lacks(name: str, key: str, path: Path, names: Iterable[str]) -> ConfigError:
+    attribute, known = name.rpartition(":")[2], sorted(names)
+    return ConfigError(
+        f"{key}={name!r}: {path} defines no {attribute!r}; it defines {', '.join(known) or 'nothing'}.{nearest(attribute, known)}"
+    )
+
+
+def _names(body: Iterable[ast.stmt]) -> Iterator[str]:
+    """Names that these statements bind, including those within if, try, with and loops."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        else:
+            inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.ExceptHandler)]
+            yield from _names([child for child in inner if isinstance(child, ast.stmt)])
+            yield from _names([stmt for child in inner if isinstance(child, ast.ExceptHandler) for stmt in child.body])
+            yield from (
+                one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+            )
