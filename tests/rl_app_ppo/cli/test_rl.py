@@ -175,7 +175,8 @@ def test_samples_are_those_of_the_newest_step_in_the_order_that_is_asked_for(run
 def test_a_demo_is_a_run_of_its_preset(run, monkeypatch):
     started = []
     monkeypatch.setattr(rl, "launch", lambda config, *_, before_s: started.append(config))
-    assert [line.split()[0] for line in run("demo", "--list").output.splitlines()] == ["grpo", "calculator", "ppo"]
+    listed = [line.split()[0] for line in run("demo", "--list").output.splitlines()]
+    assert listed == ["grpo", "calculator", "ppo", "sft"]
     for words in (["demo"], ["demo", "rollout.n=4"], ["demo", "ppo"], ["demo", "calculator", "rollout.n=4"]):
         assert run(*words).exit_code == 0
     presets = ["demo", "demo", "demo-ppo", "demo-calculator"]

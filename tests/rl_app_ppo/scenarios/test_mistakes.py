@@ -48,6 +48,18 @@ def folder(tmp_path_factory):
     PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>").save_pretrained(
         folder / "model"
     )
+    for name, changes in (("teacher", {"hidden_size": 32}), ("short", {"max_position_embeddings": 32})):
+        copied = {file.name: file.read_bytes() for file in (folder / "model").glob("token*")}
+        Qwen2ForCausalLM(Qwen2Config(**{**shape, **changes}, **heads)).save_pretrained(folder / name)
+        for file, content in copied.items():
+            (folder / name / file).write_bytes(content)
+    (folder / "foreign").mkdir()
+    for file in (folder / "teacher").iterdir():
+        (folder / "foreign" / file.name).write_bytes(file.read_bytes())
+    described = json.loads((folder / "foreign" / "tokenizer.json").read_text())
+    vocabulary = described["model"]["vocab"]
+    vocabulary["#"] = vocabulary.pop("+")
+    (folder / "foreign" / "tokenizer.json").write_text(json.dumps(described))
     texts = {
         "ok.jsonl": lines(ROWS),
         "qa.jsonl": lines(QUESTIONS),
@@ -99,6 +111,17 @@ MISTAKES = [
     (["rollout.n=1"], ["rollout.n must be at least 2 with algorithm.adv_estimator=grpo"]),
     (["data.train_batch_size=10"], ["data.train_batch_size must be divisible by actor.ppo_mini_batch_size (8); got 10"]),
     (["model_engine=fsdp", "fsdp.world_size=64"], ["actor.ppo_mini_batch_size", "fsdp.world_size"]),
+    (["algorithm=sft", "rollout.n=1", "rollout.response_length=1"], ["rollout.response_length=1", "sft_coef", "an answer of 2 tokens"]),
+    (["algorithm=sft", "rollout.n=1", "data.answer_key=solution"], ["data.answer_key='solution'", "got None", "that has ground_truth"]),
+    (["algorithm=sft"], ["rollout.n must be 1 with algorithm.rl_coef=0", "got 4"]),
+    (["algorithm.sft_coef=1", "rollout.temperature=0.7"], ["rollout.temperature must be 1 with algorithm.sft_coef", "got 0.7"]),
+    (["algorithm.sft_coef=1", "algorithm.adv_estimator=gae"], ["algorithm.adv_estimator=gae", "algorithm.sft_coef=1"]),
+    (["algorithm=opd"], ["reference.path must be the teacher's checkpoint folder", "got ''"]),
+    (["algorithm=opd", "reference.path=gone"], ["reference.path='gone'", "hf download gone"]),
+    (["algorithm=opd", "reference.path=untold"], ["reference.path='", "tokenizer.json"]),
+    (["algorithm=opd", "reference.path=foreign"], ["reference.path='foreign' has another tokenizer", "2 tokens differ, such as '#'"]),
+    (["algorithm=opd", "reference.path=short"], ["reference.path='short' has a context of 32 tokens", "rollout.response_length"]),
+    (["algorithm=ppo", "reference.path=teacher"], ["reference.path", "algorithm.adv_estimator=opd"]),
     (["trainer.output_dir=/proc/nowhere"], ["/proc/nowhere", "trainer.output_dir"]),
     (["--config", "bad.yaml"], ["--config bad.yaml", "line 2, column 1"]),
     (["--config", "gone.yaml"], ["--config gone.yaml", "No such file"]),

@@ -21,7 +21,7 @@ COMPARING = [name for name in NAMES if ADVANTAGE_ESTIMATORS.get(name).compares]
 # one advantage for all tokens of a session
 GROUP = [name for name in COMPARING if name != "optimal_token_baseline"]
 STEPWISE = [name for name in NAMES if name not in GROUP]
-OPTIONAL = ("token_rewards", "values", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+OPTIONAL = ("token_rewards", "values", "old_log_probs", "ref_log_prob", "sum_pi_squared", "rollout_is_weights")
 
 
 def inputs(keys, lengths, scores, mask=None, **rest):
@@ -239,6 +239,10 @@ def oracle(name, x: AdvantageInputs):
     else:
         values = {}
         for s, (tokens, rewards, last) in sessions.items():
+            if name == "opd":
+                teacher, student = (column(which, tokens) for which in ("ref_log_prob", "old_log_probs"))
+                values[s] = [a - b for a, b in zip(teacher, student, strict=True)]
+                continue
             if name == "gae":
                 v = [*column("values", tokens), 0.0]
                 delta = [r + x.gamma * v[t + 1] - v[t] for t, r in enumerate(rewards)]
@@ -302,6 +306,7 @@ def batches(draw):
         token_rewards=draw(st.sampled_from([None, -0.1 * rng.random(total)])),
         values=rng.normal(size=total),
         old_log_probs=log_probs,
+        ref_log_prob=log_probs + rng.normal(size=total),
         sum_pi_squared=p * p + (1 - p) ** 2 * rng.uniform(0.2, 1, total),
         rollout_is_weights=draw(st.sampled_from([None, rng.uniform(0.5, 2, total)])),
         reward_baselines=rng.normal(size=len(keys)),
@@ -382,6 +387,7 @@ def test_a_session_of_several_trajectories_is_one_episode(name):
     """Tokens of the first trajectory get the score of the last one."""
     rng = np.random.default_rng(0)
     flat = {"values": rng.normal(size=5), "old_log_probs": -rng.random(5), "sum_pi_squared": rng.random(5)}
+    flat["ref_log_prob"] = -rng.random(5)
     several, _ = estimate(
         name,
         [("a", 0, 0), ("a", 0, 1), ("a", 1)],
@@ -417,6 +423,7 @@ def three_sessions(name, present, mask=None, sessions=(0, 1, 2)):
         reward_baselines=[0.5] * len(present),
         values=np.array([0.1, 0.2, 0.3])[present],
         old_log_probs=np.array([-1.0, -0.5, -2.0])[present],
+        ref_log_prob=np.array([-0.5, -1.0, -1.0])[present],
         sum_pi_squared=np.array([0.5, 0.6, 0.7])[present],
     )[0].tolist()
 
@@ -491,6 +498,7 @@ def test_whiten():
         ("remax", "needs reward_baselines"),
         ("gdpo", "needs reward_components; got none. Name them in AlgorithmConfig.gdpo_reward_keys"),
         ("optimal_token_baseline", "needs old_log_probs"),
+        ("opd", "needs ref_log_prob; got none. The ref stage writes it"),
     ],
 )
 def test_what_is_missing_is_named_with_the_remedy(name, message):
@@ -524,6 +532,6 @@ def test_two_rows_of_one_name_are_refused():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_empty_batch_is_no_error(name):
-    x = inputs([], [], [], reward_baselines=[], values=[], old_log_probs=[], sum_pi_squared=[])
+    x = inputs([], [], [], reward_baselines=[], values=[], old_log_probs=[], ref_log_prob=[], sum_pi_squared=[])
     x = dataclasses.replace(x, reward_components=np.zeros((0, 1)))
     assert ADVANTAGE_ESTIMATORS.get(name).estimate(x)[0].tolist() == []

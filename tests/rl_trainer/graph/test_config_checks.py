@@ -1,4 +1,4 @@
-"""Which settings go with responses of older weights."""
+"""Which settings go with responses of older weights, and which parts of the loss go together."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from rl_protocol import ConfigError
 from rl_trainer import ActorConfig, AlgorithmConfig
-from rl_trainer.config import AsyncConfig, PolicyLossConfig, RolloutCorrectionConfig
-from rl_trainer.graph.config_checks import check_staleness
+from rl_trainer.config import AsyncConfig, FilterGroupsConfig, PolicyLossConfig, RolloutCorrectionConfig
+from rl_trainer.graph.config_checks import check_combination, check_staleness
 
 GPG = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="gpg"))
 REMAX = AlgorithmConfig(adv_estimator="remax")
@@ -42,3 +42,36 @@ def test_interpolation_needs_weights_of_two_versions_before(bound):
 def test_a_ratio_or_a_correction_makes_older_weights_usable():
     check_staleness(AsyncConfig(max_staleness=2), AlgorithmConfig(), ActorConfig())
     check_staleness(AsyncConfig(max_staleness=2), CORRECTED, GPG)
+
+
+SFT = {"rl_coef": 0.0, "sft_coef": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "n", "words"),
+    [
+        ({"rl_coef": 0.0}, 1, r"AlgorithmConfig\.rl_coef=0 leaves nothing to train on; set AlgorithmConfig\.sft_coef"),
+        (SFT, 8, r"RolloutConfig\.n must be 1 with AlgorithmConfig\.rl_coef=0 .*; got 8"),
+        ({**SFT, "adv_estimator": "remax"}, 1, r"rl_coef=0 .* for which AlgorithmConfig\.adv_estimator=remax is"),
+        ({**SFT, "use_kl_in_reward": True}, 1, r"rl_coef=0 .* for which AlgorithmConfig\.use_kl_in_reward=true is"),
+        ({"sft_coef": 0.5}, 2, r"RolloutConfig\.n must be at least 3 .*sft_coef above 0 makes one the data's"),
+        ({"sft_coef": 0.5, "adv_estimator": "gae"}, 8, r"sft_coef=0\.5 adds an answer .*adv_estimator=gae would take"),
+        ({"sft_coef": 0.5, "old_log_prob": "rollout"}, 8, r"which AlgorithmConfig\.old_log_prob=rollout would take"),
+        (
+            {"sft_coef": 0.5, "filter_groups": FilterGroupsConfig(enable=True)},
+            8,
+            r"which FilterGroupsConfig\.enable=true would take",
+        ),
+    ],
+)
+def test_parts_of_the_loss_that_do_not_go_together(algorithm, n, words):
+    check_combination(AlgorithmConfig(), ActorConfig(), 8)
+    check_combination(AlgorithmConfig(**SFT), ActorConfig(), 1)
+    check_combination(AlgorithmConfig(sft_coef=0.5), ActorConfig(), 3)
+    with pytest.raises(ConfigError, match=words):
+        check_combination(AlgorithmConfig(**algorithm), ActorConfig(), n)
+
+
+def test_answers_alone_may_be_of_any_age():
+    """There is no ratio to an old policy."""
+    check_staleness(AsyncConfig(max_staleness=2), AlgorithmConfig(**SFT), GPG)

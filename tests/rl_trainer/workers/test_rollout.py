@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 
 import numpy as np
@@ -10,13 +11,14 @@ import pytest
 import torch
 from replay_buffers import leased
 
-from rl_protocol import RolloutError
+from rl_protocol import ConfigError, RolloutError
 from rl_protocol.ports import Generation, ImageInput, SamplingParams
 from rl_protocol.testing.bigram_model import BigramEngine
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_protocol.torch import to_weight
-from rl_trainer import PromptRow, RolloutWorker, SessionKind, Trajectory
+from rl_trainer import PromptRow, RolloutWorker, SessionKind, Tokenizer, Trajectory
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
+from rl_trainer.rollout.demonstrations import Demonstrations
 from rl_trainer.rollout.hf_engine import HFRolloutEngine
 from rl_trainer.rollout.session_turns import SESSIONS
 from rl_trainer.workers.messages import Partition, RolloutCall
@@ -167,6 +169,61 @@ def test_every_token_has_its_version():
     assert data["rollout_versions"].dtype == "int32"
     assert [tag["version"] for tag in rows.tags] == [4, 4, 5]
     assert [tag.get("newest_version") for tag in rows.tags] == [None, 5, None]
+
+
+SPELLED = Demonstrations(
+    tokenizer=Tokenizer(encode=lambda text: [ord(c) - ord("a") for c in text], decode=str), eos_id=1, key="solution"
+)
+
+
+def test_the_last_response_to_a_training_prompt_is_the_answer_of_the_data():
+    """It is not generated; in validation all responses are."""
+    rows = [
+        PromptRow(prompt_ids=(2, 3), data_source="d", ground_truth="", extra_info={"solution": text}) for text in "ce"
+    ]
+    asked = []
+
+    class Counting(BigramEngine):
+        async def generate(self, requests, params):
+            asked.extend((request.uid, request.session) for request in requests)
+            return await super().generate(requests, params)
+
+    async def body(name):
+        plane = MemoryDataPlane()
+        worker = RolloutWorker(plane, Counting(), {"train": rows}, demonstrations=SPELLED)
+        partition = Partition(name=name, split="train", step=0, n=2, sampling=SamplingParams(max_new_tokens=3))
+        await worker.rollout(RolloutCall(partition=partition, prompts=leased({"p": 0, "q": 1}, n=2)))
+        listed = await plane.list_rows(name)
+        data = await plane.get(listed, ["responses", "demonstration", "response_mask", "rollout_log_probs"])
+        return listed, {key: data.select_rows([i]) for i, key in enumerate(listed.keys)}
+
+    listed, by_key = asyncio.run(body("train"))
+    assert set(asked) == {("p", 0), ("q", 0)}
+    assert by_key["p/1/0"].ragged("responses").row(0).tolist() == [2, 1]  # c, and the end
+    assert by_key["q/1/0"].ragged("responses").row(0).tolist() == [4, 1]
+    assert {key: set(row.ragged("demonstration").values.tolist()) for key, row in by_key.items()} == {
+        "p/0/0": {False},
+        "p/1/0": {True},
+        "q/0/0": {False},
+        "q/1/0": {True},
+    }
+    assert by_key["p/1/0"].ragged("response_mask").values.all()
+    assert not by_key["p/1/0"].ragged("rollout_log_probs").values.any()
+    assert {tag["response_len"] for key, tag in zip(listed.keys, listed.tags, strict=True) if "/1/" in key} == {2}
+    asked.clear()
+    _, validated = asyncio.run(body("validation"))
+    assert len(asked) == 4
+    assert not any(row.ragged("demonstration").values.any() for row in validated.values())
+
+
+def test_an_answer_that_is_missing_or_too_long_is_named():
+    row = PromptRow(prompt_ids=(2,), data_source="sums", ground_truth="7", extra_info={"index": 3, "solution": "abc"})
+    assert SPELLED.trajectory(row, version=5, longest=4).response_ids == (0, 1, 2, 1)
+    with pytest.raises(ConfigError, match=r"response_length=3 must hold every answer .* of 'sums' has .* 4 tokens"):
+        SPELLED.trajectory(row, version=5, longest=3)
+    lost = dataclasses.replace(SPELLED, key="answer")
+    with pytest.raises(ConfigError, match=r"key='answer' .* got None .* that has ground_truth, index, solution"):
+        lost.answer(row)
 
 
 def test_the_runs_of_an_empty_response_are_empty(monkeypatch):

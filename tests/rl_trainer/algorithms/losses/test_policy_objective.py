@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -252,3 +253,85 @@ def test_the_ends_of_the_interpolation(pairs):
 def test_an_unknown_policy_loss_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match=r"got 'gsp0'\. Did you mean 'gspo'\?"):
         PolicyObjective(ActorConfig(policy_loss=PolicyLossConfig(loss_mode="gsp0")))
+
+
+PARTS = ActorConfig(
+    policy_loss=PolicyLossConfig(loss_mode="gpg"), use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="k2"
+)
+
+
+def test_the_weights_of_the_parts_by_hand():
+    """Token 0 has policy loss and divergence, token 1 cross-entropy, token 2 a little of each."""
+    log_prob = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    loss = PolicyObjective(PARTS)(
+        log_prob,
+        torch.zeros(3),
+        TokenColumns(
+            old_log_prob=torch.tensor([-1.0, -2.0, -3.0]),
+            advantages=torch.tensor([2.0, 5.0, -1.0]),
+            mask=torch.ones(3, dtype=torch.bool),
+            row=torch.tensor([0, 1, 2]),
+            rows=3,
+            ref_log_prob=torch.tensor([-2.0, -9.0, -1.0]),
+            rl_weights=torch.tensor([1.0, 0.0, 0.5]),
+            ce_weights=torch.tensor([0.0, 1.0, 0.25]),
+            ref_kl_weights=torch.tensor([1.0, 0.0, 0.1]),
+        ),
+        BatchCounts(tokens=3, sequences=3),
+        means := WeightedMeans(),
+    )
+    loss.backward()
+    first = 2.0 * 1 + 0.5 * 0.5  # -A log pi, and k2 = (log pi - log ref)^2 / 2
+    last = 0.5 * -3.0 + 0.25 * 3 + 0.1 * 0.5 * 2.0
+    assert loss.item() == pytest.approx((first + 2.0 + last) / 3)
+    expected = [-2.0 + 0.5 * 1.0, -1.0, 0.5 * 1.0 - 0.25 + 0.1 * 0.5 * -2.0]
+    assert log_prob.grad.tolist() == pytest.approx([g / 3 for g in expected])
+    found = means.result()
+    assert found["ce_loss"] == pytest.approx(2.5)  # of the two tokens that have it
+    assert found["pg_loss"] == pytest.approx((2.0 - 3.0) / 2)
+    assert found["kl_loss"] == pytest.approx((0.5 + 2.0) / 2)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=5)
+@given(seed=st.integers(0, 1000))
+def test_a_row_of_cross_entropy_leaves_the_other_rows_as_they_are(name, mode, seed):
+    """The policy loss sees only its own tokens, whatever the log-probs of an answer are."""
+    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=name), loss_agg_mode=mode, loss_scale_factor=5)
+    objective, batch = PolicyObjective(config), Batch(seed)
+    rows, columns = batch.rows, batch.columns
+    row = np.concatenate([np.zeros(0, int), *(np.full(places.size, i) for i, places in enumerate(rows))])
+    answer = row % 2 == 0
+    counts = batch.counts
+
+    def gradient(mask, log_prob, **weights):
+        log_prob = torch.tensor(log_prob, requires_grad=True)
+        objective(
+            log_prob,
+            torch.zeros(row.size, dtype=torch.float64),
+            TokenColumns(
+                old_log_prob=torch.tensor(columns["old"]),
+                advantages=torch.tensor(columns["adv"]),
+                mask=torch.tensor(mask),
+                row=torch.tensor(row),
+                rows=len(rows),
+                chosen=torch.tensor(columns["chosen"]),
+                **{part: torch.tensor(values) for part, values in weights.items()},
+            ),
+            counts,
+            WeightedMeans(),
+        ).backward()
+        return log_prob.grad.numpy()
+
+    improbable = np.where(answer, -60.0, columns["log_prob"])
+    zero = np.zeros(row.size)
+    mixed = gradient(columns["mask"], improbable, rl_weights=1.0 - answer, ce_weights=1.0 * answer)
+    alone = gradient(columns["mask"] & ~answer, columns["log_prob"])
+    assert np.isfinite(mixed).all()
+    assert mixed[~answer].tolist() == pytest.approx(alone[~answer].tolist(), rel=1e-12)
+    # and the answers have the gradient of a policy gradient with advantage 1
+    plain = PolicyObjective(dataclasses.replace(config, policy_loss=PolicyLossConfig(loss_mode="gpg")))
+    objective, columns = plain, {**columns, "adv": zero + 1.0}
+    answers = gradient(columns["mask"] & answer, improbable)
+    assert mixed[answer].tolist() == pytest.approx(answers[answer].tolist(), rel=1e-12)

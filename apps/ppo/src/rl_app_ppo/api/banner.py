@@ -22,15 +22,14 @@ def described(config: AppConfig) -> dict[str, str]:
     rollout, data, n = config.rollout, config.data, config.rollout.n
     responses = data.train_batch_size * n
     return {
-        "algorithm": f"{config.algorithm.name}, advantages {config.algorithm.adv_estimator}, loss {config.actor.policy_loss.loss_mode}, "
-        f"seed {config.trainer.seed}",
+        "algorithm": f"{config.algorithm.name}, {_losses(config)}, seed {config.trainer.seed}",
         "preset": "; ".join(map(_preset, config.preset)),
         "model": config.model.path or "demo model",
         "trained": _trained(config),
         "actor": f"{_optimizer(config.actor.optim)}, mini-batches of {config.actor.ppo_mini_batch_size} prompts, "
         f"clip {config.actor.clip_ratio_low:g} / {config.actor.clip_ratio_high:g}",
         **({"critic": _optimizer(config.critic.optim)} if needs_critic(config.algorithm) else {}),
-        "old log-probs": _old_log_probs(config.algorithm),
+        **({"old log-probs": _old_log_probs(config.algorithm)} if config.algorithm.rl_coef else {}),
         "task": _task(config),
         "reward": config.reward.function,
         "rollout": f"{rollout.name} in {rollout.dtype}, {rollout.session}, at most {rollout.response_length} tokens per response, "
@@ -43,6 +42,17 @@ def described(config: AppConfig) -> dict[str, str]:
         if config.checkpoint_engine.enabled
         else "SYNC IS OFF: rollout keeps the initial weights",
     }
+
+
+def _losses(config: AppConfig) -> str:
+    """The parts of the loss."""
+    algorithm, parts = config.algorithm, list[str]()
+    if algorithm.rl_coef:
+        weight = "" if algorithm.rl_coef == 1 else f"{algorithm.rl_coef:g} x "
+        parts.append(f"advantages {algorithm.adv_estimator}, {weight}loss {config.actor.policy_loss.loss_mode}")
+    if algorithm.sft_coef:
+        parts.append(f"{algorithm.sft_coef:g} x cross-entropy of the data's answers ({config.data.answer_key})")
+    return " + ".join(parts)
 
 
 def _preset(name: str) -> str:
@@ -92,7 +102,7 @@ def _workers(config: AppConfig) -> str:
     ranks = f" x {config.ranks}" if config.ranks > 1 else ""
     parts = [f"{config.rollout.num_workers} rollout", "reward", f"actor{ranks}"]
     if needs_reference(config.algorithm, config.actor):
-        parts.append("reference (the actor without its adapter)" if config.lora.rank else f"reference{ranks}")
+        parts.append(f"reference{ranks}" if config.loads_reference else "reference (the actor without its adapter)")
     if needs_critic(config.algorithm):
         parts.append(f"critic{ranks}")
     return ", ".join(parts)

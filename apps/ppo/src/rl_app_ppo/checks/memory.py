@@ -13,7 +13,7 @@ import numpy as np
 from rl_app_ppo.config.placement import shares_base, shares_weights
 from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import ConfigError, SameLength
-from rl_trainer import StepGraph, needs_critic, needs_reference
+from rl_trainer import StepGraph, needs_critic
 from rl_trainer.algorithms.staleness_policy import StalenessPolicy
 from rl_trainer.workers.columns import TRAINER_SCHEMA
 
@@ -47,8 +47,11 @@ def parameters(model: Path) -> int:
     return total
 
 
-def needed_bytes(count: int, config: AppConfig) -> dict[str, int]:
-    """Role -> bytes of weights, gradients and optimizer state, without activations."""
+def needed_bytes(count: int, config: AppConfig, reference: int | None = None) -> dict[str, int]:
+    """Role -> bytes of weights, gradients and optimizer state, without activations.
+
+    `reference` are the weights of the reference policy; None: as many as those of the policy.
+    """
     trained = WEIGHTS if config.lora.rank else TRAINED
     shares = shares_weights(config)
     needed = {"actor": trained * count}
@@ -57,14 +60,16 @@ def needed_bytes(count: int, config: AppConfig) -> dict[str, int]:
         needed["rollout"] = copies * WEIGHTS * count
     if config.checkpoint_engine.enabled and not config.sends_adapters and not shares:
         needed["weight sync"] = WEIGHTS * count
-    if needs_reference(config.algorithm, config.actor) and not config.lora.rank:
-        needed["ref"] = WEIGHTS * count
+    if config.loads_reference:
+        needed["ref"] = WEIGHTS * (count if reference is None else reference)
     if needs_critic(config.algorithm):
         needed["critic"] = TRAINED * count
     return needed
 
 
-def check_memory(count: int, config: AppConfig, available: int, on_gpu: Collection[str] = ()) -> None:
+def check_memory(
+    count: int, config: AppConfig, available: int, on_gpu: Collection[str] = (), reference: int | None = None
+) -> None:
     """Check that the models on the CPU fit into the memory of this machine.
 
     Args:
@@ -72,11 +77,12 @@ def check_memory(count: int, config: AppConfig, available: int, on_gpu: Collecti
         config: the configuration of the run.
         available: bytes of memory for new processes.
         on_gpu: roles that compute on GPUs, whose models are not in this memory.
+        reference: weights of the reference policy, as in `needed_bytes`.
 
     Raises:
         ConfigError: they do not; names the parts, their sum, and the available memory.
     """
-    needed = {role: size for role, size in needed_bytes(count, config).items() if role not in on_gpu}
+    needed = {role: size for role, size in needed_bytes(count, config, reference).items() if role not in on_gpu}
     if sum(needed.values()) > available:
         parts = ", ".join(f"{role} {_gib(size)}" for role, size in needed.items())
         raise ConfigError(

@@ -12,7 +12,7 @@ from rl_app_ppo.checks.machine import check_installed_engines, gpu_count, gpu_me
 from rl_app_ppo.checks.memory import check_plane_size, step_bytes
 from rl_app_ppo.checks.model_size import ModelSize, model_size
 from rl_app_ppo.config.devices import idle_gpus, plan_processes
-from rl_app_ppo.config.model_path import described_model
+from rl_app_ppo.config.model_path import described_model, described_reference
 from rl_app_ppo.config.placement import Role, shares_base, shares_weights
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.demo.settings import ModelSettings
@@ -20,6 +20,7 @@ from rl_rollout_vllm import CPU_KV_CACHE
 from rl_trainer import build_graph
 from rl_trainer.config import ActorConfig, CriticConfig
 from rl_trainer.config.backends import FsdpConfig, MegatronConfig
+from rl_trainer.config.lora import LoraConfig
 
 
 class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +88,8 @@ def make_plan(config: AppConfig) -> Plan:
     there = gpus if gpus > 0 else gpu_count()
     planned = plan_processes(config, there)
     size = model_size(described_model(config), config.lora)
+    teacher = described_reference(config)
+    sizes: dict[Role, ModelSize] = {} if teacher is None else {"ref": model_size(teacher, LoraConfig())}
     return Plan(
         weights=size.weights,
         trained=size.trained,
@@ -99,7 +102,7 @@ def make_plan(config: AppConfig) -> Plan:
                 roles=roles,
                 gpus=gpus,
                 cpus=config.ray.cpus_per_worker,
-                memory={role: dict(role_bytes(role, config, size, on_gpu=gpus > 0)) for role in roles},
+                memory={role: dict(role_bytes(role, config, sizes.get(role, size), on_gpu=gpus > 0)) for role in roles},
             )
             for (host, roles, gpus), count in Counter((p.host, p.roles, p.gpus) for p in planned).items()
         ),

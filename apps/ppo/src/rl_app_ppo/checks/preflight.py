@@ -13,19 +13,21 @@ from rl_app_ppo.checks.machine import (
     gpus_found,
 )
 from rl_app_ppo.checks.memory import available_bytes, check_memory, check_plane_size, parameters, step_bytes
+from rl_app_ppo.checks.reference import check_reference
 from rl_app_ppo.checks.rewards import check_rewards, check_source
 from rl_app_ppo.checks.weight_engine import check_sync
 from rl_app_ppo.config.devices import plan_processes
 from rl_app_ppo.config.full_keys import full_keys_in_errors
-from rl_app_ppo.config.model_path import ADVICE, given_model, read_json
+from rl_app_ppo.config.model_path import given_model, given_reference, model_context, read_json
 from rl_app_ppo.config.placement import rollout_in_actor
 from rl_app_ppo.config.presets import NO_PRESET, of_demo
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.config.training_backends import TRAINING_BACKENDS
 from rl_app_ppo.demo.demos import DEMOS
 from rl_app_ppo.demo.settings import ModelSettings
-from rl_app_ppo.inputs.data import open_data, train_order
-from rl_app_ppo.inputs.tokenizer import load_tokenizer, vision_of
+from rl_app_ppo.demo.tokenizer import demo_tokenizer
+from rl_app_ppo.inputs.data import check_answers, open_data, train_order
+from rl_app_ppo.inputs.tokenizer import load_tokenizer, session_tokenizer, vision_of
 from rl_app_ppo.outputs.metric_sinks import check_installed, logger_names
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
@@ -57,7 +59,7 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
     check_installed(logger_names(config.trainer.logger))
     named_hooks(config.trainer.hooks)
     path, demo = given_model(config), ModelSettings()
-    context = demo.context if path is None else _context(path)
+    context = demo.context if path is None else model_context(path)
     if path is not None and vision_of(path) is not None:
         _check_sight(config, path)
         graph = build_graph(config.algorithm, config.actor, images=True)
@@ -85,6 +87,10 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
     longest = max(rows.longest for rows in data.values())
     if path is not None:
         _check_vocabulary(path, max(rows.largest_token for rows in data.values()))
+    tokenizer = load_tokenizer(path) if path is not None else demo_tokenizer(DEMOS[config.data.demo].vocabulary)
+    if config.demonstrates:
+        check_answers(config, session_tokenizer(tokenizer), data["train"])
+    check_reference(config, tokenizer.get_vocab(), longest + config.rollout.response_length)
     check_plane_size(config, step_bytes(config, graph, longest, len(data["val"]) if "val" in data else 0))
     if path is not None and config.ray.address == "local":
         _check_models_fit(config, path)
@@ -112,7 +118,8 @@ def _check_models_fit(config: AppConfig, path: Path) -> None:
     """Check that each model fits into the memory of its device, on this machine."""
     planned = plan_processes(config, gpus_found())
     on_gpu = {role for process in planned if process.gpus for role in process.roles}
-    check_memory(parameters(path), config, available_bytes(), on_gpu)
+    teacher = given_reference(config)
+    check_memory(parameters(path), config, available_bytes(), on_gpu, None if teacher is None else parameters(teacher))
     if on_gpu:
         from rl_app_ppo.checks.gpu_memory import check_gpu_memory  # torch: a run on the CPU checks without
 
@@ -179,13 +186,3 @@ def _check_vocabulary(path: Path, largest: int) -> None:
             "belong together. Save the model's own tokenizer in its folder, or call model.resize_token_embeddings(len(tokenizer)) and save "
             "both again."
         )
-
-
-def _context(path: Path) -> int:
-    """The context length of the model at `path`."""
-    described = read_json(path / "config.json", str(path))
-    text = described.get("text_config")  # the text part of a vision model
-    context = described.get("max_position_embeddings", text.get("max_position_embeddings") if text else None)
-    if not isinstance(context, int):
-        raise ConfigError(f"model.path={str(path)!r}: config.json names no max_position_embeddings. {ADVICE}")
-    return context

@@ -26,6 +26,7 @@ _PASSED_ON = {
     "DataFiles.on_bad_row": "data.on_bad_row",
     "DataFiles.paths": "data.train_files and data.val_files",
     "DataFiles.prompt_key": "data.prompt_key",
+    "Demonstrations.key": "data.answer_key",
     "Layout.sequence_parallel": "megatron.sequence_parallel",
     "NamedCurriculum.name": "data.curriculum",
     "PPOTrainer.resume": "trainer.resume_mode",

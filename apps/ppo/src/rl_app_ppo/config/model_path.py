@@ -30,6 +30,20 @@ def given_model(config: AppConfig) -> Path | None:
     return find_model(config.model.path) if config.model.path else None
 
 
+def given_reference(config: AppConfig) -> Path | None:
+    """Folder of the reference policy; None: it is the initial policy.
+
+    Raises:
+        ConfigError: see `find_model`.
+    """
+    if not config.reference.path:
+        return None
+    try:
+        return find_model(config.reference.path)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path=", "reference.path=")) from error
+
+
 def find_model(name: str) -> Path:
     """Find the checkpoint folder of `model.path=name`: a folder, or a model in the local cache.
 
@@ -58,9 +72,20 @@ def described_model(config: AppConfig) -> Path | None:
     Raises:
         ConfigError: there is none; names the command that downloads that file alone.
     """
-    name = config.model.path
-    if not name:
+    return _described(config.model.path) if config.model.path else None
+
+
+def described_reference(config: AppConfig) -> Path | None:
+    """The same of the reference policy; None: it is the initial policy."""
+    if not config.reference.path:
         return None
+    try:
+        return _described(config.reference.path)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path=", "reference.path=")) from error
+
+
+def _described(name: str) -> Path:
     path = Path(name).expanduser()
     if (path / "config.json").exists():
         return path
@@ -166,3 +191,17 @@ def read_json(file: Path, name: str) -> dict[str, Any]:
         raise ConfigError(
             f"model.path={name!r} is no readable Hugging Face checkpoint folder: {file.name}: {error}. {ADVICE}"
         ) from error
+
+
+def model_context(path: Path) -> int:
+    """The context length of the model at `path`.
+
+    Raises:
+        ConfigError: its config.json names none.
+    """
+    described = read_json(path / "config.json", str(path))
+    text = described.get("text_config")  # the text part of a vision model
+    context = described.get("max_position_embeddings", text.get("max_position_embeddings") if text else None)
+    if not isinstance(context, int):
+        raise ConfigError(f"model.path={str(path)!r}: config.json names no max_position_embeddings. {ADVICE}")
+    return context

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from rl_app_ppo.config.rollout_engines import ROLLOUT_ENGINES
 from rl_protocol import ConfigError
 from rl_protocol.support.options import items
-from rl_trainer import RolloutConfig, needs_critic, needs_reference
+from rl_trainer import RolloutConfig, needs_critic
 
 if TYPE_CHECKING:
     from rl_app_ppo.config.schema import AppConfig
@@ -232,7 +232,7 @@ def _check_group(group: WorkerGroup, config: AppConfig) -> None:
 def _used(role: Role, config: AppConfig) -> bool:
     match role:
         case "ref":  # with LoRA the reference is the actor without its adapter
-            return needs_reference(config.algorithm, config.actor) and not config.lora.rank
+            return config.loads_reference
         case "critic":
             return needs_critic(config.algorithm)
         case _:

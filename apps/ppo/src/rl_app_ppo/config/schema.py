@@ -18,7 +18,7 @@ from rl_app_ppo.config.training_backends import (
 from rl_app_ppo.demo.demos import DEMOS
 from rl_ckpt_engine import CheckpointEngineConfig
 from rl_protocol.support.options import Options, condition, group, option, require
-from rl_trainer import needs_critic
+from rl_trainer import needs_critic, needs_reference
 from rl_trainer.config import (
     ActorConfig,
     AlgorithmConfig,
@@ -74,6 +74,11 @@ class DataConfig(Options):
     )
     prompt_key: str = option(
         "prompt", "field of a row with the prompt: a list of messages, or a text", needs="train_files", verl="."
+    )
+    answer_key: str = option(
+        "ground_truth",
+        "answer that algorithm.sft_coef trains on: ground_truth, or the key of a text in a row's extra_info, such as answer",
+        needs="demonstrates",
     )
     max_prompt_length: int = option(512, "most tokens of a prompt from a file", ge=1, needs="train_files", verl=".")
     filter_overlong_prompts: bool = option(
@@ -155,6 +160,17 @@ class ModelConfig(Options):
         "folder of demo models and prepared data files, by content hash",
         needs="caches",
         resume="free",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceConfig(Options):
+    """The reference policy."""
+
+    path: str = option(
+        "",
+        "checkpoint folder, or name in the local Hugging Face cache, of a model with the same tokenizer, of any size: the teacher of "
+        "algorithm=opd; empty: the initial policy",
     )
 
 
@@ -387,6 +403,7 @@ class AppConfig(Options):
     lora: LoraConfig = group(
         LoraConfig, "adapters instead of all weights", needs="rank>0", verl="actor_rollout_ref.model"
     )
+    reference: ReferenceConfig = group(ReferenceConfig, "reference policy", needs="reads_reference")
     reward: RewardConfig = group(RewardConfig, "scoring")
     actor: ActorConfig = group(ActorConfig, "policy training", verl="actor_rollout_ref.actor")
     critic: CriticConfig = group(CriticConfig, "value training", needs="trains_critic", verl="critic")
@@ -405,10 +422,22 @@ class AppConfig(Options):
         """Whether a critic is trained."""
         return needs_critic(self.algorithm)
 
-    @condition("algorithm.use_kl_in_reward=true or actor.use_kl_loss=true")
+    @condition("algorithm.use_kl_in_reward=true, actor.use_kl_loss=true or algorithm.adv_estimator=opd")
     def reads_reference(self) -> bool:
         """Whether the divergence from the reference policy is computed."""
-        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+        return needs_reference(self.algorithm, self.actor)
+
+    @property
+    def loads_reference(self) -> bool:
+        """Whether the reference is a model of its own; with LoRA it may be the actor without its
+        adapter.
+        """
+        return self.reads_reference and (not self.lora.rank or bool(self.reference.path))
+
+    @condition("algorithm.sft_coef above 0")
+    def demonstrates(self) -> bool:
+        """Whether answers of the data are trained on."""
+        return self.algorithm.sft_coef > 0
 
     @condition(
         "anything to cache: the demo model (model.path empty), data files (data.train_files), or objects given to train()"
@@ -470,6 +499,18 @@ class AppConfig(Options):
         ROLLOUT_ENGINES.get(self.rollout.name)
         check_combination(self.algorithm, self.actor, self.rollout.n)
         check_staleness(self.async_rl, self.algorithm, self.actor)
+        require(
+            self.algorithm.adv_estimator != "opd" or bool(self.reference.path),
+            f"{path}reference.path",
+            "the teacher's checkpoint folder with algorithm.adv_estimator=opd",
+            self.reference.path,
+        )
+        require(
+            self.rollout.temperature == 1 or not self.demonstrates,
+            f"{path}rollout.temperature",
+            "1 with algorithm.sft_coef above 0: log-probs are those of the policy at this temperature, and so is the cross-entropy",
+            self.rollout.temperature,
+        )
         self._check_batches(path)
         if self.trainer.deterministic:
             self._check_deterministic(path)

@@ -14,6 +14,7 @@ from rl_app_ppo.cluster.ray_actor import RayProcess, RayWorker
 from rl_app_ppo.config.devices import PlannedProcess, described_gpus, host_bundles, idle_gpus, plan_processes
 from rl_app_ppo.config.hosts import match_nodes
 from rl_app_ppo.config.loading import to_yaml
+from rl_app_ppo.config.model_path import given_reference
 from rl_app_ppo.config.placement import Role, WorkerGroup
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.outputs.console import Screen
@@ -186,11 +187,14 @@ class WorkerPool:
         """
         meetings = await self._open_rendezvous()
         resolved, described = to_yaml(self._config), msgspec.json.encode(plane)
+        teacher = given_reference(self._config)
+        reference = "" if teacher is None else str(teacher.absolute())
         calls = list[Awaitable[None]]()
         for planned, process in zip(self._planned, self.processes, strict=True):
             call = BuildCall(
                 config=resolved,
                 model_path=str(model_path),
+                reference_path=reference,
                 plane=described,
                 rank=0 if planned.roles == ("rollout",) else planned.rank,  # replicas share no model
                 network=meetings[planned.group][0],

@@ -13,8 +13,10 @@ from rl_app_ppo.demo.demos import DEMOS
 from rl_app_ppo.demo.tokenizer import demo_tokenizer
 from rl_app_ppo.inputs.tokenizer import load_tokenizer
 from rl_trainer import Mixture, PromptOrder, PromptRow
+from rl_trainer import Tokenizer as SessionTokenizer
 from rl_trainer.data.curriculum import NamedCurriculum
 from rl_trainer.data.validation_split import PreparedPrompts, Subset, hold_out
+from rl_trainer.rollout.demonstrations import Demonstrations
 
 
 class DemoDataset:
@@ -97,6 +99,22 @@ def _from_files(config: AppConfig, model_path: Path | None) -> Mapping[str, Prep
         return {"train": whole}
     train, val = hold_out(len(whole), data.val_split)
     return {"train": Subset(whole, train), "val": Subset(whole, val)}
+
+
+def demonstrations(config: AppConfig, tokenizer: SessionTokenizer, eos_id: int) -> Demonstrations:
+    """Reads the answers of training rows (data.answer_key)."""
+    return Demonstrations(tokenizer=tokenizer, eos_id=eos_id, key=config.data.answer_key)
+
+
+def check_answers(config: AppConfig, tokenizer: SessionTokenizer, rows: PreparedPrompts) -> None:
+    """Check the answer of every row.
+
+    Raises:
+        ConfigError: a row has no answer, or a longer one than rollout.response_length.
+    """
+    reader = demonstrations(config, tokenizer, eos_id=0)
+    for row in range(len(rows)):
+        reader.trajectory(rows[row], 0, config.rollout.response_length)
 
 
 def about_validation(config: AppConfig, data: Mapping[str, PreparedPrompts]) -> str:

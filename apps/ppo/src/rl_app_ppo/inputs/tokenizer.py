@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from rl_app_ppo.config.model_path import read_json
 from rl_protocol import ConfigError
 from rl_trainer import Tokenizer as SessionTokenizer
 from rl_trainer.data.images import Vision
@@ -60,4 +61,21 @@ def session_tokenizer(tokenizer: Tokenizer) -> SessionTokenizer:
     """The tokenizer of sessions."""
     return SessionTokenizer(
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False).ids, decode=decoder(tokenizer)
+    )
+
+
+def eos_of(model_path: Path) -> int:
+    """The token that ends a response of the model in a checkpoint folder.
+
+    Raises:
+        ConfigError: neither generation_config.json nor config.json names one.
+    """
+    for name in ("generation_config.json", "config.json"):
+        file = model_path / name
+        found = read_json(file, str(model_path)).get("eos_token_id") if file.exists() else None
+        first = found[0] if isinstance(found, list) and found else found
+        if isinstance(first, int):
+            return first
+    raise ConfigError(
+        f"model.path={str(model_path)!r}: neither generation_config.json nor config.json has an eos_token_id, the token that ends a response."
     )

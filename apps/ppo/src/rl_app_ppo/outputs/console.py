@@ -37,7 +37,9 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float
 
     `kl` is the divergence from the reference, nats per token; absent without a reference. `ent`,
     the entropy, is absent where no pass computed it: the critic warms up, and old log-probs are the
-    engine's. If the line is too long, it leaves out the first ones of SPARE.
+    engine's. `ce` is the cross-entropy of the data's answers, nats per token; where these are all
+    that is trained on, there is no reward. If the line is too long, it leaves out the first ones of
+    SPARE.
 
     Args:
         step: number of the step.
@@ -49,11 +51,12 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float
     accuracy, lag = validation_accuracy(metrics), metrics.get(STALENESS, 0.0)
     parts = {
         "step": f"step {step:>{len(str(total))}}/{total}",
-        "reward": f"reward {metrics.get('critic/score/mean', 0.0):6.3f}",
-        "acc": f"acc {metrics.get('critic/acc/mean', 0.0):.3f}",
+        "reward": _part("reward", metrics, "critic/score/mean", "6.3f"),
+        "acc": _part("acc", metrics, "critic/acc/mean", ".3f"),
+        "ce": _part("ce", metrics, "actor/ce_loss", ".4f"),
         "len": f"len {metrics.get('response_length/mean', 0.0):5.1f}",
         "kl": "" if kl is None else f"kl {kl:.4f}",
-        "ent": f"ent {metrics['actor/entropy']:.3f}" if "actor/entropy" in metrics else "",
+        "ent": _part("ent", metrics, "actor/entropy", ".3f"),
         "s": f"{metrics.get('timing_s/step', 0.0):5.2f} s",
         "left": "" if left_s is None else f"left {_clock(left_s)}",
         "lag": f"lag {lag:.0f}" if lag else "",
@@ -63,6 +66,11 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float
     while len(line := "  ".join(filter(None, parts.values()))) > COLUMNS and (name := next(spare, "")):
         del parts[name]
     return line
+
+
+def _part(label: str, metrics: Mapping[str, float], name: str, spec: str) -> str:
+    """One value of a step's line; empty if the step has no such metric."""
+    return f"{label} {metrics[name]:{spec}}" if name in metrics else ""
 
 
 def _clock(seconds: float) -> str:

@@ -17,8 +17,8 @@ from rl_app_ppo.config.rollout_engines import RolloutSetup
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.config.training_backends import TrainingBackendSpec
 from rl_app_ppo.demo.demos import DEMOS
-from rl_app_ppo.inputs.data import open_data
-from rl_app_ppo.inputs.tokenizer import decoder, load_tokenizer, raw_decoder, session_tokenizer, vision_of
+from rl_app_ppo.inputs.data import demonstrations, open_data
+from rl_app_ppo.inputs.tokenizer import decoder, eos_of, load_tokenizer, raw_decoder, session_tokenizer, vision_of
 from rl_app_ppo.worker.cores import cores_of_each
 from rl_app_ppo.worker.messages import BuildCall
 from rl_app_ppo.worker.rank_network import rank_interface
@@ -191,7 +191,17 @@ def _rollout(config: AppConfig, call: BuildCall, plane: DataPlane, engine: Rollo
     receiver = ReceiverEndpoint(weight_engine(config, call), engine)
     data, session = open_data(config, path), config.rollout.session
     tokenizer, restart = session_tokenizer(load_tokenizer(path)), config.async_rl.on_update == "abort"
-    return RolloutWorker(plane, engine, data, session, tokenizer, _reader(path), restart=restart), receiver
+    worker = RolloutWorker(
+        plane,
+        engine,
+        data,
+        session,
+        tokenizer,
+        _reader(path),
+        demonstrations=demonstrations(config, tokenizer, eos_of(path)) if config.demonstrates else None,
+        restart=restart,
+    )
+    return worker, receiver
 
 
 def _reader(path: Path) -> ImageReader | None:
@@ -276,6 +286,7 @@ def _trained(
         critic = TorchCriticBackend(path, config.critic, rollout_n=n, seed=seed, strategy=strategy)
         return CriticWorker(plane, columns, critic), None
     if role == "ref":
+        path = Path(call.reference_path or path)
         reference = TorchPolicyBackend(path, config.actor, strategy=strategy, options=PolicyOptions(frozen=True))
         return ReferenceWorker(plane, columns, reference, temperature), None
     policy = TorchPolicyBackend(

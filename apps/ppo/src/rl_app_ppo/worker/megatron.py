@@ -95,9 +95,10 @@ def build_megatron(
         if role == "critic":
             return CriticWorker(plane, columns, megatron_critic(config, path, ranks)), None
         temperature = config.rollout.temperature
-        policy = megatron_policy(config, path, ranks, frozen=role == "ref")
         if role == "ref":
-            return ReferenceWorker(plane, columns, policy, temperature), None
+            reference = megatron_policy(config, Path(call.reference_path or path), ranks, frozen=True)
+            return ReferenceWorker(plane, columns, reference, temperature), None
+        policy = megatron_policy(config, path, ranks)
         return ActorWorker(plane, columns, policy, temperature), sender_of(config, call, policy)
 
     return build
@@ -114,7 +115,7 @@ def megatron_policy(config: AppConfig, path: Path, ranks: Ranks, *, frozen: bool
     actor, options = config.actor, config.engine_as(MegatronConfig)
     return MegatronPolicyBackend(
         path,
-        lora=_adapters(config.lora) if config.lora.rank else None,
+        lora=_adapters(config.lora) if config.lora.rank and not frozen else None,
         loss=TrainerLoss(PolicyObjective(actor, loss_correction(config.algorithm))),
         ranks=ranks,
         settings=TrainSettings(

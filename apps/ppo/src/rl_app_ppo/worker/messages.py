@@ -23,6 +23,8 @@ class BuildCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     config: str
     """The resolved configuration, YAML."""
     model_path: str
+    reference_path: str = ""
+    """Folder of the reference policy; empty: the one of the policy."""
     plane: bytes
     """PlaneDescriptor, JSON."""
     rank: int = 0

@@ -13,6 +13,7 @@ from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInpu
 from rl_trainer.algorithms.arrays import BoolArray, FloatArray, IntArray, row_sums
 from rl_trainer.algorithms.covariance_tokens import clip_cov_tokens, kl_cov_tokens
 from rl_trainer.algorithms.kl import kl_penalty
+from rl_trainer.algorithms.loss_parts import part_weights
 from rl_trainer.algorithms.losses import POLICY_LOSSES
 from rl_trainer.algorithms.metrics import length_stats, stats
 from rl_trainer.algorithms.old_log_prob import LogProbGap
@@ -60,7 +61,8 @@ def estimate_advantages(batch: KVBatchMeta, data: BatchData, settings: Advantage
         settings: settings of this step.
     """
     config, offsets = settings.algorithm, data.ragged("responses").offsets
-    mask, weights, metrics = _corrected(data, config.rollout_correction)
+    generated, given = _generated(data)
+    mask, weights, metrics = _corrected(data, generated, config.rollout_correction)
     scores = data.dense("scores").values.astype(np.float64)
     penalty, reward_kl, kl_metrics = _kl_penalty(data, mask, settings)
     inputs = AdvantageInputs(
@@ -71,6 +73,7 @@ def estimate_advantages(batch: KVBatchMeta, data: BatchData, settings: Advantage
         token_rewards=penalty,
         values=_optional(data, "values"),
         old_log_probs=_optional(data, "old_log_probs"),
+        ref_log_prob=_optional(data, "ref_log_prob"),
         sum_pi_squared=_optional(data, "sum_pi_squared"),
         rollout_is_weights=weights,
         reward_baselines=data.dense("reward_baselines").values.astype(np.float64)
@@ -84,31 +87,54 @@ def estimate_advantages(batch: KVBatchMeta, data: BatchData, settings: Advantage
         lam=config.lam,
         norm_by_std=config.norm_adv_by_std_in_grpo,
     )
-    advantages, returns = ADVANTAGE_ESTIMATORS.get(config.adv_estimator).estimate(inputs)
+    advantages, returns = _estimate(inputs, config)
     columns = {
         "advantages": RaggedColumn(advantages.astype(np.float32), offsets, "float32"),
         "returns": RaggedColumn(returns.astype(np.float32), offsets, "float32"),
-        "loss_mask": RaggedColumn(mask, offsets, "bool"),
+        "loss_mask": RaggedColumn(mask | given, offsets, "bool"),
     }
+    if config.sft_coef or config.rl_coef != 1:
+        weighted = part_weights(given, config)
+        columns |= {name: RaggedColumn(values, offsets, "float32") for name, values in weighted.items()}
     if weights is not None:
         columns["rollout_is_weights"] = RaggedColumn(weights.astype(np.float32), offsets, "float32")
-    if POLICY_LOSSES.get(settings.policy_loss.loss_mode).chooses:
+    if config.rl_coef and POLICY_LOSSES.get(settings.policy_loss.loss_mode).chooses:
         columns["chosen_tokens"] = RaggedColumn(_chosen_tokens(inputs, advantages, settings), offsets, "bool")
-    final = inputs.episodes.final_row
+    final, demonstrations = _rows_by_origin(inputs.episodes.final_row, given, offsets)
     rewards = scores if penalty is None else scores + row_sums(penalty, offsets)
     metrics |= kl_metrics | batch_metrics(data, mask, rewards, advantages, returns, settings.response_length, final)
     metrics |= _equal_groups([inputs.keys[row].uid for row in final], scores[final])
+    metrics |= stats("demonstration/score", scores[demonstrations])
     return Estimates(BatchData(columns), metrics, reward_kl)
 
 
+def _estimate(inputs: AdvantageInputs, config: AlgorithmConfig) -> tuple[FloatArray, FloatArray]:
+    """Advantages and returns [T]; 0 in a run without a policy loss."""
+    if not config.rl_coef:
+        return np.zeros(inputs.mask.size), np.zeros(inputs.mask.size)
+    return ADVANTAGE_ESTIMATORS.get(config.adv_estimator).estimate(inputs)
+
+
+def _generated(data: BatchData) -> tuple[BoolArray, BoolArray]:
+    """The tokens to train on that the policy generated, and those that the data gave, both [T]."""
+    mask = data.ragged("response_mask").values.astype(np.bool_)
+    given = data.ragged("demonstration").values.astype(np.bool_) if "demonstration" in data else np.zeros_like(mask)
+    return mask & ~given, mask & given
+
+
+def _rows_by_origin(final: IntArray, given: BoolArray, offsets: IntArray) -> tuple[IntArray, IntArray]:
+    """The rows of `final` that the policy generated, and those that the data gave."""
+    own = row_sums(given.astype(np.float64), offsets)[final] == 0
+    return final[own], final[~own]
+
+
 def _corrected(
-    data: BatchData, config: RolloutCorrectionConfig
+    data: BatchData, mask: BoolArray, config: RolloutCorrectionConfig
 ) -> tuple[BoolArray, FloatArray | None, dict[str, float]]:
     """Mask after rejection, importance weights, and rollout_corr/* metrics.
 
     Without log-probs of both policies there is nothing to correct here.
     """
-    mask = data.ragged("response_mask").values.astype(np.bool_)
     if "rollout_log_probs" not in data:
         return mask, None, {}
     train, rollout = _flat(data, "old_log_probs"), _flat(data, "rollout_log_probs")
@@ -131,7 +157,7 @@ def _kl_penalty(
     the metrics.
     """
     config = settings.algorithm
-    if "ref_log_prob" not in data:
+    if "ref_log_prob" not in data or "old_log_probs" not in data:
         return None, None, {}
     kl = kl_penalty(_flat(data, "old_log_probs"), _flat(data, "ref_log_prob"), config.kl_penalty)
     name = "actor/reward_kl_penalty" if config.use_kl_in_reward else "actor/ref_kl"

@@ -80,6 +80,8 @@ def recompute_reason(algorithm: AlgorithmConfig) -> str:
     """The setting for which `auto` recomputes in every step; empty: it can take the engine's."""
     if "sum_pi_squared" in ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator).reads:
         return f"AlgorithmConfig.adv_estimator={algorithm.adv_estimator} reads sum_pi_squared of that pass"
+    if algorithm.sft_coef:
+        return "AlgorithmConfig.sft_coef trains on answers of the data, which no rollout engine generated"
     for name in ("rollout_is", "rollout_rs"):
         if getattr(algorithm.rollout_correction, name):
             return f"RolloutCorrectionConfig.{name} compares them with those of the rollout engine"

@@ -183,8 +183,8 @@ def token_columns(micro: BatchData, row: torch.Tensor) -> TokenColumns:
         return flat(micro, name, row.device) if name in micro else None
 
     return TokenColumns(
-        old_log_prob=flat(micro, "old_log_probs", row.device),
-        advantages=flat(micro, "advantages", row.device),
+        old_log_prob=optional("old_log_probs"),
+        advantages=optional("advantages"),
         mask=mask_of(micro, row.device),
         row=row,
         rows=len(micro),
@@ -192,6 +192,9 @@ def token_columns(micro: BatchData, row: torch.Tensor) -> TokenColumns:
         weights=optional("rollout_is_weights"),
         chosen=flag(micro, "chosen_tokens", row.device) if "chosen_tokens" in micro else None,
         interpolation=optional(INTERPOLATION),
+        rl_weights=optional("rl_weights"),
+        ce_weights=optional("ce_weights"),
+        ref_kl_weights=optional("ref_kl_weights"),
     )
 
 

@@ -74,6 +74,13 @@ class AlgorithmConfig(Options):
         "advantage estimator",
         plugins="rl_trainer.advantage_estimators",
     )
+    rl_coef: float = option(1.0, "weight of the policy loss; 0: none is computed, and no advantages", ge=0)
+    sft_coef: float = option(
+        0.0,
+        "weight of the cross-entropy of the data's own answers; above 0, the last response to each training prompt is its answer, and is "
+        "not generated",
+        ge=0,
+    )
     gamma: float = option(1.0, "discount per token", ge=0, le=1, verl=".")
     lam: float = option(1.0, "lambda of GAE", ge=0, le=1, needs="trains_critic", verl=".")
     norm_adv_by_std_in_grpo: bool = option(

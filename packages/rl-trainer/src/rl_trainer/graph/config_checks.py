@@ -8,7 +8,7 @@ from rl_trainer.algorithms.losses import POLICY_LOSSES
 from rl_trainer.algorithms.old_log_prob import starts_from_rollout
 from rl_trainer.config import ActorConfig, AlgorithmConfig, AsyncConfig
 
-WRITABLE = ("values", "old_log_probs", "sum_pi_squared", "reward_components", "reward_baselines")
+WRITABLE = ("values", "old_log_probs", "ref_log_prob", "sum_pi_squared", "reward_components", "reward_baselines")
 """Columns beyond scores and masks that an estimator can read."""
 
 
@@ -18,6 +18,7 @@ def check_combination(algorithm: AlgorithmConfig, actor: ActorConfig, rollout_n:
     Raises:
         ConfigError: names the settings, and what to set.
     """
+    _check_parts(algorithm, actor, rollout_n)
     _check_estimator(algorithm, rollout_n)
     _check_loss(algorithm, actor)
 
@@ -38,7 +39,7 @@ def check_staleness(async_rl: AsyncConfig, algorithm: AlgorithmConfig, actor: Ac
         )
     if not bound:
         return
-    if not POLICY_LOSSES.get(loss).off_policy and not algorithm.rollout_correction.rollout_is:
+    if algorithm.rl_coef and not POLICY_LOSSES.get(loss).off_policy and not algorithm.rollout_correction.rollout_is:
         raise ConfigError(
             f"AsyncConfig.max_staleness={bound} trains on responses of older weights, and PolicyLossConfig.loss_mode={loss} has neither a ratio to "
             "the old policy nor a correction; set RolloutCorrectionConfig.rollout_is=token, another loss_mode, or AsyncConfig.max_staleness=0."
@@ -50,13 +51,63 @@ def check_staleness(async_rl: AsyncConfig, algorithm: AlgorithmConfig, actor: Ac
         )
 
 
+def _check_parts(algorithm: AlgorithmConfig, actor: ActorConfig, rollout_n: int) -> None:
+    """Check the parts of the loss, and what demonstrations can't be combined with."""
+    reads = ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator).reads
+    if not algorithm.rl_coef:
+        _check_without_policy_loss(algorithm, actor, rollout_n, reads)
+    if not algorithm.sft_coef:
+        return
+    refused = {
+        f"AlgorithmConfig.adv_estimator={algorithm.adv_estimator}": "values" in reads,
+        "FilterGroupsConfig.enable=true": algorithm.filter_groups.enable,
+        f"AlgorithmConfig.old_log_prob={algorithm.old_log_prob}": bool(algorithm.rl_coef)
+        and starts_from_rollout(algorithm.old_log_prob),
+    }
+    for setting, given in refused.items():
+        if given:
+            raise ConfigError(
+                f"AlgorithmConfig.sft_coef={algorithm.sft_coef:g} adds an answer of the data to the responses of each prompt, which {setting} "
+                "would take for a generated one; set another value, or sft_coef=0."
+            )
+
+
+def _check_without_policy_loss(
+    algorithm: AlgorithmConfig, actor: ActorConfig, rollout_n: int, reads: tuple[str, ...]
+) -> None:
+    correction = algorithm.rollout_correction
+    useless = {
+        f"AlgorithmConfig.adv_estimator={algorithm.adv_estimator}": bool(reads),
+        "AlgorithmConfig.use_kl_in_reward=true": algorithm.use_kl_in_reward,
+        "RolloutCorrectionConfig.rollout_is": bool(correction.rollout_is),
+        "RolloutCorrectionConfig.rollout_rs": bool(correction.rollout_rs),
+    }
+    for setting, given in useless.items():
+        if given:
+            raise ConfigError(
+                f"AlgorithmConfig.rl_coef=0 computes no policy loss and no advantages, for which {setting} is; leave it at its default, or set "
+                "rl_coef above 0."
+            )
+    if not algorithm.sft_coef and not actor.use_kl_loss:
+        raise ConfigError(
+            "AlgorithmConfig.rl_coef=0 leaves nothing to train on; set AlgorithmConfig.sft_coef above 0, or ActorConfig.use_kl_loss=true."
+        )
+    if algorithm.sft_coef and not actor.use_kl_loss and rollout_n > 1:
+        raise ConfigError(
+            f"RolloutConfig.n must be 1 with AlgorithmConfig.rl_coef=0 and sft_coef above 0, which train on the data's answer to each prompt "
+            f"alone; got {rollout_n}."
+        )
+
+
 def _check_estimator(algorithm: AlgorithmConfig, rollout_n: int) -> None:
     name = algorithm.adv_estimator
-    estimator = ADVANTAGE_ESTIMATORS.get(name)
-    if estimator.compares and rollout_n < 2:
+    estimator, given = ADVANTAGE_ESTIMATORS.get(name), int(algorithm.sft_coef > 0)
+    least = given + (2 if estimator.compares else 1)
+    if algorithm.rl_coef and rollout_n < least:
+        compares = ", which compares the responses of a prompt" if estimator.compares else ""
+        answer = ", of which AlgorithmConfig.sft_coef above 0 makes one the data's answer" if given else ""
         raise ConfigError(
-            f"RolloutConfig.n must be at least 2 with AlgorithmConfig.adv_estimator={name}, which compares the "
-            f"responses of a prompt; got {rollout_n}."
+            f"RolloutConfig.n must be at least {least} with AlgorithmConfig.adv_estimator={name}{compares}{answer}; got {rollout_n}."
         )
     unknown = [column for column in estimator.reads if column not in WRITABLE]
     if unknown:

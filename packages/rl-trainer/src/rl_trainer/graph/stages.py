@@ -73,7 +73,7 @@ def needs_sum_pi_squared(algorithm: AlgorithmConfig) -> bool:
 
 def needs_reference(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
     """Whether anything reads the reference policy's log-probs."""
-    return algorithm.use_kl_in_reward or actor.use_kl_loss
+    return bool(step_columns(algorithm, actor).reference)
 
 
 def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig, *, images: bool = False) -> StepGraph:
@@ -87,6 +87,8 @@ def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig, *, images: bool 
             together.
     """
     columns, mode = step_columns(algorithm, actor, images=images), old_log_prob_mode(algorithm)
+    if not columns.advantages:
+        return check_graph(_stages(algorithm, actor, columns, samples=False, recomputes=False))
     if mode == "auto":
         check_graph(_stages(algorithm, actor, columns.with_rollout_log_probs(), samples=True, recomputes=False))
     return check_graph(

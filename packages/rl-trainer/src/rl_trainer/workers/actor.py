@@ -98,11 +98,12 @@ class ActorWorker(ModelWorker, StatefulWorker):
             *step.tokens,
             *step.mask,
             *step.old,
-            "advantages",
+            *step.advantages[:1],
             *step.reference_loss,
             *step.weights,
             *step.chosen,
             *step.versions,
+            *step.part_weights,
         ),
         reads_as=lambda step: {**step.old_as, **MASK_AS},
     )

@@ -92,9 +92,16 @@ class AdvantageStages:
             *step.scored_policy,
             *step.estimated_from,
             *step.reference,
+            *step.demonstration,
         ),
         reads_as=lambda step: step.old_as,
-        writes=lambda step: ("advantages", "returns", *step.rejected, *step.weights, *step.chosen),
+        writes=lambda step: (
+            *step.advantages,
+            *step.rejected,
+            *step.weights,
+            *step.chosen,
+            *step.part_weights,
+        ),
         schema=TRAINER_SCHEMA,
     )
     async def adv(self, data: BatchData, call: StageCall) -> Output[StageResult]:

@@ -9,6 +9,7 @@ from rl_protocol import KVBatchMeta, Tag
 from rl_protocol.batch.schema import BatchSchema, ColumnSpec, SameLength
 from rl_protocol.rl_columns import IMAGE_COLUMNS, TRAIN_PARTITION, TRAJECTORY_SCHEMA, VALIDATION_PARTITION
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from rl_trainer.algorithms.loss_parts import loss_parts
 from rl_trainer.algorithms.losses import POLICY_LOSSES
 from rl_trainer.algorithms.old_log_prob import old_log_prob_mode, starts_from_rollout
 from rl_trainer.config import ActorConfig, AlgorithmConfig
@@ -18,6 +19,9 @@ BASELINE_PARTITION = "baseline"
 
 PARTITIONS = (TRAIN_PARTITION, VALIDATION_PARTITION, BASELINE_PARTITION)
 """Partitions that prompts are rolled out into."""
+
+PART_WEIGHTS = ("rl_weights", "ce_weights", "ref_kl_weights")
+"""Weights of the parts of a token's loss."""
 
 _BETWEEN_STAGES = (
     ColumnSpec(
@@ -56,6 +60,23 @@ _BETWEEN_STAGES = (
         meaning="importance weight of the rollout correction, 0 where masked",
     ),
     ColumnSpec(
+        name="demonstration",
+        kind="ragged",
+        dtype="bool",
+        writer="rollout",
+        meaning="tokens of the data's answer, which no policy generated",
+    ),
+    *(
+        ColumnSpec(
+            name=f"{part}_weights",
+            kind="ragged",
+            dtype="float32",
+            writer="adv",
+            meaning=f"weight of the part {part} of the loss",
+        )
+        for part in ("rl", "ce", "ref_kl")
+    ),
+    ColumnSpec(
         name="chosen_tokens", kind="ragged", dtype="bool", writer="adv", meaning="tokens chosen by clip-cov or kl-cov"
     ),
 )
@@ -64,8 +85,18 @@ TRAINER_SCHEMA = BatchSchema(
     (*TRAJECTORY_SCHEMA.columns.values(), *_BETWEEN_STAGES),
     laws=(
         *TRAJECTORY_SCHEMA.laws,
-        SameLength(("responses", "sum_pi_squared", "loss_mask", "rollout_is_weights", "chosen_tokens")),
-        SameLength(("advantages", "returns", "loss_mask", "rollout_is_weights", "chosen_tokens")),
+        SameLength(
+            (
+                "responses",
+                "sum_pi_squared",
+                "loss_mask",
+                "rollout_is_weights",
+                "chosen_tokens",
+                "demonstration",
+                *PART_WEIGHTS,
+            )
+        ),
+        SameLength(("advantages", "returns", "loss_mask", "rollout_is_weights", "chosen_tokens", *PART_WEIGHTS)),
     ),
 )
 
@@ -114,6 +145,9 @@ class StepColumns:
         weights: importance weights of the rollout correction.
         chosen: tokens that the policy loss treats differently.
         versions: of the weights that generated each token, for interpolated old log-probs.
+        demonstration: tokens that the data gave.
+        advantages: what the policy loss and the value loss read; empty: there is no policy loss.
+        part_weights: weights of the parts of a token's loss that are not the same for all tokens.
     """
 
     images: tuple[str, ...] = ()
@@ -130,6 +164,9 @@ class StepColumns:
     weights: tuple[str, ...] = ()
     chosen: tuple[str, ...] = ()
     versions: tuple[str, ...] = ()
+    demonstration: tuple[str, ...] = ()
+    advantages: tuple[str, ...] = ("advantages", "returns")
+    part_weights: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -162,18 +199,24 @@ def step_columns(algorithm: AlgorithmConfig, actor: ActorConfig, *, images: bool
     loss, correction = POLICY_LOSSES.get(actor.policy_loss.loss_mode), algorithm.rollout_correction
     filtering, mode = algorithm.filter_groups, old_log_prob_mode(algorithm)
     from_engine = starts_from_rollout(mode)
-    reference = ("ref_log_prob",) if algorithm.use_kl_in_reward or actor.use_kl_loss else ()
+    reads_reference = algorithm.use_kl_in_reward or actor.use_kl_loss or "ref_log_prob" in estimator.reads
+    reference = ("ref_log_prob",) if reads_reference else ()
+    parts = loss_parts(algorithm, actor)
     columns = StepColumns(
         images=IMAGE_COLUMNS if images else (),
         reward_components=("reward_components",) if algorithm.gdpo_reward_keys else (),
         filter=(FILTER_COLUMNS[filtering.metric],) if filtering.enable else (),
         sum_pi_squared=("sum_pi_squared",) if "sum_pi_squared" in estimator.reads else (),
-        estimated_from=tuple(name for name in estimator.reads if name != "old_log_probs"),
+        estimated_from=tuple(name for name in estimator.reads if name not in ("old_log_probs", "ref_log_prob")),
         reference=reference,
         reference_loss=reference if actor.use_kl_loss else (),
         rejected=("loss_mask",) if correction.rollout_rs and not from_engine else (),
         weights=("rollout_is_weights",) if correction.rollout_is and not from_engine else (),
         chosen=("chosen_tokens",) if loss.chooses else (),
         versions=("rollout_versions",) if mode == "interpolate" else (),
+        demonstration=("demonstration",) if parts.ce else (),
+        part_weights=parts.columns,
     )
+    if not parts.rl:
+        return replace(columns, old=(), scored_policy=(), advantages=(), chosen=())
     return columns.with_rollout_log_probs() if from_engine else columns

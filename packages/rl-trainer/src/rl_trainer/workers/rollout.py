@@ -12,9 +12,10 @@ import numpy as np
 from rl_protocol import BatchData, ConfigError, KVBatchMeta, ObjectColumn, RLError, Tag, ragged
 from rl_protocol.bridge import Output, tqbridge
 from rl_protocol.ports import DataPlane, ImageInput, Lease, RolloutEngine, SessionResult, settle
-from rl_protocol.rl_columns import IMAGE_COLUMNS, PROMPT_SCHEMA, prompt_partition
+from rl_protocol.rl_columns import IMAGE_COLUMNS, PROMPT_SCHEMA, TRAIN_PARTITION, prompt_partition
 from rl_trainer.data import PromptDataset, PromptRow
 from rl_trainer.data.image_columns import ImageReader, image_columns
+from rl_trainer.rollout.demonstrations import Demonstrations
 from rl_trainer.rollout.session_turns import SESSIONS, SessionRef, Tokenizer, Trajectory, run_sessions
 from rl_trainer.rollout.trajectory_stats import FULL
 from rl_trainer.workers.base import Worker
@@ -32,6 +33,8 @@ class RolloutWorker(Worker):
         session: name of the kind of session.
         tokenizer: the policy's tokenizer, for sessions that read or write text.
         images: reads the images of prompts, for a policy that sees images.
+        demonstrations: reads the data's answers, one of which is the last response to each training
+            prompt; None: all responses are generated.
         restart: whether sessions start again when an update of the weights aborts one of their
             requests; otherwise the new weights continue it.
     """
@@ -47,10 +50,15 @@ class RolloutWorker(Worker):
         tokenizer: Tokenizer | None = None,
         images: ImageReader | None = None,
         *,
+        demonstrations: Demonstrations | None = None,
         restart: bool = False,
     ) -> None:
         self.plane = plane
-        self.columns = StepColumns(images=IMAGE_COLUMNS if images is not None else ())
+        self.columns = StepColumns(
+            images=IMAGE_COLUMNS if images is not None else (),
+            demonstration=() if demonstrations is None else ("demonstration",),
+        )
+        self._demonstrations = demonstrations
         self._engine = engine
         self._datasets = datasets
         self._session = SESSIONS.get(session)
@@ -77,13 +85,34 @@ class RolloutWorker(Worker):
             for prompt, row, seen in zip(prompts, rows, images, strict=True)
             for session in prompt.lease.sessions
         ]
-        ended = await run_sessions(
-            self._session, refs, self._engine, partition.sampling, self._tokenizer, restart=self._restart
+        given = [self._is_given(partition, ref) for ref in refs]
+        run = await run_sessions(
+            self._session,
+            [ref for ref, is_given in zip(refs, given, strict=True) if not is_given],
+            self._engine,
+            partition.sampling,
+            self._tokenizer,
+            restart=self._restart,
         )
+        generated = iter(run)
+        ended = [
+            self._given(partition, ref) if is_given else next(generated)
+            for ref, is_given in zip(refs, given, strict=True)
+        ]
         settling = asyncio.create_task(self._settle(partition, prompts, refs, ended))
         self._settling.add(settling)
         settling.add_done_callback(self._settling.discard)
         return await asyncio.shield(settling)
+
+    def _is_given(self, partition: Partition, ref: SessionRef) -> bool:
+        """Whether the data gives the response: the last one to a training prompt."""
+        demonstrates = self._demonstrations is not None and partition.name == TRAIN_PARTITION
+        return demonstrates and ref.session == partition.n - 1
+
+    def _given(self, partition: Partition, ref: SessionRef) -> list[Trajectory]:
+        assert self._demonstrations is not None
+        version, longest = self._engine.weight_version, partition.sampling.max_new_tokens
+        return [self._demonstrations.trajectory(ref.row, version, longest)]
 
     async def _settle(
         self,
@@ -114,7 +143,8 @@ class RolloutWorker(Worker):
         ]
         if named:
             keys = tuple(key for result in results for key in result.keys)
-            await self.write_trajectories(KVBatchMeta(partition=partition.name, keys=keys), partition.step, named)
+            meta = KVBatchMeta(partition=partition.name, keys=keys)
+            await self.write_trajectories(meta, partition, named)
         await settle(self.plane, results)
         return RolloutResult(
             tokens=sum(len(t.response_ids) for *_, t in named),
@@ -146,9 +176,18 @@ class RolloutWorker(Worker):
             }
         )
 
-    @tqbridge(writes=("responses", "response_mask", "rollout_log_probs", "rollout_versions"), schema=TRAINER_SCHEMA)
+    @tqbridge(
+        writes=lambda step: (
+            "responses",
+            "response_mask",
+            "rollout_log_probs",
+            "rollout_versions",
+            *step.demonstration,
+        ),
+        schema=TRAINER_SCHEMA,
+    )
     async def write_trajectories(
-        self, _: BatchData, step: int, named: Sequence[tuple[Lease, SessionRef, Trajectory]]
+        self, _: BatchData, partition: Partition, named: Sequence[tuple[Lease, SessionRef, Trajectory]]
     ) -> Output[None]:
         """Write responses and what generated them, with their tags."""
         data = BatchData(
@@ -159,10 +198,13 @@ class RolloutWorker(Worker):
                 "rollout_versions": ragged([np.array(t.runs, np.int32).reshape(-1, 2) for *_, t in named], "int32"),
             }
         )
+        if self.columns.demonstration:
+            given = [[self._is_given(partition, ref)] * len(t.response_ids) for _, ref, t in named]
+            data = data.union(BatchData({"demonstration": ragged(given, "bool")}))
         tags: list[Tag] = [
             {
                 **lease.tags,
-                "step": step,
+                "step": partition.step,
                 "version": t.weight_version,
                 **({NEWEST_VERSION: t.newest_version} if t.newest_version > t.weight_version else {}),
                 "prompt_len": len(ref.row.prompt_ids),

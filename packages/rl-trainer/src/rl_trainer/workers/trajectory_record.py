@@ -178,10 +178,15 @@ def _lists(data: BatchData, name: str) -> list[list[Any]]:
 
 
 def _gaps(data: BatchData) -> list[float]:
-    """[N] the largest difference of a token's log-probs in rollout and trainer; empty: unknown."""
+    """[N] the largest difference of a token's log-probs in rollout and trainer; empty: unknown.
+
+    It is 0 for an answer of the data, which no rollout engine generated.
+    """
     if "rollout_log_probs" not in data or "old_log_probs" not in data:
         return []
     mask = data.ragged("response_mask").values.astype(np.float64)
+    if "demonstration" in data:
+        mask = mask * ~data.ragged("demonstration").values.astype(np.bool_)
     gap = np.abs(data.ragged("rollout_log_probs").values - data.ragged("old_log_probs").values) * mask
     starts = data.ragged("responses").offsets[:-1]
     largest = np.maximum.reduceat(np.append(gap, 0.0), starts) if starts.size else np.zeros(0)

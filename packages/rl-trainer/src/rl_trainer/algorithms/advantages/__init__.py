@@ -10,6 +10,7 @@ from rl_trainer.algorithms.advantages.gdpo import gdpo
 from rl_trainer.algorithms.advantages.gpg import gpg
 from rl_trainer.algorithms.advantages.grpo import dr_grpo, grpo
 from rl_trainer.algorithms.advantages.maxrl import maxrl
+from rl_trainer.algorithms.advantages.opd import opd
 from rl_trainer.algorithms.advantages.opo import opo
 from rl_trainer.algorithms.advantages.optimal_token_baseline import optimal_token_baseline
 from rl_trainer.algorithms.advantages.pass_at_k import grpo_passk
@@ -38,6 +39,7 @@ ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry(
         "optimal_token_baseline": Estimator(
             optimal_token_baseline, reads=("old_log_probs", "sum_pi_squared"), compares=True
         ),
+        "opd": Estimator(opd, reads=("ref_log_prob", "old_log_probs")),
     },
     elsewhere={
         "grpo_vectorized": "grpo",
@@ -61,6 +63,7 @@ __all__ = [
     "grpo",
     "grpo_passk",
     "maxrl",
+    "opd",
     "opo",
     "optimal_token_baseline",
     "reinforce_plus_plus",

@@ -32,6 +32,7 @@ class AdvantageInputs:
         token_rewards: [T] reward of each token besides the outcome, such as minus the KL penalty.
         values: [T] V(s_t) of the critic.
         old_log_probs: [T] log-prob of each token before the update, nats.
+        ref_log_prob: [T] the same under the reference policy.
         sum_pi_squared: [T] sum of squared probabilities over the vocabulary, at each token.
         rollout_is_weights: [T] importance weights of the rollout correction.
         reward_baselines: [N] score of the greedy response to the same prompt.
@@ -48,6 +49,7 @@ class AdvantageInputs:
     token_rewards: FloatArray | None = None
     values: FloatArray | None = None
     old_log_probs: FloatArray | None = None
+    ref_log_prob: FloatArray | None = None
     sum_pi_squared: FloatArray | None = None
     rollout_is_weights: FloatArray | None = None
     reward_baselines: FloatArray | None = None

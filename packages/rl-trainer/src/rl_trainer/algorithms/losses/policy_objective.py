@@ -22,21 +22,28 @@ from rl_trainer.config import ActorConfig, RolloutCorrectionConfig
 class TokenColumns:
     """Columns of a micro-batch of `rows` complete trajectories, flat: T response tokens.
 
+    A token's loss has three parts, each with a weight of the token's own: `rl`, the policy loss;
+    `ce`, the cross-entropy -log pi; and `ref_kl`, the divergence from the reference. Without a
+    column of weights, those of `rl` and `ref_kl` are 1 where the part is computed, and that of `ce`
+    is 0.
+
     Attributes:
-        old_log_prob: [T] before the update, or those of the rollout engine.
+        old_log_prob: [T] before the update, or those of the rollout engine; None: there are no
+            advantages.
         interpolation: [T] part of the way from these to `log_prob` at which the old log-probs are;
             None: 0.
-        advantages: [T].
+        advantages: [T]; None: the loss has no part `rl`.
         mask: bool [T].
         row: int64 [T].
         rows: number of trajectories.
         ref_log_prob: [T], required with use_kl_loss.
+        rl_weights, ce_weights, ref_kl_weights: [T] of the parts.
         weights: [T] importance weights of the rollout correction; None: all 1.
         chosen: bool [T], required by losses that select tokens (Clip-Cov, KL-Cov).
     """
 
-    old_log_prob: torch.Tensor
-    advantages: torch.Tensor
+    old_log_prob: torch.Tensor | None
+    advantages: torch.Tensor | None
     mask: torch.Tensor
     row: torch.Tensor
     rows: int
@@ -44,12 +51,24 @@ class TokenColumns:
     weights: torch.Tensor | None = None
     chosen: torch.Tensor | None = None
     interpolation: torch.Tensor | None = None
+    rl_weights: torch.Tensor | None = None
+    ce_weights: torch.Tensor | None = None
+    ref_kl_weights: torch.Tensor | None = None
+
+    def require_old_log_prob(self) -> torch.Tensor:
+        """`old_log_prob`.
+
+        Raises:
+            BatchError: it is None.
+        """
+        if self.old_log_prob is None:
+            raise BatchError("A policy loss needs the column old_log_probs beside advantages; got none.")
+        return self.old_log_prob
 
     def interpolated(self, log_prob: torch.Tensor) -> torch.Tensor:
         """The old log-probs [T], without gradient; `log_prob` [T] is that of the trained policy."""
-        if self.interpolation is None:
-            return self.old_log_prob
-        return torch.lerp(self.old_log_prob, log_prob.detach(), self.interpolation)
+        old = self.require_old_log_prob()
+        return old if self.interpolation is None else torch.lerp(old, log_prob.detach(), self.interpolation)
 
     def require_ref_log_prob(self) -> torch.Tensor:
         """`ref_log_prob`.
@@ -65,9 +84,11 @@ class TokenColumns:
 
 
 class PolicyObjective:
-    """aggregate(weights * policy loss - entropy_coeff * entropy + kl_loss_coef * divergence).
+    """aggregate(rl * policy loss + ce * -log pi + ref_kl * kl_loss_coef * divergence
+    - entropy_coeff * entropy), with the weights of each token.
 
-    Computed as a micro-batch's share of its mini-batch. Any backend can call it.
+    Computed as a micro-batch's share of its mini-batch. Any backend can call it. It does not know
+    the algorithm, which is in the columns.
 
     Args:
         config: the actor's settings.
@@ -101,33 +122,50 @@ class PolicyObjective:
                 that the result does not depend on how the mini-batch is split.
             means: token means over the mini-batches, weighted by their unmasked tokens.
         """
-        config, mask, weights = self._config, tokens.mask, tokens.weights
-        old = tokens.interpolated(log_prob)
+        config, mask = self._config, tokens.mask
+        per_token = torch.zeros_like(log_prob)
+        if tokens.advantages is not None:
+            per_token, mask = self._policy_loss(log_prob, tokens.advantages, tokens, means)
+        if tokens.ce_weights is not None:
+            per_token = per_token - tokens.ce_weights * log_prob
+            _report(means, {"ce_loss": -log_prob}, tokens.mask & (tokens.ce_weights != 0))
+        _report(means, {"entropy_loss": entropy}, mask)
+        if config.entropy_coeff:
+            per_token = per_token - config.entropy_coeff * entropy
+        if config.use_kl_loss:
+            divergence = kl_loss(log_prob, tokens.require_ref_log_prob(), config.kl_loss_type)
+            weights = tokens.ref_kl_weights
+            _report(means, {"kl_loss": divergence}, mask if weights is None else mask & (weights != 0))
+            per_token = per_token + config.kl_loss_coef * (divergence if weights is None else weights * divergence)
+        return aggregate(
+            per_token, mask, tokens.row, tokens.rows, counts, config.loss_agg_mode, config.loss_scale_factor
+        )
+
+    def _policy_loss(
+        self, log_prob: torch.Tensor, advantages: torch.Tensor, tokens: TokenColumns, means: WeightedMeans
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The part `rl` of each token [T], and the mask without rejected tokens."""
+        mask, weights, old = tokens.mask, tokens.weights, tokens.interpolated(log_prob)
         if self._correction is not None:
             corrected = log_prob if tokens.interpolation is None else old
             mask, weights = self._correct(self._correction, corrected, tokens, means)
+        own = mask if tokens.rl_weights is None else mask & (tokens.rl_weights != 0)
         inputs = LossInputs(
             log_prob=log_prob,
             old_log_prob=old,
-            advantages=tokens.advantages,
-            mask=mask,
+            advantages=advantages,
+            mask=own,
             row=tokens.row,
             rows=tokens.rows,
-            config=config,
+            config=self._config,
             chosen=tokens.chosen,
         )
         out = self._function(inputs)
         per_token = out.loss if weights is None else out.loss * weights
-        report = {"pg_loss": per_token, **out.metrics, "ppo_kl": -inputs.log_ratio(), "entropy_loss": entropy}
-        if config.entropy_coeff:
-            per_token = per_token - config.entropy_coeff * entropy
-        if config.use_kl_loss:
-            report["kl_loss"] = kl_loss(log_prob, tokens.require_ref_log_prob(), config.kl_loss_type)
-            per_token = per_token + config.kl_loss_coef * report["kl_loss"]
-        _report(means, report, mask)
-        return aggregate(
-            per_token, mask, tokens.row, tokens.rows, counts, config.loss_agg_mode, config.loss_scale_factor
-        )
+        _report(means, {"pg_loss": per_token, **out.metrics, "ppo_kl": -inputs.log_ratio()}, own)
+        if tokens.rl_weights is not None:
+            per_token = torch.where(own, tokens.rl_weights * per_token, torch.zeros_like(per_token))
+        return per_token, mask
 
     def _correct(
         self, correction: RolloutCorrectionConfig, log_prob: torch.Tensor, tokens: TokenColumns, means: WeightedMeans
@@ -138,7 +176,7 @@ class PolicyObjective:
         The policy is the one being trained, or with interpolated log-probs the old one: decoupled
         PPO (Hilton et al. 2021, arXiv:2110.00641) weighs a ratio to it.
         """
-        log_ratio = (log_prob - tokens.old_log_prob).detach().double().cpu().numpy()
+        log_ratio = (log_prob - tokens.require_old_log_prob()).detach().double().cpu().numpy()
         mask, row = tokens.mask.cpu().numpy(), tokens.row.cpu().numpy()
         rows = MaskedRows(mask=mask, row=row, count=sum_by(row, mask, tokens.rows))
         kept, _ = reject(log_ratio, rows, correction.rejections())

@@ -31,6 +31,8 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     unsupported("prompts are not weighted by their advantages", "algorithm.use_pf_ppo"),
     unsupported("prompts are not weighted by their advantages", "algorithm.pf_ppo.*", needs="algorithm.use_pf_ppo"),
-    unsupported("there is no distillation from a teacher", "distillation.enabled"),
-    unsupported("there is no distillation from a teacher", "distillation.*", needs="distillation.enabled"),
+    unsupported("a teacher is the model of reference.path with algorithm=opd", "distillation.enabled"),
+    unsupported(
+        "a teacher is the model of reference.path with algorithm=opd", "distillation.*", needs="distillation.enabled"
+    ),
 )
