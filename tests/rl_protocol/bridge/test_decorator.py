@@ -72,6 +72,10 @@ class Worker:
         chosen = [batch.ragged("x").rows()[row] for row in rows]
         return Output(columns=BatchData({"y": ragged(chosen, "float32")}) if rows else None, rows=rows, result="done")
 
+    @tqbridge(reads=("x",), writes=lambda settings: settings.more)
+    async def maybe(self, batch: BatchData, *made: str) -> Output[str]:
+        return Output(columns=BatchData(dict.fromkeys(made, batch["x"]), len(batch)), result="done")
+
 
 async def stored(plane: MemoryDataPlane, name: str) -> KVBatchMeta:
     await plane.put("p", ["a", "b"], BatchData({name: ragged([[1.0, 2.0], [3.0]], "float32")}))
@@ -113,6 +117,20 @@ def test_an_output_chooses_rows_tags_and_result() -> None:
         assert await worker.some(meta, [2, 0]) == "done"
         assert set((await plane.list_rows("p", fields=["y"])).keys) == {"a", "c"}
         assert await worker.some(meta, []) == "done"
+
+    asyncio.run(body())
+
+
+def test_a_method_that_writes_nothing_under_some_settings_keeps_its_result() -> None:
+    async def body() -> None:
+        plane = CountingPlane()
+        meta, worker = await stored(plane, "x"), Worker(plane, Settings())
+        assert await worker.maybe(meta) == "done"
+        with pytest.raises(SchemaError, match=r"maybe declares that it writes \[\]; it returned \['z'\]"):
+            await worker.maybe(meta, "z")
+        assert (await plane.list_rows("p")).fields == ("x",)
+        assert await Worker(plane, Settings(more=("z",))).maybe(meta, "z") == "done"
+        assert set((await plane.list_rows("p")).fields) == {"x", "z"}
 
     asyncio.run(body())
 

@@ -115,7 +115,7 @@ def tqbridge(
     one). If it declares `writes`, it puts the columns that the method returns, which must be
     exactly `writes` with the same number of rows, and returns the KVBatchMeta with the new fields;
     a method that returns an Output chooses rows, tags and result itself. Otherwise it returns the
-    method's result.
+    method's result, or that of its Output.
 
     If `self` has `replicas`, only their leader gets and puts; it broadcasts the columns, or its
     error, to the others.
@@ -175,7 +175,7 @@ def _bridge(method: Method, columns: Columns) -> Method:
             data = receive(replicas, declared.name)
         result = method(self, declared.rename(data), *args, **kwargs)
         if not declared.writes:
-            return result
+            return _without_columns(result, declared)
         made = _checked(result, meta, data, declared, columns.schema)
         if made.columns is not None and _leads(replicas):
             plane.put(meta.partition, made.keys, made.columns, tags=made.tags)
@@ -194,7 +194,7 @@ def _async_bridge(
             data = await _get(self, declared, meta)
         result = await method(self, declared.rename(data), *args, **kwargs)
         if not declared.writes:
-            return result
+            return _without_columns(result, declared)
         made = _checked(result, meta, data, declared, columns.schema)
         if made.columns is not None and _leads(_replicas(self)):
             await cast("DataPlane", self.plane).put(meta.partition, made.keys, made.columns, tags=made.tags)
@@ -236,6 +236,18 @@ def _opened(worker: object, rows: object, columns: Columns) -> tuple[Declaration
         raise BatchError(f"{columns.name} is bridged: call it with a KVBatchMeta, not a {type(rows).__name__}.")
     declared = columns.of(worker, meta)
     return declared, meta, rows.data if isinstance(rows, Fetched) and rows.declared == declared else None
+
+
+def _without_columns(result: object, declared: Declaration) -> object:
+    """What a method returns that writes nothing, or nothing for these settings."""
+    if not isinstance(result, Output):
+        return result
+    output = cast("Output[object]", result)
+    if output.columns is not None and output.columns.field_names:
+        raise SchemaError(
+            f"{declared.name} declares that it writes []; it returned {list(output.columns.field_names)}."
+        )
+    return output.result
 
 
 @dataclass(frozen=True, slots=True)
