@@ -27,6 +27,7 @@ def bytes_of(*overrides, longest=5, validation_rows=0):
     [
         (["actor.use_kl_loss=false"], 10 * 3 * (ROLLOUT + OLD + ADV) + 5 * 8),
         (["actor.use_kl_loss=true"], 10 * 3 * (ROLLOUT + OLD + ADV + REF) + 5 * 8),
+        (["actor.use_kl_loss=true", "actor.kl_loss_topk=7"], 10 * 3 * (ROLLOUT + OLD + ADV + REF + 7 * (4 + 4)) + 5 * 8),
         (["actor.use_kl_loss=false", "algorithm.adv_estimator=remax"], 10 * (3 * (ROLLOUT + OLD + ADV) + ROLLOUT) + 5 * 8),
         (
             ["actor.use_kl_loss=false", "algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=2"],

@@ -65,8 +65,11 @@ def test_what_cfg_prints_is_what_a_file_may_hold(preset, tmp_path):
         ("rollout.n=1", r"rollout\.n must be at least 2 with algorithm\.adv_estimator=grpo"),
         ("rollout.num_workers=1000", r"rollout\.num_workers must be at most data\.train_batch_size"),
         ("rollout=hf", r"rollout is a group of settings"),
-        ("algorithm=grop", r"algorithm must be one of grpo, opd, ppo, sft; got 'grop'\. Did you mean 'grpo'\?"),
-        ("algorithm=demo", r"algorithm must be one of grpo, opd, ppo, sft; got 'demo'\. preset=demo is a preset"),
+        ("algorithm=grop", r"algorithm must be one of grpo, opd, opd_pg, ppo, sft; got 'grop'\. Did you mean 'grpo'\?"),
+        (
+            "algorithm=demo",
+            r"algorithm must be one of grpo, opd, opd_pg, ppo, sft; got 'demo'\. preset=demo is a preset",
+        ),
         ("preset=demo-pp", r"preset must be one of .*demo, .*, none; got 'demo-pp'\. Did you mean 'demo-ppo'\?"),
         ("algorithm.gamma=2", r"algorithm\.gamma must be in \[0, 1\]; got 2"),
         ("justaword", r"Not an override: 'justaword'; write key=value"),

@@ -121,6 +121,7 @@ MISTAKES = [
     (["algorithm=opd", "reference.path=untold"], ["reference.path='", "tokenizer.json"]),
     (["algorithm=opd", "reference.path=foreign"], ["reference.path='foreign' has another tokenizer", "2 tokens differ, such as '#'"]),
     (["algorithm=opd", "reference.path=short"], ["reference.path='short' has a context of 32 tokens", "rollout.response_length"]),
+    (["algorithm=opd", "reference.path=teacher", "model_engine=megatron"], ["actor.kl_loss_topk=64", "algorithm=opd_pg", "model_engine=fsdp"]),
     (["algorithm=ppo", "reference.path=teacher"], ["reference.path", "algorithm.adv_estimator=opd"]),
     (["trainer.output_dir=/proc/nowhere"], ["/proc/nowhere", "trainer.output_dir"]),
     (["--config", "bad.yaml"], ["--config bad.yaml", "line 2, column 1"]),

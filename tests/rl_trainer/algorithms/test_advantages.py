@@ -106,6 +106,20 @@ def test_remax_by_hand():
     assert advantages.tolist() == pytest.approx([0.3, 0.4])
 
 
+def test_opd_by_hand():
+    # teacher minus student: session 0 has 0.5 and -1, session 1 -2.5, session 2 of another prompt 1
+    advantages, returns = estimate(
+        "opd",
+        [("a", 0), ("a", 1), ("b", 0)],
+        [2, 1, 1],
+        [0, 1, 0],
+        old_log_probs=[-1.0, -1.0, -0.5, -2.0],
+        ref_log_prob=[-0.5, -2.0, -3.0, -1.0],
+    )
+    assert returns.tolist() == [0.5, -1.0, -2.5, 1.0]
+    assert advantages.tolist() == [0.5 + 2.5, -1.0, -2.5 - 0.5, 1.0]  # no other session has a second token
+
+
 def test_gae_by_hand():
     # rewards 0, 0, 1, values 0.5, 0.4, 0.2, gamma 1, lam 0.5
     # delta = -0.1, -0.2, 0.8 -> A = 0.8; -0.2 + 0.5 * 0.8 = 0.2; -0.1 + 0.5 * 0.2 = 0.0
@@ -256,10 +270,21 @@ def oracle(name, x: AdvantageInputs):
             values[s] = [g - x.reward_baselines[last] for g in togo] if name == "remax" else togo
         if name == "optimal_token_baseline":
             values = optimal_baseline(values, sessions, groups, columns)
+        if name == "opd":
+            values = against_the_same_place(values, groups)
         spread(values)
     if name in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"):
         whitened()
     return [v for row in out for v in row]
+
+
+def against_the_same_place(values, groups):
+    out = {}
+    for names in groups.values():
+        for s in names:
+            others = [[values[o][t] for o in names if o != s and len(values[o]) > t] for t in range(len(values[s]))]
+            out[s] = [v - fmean(xs) if xs else v for v, xs in zip(values[s], others, strict=True)]
+    return out
 
 
 def optimal_baseline(togo, sessions, groups, columns):

@@ -16,7 +16,6 @@ from rl_trainer.algorithms.log_probs import (
     linear_log_probs,
     log_prob_columns,
     sum_pi_squared,
-    token_log_probs,
 )
 
 pytestmark = pytest.mark.numeric
@@ -38,7 +37,8 @@ def test_full_divergence_against_numpy_and_autograd():
 def test_readings_of_logits_against_numpy():
     rng = np.random.default_rng(0)
     logits, tokens = rng.normal(size=(5, 7)), rng.integers(0, 7, 5)
-    log_prob, entropy = token_log_probs(torch.tensor(logits, dtype=torch.float32), torch.tensor(tokens), 0.7)
+    scores = torch.tensor(logits, dtype=torch.float32)
+    log_prob, entropy = log_prob_columns(scores, torch.tensor(tokens), 0.7, squares=False)
     p = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum(-1, keepdims=True)
     assert log_prob.tolist() == pytest.approx(np.log(p[np.arange(5), tokens]).tolist(), abs=1e-5)
     assert entropy.tolist() == pytest.approx((-(p * np.log(p)).sum(-1)).tolist(), abs=1e-5)
@@ -73,10 +73,10 @@ def layer(dtype=torch.float32):
     return *(torch.randn(shape).to(dtype).requires_grad_() for shape in shapes), torch.randint(0, VOCABULARY, (TOKENS,))
 
 
-def gradients(columns, inputs):
+def gradients(columns, inputs, rows=2):
     """Of a sum that weighs each log-prob and each entropy differently."""
     torch.manual_seed(1)
-    return torch.autograd.grad((columns[:2] * torch.randn(2, TOKENS)).sum(), inputs)
+    return torch.autograd.grad((columns[:rows] * torch.randn(rows, TOKENS)).sum(), inputs)
 
 
 @pytest.mark.parametrize("rows", [1, 5, TOKENS - 1])
@@ -91,6 +91,32 @@ def test_chunks_give_what_the_whole_gives(rows, temperature, with_bias, monkeypa
     chunked = linear_log_probs(hidden, weight, bias if with_bias else None, tokens, temperature, squares=True)
     for ours, truth in zip((chunked, *gradients(chunked, inputs)), (whole, *gradients(whole, inputs)), strict=True):
         assert (ours - truth).norm() < 1e-5 * truth.norm()
+
+
+@pytest.mark.parametrize("rows", [1, 5, TOKENS])
+def test_several_tokens_and_the_most_probable_ones(rows, monkeypatch):
+    """Log-probs of three tokens in each place, and the four largest with their tokens."""
+    hidden, weight, bias, _ = layer()
+    several, inputs = torch.randint(0, VOCABULARY, (TOKENS, 3)), (hidden, weight, bias)
+    several[0] = several[0, 0]  # the same token thrice
+    log_p = torch.log_softmax(torch.nn.functional.linear(*inputs) / 0.7, -1)
+    best = log_p.sort(-1, descending=True)
+    p = log_p.exp()
+    truth = torch.cat(
+        [
+            log_p.gather(-1, several).t(),
+            -(p * log_p).sum(-1)[None],
+            (p * p).sum(-1)[None],
+            best.values[:, :4].t(),
+            best.indices[:, :4].t(),
+        ]
+    )
+    monkeypatch.setattr(log_probs, "CHUNK_BYTES", rows * VOCABULARY * 4)
+    ours = linear_log_probs(*inputs, several, 0.7, squares=True, top=4)
+    assert ours.shape == (3 + 1 + 1 + 4 + 4, TOKENS)
+    assert torch.equal(ours[-4:], truth[-4:])
+    for a, b in zip((ours, *gradients(ours, inputs, 4)), (truth, *gradients(truth, inputs, 4)), strict=True):
+        assert (a - b).norm() < 1e-5 * b.norm()
 
 
 def test_chunks_sum_the_gradient_of_bfloat16_weights_in_float32(monkeypatch):

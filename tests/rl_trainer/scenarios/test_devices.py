@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*copying from a non-meta parame
 
 OPTIM = OptimConfig(lr=1e-2)
 HOST_WAITS = {
-    "forward_passes.py:per_token": "results leave the device here and nowhere else",
+    "forward_passes.py:_aligned": "results leave the device here and nowhere else",
     "optimizer.py:MiniBatchOptimizer._accumulate": "a step is skipped if the norm of its gradients is not finite",
     "policy_objective.py:_report": "sums for metrics, and the masked values that they are of",
     "policy_objective.py:PolicyObjective._correct": "rejection and weights of a rollout correction are computed in numpy",

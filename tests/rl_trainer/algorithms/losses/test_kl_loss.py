@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributions import Categorical, kl_divergence
 
 from rl_protocol import ConfigError
-from rl_trainer.algorithms.losses.kl_loss import kl_loss
+from rl_trainer.algorithms.losses.kl_loss import kl_loss, topk_kl
 from rl_trainer.config.kl import KL_LOSSES
 
 pytestmark = pytest.mark.numeric
@@ -29,6 +33,42 @@ def test_kl_loss_equals_its_formula_and_its_gradient(kind):
     assert torch.allclose(loss, value)
     # straight-through kinds have the gradient of k2
     assert torch.allclose(log_prob.grad, d if kind.endswith("+") else gradient)
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 1000), size=st.integers(2, 8), k=st.integers(1, 8))
+def test_the_divergence_from_the_most_probable_tokens(seed, size, k):
+    """It is that of distributions over K tokens and one more for the rest."""
+    rng = np.random.default_rng(seed)
+    logits = torch.tensor(rng.normal(size=size), requires_grad=True)
+    reference = torch.from_numpy(rng.normal(size=size))
+    best = torch.log_softmax(reference, 0).topk(min(k, size))
+    topk_kl(torch.log_softmax(logits, 0)[best.indices], best.values).backward()
+    ours, logits.grad = logits.grad, None
+
+    def joined(x):
+        p = torch.softmax(x, 0)
+        kept = p[best.indices]
+        return Categorical(probs=torch.cat([kept, (1 - kept.sum())[None]]) if len(kept) < size else kept)
+
+    truth = kl_divergence(joined(logits), joined(reference))
+    truth.backward()
+    value = topk_kl(torch.log_softmax(logits, 0)[best.indices], best.values)
+    assert value.item() == pytest.approx(truth.item(), abs=1e-5)
+    assert ours.tolist() == pytest.approx(logits.grad.tolist(), abs=1e-4)
+    whole = kl_divergence(Categorical(logits=logits), Categorical(logits=reference))
+    assert value.item() <= whole.item() + 1e-5
+
+
+def test_certain_policies_have_a_finite_divergence_with_a_gradient():
+    """All probability on one of the kept tokens, or on none of them."""
+    for logits in ([40.0, 0.0, 0.0], [0.0, 0.0, 40.0]):
+        scores = torch.tensor(logits, requires_grad=True)
+        loss = topk_kl(torch.log_softmax(scores, 0)[:2], torch.log(torch.tensor([0.5, 0.5])))
+        loss.backward()
+        assert loss.item() > 0.5
+        assert torch.isfinite(loss)
+        assert torch.isfinite(scores.grad).all()
 
 
 def test_unknown_divergences_are_refused_with_the_nearest():

@@ -15,7 +15,7 @@ from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import ConfigError, SameLength
 from rl_trainer import StepGraph, needs_critic
 from rl_trainer.algorithms.staleness_policy import StalenessPolicy
-from rl_trainer.workers.columns import TRAINER_SCHEMA
+from rl_trainer.workers.columns import REFERENCE_TOP, TRAINER_SCHEMA
 
 WEIGHTS = 4
 """Bytes of a float32 weight."""
@@ -103,7 +103,7 @@ def step_bytes(config: AppConfig, graph: StepGraph, longest: int, validation_row
         validation_rows: rows of the validation set, which is rolled out as a whole.
     """
     rollout, batch = config.rollout, config.data.train_batch_size
-    widths = {stage.name: _token_bytes(stage.writes) for stage in graph.stages}
+    widths = {stage.name: _token_bytes(stage.writes, config.actor.kl_loss_topk) for stage in graph.stages}
     filtering = config.algorithm.filter_groups
     rounds = filtering.max_num_gen_batches if filtering.enable else 1
     greedy = 1 if "baseline" in graph else 0
@@ -119,10 +119,11 @@ def step_bytes(config: AppConfig, graph: StepGraph, longest: int, validation_row
     return train * batches + validation_rows * validated if batches > 1 else max(train, validation_rows * validated)
 
 
-def _token_bytes(columns: Sequence[str]) -> int:
-    """Bytes of one response token in the columns that have a value per token."""
+def _token_bytes(columns: Sequence[str], top: int) -> int:
+    """Bytes of one response token in the columns that have a value, or `top` values, per token."""
     per_token = {name for law in TRAINER_SCHEMA.laws if isinstance(law, SameLength) for name in law.columns}
-    return sum(np.dtype(TRAINER_SCHEMA[name].dtype).itemsize for name in columns if name in per_token)
+    values = dict.fromkeys(per_token, 1) | dict.fromkeys(REFERENCE_TOP, top)
+    return sum(values[name] * np.dtype(TRAINER_SCHEMA[name].dtype).itemsize for name in columns if name in values)
 
 
 def check_plane_size(config: AppConfig, needed: int) -> None:

@@ -170,7 +170,7 @@ class ReferenceConfig(Options):
     path: str = option(
         "",
         "checkpoint folder, or name in the local Hugging Face cache, of a model with the same tokenizer, of any size: the teacher of "
-        "algorithm=opd; empty: the initial policy",
+        "algorithm=opd and opd_pg; empty: the initial policy",
     )
 
 
@@ -434,6 +434,12 @@ class AppConfig(Options):
         """
         return self.reads_reference and (not self.lora.rank or bool(self.reference.path))
 
+    @property
+    def distils(self) -> bool:
+        """Whether nothing is learned but the reference policy, which must be another model."""
+        algorithm = self.algorithm
+        return algorithm.adv_estimator == "opd" if algorithm.rl_coef else not algorithm.sft_coef
+
     @condition("algorithm.sft_coef above 0")
     def demonstrates(self) -> bool:
         """Whether answers of the data are trained on."""
@@ -500,9 +506,9 @@ class AppConfig(Options):
         check_combination(self.algorithm, self.actor, self.rollout.n)
         check_staleness(self.async_rl, self.algorithm, self.actor)
         require(
-            self.algorithm.adv_estimator != "opd" or bool(self.reference.path),
+            not self.distils or bool(self.reference.path),
             f"{path}reference.path",
-            "the teacher's checkpoint folder with algorithm.adv_estimator=opd",
+            "the teacher's checkpoint folder with algorithm.adv_estimator=opd, and where the divergence from the reference is the only loss",
             self.reference.path,
         )
         require(

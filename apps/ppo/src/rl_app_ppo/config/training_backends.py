@@ -31,6 +31,7 @@ class TrainingBackendSpec:
         extra: extra of this app that installs `packages`; empty: none is needed.
         packages: distributions that it needs beyond those of the app.
         sum_pi_squared: its policies can compute that column.
+        finds_top_tokens: it supports ActorConfig.kl_loss_topk.
         packs_sequences: it joins the sequences of a forward pass, or cuts batches by tokens.
         images: it trains models that see images.
         lends_weights: where a model has one rank, its weights are given out without a copy.
@@ -50,6 +51,7 @@ class TrainingBackendSpec:
     extra: str = ""
     packages: tuple[str, ...] = ()
     sum_pi_squared: bool = True
+    finds_top_tokens: bool = True
     packs_sequences: bool = True
     images: bool = False
     lends_weights: bool = True
@@ -101,6 +103,7 @@ TRAINING_BACKENDS: Mapping[str, TrainingBackendSpec] = {
             extra="megatron",
             packages=("rl-megatron-peft", "megatron-core"),
             sum_pi_squared=False,
+            finds_top_tokens=False,
             packs_sequences=False,
             lends_weights=False,
         ),

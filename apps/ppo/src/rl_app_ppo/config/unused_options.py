@@ -39,6 +39,11 @@ def check_engine(config: AppConfig) -> None:
                 f"rollout.name={config.rollout.name} takes no adapters; got lora.rank={config.lora.rank}. Set lora.merge=true."
             )
         config.generator.check_adapters(config.lora)
+    if config.actor.use_kl_loss and config.actor.kl_loss_topk and not config.backend.finds_top_tokens:
+        raise ConfigError(
+            f"model_engine={config.model_engine} does not find the most probable tokens, for which actor.kl_loss_topk={config.actor.kl_loss_topk} "
+            "is. Set it to 0, algorithm=opd_pg to distil a teacher, or model_engine=fsdp."
+        )
     if needs_sum_pi_squared(config.algorithm) and not config.backend.sum_pi_squared:
         estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
         raise ConfigError(

@@ -47,7 +47,8 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float
         metrics: of the step.
         left_s: seconds that the rest of the run takes; None: not known.
     """
-    kl = metrics.get("actor/ref_kl", metrics.get("actor/reward_kl_penalty"))
+    named = ("actor/ref_kl", "actor/reward_kl_penalty", "actor/kl_loss")
+    kl = next((metrics[name] for name in named if name in metrics), None)
     accuracy, lag = validation_accuracy(metrics), metrics.get(STALENESS, 0.0)
     parts = {
         "step": f"step {step:>{len(str(total))}}/{total}",

@@ -287,7 +287,8 @@ def _trained(
         return CriticWorker(plane, columns, critic), None
     if role == "ref":
         path = Path(call.reference_path or path)
-        reference = TorchPolicyBackend(path, config.actor, strategy=strategy, options=PolicyOptions(frozen=True))
+        options = PolicyOptions(frozen=True, top=config.actor.kl_loss_topk)
+        reference = TorchPolicyBackend(path, config.actor, strategy=strategy, options=options)
         return ReferenceWorker(plane, columns, reference, temperature), None
     policy = TorchPolicyBackend(
         path,
@@ -299,6 +300,7 @@ def _trained(
         options=PolicyOptions(
             correction=loss_correction(config.algorithm),
             sum_pi_squared=needs_sum_pi_squared(config.algorithm),
+            top=config.actor.kl_loss_topk,
         ),
     )
     if shares_base(config) and isinstance(generator, SharesBase):

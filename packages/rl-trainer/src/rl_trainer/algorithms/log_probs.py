@@ -15,24 +15,6 @@ CHUNK_BYTES = 64 << 20
 """Largest float32 logits that are computed at once."""
 
 
-def token_log_probs(
-    logits: torch.Tensor, tokens: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each token and entropy of each distribution softmax(logits / temperature), nats.
-
-    Args:
-        logits: [T, V].
-        tokens: int64 [T].
-        temperature: > 0.
-
-    Returns:
-        log_probs [T], entropy [T], float32.
-    """
-    log_p = torch.log_softmax(_scaled(logits, temperature), dim=-1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    return log_p.gather(-1, tokens[:, None]).squeeze(-1), entropy
-
-
 def sum_pi_squared(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """[T] sum of the squared probabilities of softmax(logits / temperature), float32.
 
@@ -43,12 +25,41 @@ def sum_pi_squared(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return torch.softmax(_scaled(logits, temperature), dim=-1).square().sum(-1)
 
 
-def log_prob_columns(logits: torch.Tensor, tokens: torch.Tensor, temperature: float, *, squares: bool) -> torch.Tensor:
-    """[2 or 3, T]: both of `token_log_probs` and, with `squares`, `sum_pi_squared`."""
-    columns = list(token_log_probs(logits, tokens, temperature))
+def log_prob_columns(
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: float, *, squares: bool, top: int = 0
+) -> torch.Tensor:
+    """Statistics of the distributions softmax(logits / temperature), nats.
+
+    Args:
+        logits: [T, V].
+        tokens: int64 [T], or several for each distribution, [T, J].
+        temperature: > 0.
+        squares: also compute `sum_pi_squared`.
+        top: also find that many of the most probable tokens.
+
+    Returns:
+        float32 [rows, T]: the log-prob of each of the J tokens, the entropy, with `squares` the sum
+        of squares, the largest `top` log-probs, and the ids of their tokens, which float32 holds
+        exactly up to 2^24.
+    """
+    log_p = torch.log_softmax(_scaled(logits, temperature), dim=-1)
+    rows = [*log_p.gather(-1, _several(tokens)).unbind(-1), -(log_p.exp() * log_p).sum(-1)]
     if squares:
-        columns.append(sum_pi_squared(logits.detach(), temperature))
-    return torch.stack(columns)
+        rows.append(sum_pi_squared(logits.detach(), temperature))
+    if top:
+        rows += _top_rows(log_p.detach(), top)
+    return torch.stack(rows)
+
+
+def _several(tokens: torch.Tensor) -> torch.Tensor:
+    """int64 [T, J] from [T] or [T, J]."""
+    return tokens[:, None] if tokens.dim() == 1 else tokens
+
+
+def _top_rows(log_p: torch.Tensor, top: int) -> list[torch.Tensor]:
+    """The largest log-probs, and then their tokens, `top` rows [T] of each."""
+    found = log_p.topk(top, dim=-1)
+    return [*found.values.unbind(-1), *found.indices.float().unbind(-1)]
 
 
 def linear_log_probs(
@@ -59,24 +70,22 @@ def linear_log_probs(
     temperature: float,
     *,
     squares: bool,
+    top: int = 0,
 ) -> torch.Tensor:
-    """`log_prob_columns` of the logits of a linear layer; the gradient leaves out the squares.
+    """`log_prob_columns` of the logits of a linear layer.
+
+    The gradient is that of the log-probs of `tokens` and of the entropy.
 
     Args:
         hidden: [T, H], inputs of the layer.
         weight: [V, H].
         bias: [V] or None.
-        tokens: int64 [T].
-        temperature: > 0.
-        squares: also compute `sum_pi_squared`.
-
-    Returns:
-        [2 or 3, T] float32.
+        tokens, temperature, squares, top: as there.
     """
     if len(hidden) * len(weight) * 4 <= CHUNK_BYTES:
         logits = torch.nn.functional.linear(hidden, weight, bias)
-        return log_prob_columns(logits, tokens, temperature, squares=squares)
-    columns: Any = _ChunkedLogProbs.apply(hidden, weight, bias, tokens, temperature, squares)
+        return log_prob_columns(logits, tokens, temperature, squares=squares, top=top)
+    columns: Any = _ChunkedLogProbs.apply(hidden, weight, bias, _several(tokens), temperature, squares, top)
     return columns
 
 
@@ -92,32 +101,40 @@ class _ChunkedLogProbs(torch.autograd.Function):
         tokens: torch.Tensor,
         temperature: float,
         squares: bool,
+        top: int,
     ) -> torch.Tensor:
-        out = torch.empty(3 if squares else 2, len(hidden), device=hidden.device)
+        several = tokens.shape[1]
+        out = torch.empty(several + 1 + squares + 2 * top, len(hidden), device=hidden.device)
         for rows, log_p, room in _chunks(hidden, weight, bias, temperature):
-            out[0, rows] = log_p.gather(-1, tokens[rows, None]).squeeze(-1)
+            out[:several, rows] = log_p.gather(-1, tokens[rows]).t()
             p = torch.exp(log_p, out=room)
-            out[1, rows] = -torch.linalg.vecdot(p, log_p)
+            out[several, rows] = -torch.linalg.vecdot(p, log_p)
             if squares:
-                out[2, rows] = torch.linalg.vecdot(p, p)
+                out[several + 1, rows] = torch.linalg.vecdot(p, p)
+            if top:
+                out[-2 * top :, rows] = torch.stack(_top_rows(log_p, top))
         ctx.save_for_backward(hidden, weight, bias, tokens, out)
         ctx.temperature = temperature
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """With p, its entropy H, and gradients g of the log-prob of token t and h of the entropy,
-        the gradient of logit j is g (1 if j = t, else 0) - p_j (g + h (log p_j + H)).
+        """With p, its entropy H, and gradients g_t of the log-prob of each token t and h of the
+        entropy, the gradient of logit j is g_j (0 for other tokens) - p_j (sum of g + h (log p_j +
+        H)).
         """
         hidden, weight, bias, tokens, out = ctx.saved_tensors
-        of_log_prob, of_entropy, entropy = (row[:, None] for row in (*gradients[0][:2], out[1]))
+        several = tokens.shape[1]
+        of_log_prob = gradients[0][:several].t()
+        of_entropy, entropy = gradients[0][several][:, None], out[several][:, None]
+        of_all = of_log_prob.sum(1, keepdim=True)
         of_hidden = torch.empty_like(hidden)
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         of_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         for rows, log_p, room in _chunks(hidden, weight, bias, ctx.temperature):
             p = torch.exp(log_p, out=room)
-            slope = log_p.add_(entropy[rows]).mul_(of_entropy[rows]).add_(of_log_prob[rows]).mul_(p).neg_()
-            slope.scatter_add_(1, tokens[rows, None], of_log_prob[rows])
+            slope = log_p.add_(entropy[rows]).mul_(of_entropy[rows]).add_(of_all[rows]).mul_(p).neg_()
+            slope.scatter_add_(1, tokens[rows], of_log_prob[rows])
             slope = slope.div_(ctx.temperature).to(weight.dtype)
             of_hidden[rows] = slope @ weight
             if of_weight is not None:
@@ -125,7 +142,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if of_bias is not None:
                 of_bias.add_(slope.sum(0))
         sums = (None if total is None else total.to(weight.dtype) for total in (of_weight, of_bias))
-        return (of_hidden, *sums, None, None, None)
+        return (of_hidden, *sums, None, None, None, None)
 
 
 def _chunks(

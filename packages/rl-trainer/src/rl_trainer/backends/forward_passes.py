@@ -66,9 +66,10 @@ def per_token(
     names: Sequence[str],
     compute: Callable[[BatchData], Sequence[torch.Tensor]],
 ) -> BatchData:
-    """Compute ragged float32 columns, aligned with the responses, without gradients.
+    """Compute ragged columns, aligned with the responses, without gradients.
 
-    `compute` gets parts of the batch, and returns one [T] tensor for each of `names`.
+    `compute` gets parts of the batch, and returns one tensor for each of `names`: float32 [T]; or
+    [T, K], whose column has K values for each token; or int64, whose column is int32.
     """
     parts, order = list[BatchData](), list[int]()
     with torch.no_grad():
@@ -76,7 +77,7 @@ def per_token(
             part = batch.select_rows(rows or [0])
             values = zip(names, compute(part), strict=True)
             offsets = part.ragged("responses").offsets
-            columns = {name: RaggedColumn(value.float().cpu().numpy(), offsets, "float32") for name, value in values}
+            columns = {name: _aligned(value, offsets) for name, value in values}
             if rows:
                 parts.append(BatchData(columns))
                 order += rows
@@ -84,3 +85,10 @@ def per_token(
         nothing = np.zeros(0, np.float32)
         return BatchData({name: RaggedColumn(nothing, batch.ragged("responses").offsets, "float32") for name in names})
     return BatchData.concat(parts).reorder(np.argsort(order))
+
+
+def _aligned(value: torch.Tensor, offsets: IntArray) -> RaggedColumn:
+    width = value.shape[1] if value.dim() > 1 else 1
+    kept = value.float() if value.is_floating_point() else value.int()
+    dtype = "float32" if value.is_floating_point() else "int32"
+    return RaggedColumn(kept.flatten().cpu().numpy(), offsets * width, dtype)

@@ -39,20 +39,20 @@ class OutputHead:
 
     @contextmanager
     def reading(
-        self, places: torch.Tensor, tokens: torch.Tensor, temperature: float, *, squares: bool
+        self, places: torch.Tensor, tokens: torch.Tensor, temperature: float, *, squares: bool, top: int = 0
     ) -> Generator[None]:
         """Within it, `logits` of the model's output are the result of `linear_log_probs`.
 
         Args:
             places: int64 [T], where the layer's inputs [rows, places, H] predict the tokens, as
                 row * places + place.
-            tokens, temperature, squares: see `linear_log_probs`.
+            tokens, temperature, squares, top: see `log_prob_columns`.
         """
 
         def forward(input: torch.Tensor) -> torch.Tensor:
             inputs = input.flatten(0, -2).index_select(0, places)
             weight, bias = self._layer.weight, self._layer.bias
-            return linear_log_probs(inputs, weight, bias, tokens, temperature, squares=squares)
+            return linear_log_probs(inputs, weight, bias, tokens, temperature, squares=squares, top=top)
 
         self._layer.forward = forward
         try:

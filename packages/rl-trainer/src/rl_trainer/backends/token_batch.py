@@ -161,6 +161,11 @@ def flat(batch: BatchData, name: str, device: torch.device = CPU) -> torch.Tenso
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
+def ids(batch: BatchData, name: str, device: torch.device = CPU) -> torch.Tensor:
+    """A ragged column of token ids as a flat int64 tensor."""
+    return torch.tensor(batch.ragged(name).values, dtype=torch.int64, device=device)
+
+
 def flag(batch: BatchData, name: str, device: torch.device = CPU) -> torch.Tensor:
     """A ragged bool column as a flat bool tensor [T]."""
     return torch.tensor(batch.ragged(name).values, dtype=torch.bool, device=device)
@@ -179,6 +184,9 @@ def lengths_of(batch: BatchData) -> IntArray:
 def token_columns(micro: BatchData, row: torch.Tensor) -> TokenColumns:
     """The columns of the policy loss; `row` int64 [T] is the trajectory of each response token."""
 
+    def wide(values: torch.Tensor) -> torch.Tensor:
+        return values.view(len(row), values.numel() // max(len(row), 1))
+
     def optional(name: str) -> torch.Tensor | None:
         return flat(micro, name, row.device) if name in micro else None
 
@@ -195,6 +203,8 @@ def token_columns(micro: BatchData, row: torch.Tensor) -> TokenColumns:
         rl_weights=optional("rl_weights"),
         ce_weights=optional("ce_weights"),
         ref_kl_weights=optional("ref_kl_weights"),
+        ref_top_log_probs=wide(flat(micro, "ref_top_log_probs", row.device)) if "ref_top_log_probs" in micro else None,
+        top_tokens=wide(ids(micro, "ref_top_tokens", row.device)) if "ref_top_tokens" in micro else None,
     )
 
 

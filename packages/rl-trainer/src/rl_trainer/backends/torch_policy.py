@@ -34,6 +34,9 @@ from rl_trainer.config import ActorConfig, RolloutCorrectionConfig
 from rl_trainer.config.lora import LoraConfig
 from rl_trainer.data.images import PROCESSORS
 
+TOP_COLUMNS = ("top_log_probs", "top_tokens")
+"""Largest log-probs at each token, and the tokens that have them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyOptions:
@@ -42,12 +45,15 @@ class PolicyOptions:
     Attributes:
         correction: rollout correction that the loss makes; None: none.
         sum_pi_squared: `compute_log_probs` also returns that column.
+        top: `compute_log_probs` of a frozen policy, and the initial log-probs of one with adapters,
+            also find that many of the most probable tokens (at most all), in TOP_COLUMNS.
         forward_rows: responses per forward pass when no gradient is needed.
         frozen: the policy is a reference: `update` is refused, and no optimizer is built.
     """
 
     correction: RolloutCorrectionConfig | None = None
     sum_pi_squared: bool = False
+    top: int = 0
     forward_rows: int = 512
     frozen: bool = False
 
@@ -93,6 +99,8 @@ class TorchPolicyBackend:
         self._head = OutputHead.of(self._model)
         self._strategy.prepare(self._model, layers)
         self._sum_pi_squared = options.sum_pi_squared
+        self._top = min(options.top, self._model.config.get_text_config().vocab_size)
+        self._frozen = options.frozen
         world = self._strategy.world
         self._forward = ForwardPasses.of(world, self._config, options.forward_rows)
         self._schedule = self._config.schedule(rollout_n, seed)
@@ -103,10 +111,16 @@ class TorchPolicyBackend:
             self._objective = PolicyObjective(config, options.correction)
 
     def compute_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
-        names = ["log_probs", "entropy", *(["sum_pi_squared"] if self._sum_pi_squared else [])]
+        return self._compute(batch, temperature, squares=self._sum_pi_squared, top=self._top if self._frozen else 0)
+
+    def _compute(self, batch: BatchData, temperature: float, *, squares: bool, top: int) -> BatchData:
+        names = ["log_probs", "entropy", *(["sum_pi_squared"] if squares else []), *(TOP_COLUMNS if top else ())]
 
         def compute(part: BatchData) -> Sequence[torch.Tensor]:
-            return self._columns(self._tokens(part), temperature, squares=self._sum_pi_squared).unbind()
+            rows = self._columns(self._tokens(part), temperature, squares=squares, top=top)
+            if not top:
+                return rows.unbind()
+            return [*rows[: -2 * top], rows[-2 * top : -top].t(), rows[-top:].t().long()]
 
         return per_token(batch, self._forward, names, compute)
 
@@ -121,7 +135,7 @@ class TorchPolicyBackend:
                 "Without LoRA (LoraConfig.rank=0) the policy can't compute its initial log-probs; use a reference worker."
             )
         with self._model.disable_adapter():
-            return self.compute_log_probs(batch, temperature=temperature)
+            return self._compute(batch, temperature, squares=False, top=self._top)
 
     def update(self, batch: BatchData, *, temperature: float) -> dict[str, float]:
         """Update the policy; metrics are named actor/* unless their name contains a slash."""
@@ -135,8 +149,10 @@ class TorchPolicyBackend:
 
         def loss(micro: BatchData, counts: BatchCounts, means: WeightedMeans) -> torch.Tensor:
             tokens = self._tokens(micro)
-            log_prob, entropy = self._columns(tokens, temperature, squares=False).unbind()
-            return self._objective(log_prob, entropy, token_columns(micro, tokens.row), counts, means)
+            columns = token_columns(micro, tokens.row)
+            rows = self._columns(tokens, temperature, squares=False, others=columns.top_tokens)
+            top = rows[1:-1].t() if columns.top_tokens is not None else None
+            return self._objective(rows[0], rows[-1], columns, counts, means, top)
 
         with self._dropout():
             metrics = optimizer.run(batch, mini_batches, loss)
@@ -252,12 +268,21 @@ class TorchPolicyBackend:
             image_token=self._facts.image_token,
         )
 
-    def _columns(self, tokens: TokenBatch, temperature: float, *, squares: bool) -> torch.Tensor:
-        """[2 or 3, T] `log_prob_columns` of the response tokens."""
+    def _columns(
+        self,
+        tokens: TokenBatch,
+        temperature: float,
+        *,
+        squares: bool,
+        top: int = 0,
+        others: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`log_prob_columns` of the response tokens, and of `others` [T, K] in their places."""
+        targets = tokens.targets if others is None else torch.cat([tokens.targets[:, None], others], 1)
         if self._head is None:
-            return log_prob_columns(self._logits(tokens), tokens.targets, temperature, squares=squares)
+            return log_prob_columns(self._logits(tokens), targets, temperature, squares=squares, top=top)
         places = tokens.line * tokens.inputs["input_ids"].shape[1] + tokens.position
-        with self._head.reading(places, tokens.targets, temperature, squares=squares):
+        with self._head.reading(places, targets, temperature, squares=squares, top=top):
             return self._model(**tokens.inputs, use_cache=False).logits
 
     def _logits(self, tokens: TokenBatch) -> torch.Tensor:

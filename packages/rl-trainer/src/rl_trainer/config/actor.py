@@ -117,6 +117,13 @@ class ActorConfig(UpdateConfig):
         f"its estimator: {', '.join(KL_PENALTIES)}; with + behind it: its value, the gradient of k2",
         needs="use_kl_loss",
     )
+    kl_loss_topk: int = option(
+        0,
+        "tokens of the vocabulary, the most probable ones of the reference, from which that divergence is computed, the rest counting as one "
+        "token; 0: it is estimated from the sampled token",
+        ge=0,
+        needs="use_kl_loss",
+    )
 
     def check(self, path: str) -> None:
         super().check(path)

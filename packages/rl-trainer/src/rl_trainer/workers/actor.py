@@ -19,7 +19,9 @@ from rl_trainer.workers.messages import SaveCall, StageCall, StageResult
 from rl_trainer.workers.model import ModelWorker, ranked, resumable
 from rl_trainer.workers.stateful import StatefulWorker
 
-_reference = tqbridge(reads=lambda step: step.tokens, writes=("ref_log_prob",), schema=TRAINER_SCHEMA)
+_reference = tqbridge(
+    reads=lambda step: step.tokens, writes=lambda step: ("ref_log_prob", *step.reference_top), schema=TRAINER_SCHEMA
+)
 """The columns of the stage `ref`, in whichever worker."""
 EXPORT = "hf"
 """Folder of a checkpoint that holds the policy for users."""
@@ -100,6 +102,7 @@ class ActorWorker(ModelWorker, StatefulWorker):
             *step.old,
             *step.advantages[:1],
             *step.reference_loss,
+            *step.reference_top,
             *step.weights,
             *step.chosen,
             *step.versions,
@@ -123,11 +126,10 @@ class ActorWorker(ModelWorker, StatefulWorker):
 
     @_reference
     async def ref(self, data: BatchData, _: StageCall) -> BatchData:
-        """Write `ref_log_prob`: log-probs of this policy without its adapters."""
+        """As `ReferenceWorker.ref`, of this policy without its adapters."""
         if not isinstance(self._backend, WithReference):
             raise WorkerError(f"{type(self._backend).__name__} contains no reference policy; start a reference worker.")
-        out = self._backend.compute_reference_log_probs(data, temperature=self._temperature)
-        return BatchData({"ref_log_prob": out["log_probs"]})
+        return _of_reference(self._backend.compute_reference_log_probs(data, temperature=self._temperature))
 
     async def save(self, call: SaveCall) -> StageResult:
         """Write the Hugging Face checkpoint."""
@@ -154,6 +156,11 @@ class ReferenceWorker(ModelWorker):
 
     @_reference
     async def ref(self, data: BatchData, _: StageCall) -> BatchData:
-        """Write `ref_log_prob`."""
-        out = self._backend.compute_log_probs(data, temperature=self._temperature)
-        return BatchData({"ref_log_prob": out["log_probs"]})
+        """Write `ref_log_prob`, and the most probable tokens."""
+        return _of_reference(self._backend.compute_log_probs(data, temperature=self._temperature))
+
+
+def _of_reference(computed: BatchData) -> BatchData:
+    """The columns of the stage `ref`, from those of a policy."""
+    named = {"log_probs": "ref_log_prob", "top_log_probs": "ref_top_log_probs", "top_tokens": "ref_top_tokens"}
+    return BatchData({named[name]: column for name, column in computed.columns.items() if name in named})

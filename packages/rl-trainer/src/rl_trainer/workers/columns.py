@@ -20,6 +20,8 @@ BASELINE_PARTITION = "baseline"
 PARTITIONS = (TRAIN_PARTITION, VALIDATION_PARTITION, BASELINE_PARTITION)
 """Partitions that prompts are rolled out into."""
 
+REFERENCE_TOP = ("ref_top_log_probs", "ref_top_tokens")
+"""The most probable tokens of the reference policy."""
 PART_WEIGHTS = ("rl_weights", "ce_weights", "ref_kl_weights")
 """Weights of the parts of a token's loss."""
 
@@ -66,6 +68,20 @@ _BETWEEN_STAGES = (
         writer="rollout",
         meaning="tokens of the data's answer, which no policy generated",
     ),
+    ColumnSpec(
+        name="ref_top_log_probs",
+        kind="ragged",
+        dtype="float32",
+        writer="ref",
+        meaning="the K largest log-probs of the reference at each token, K values for each",
+    ),
+    ColumnSpec(
+        name="ref_top_tokens",
+        kind="ragged",
+        dtype="int32",
+        writer="ref",
+        meaning="the tokens that have them",
+    ),
     *(
         ColumnSpec(
             name=f"{part}_weights",
@@ -96,6 +112,7 @@ TRAINER_SCHEMA = BatchSchema(
                 *PART_WEIGHTS,
             )
         ),
+        SameLength(("ref_top_log_probs", "ref_top_tokens")),
         SameLength(("advantages", "returns", "loss_mask", "rollout_is_weights", "chosen_tokens", *PART_WEIGHTS)),
     ),
 )
@@ -141,6 +158,7 @@ class StepColumns:
         estimated_from: what the advantage estimator reads beyond scores and masks.
         reference: log-probs of the reference policy.
         reference_loss: the same, if the policy loss reads them.
+        reference_top: the most probable tokens of the reference, which the policy update reads.
         rejected: the mask of the rollout correction.
         weights: importance weights of the rollout correction.
         chosen: tokens that the policy loss treats differently.
@@ -160,6 +178,7 @@ class StepColumns:
     estimated_from: tuple[str, ...] = ()
     reference: tuple[str, ...] = ()
     reference_loss: tuple[str, ...] = ()
+    reference_top: tuple[str, ...] = ()
     rejected: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     chosen: tuple[str, ...] = ()
@@ -209,7 +228,8 @@ def step_columns(algorithm: AlgorithmConfig, actor: ActorConfig, *, images: bool
         sum_pi_squared=("sum_pi_squared",) if "sum_pi_squared" in estimator.reads else (),
         estimated_from=tuple(name for name in estimator.reads if name not in ("old_log_probs", "ref_log_prob")),
         reference=reference,
-        reference_loss=reference if actor.use_kl_loss else (),
+        reference_loss=reference if actor.use_kl_loss and not actor.kl_loss_topk else (),
+        reference_top=REFERENCE_TOP if actor.use_kl_loss and actor.kl_loss_topk else (),
         rejected=("loss_mask",) if correction.rollout_rs and not from_engine else (),
         weights=("rollout_is_weights",) if correction.rollout_is and not from_engine else (),
         chosen=("chosen_tokens",) if loss.chooses else (),

@@ -7,6 +7,9 @@ import torch
 from rl_trainer.algorithms.kl import SAFE_LOG
 from rl_trainer.config.kl import KL_LOSSES, kl_name
 
+REST = 1e-6
+"""Smallest probability of all tokens beyond the K most probable ones; float32 sums round to it."""
+
 
 def kl_loss(log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kind: str) -> torch.Tensor:
     """[T] differentiable estimate of the KL divergence per token, nats.
@@ -25,6 +28,21 @@ def kl_loss(log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kind: str) -> to
         return value
     half_square = 0.5 * d * d
     return value.detach() + half_square - half_square.detach()
+
+
+def topk_kl(log_prob: torch.Tensor, ref_log_prob: torch.Tensor) -> torch.Tensor:
+    """[T] KL(policy || reference), nats, of distributions over K tokens and the rest as one more.
+
+    That is at most the divergence over the whole vocabulary, and equal to it if the K tokens are
+    all that has a probability. A rest below REST counts as REST, without a gradient.
+
+    Args:
+        log_prob: [T, K] of the policy, with gradient.
+        ref_log_prob: [T, K] of the reference.
+    """
+    p, q = log_prob.exp(), ref_log_prob.exp()
+    rest, ref_rest = ((1 - x.sum(-1)).clamp(min=REST) for x in (p, q))
+    return (p * (log_prob - ref_log_prob)).sum(-1) + rest * (rest / ref_rest).log()
 
 
 def _estimate(d: torch.Tensor, name: str) -> torch.Tensor:

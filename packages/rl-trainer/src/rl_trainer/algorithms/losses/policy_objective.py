@@ -11,7 +11,7 @@ from rl_protocol import BatchError
 from rl_trainer.algorithms.arrays import sum_by
 from rl_trainer.algorithms.losses import POLICY_LOSSES
 from rl_trainer.algorithms.losses.aggregate import BatchCounts, aggregate
-from rl_trainer.algorithms.losses.kl_loss import kl_loss
+from rl_trainer.algorithms.losses.kl_loss import kl_loss, topk_kl
 from rl_trainer.algorithms.losses.loss_function import LossFunction, LossInputs
 from rl_trainer.algorithms.metrics import WeightedMeans
 from rl_trainer.algorithms.rollout_correction import MaskedRows, importance_weights, reject
@@ -37,6 +37,8 @@ class TokenColumns:
         row: int64 [T].
         rows: number of trajectories.
         ref_log_prob: [T], required with use_kl_loss.
+        ref_top_log_probs, top_tokens: [T, K] the largest log-probs of the reference, and the tokens
+            that have them; required with kl_loss_topk.
         rl_weights, ce_weights, ref_kl_weights: [T] of the parts.
         weights: [T] importance weights of the rollout correction; None: all 1.
         chosen: bool [T], required by losses that select tokens (Clip-Cov, KL-Cov).
@@ -54,6 +56,8 @@ class TokenColumns:
     rl_weights: torch.Tensor | None = None
     ce_weights: torch.Tensor | None = None
     ref_kl_weights: torch.Tensor | None = None
+    ref_top_log_probs: torch.Tensor | None = None
+    top_tokens: torch.Tensor | None = None
 
     def require_old_log_prob(self) -> torch.Tensor:
         """`old_log_prob`.
@@ -111,6 +115,7 @@ class PolicyObjective:
         tokens: TokenColumns,
         counts: BatchCounts,
         means: WeightedMeans,
+        top_log_prob: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The micro-batch's share of the loss; adds metrics to `means`.
 
@@ -121,6 +126,7 @@ class PolicyObjective:
             counts: sizes of the whole mini-batch, before any rejection made here, so
                 that the result does not depend on how the mini-batch is split.
             means: token means over the mini-batches, weighted by their unmasked tokens.
+            top_log_prob: [T, K] of `tokens.top_tokens`, with gradient; required with kl_loss_topk.
         """
         config, mask = self._config, tokens.mask
         per_token = torch.zeros_like(log_prob)
@@ -133,13 +139,26 @@ class PolicyObjective:
         if config.entropy_coeff:
             per_token = per_token - config.entropy_coeff * entropy
         if config.use_kl_loss:
-            divergence = kl_loss(log_prob, tokens.require_ref_log_prob(), config.kl_loss_type)
+            divergence = self._divergence(log_prob, top_log_prob, tokens)
             weights = tokens.ref_kl_weights
             _report(means, {"kl_loss": divergence}, mask if weights is None else mask & (weights != 0))
             per_token = per_token + config.kl_loss_coef * (divergence if weights is None else weights * divergence)
         return aggregate(
             per_token, mask, tokens.row, tokens.rows, counts, config.loss_agg_mode, config.loss_scale_factor
         )
+
+    def _divergence(
+        self, log_prob: torch.Tensor, top_log_prob: torch.Tensor | None, tokens: TokenColumns
+    ) -> torch.Tensor:
+        """The divergence from the reference [T]."""
+        if not self._config.kl_loss_topk:
+            return kl_loss(log_prob, tokens.require_ref_log_prob(), self._config.kl_loss_type)
+        if top_log_prob is None or tokens.ref_top_log_probs is None:
+            raise BatchError(
+                "ActorConfig.kl_loss_topk needs the columns ref_top_log_probs and ref_top_tokens, which the ref stage writes, and the policy's "
+                "log-probs of these tokens; got none."
+            )
+        return topk_kl(top_log_prob, tokens.ref_top_log_probs)
 
     def _policy_loss(
         self, log_prob: torch.Tensor, advantages: torch.Tensor, tokens: TokenColumns, means: WeightedMeans
