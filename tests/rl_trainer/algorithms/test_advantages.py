@@ -91,6 +91,13 @@ def test_reinforce_plus_plus_baseline_by_hand():
     assert advantages.tolist() == pytest.approx([1 / 3 / scale, 1 / 3 / scale, -2 / 3 / scale])
 
 
+def test_raft_by_hand():
+    """All of the best are trained on, and none where the best is not above 0."""
+    keys = [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1), ("c", 0)]
+    advantages, _ = estimate("raft", keys, [1, 2, 1, 1, 1, 1], [0.5, 0.2, 0.5, 0.0, -1.0, 0.1])
+    assert advantages.tolist() == [1, 0, 0, 1, 0, 0, 1]
+
+
 def test_reinforce_plus_plus_by_hand():
     # returns 0.25, 0.5, 1 with gamma 0.5: mean 7/12
     advantages, returns = estimate("reinforce_plus_plus", [("a", 0)], [3], [1], gamma=0.5)
@@ -243,6 +250,9 @@ def oracle(name, x: AdvantageInputs):
     }
     if name in rules:
         on_all(against(score, rules[name]))
+    elif name == "raft":
+        best = {s: max(score[o] for o in names) for names in groups.values() for s in names}
+        on_all({s: float(own > 0 and own == best[s]) for s, own in score.items()})
     elif name == "gdpo":
         total = dict.fromkeys(sessions, 0.0)
         for k in range(x.reward_components.shape[1]):

@@ -14,6 +14,7 @@ from rl_trainer.algorithms.advantages.opd import opd
 from rl_trainer.algorithms.advantages.opo import opo
 from rl_trainer.algorithms.advantages.optimal_token_baseline import optimal_token_baseline
 from rl_trainer.algorithms.advantages.pass_at_k import grpo_passk
+from rl_trainer.algorithms.advantages.raft import raft
 from rl_trainer.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
 from rl_trainer.algorithms.advantages.remax import remax
 from rl_trainer.algorithms.advantages.rloo import rloo
@@ -39,6 +40,7 @@ ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry(
         "optimal_token_baseline": Estimator(
             optimal_token_baseline, reads=("old_log_probs", "sum_pi_squared"), compares=True
         ),
+        "raft": Estimator(raft),
         "opd": Estimator(opd, reads=("ref_log_prob", "old_log_probs")),
     },
     elsewhere={
@@ -66,6 +68,7 @@ __all__ = [
     "opd",
     "opo",
     "optimal_token_baseline",
+    "raft",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",
