@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rl_protocol import ConfigError
 from rl_protocol.support.options import items
 from rl_trainer.algorithms.rollout_correction import MaskedRows, importance_weights, offpolicy_metrics, reject
-from rl_trainer.config.rollout_correction import RS_CRITERIA, Bounds, parse_bounds, parse_rejections
+from rl_trainer.config.rollout_correction import RS_CRITERIA, SECOND_MOMENT, Bounds, parse_bounds, parse_rejections
 
 pytestmark = pytest.mark.numeric
 
@@ -61,7 +61,17 @@ def test_normalised_weights_have_mean_one():
     assert weights.tolist() == pytest.approx([0.5, 0.5, 0.5, 0, 1.5])
 
 
+def slow_second_moment(log_ratio, mask, high):
+    """Drop the token with the largest square until the mean of the others is small enough."""
+    kept = {t: d * d for t, d in enumerate(log_ratio) if mask[t]}
+    while kept and sum(kept.values()) / len(kept) > high:
+        del kept[max(kept, key=kept.__getitem__)]
+    return [t in kept for t in range(len(mask))]
+
+
 def slow_keep(criterion, log_ratio, mask, offsets, low, high):
+    if criterion == SECOND_MOMENT:
+        return slow_second_moment(log_ratio, mask, high)
     level, kind = criterion.rsplit("_", 1)
     formula = {"k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - 1 - d}[kind]
     reduce = {"seq_sum": sum, "seq_mean": lambda xs: sum(xs) / len(xs), "seq_max": max}
@@ -99,6 +109,18 @@ def test_rejection_equals_plain_loops(seed, criteria):
         touched = [not expected[r][mask[r]].all() for r in rows]
         assert metrics["rollout_rs_seq_masked_fraction"] == pytest.approx(np.mean(touched))
         assert all(math.isfinite(v) for v in metrics.values())
+
+
+def test_the_second_moment_by_hand():
+    """Squares 0.04, 0.16, 0.01 and 0.16: without the two equal ones their mean is 0.025."""
+    log_ratio = np.array([0.2, -0.4, 0.1, 9.0, 0.4])
+    (rejection,) = parse_rejections([SECOND_MOMENT], ["0.08"], "key")
+    kept, metrics = reject(log_ratio, ROWS, [rejection])
+    assert kept.tolist() == [True, False, True, False, False]
+    assert metrics["rollout_rs_batch_m2_mean"] == pytest.approx(0.37 / 4)
+    assert metrics["rollout_rs_masked_fraction"] == 0.5
+    assert reject(log_ratio, ROWS, parse_rejections([SECOND_MOMENT], ["0.1"], "key"))[0].tolist() == ROWS.mask.tolist()
+    assert not reject(log_ratio, ROWS, parse_rejections([SECOND_MOMENT], ["0.001"], "key"))[0].any()
 
 
 def test_metrics_by_hand():

@@ -72,6 +72,14 @@ def test_parts_of_the_loss_that_do_not_go_together(algorithm, n, words):
         check_combination(AlgorithmConfig(**algorithm), ActorConfig(), n)
 
 
+@pytest.mark.parametrize("mode", ["rollout", "interpolate"])
+def test_the_second_moment_of_a_batch_is_not_known_inside_the_loss(mode):
+    correction = RolloutCorrectionConfig(rollout_rs=("batch_m2",), rollout_rs_threshold=("0.04",))
+    check_combination(AlgorithmConfig(rollout_correction=correction), ActorConfig(), 8)
+    with pytest.raises(ConfigError, match=rf"rollout_rs=batch_m2 looks at the whole batch .*old_log_prob={mode}"):
+        check_combination(AlgorithmConfig(rollout_correction=correction, old_log_prob=mode), ActorConfig(), 8)
+
+
 def test_answers_alone_may_be_of_any_age():
     """There is no ratio to an old policy."""
     check_staleness(AsyncConfig(max_staleness=2), AlgorithmConfig(**SFT), GPG)

@@ -13,7 +13,8 @@ They are limited to an upper bound (truncated), or set to 0 outside [lower, uppe
 Ling team 2025, arXiv:2510.18855).
 
 Rejection removes tokens or trajectories from the loss, its denominators and the baselines of their
-group (Liu, Li et al. 2025, "When Speed Kills Stability").
+group (Liu, Li et al. 2025, "When Speed Kills Stability"). One criterion bounds the second moment of
+log r over the batch (M2PO, Zheng et al. 2025, "Prosperity before Collapse", arXiv:2510.01161).
 
 Numpy, without gradient. N trajectories, T tokens.
 """
@@ -28,7 +29,7 @@ import numpy as np
 
 from rl_trainer.algorithms.arrays import BoolArray, FloatArray, IntArray, sum_by
 from rl_trainer.algorithms.kl import SAFE_LOG
-from rl_trainer.config.rollout_correction import Bounds, Rejection
+from rl_trainer.config.rollout_correction import SECOND_MOMENT, Bounds, Rejection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,27 +109,53 @@ def reject(
     log_r = np.clip(log_ratio, -SAFE_LOG, SAFE_LOG)
     keep, metrics = rows.mask.copy(), dict[str, float]()
     for rejection in rejections:
-        level, kind = rejection.criterion.rsplit("_", 1)
-        token = -log_r if kind == "k1" else 0.5 * log_r**2 if kind == "k2" else np.expm1(log_r) - log_r
-        low, high = rejection.bounds.lower, rejection.bounds.upper
-        if kind == "k1":
-            low, high = math.log(low) if low is not None else None, math.log(high)
-        reduce = {"token": rows.mean, "seq_sum": rows.sum, "seq_mean": rows.mean, "seq_max": rows.max}[level]
-        per_row = reduce(token)
-        statistic, seen = (token, rows.mask) if level == "token" else (per_row, rows.nonempty)
-        too_high, too_low = statistic > high, statistic < (-np.inf if low is None else low)
-        passes = ~(too_high | too_low)
-        kept = rows.mask & (passes if level == "token" else passes[rows.row])
+        judge = _within_second_moment if rejection.criterion == SECOND_MOMENT else _within_bounds
+        kept, found = judge(log_r, rows, rejection)
         name = f"rollout_rs_{rejection.criterion}"
-        if seen.any():
-            metrics |= {f"{name}_mean": _mean(token if level == "token" else per_row[rows.row], rows.mask)}
-            metrics |= {f"{name}_max": float(statistic[seen].max()), f"{name}_min": float(statistic[seen].min())}
-            metrics |= {f"{name}_fraction_high": _mean(too_high, seen), f"{name}_fraction_low": _mean(too_low, seen)}
-            metrics |= _rejected_fractions(name, kept, rows)
+        if rows.mask.any():
+            metrics |= {f"{name}_{key}": value for key, value in found.items()} | _rejected_fractions(name, kept, rows)
         keep &= kept
     if rejections and rows.mask.any():
         metrics |= _rejected_fractions("rollout_rs", keep, rows)
     return keep, metrics
+
+
+def _within_bounds(log_r: FloatArray, rows: MaskedRows, rejection: Rejection) -> tuple[BoolArray, dict[str, float]]:
+    """The mask [T] of a criterion of tokens or rows, and its statistics."""
+    level, kind = rejection.criterion.rsplit("_", 1)
+    token = -log_r if kind == "k1" else 0.5 * log_r**2 if kind == "k2" else np.expm1(log_r) - log_r
+    low, high = rejection.bounds.lower, rejection.bounds.upper
+    if kind == "k1":
+        low, high = math.log(low) if low is not None else None, math.log(high)
+    reduce = {"token": rows.mean, "seq_sum": rows.sum, "seq_mean": rows.mean, "seq_max": rows.max}[level]
+    per_row = reduce(token)
+    statistic, seen = (token, rows.mask) if level == "token" else (per_row, rows.nonempty)
+    too_high, too_low = statistic > high, statistic < (-np.inf if low is None else low)
+    passes = ~(too_high | too_low)
+    kept = rows.mask & (passes if level == "token" else passes[rows.row])
+    if not seen.any():
+        return kept, {}
+    return kept, {
+        "mean": _mean(token if level == "token" else per_row[rows.row], rows.mask),
+        "max": float(statistic[seen].max()),
+        "min": float(statistic[seen].min()),
+        "fraction_high": _mean(too_high, seen),
+        "fraction_low": _mean(too_low, seen),
+    }
+
+
+def _within_second_moment(
+    log_r: FloatArray, rows: MaskedRows, rejection: Rejection
+) -> tuple[BoolArray, dict[str, float]]:
+    """The mask [T] without the largest squares, so that their mean is within the bound; equal ones
+    are kept or rejected together.
+    """
+    squares = log_r**2
+    ascending = np.sort(squares[rows.mask])
+    means = np.cumsum(ascending) / np.arange(1, ascending.size + 1)
+    count = int(np.searchsorted(means, rejection.bounds.upper, side="right"))
+    kept = rows.mask & (squares < (ascending[count] if count < ascending.size else np.inf))
+    return kept, {"mean": _mean(squares, rows.mask)} if ascending.size else {}
 
 
 def _rejected_fractions(name: str, kept: BoolArray, rows: MaskedRows) -> dict[str, float]:

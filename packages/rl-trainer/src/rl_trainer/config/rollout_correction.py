@@ -12,14 +12,19 @@ from rl_protocol.support.options import Options, nearest, option, require
 IS_LEVELS = ("token", "sequence", "geometric")
 
 
-RS_CRITERIA = tuple(
-    f"{level}_{kind}"
-    for level, kinds in (("token", "123"), ("seq_sum", "123"), ("seq_mean", "123"), ("seq_max", "23"))
-    for kind in (f"k{digit}" for digit in kinds)
+SECOND_MOMENT = "batch_m2"
+RS_CRITERIA = (
+    *(
+        f"{level}_{kind}"
+        for level, kinds in (("token", "123"), ("seq_sum", "123"), ("seq_mean", "123"), ("seq_max", "23"))
+        for kind in (f"k{digit}" for digit in kinds)
+    ),
+    SECOND_MOMENT,
 )
 """Level and estimator of the divergence: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r.
 
-seq_mean_k1 is the geometric mean of 1 / r.
+seq_mean_k1 is the geometric mean of 1 / r. batch_m2 rejects the tokens with the largest (log r)^2,
+until its mean over the others is at most the threshold (M2PO).
 """
 
 
@@ -97,7 +102,10 @@ class RolloutCorrectionConfig(Options):
     rollout_is_batch_normalize: bool = option(False, "divide the weights by their mean over the batch", verl=".")
     rollout_rs: tuple[str, ...] = option((), "rejection criteria; empty: none", choices=RS_CRITERIA, verl=".")
     rollout_rs_threshold: tuple[str, ...] = option(
-        (), "its thresholds, one for all or one each; k1: number or lower_upper of the ratio, others: nats", verl="."
+        (),
+        "its thresholds, one for all or one each; k1: number or lower_upper of the ratio, others: nats, batch_m2: "
+        "squared nats, such as 0.04",
+        verl=".",
     )
 
     def check(self, path: str) -> None:

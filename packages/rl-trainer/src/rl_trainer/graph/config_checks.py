@@ -7,6 +7,7 @@ from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl_trainer.algorithms.losses import POLICY_LOSSES
 from rl_trainer.algorithms.old_log_prob import starts_from_rollout
 from rl_trainer.config import ActorConfig, AlgorithmConfig, AsyncConfig
+from rl_trainer.config.rollout_correction import SECOND_MOMENT
 
 WRITABLE = ("values", "old_log_probs", "ref_log_prob", "sum_pi_squared", "reward_components", "reward_baselines")
 """Columns beyond scores and masks that an estimator can read."""
@@ -154,6 +155,11 @@ def _check_loss(algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
         raise ConfigError(
             f"With AlgorithmConfig.old_log_prob=rollout the ratio of loss_mode={name} is to the rollout engine's policy already, so "
             "importance weights would count it twice; leave rollout_is empty, or set PolicyLossConfig.loss_mode=gpg."
+        )
+    if starts_from_rollout(mode) and SECOND_MOMENT in correction.rollout_rs:
+        raise ConfigError(
+            f"RolloutCorrectionConfig.rollout_rs={SECOND_MOMENT} looks at the whole batch at once, which AlgorithmConfig.old_log_prob={mode} never "
+            "has; set it to recompute, or another criterion."
         )
     if starts_from_rollout(mode) and correction.rollout_is_batch_normalize:
         raise ConfigError(
