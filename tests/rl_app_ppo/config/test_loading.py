@@ -158,6 +158,16 @@ def test_numbers_are_read_as_numbers(text):
     assert load_config([f"actor.optim.lr={text}"]).actor.optim.lr == 1e-5
 
 
+def test_on_and_off_are_words_where_an_option_has_these_and_booleans_elsewhere(tmp_path):
+    """YAML 1.1 reads both as booleans, so `off` was no value of transfer_queue.durability."""
+    overrides = ["transfer_queue.durability=off", "actor.use_kl_loss=off", "trainer.val_before_train=on"]
+    (tmp_path / "c.yaml").write_text("transfer_queue: {durability: off}\nactor: {use_kl_loss: off}\n")
+    for config in (load_config(overrides), load_config([], tmp_path / "c.yaml")):
+        assert config.transfer_queue.durability == "off"
+        assert config.actor.use_kl_loss is False
+        assert config.trainer.val_before_train is True
+
+
 def test_an_unreadable_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: can't be read"):
         load_config([], tmp_path / "nowhere.yaml")

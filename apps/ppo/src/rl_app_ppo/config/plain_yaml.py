@@ -12,13 +12,16 @@ from rl_protocol import ConfigError
 
 
 class PlainNumbers(yaml.SafeLoader):
-    """YAML loader that reads 1e-5 as a number, and verl's pairs of bounds 0.5_2 and 1_2 as text."""
+    """YAML loader that reads 1e-5 as a number, and verl's pairs of bounds 0.5_2 and 1_2, and the
+    words on and off, as text. Options of type bool accept these words.
+    """
 
 
 NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 PlainNumbers.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in rules if tag not in NUMBER_TAGS]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    if first not in ("o", "O")
 }
 PlainNumbers.add_implicit_resolver(NUMBER_TAGS[0], re.compile(r"[-+]?\d+$"), list("-+0123456789"))
 PlainNumbers.add_implicit_resolver(
