@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +16,13 @@ import pytest
 from lossy_files import LossyFiles
 
 from rl_protocol.errors import ConfigError, OutputError
-from rl_transferqueue.journal.disk_journal import DiskJournal, file_system_of, open_journal
+from rl_transferqueue.journal.disk_journal import (
+    DiskJournal,
+    check_journal,
+    file_system_of,
+    open_journal,
+    remove_journal,
+)
 from rl_transferqueue.journal.metadata import Metadata
 from rl_transferqueue.journal.records import ClearRecord, Journal, PutRecord
 
@@ -223,3 +231,30 @@ def test_acknowledged_rows_survive_kill_9(tmp_path: Path) -> None:
         assert all(data == it.to_bytes(8, "little") * 500 for it, data in rows.items())
         assert not found.report.rows_incomplete
         last = max(rows)
+
+
+def test_a_journal_is_removed_with_its_folder_unless_that_has_other_files(tmp_path: Path) -> None:
+    for other in (False, True):
+        with open_journal(tmp_path / "journal", SEGMENT) as journal:
+            journal.recover()
+            journal.append([put(1, x=b"a")])
+            journal.sync()
+            with pytest.raises(ConfigError, match="in use by another process"):
+                remove_journal(tmp_path / "journal")
+        if other:
+            (tmp_path / "journal" / "mine").touch()
+        remove_journal(tmp_path / "journal")
+        assert [path.name for path in tmp_path.rglob("*")] == (["journal", "mine"] if other else [])
+
+
+def test_a_check_waits_for_a_process_that_is_ending(tmp_path: Path) -> None:
+    with open_journal(tmp_path, SEGMENT):
+        pass
+    held = os.open(tmp_path / "lock", os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with pytest.raises(ConfigError, match="in use by another process"):
+        check_journal(tmp_path, wait_s=0.2)
+    timer = threading.Timer(0.3, os.close, [held])
+    timer.start()
+    check_journal(tmp_path, wait_s=60)
+    timer.join()

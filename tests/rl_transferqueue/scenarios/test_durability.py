@@ -238,7 +238,7 @@ def test_a_full_disk_fails_the_put_and_nothing_else(tmp_path: Path, monkeypatch:
 
 def test_wrong_settings_are_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="journal_dir"):
-        TransferQueueConfig(durability="commit").check("transfer_queue.")
+        start_local_plane(TransferQueueConfig(durability="commit"))
     with pytest.raises(ConfigError, match="durability"):
         TransferQueueConfig(durability="commit", journal_dir="x", backend="ray").check("transfer_queue.")
     (tmp_path / "journal").write_text("a file")

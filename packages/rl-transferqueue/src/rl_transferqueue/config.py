@@ -60,7 +60,8 @@ class TransferQueueConfig(Options):
     )
     journal_dir: str = option(
         "",
-        "Folder of the journal, on a local disk; made if missing. A plane that starts with it has the rows of the one before.",
+        "Folder of the journal, on a local disk; made if missing. A plane that starts with it has the rows of the one before. Empty: "
+        "journal in the folder of the run; a plane without a run needs a folder.",
         needs="durability!=off",
     )
     shared_memory: bool = option(
@@ -79,13 +80,6 @@ class TransferQueueConfig(Options):
             f"{path}listen",
             f"an address such as 127.0.0.1 with {path}shared_memory=false, which leaves clients no other way in",
             self.listen,
-        )
-
-        require(
-            self.durability == "off" or bool(self.journal_dir),
-            f"{path}journal_dir",
-            f"a folder with {path}durability={self.durability}",
-            self.journal_dir,
         )
         require(
             self.durability == "off" or self.backend in ("simple", "memory"),

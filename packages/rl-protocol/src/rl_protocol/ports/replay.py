@@ -249,6 +249,10 @@ class ReplayBuffer(Protocol):
         """Number of groups by status; any thread may ask."""
         ...
 
+    def statuses(self) -> Mapping[str, GroupStatus]:
+        """Status of each group by uid, in the order of adding; any thread may ask."""
+        ...
+
     def unsettled(self) -> Mapping[str, Sequence[int]]:
         """Sessions of running groups that have not settled, by uid; any thread may ask."""
         ...

@@ -159,6 +159,7 @@ class ReplayBufferSuite:
             await buffer.add(["a", "b"], 3)
             a, b = await buffer.lease(2, version=0, timeout_s=_SOON_S)
             assert buffer.unsettled() == {"a": (0, 1, 2), "b": (0, 1, 2)}
+            assert list(buffer.statuses().items())[:2] == [("a", "running"), ("b", "running")]
             for session in (2, 0):
                 await settle(plane, [SessionResult(a, session, rows=1)], scores(session))
             await settle_all(plane, b)

@@ -272,6 +272,10 @@ class GroupBook:
         seen = Counter(group.status for group in list(self.groups.values()))
         return {status: seen[status] for status in STATUSES}
 
+    def statuses(self) -> dict[str, GroupStatus]:
+        """Status of each group by uid, in the order of adding; any thread may ask."""
+        return {group.uid: group.status for group in sorted(self.groups.values(), key=lambda group: group.order)}
+
     def unsettled(self) -> dict[str, tuple[int, ...]]:
         """Sessions of running groups that have not settled, by uid; any thread may ask."""
         running = [group for group in list(self.groups.values()) if group.status == "running"]

@@ -149,6 +149,10 @@ class ReplayBuffer:
         """Number of groups by status; any thread may ask."""
         return self._book.counts()
 
+    def statuses(self) -> dict[str, GroupStatus]:
+        """Status of each group by uid; see the port."""
+        return self._book.statuses()
+
     def unsettled(self) -> dict[str, tuple[int, ...]]:
         """Sessions of running groups that have not settled, by uid; any thread may ask."""
         return self._book.unsettled()
@@ -194,8 +198,7 @@ class ReplayBuffer:
             if not self._book.groups:
                 await self._clear_partitions()
             else:
-                for group in gone:
-                    await self._clear_rows({"uid": group.uid})
+                await self._clear_rows_of({group.uid for group in gone})
                 await self._plane.clear(self._groups, list(uids))
             self._changed.notify_all()
 
@@ -253,6 +256,17 @@ class ReplayBuffer:
             groups = [book.groups[uid] for uid in sorted(book.changed, key=lambda u: book.groups[u].order)]
             await self._plane.put(self._groups, [g.uid for g in groups], tags=[_to_tag(g) for g in groups])
             book.changed -= {group.uid for group in groups}
+
+    async def _clear_rows_of(self, uids: Collection[str]) -> None:
+        """Clear what settled of these groups, and then the rows; see `_clear_rows`."""
+        if len(uids) == 1:
+            await self._clear_rows({"uid": next(iter(uids))})
+            return
+        for partition in (self._settled, self._partition):
+            rows = await self._plane.list_rows(partition)
+            keys = [key for key, tag in zip(rows.keys, rows.tags or (), strict=True) if tag["uid"] in uids]
+            if keys:
+                await self._plane.clear(partition, keys)
 
     async def _clear_rows(self, where: Mapping[str, Scalar]) -> None:
         """Clear what settled, and then the rows.

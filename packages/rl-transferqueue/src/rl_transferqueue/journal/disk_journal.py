@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import sqlite3
+import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +28,9 @@ from rl_transferqueue.journal.records import ClearRecord, PutRecord, Record, Rec
 from rl_transferqueue.journal.segment_files import DiskFiles, SegmentFiles
 from rl_transferqueue.journal.segments import Segments
 
+SEGMENTS, METADATA, LOCK = "segments", "metadata.sqlite", "lock"
+"""Names in the folder of a journal."""
+_POLL_S = 0.1
 SEGMENT_BYTES = 64 << 20
 COMPACT_BELOW = 0.5
 """A segment whose live share is smaller is rewritten by `compact`."""
@@ -184,20 +189,21 @@ def open_journal(folder: Path, segment_bytes: int = SEGMENT_BYTES) -> Generator[
         OutputError: the folder or its files can't be made or read.
     """
     try:
-        payload = folder / "segments"
+        payload = folder / SEGMENTS
         if not payload.is_dir():
             payload.mkdir(parents=True)
             fsync(folder.parent)
         _check_file_system(folder)
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise OutputError(
             f"TransferQueueConfig.journal_dir={folder} can't be used: {error.strerror or error}."
         ) from error
     try:
-        _lock(lock, folder)
+        if not _locked(lock):
+            raise _in_use(folder)
         try:
-            metadata = Metadata(folder / "metadata.sqlite")
+            metadata = Metadata(folder / METADATA)
             fsync(folder)
         except (OSError, sqlite3.Error) as error:
             raise OutputError(f"The journal in {folder} can't be opened: {error}.") from error
@@ -210,8 +216,12 @@ def open_journal(folder: Path, segment_bytes: int = SEGMENT_BYTES) -> Generator[
         os.close(lock)
 
 
-def check_journal(folder: Path) -> None:
+def check_journal(folder: Path, *, wait_s: float = 0.0) -> None:
     """Check what `open_journal` would refuse, without changing anything.
+
+    Args:
+        folder: of the journal.
+        wait_s: how long to wait for another process that uses it.
 
     Raises:
         ConfigError: as `open_journal`, or something else has the folder's name.
@@ -221,17 +231,39 @@ def check_journal(folder: Path) -> None:
         raise ConfigError(f"TransferQueueConfig.journal_dir must be a folder, got {folder}; {there} is none.")
     _check_file_system(there)
     try:
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return
     except OSError as error:
         raise ConfigError(
             f"TransferQueueConfig.journal_dir={folder} can't be used: {error.strerror or error}."
         ) from error
+    deadline = time.monotonic() + wait_s
     try:
-        _lock(lock, folder)
+        while not _locked(lock):
+            if time.monotonic() >= deadline:
+                raise _in_use(folder)
+            time.sleep(_POLL_S)
     finally:
         os.close(lock)
+
+
+def remove_journal(folder: Path) -> None:
+    """Remove the files of a journal that no process uses, and its folder if nothing else is there.
+
+    Raises:
+        ConfigError: a process uses it.
+        OutputError: a file can't be removed.
+    """
+    check_journal(folder)
+    try:
+        shutil.rmtree(folder / SEGMENTS)
+        for path in [*folder.glob(f"{METADATA}*"), folder / LOCK]:
+            path.unlink()
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    except OSError as error:
+        raise OutputError(f"The journal in {folder} can't be removed: {error}.") from error
 
 
 def file_system_of(path: Path, mountinfo: str) -> str:
@@ -257,10 +289,16 @@ def _check_file_system(folder: Path) -> None:
         )
 
 
-def _lock(handle: int, folder: Path) -> None:
+def _locked(handle: int) -> bool:
+    """Take the lock of a journal, if no other process has it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ConfigError(
-            f"TransferQueueConfig.journal_dir={folder} is in use by another process; set another folder for each plane."
-        ) from error
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _in_use(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"TransferQueueConfig.journal_dir={folder} is in use by another process; set another folder for each plane."
+    )

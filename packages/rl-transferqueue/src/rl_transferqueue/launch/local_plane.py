@@ -18,6 +18,7 @@ import msgspec
 
 from rl_protocol.errors import ConfigError, PlaneLostError
 from rl_protocol.support.host_identity import this_host
+from rl_protocol.support.options import require
 from rl_protocol.support.temporary_folders import owned_folder
 from rl_transferqueue.backends import BUILT_IN, check_backend
 from rl_transferqueue.client.deadline import deadline_after, seconds_until
@@ -124,7 +125,7 @@ def check_plane(config: TransferQueueConfig) -> None:
             use.
     """
     check_backend(config.backend)
-    if config.durability != "off":
+    if config.durability != "off" and config.journal_dir:
         check_journal(Path(config.journal_dir))
     if config.listen:
         check_ports(config.listen, listen_address(config.listen, load_key()), 2 + config.num_storage_units)
@@ -154,6 +155,12 @@ def start_local_plane(
             log.
     """
     check_plane(config)
+    require(
+        config.durability == "off" or bool(config.journal_dir),
+        "TransferQueueConfig.journal_dir",
+        f"a folder with durability={config.durability}",
+        config.journal_dir,
+    )
     private, lock = _private_dir(runtime_dir)
     children: list[_Child] = []
     with contextlib.ExitStack() as undo:
