@@ -43,6 +43,17 @@ def test_a_validation_set_that_is_larger_than_a_step_counts(tmp_path):
     assert bytes_of("rollout.val_kwargs.n=4", validation_rows=1000) == 1000 * (4 * 10 * ROLLOUT + 5 * 8)
 
 
+def test_steps_that_no_checkpoint_contains_count_with_a_journal():
+    """While a checkpoint is written, the steps before it are kept, and those of the next one."""
+    step = 2 * (10 * 3 * (ROLLOUT + OLD + ADV) + 5 * 8)
+    kept = ("actor.use_kl_loss=false", "transfer_queue.durability=commit", "trainer.save_freq=4")
+    assert bytes_of(*kept) == 8 * step
+    assert bytes_of(*kept, "async_rl.max_staleness=1") == 9 * step
+    large = ["transfer_queue.capacity_mb=10", "transfer_queue.durability=commit", "trainer.save_freq=4"]
+    with pytest.raises(ConfigError, match=r"7 trained steps kept for the next checkpoint \(trainer\.save_freq\)"):
+        check_plane_size(load_config(large), 20 << 20)
+
+
 def test_the_least_capacity_is_named_and_is_enough():
     config = load_config(["transfer_queue.capacity_mb=10"])
     check_plane_size(config, 9 << 20)
@@ -60,8 +71,8 @@ def test_the_least_capacity_is_named_and_is_enough():
         ("transfer_queue.capacity_mb=2", ["transfer_queue.capacity_mb=2 is too small", "rollout.response_length"]),
         ("transfer_queue.listen=10.77.0.1:5600", ["transfer_queue.listen='10.77.0.1:5600'", "RL_TQ_KEY_FILE"]),
         (
-            "transfer_queue={durability: commit, journal_dir: journal}",
-            ["transfer_queue.durability must be off", "got 'commit'"],
+            "transfer_queue={durability: commit, journal_dir: /proc/version}",
+            ["transfer_queue.journal_dir must be a folder", "got /proc/version"],
         ),
         ("transfer_queue.listen=127.0.0.1:99999", ["transfer_queue.listen", "port in 1..65535", "host:port"]),
         ("transfer_queue.backend=simpel", ["transfer_queue.backend", "Did you mean 'simple'?"]),

@@ -561,7 +561,7 @@ def test_no_answer_to_the_driver_has_room_for_a_column():
     }
     assert kinds == {
         StageResult: {"metrics": dict[str, float]},
-        RolloutResult: {"tokens": int, "truncated": int, "single": bool},
+        RolloutResult: {"tokens": int, "single": bool},
         FilterResult: {"uids": tuple[str, ...]},
     }
 

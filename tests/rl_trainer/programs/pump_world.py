@@ -68,6 +68,9 @@ class World:
         folder=None,
         deterministic=False,
         workers=1,
+        plane=None,
+        keep_rows=None,
+        save_freq=1,
         **async_rl,
     ):
         self.delays, self.faults, self.kept = list(delays), dict(faults or {}), kept
@@ -79,7 +82,7 @@ class World:
         algorithm = AlgorithmConfig(filter_groups=filtering, old_log_prob="recompute")
         rollout = [StandIn(self, f"rollout-{i}") for i in range(workers)]
         self.workers = Workers(rollout=rollout, reward=StandIn(self, "reward"), actor=[StandIn(self, "actor")])
-        self.plane = MemoryDataPlane()
+        self.plane = plane or MemoryDataPlane()
         self.rows = Rows(self.plane)
         self.buffers = make_buffers(self.plane, replay, bound)
         self.trainer = PPOTrainer(
@@ -100,10 +103,11 @@ class World:
                     total_training_steps=steps,
                     test_freq=2,
                     val_before_train=False,
-                    save_freq=1,
+                    save_freq=save_freq,
                     deterministic=deterministic,
                 ),
                 on_step=lambda step, metrics: self.steps.append((step, dict(metrics))),
+                keep_rows=keep_rows,
                 async_rl=AsyncConfig(max_staleness=bound, **async_rl),
                 checkpoints=CheckpointWriter(folder, config="", keep=0, workers=self.workers, timeout_s=60)
                 if folder
@@ -119,8 +123,8 @@ class World:
     def fit(self, resume=None):
         async def main():
             async with opened(self.buffers), asyncio.timeout(60):
-                if resume is not None:
-                    await self.trainer.resume(resume)
+                if resume is not None or self.trainer._parts.keep_rows is not None:
+                    self.recovered = await self.trainer.resume(resume)
                 await self.trainer.fit()
                 assert asyncio.all_tasks() - {asyncio.current_task()} <= {b._listener for b in self.buffers.values()}
 
@@ -159,7 +163,10 @@ class World:
         tags = [{"prompt_len": 1, "response_len": 2, "version": oldest, **newest}] * len(ended)
         self.overtaken += len(leases) if self.version > leased and call.partition.name == "train" else 0
         prompts = BatchData({"prompts": ragged([[prompt.row] for prompt in call.prompts], "int64")})
-        await self.plane.put(prompt_partition(call.partition.name), [lease.uid for lease in leases], prompts)
+        rows_of = [{"row": prompt.row} for prompt in call.prompts]
+        await self.plane.put(
+            prompt_partition(call.partition.name), [lease.uid for lease in leases], prompts, tags=rows_of
+        )
         await settle(self.plane, ended, rows, tags=tags)
         if call.partition.name == "train":
             self.versions |= {prompt.lease.uid: prompt.lease.version for prompt in call.prompts}

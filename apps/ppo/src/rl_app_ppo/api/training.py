@@ -26,11 +26,13 @@ from rl_app_ppo.outputs.answers import read_answers
 from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.outputs.resume import find_start
 from rl_app_ppo.outputs.run_folder import RunFiles, RunFolder, create_run_folder, occupied, set_aside, write_config
+from rl_app_ppo.outputs.run_journal import plane_settings, require_journal
 from rl_app_ppo.outputs.run_record import RunRecord
 from rl_app_ppo.outputs.startup_times import Startup
 from rl_app_ppo.report.page import write_report
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError, RLError
+from rl_transferqueue.journal.disk_journal import remove_journal
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,8 @@ def run_training(
     created = create_run_folder(output_dir, name, config.trainer.min_free_disk_mb, resume=resume)
     files = RunFiles(folder=created.path.resolve())
     with occupied(files.folder), _removed_if_refused(created, files):
+        settings = plane_settings(config, files)
+        require_journal(settings)
         notes = [*start.notes, *(set_aside(created.path) if start.set_aside else [])]
         write_config(written, files)
         with _logged(files.logs / "driver.log"):
@@ -89,6 +93,8 @@ def run_training(
                     fork_server=fork_server,
                 )
                 recorder = run_interruptibly(run(plan, screen, startup))
+        if settings.durability != "off":
+            remove_journal(Path(settings.journal_dir))
     if recorder.validation or recorder.reward:
         screen.curve(recorder.curves)
     _print_answers(screen, files.samples)

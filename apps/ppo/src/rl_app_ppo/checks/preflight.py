@@ -29,9 +29,9 @@ from rl_app_ppo.demo.tokenizer import demo_tokenizer
 from rl_app_ppo.inputs.data import check_answers, open_data, train_order
 from rl_app_ppo.inputs.tokenizer import load_tokenizer, session_tokenizer, vision_of
 from rl_app_ppo.outputs.metric_sinks import check_installed, logger_names
+from rl_app_ppo.outputs.run_journal import check_kept_rows
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
-from rl_protocol.support.options import require
 from rl_trainer import StepGraph, build_graph, needs_critic
 from rl_trainer.data.model_families import why_padded
 from rl_trainer.driver.hooks import named_hooks
@@ -69,12 +69,7 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
     check_network(config)
     check_hosts(config, one_host=sync.capabilities.same_host_only)
     check_gpus(config, sync.capabilities.devices)
-    require(
-        config.transfer_queue.durability == "off",
-        "transfer_queue.durability",
-        "off: a resumed run does not use the rows of a journal yet",
-        config.transfer_queue.durability,
-    )
+    check_kept_rows(config)
     check_plane(config.transfer_queue)
     described = {"num_attention_heads": demo.heads} if path is None else read_json(path / "config.json", str(path))
     config.generator.check_model(described, config.rollout)

@@ -31,6 +31,7 @@ from rl_app_ppo.outputs.profiling import Profiling
 from rl_app_ppo.outputs.recorder import Recorder
 from rl_app_ppo.outputs.resume import Start
 from rl_app_ppo.outputs.run_folder import UNPUBLISHED, RunFiles, publish_folder
+from rl_app_ppo.outputs.run_journal import describe, keep_rows, plane_settings, require_own_rows
 from rl_app_ppo.outputs.run_record import RunRecord
 from rl_app_ppo.outputs.startup_times import Startup
 from rl_app_ppo.outputs.trackers import RunFacts
@@ -138,7 +139,7 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
         async with hang_watch(config.trainer.hang_s, pool, buffers, named_servers, files, screen):
             # the ranks of a model fail with the first of them that dies, and only name its socket
             with named_losses(pool.model_pids(), unless=(WorkerDiedError,)):
-                await _train(plan, trainer, recorder, screen, startup)
+                await _train(plan, trainer, local_plane, recorder, screen, startup)
     return recorder
 
 
@@ -148,7 +149,7 @@ async def _start_servers(plan: RunPlan, stack: AsyncExitStack, screen: Screen, s
 
     async def start_plane() -> LocalPlane:
         with startup.phase("data_plane", "starting the data plane"):
-            return await stack.enter_async_context(_local_plane(config, plan.files.logs, screen))
+            return await stack.enter_async_context(_local_plane(plan, screen))
 
     plane = asyncio.create_task(start_plane())
     try:
@@ -159,13 +160,17 @@ async def _start_servers(plan: RunPlan, stack: AsyncExitStack, screen: Screen, s
     return local_plane
 
 
-async def _train(plan: RunPlan, trainer: PPOTrainer, recorder: Recorder, screen: Screen, startup: Startup) -> None:
+async def _train(
+    plan: RunPlan, trainer: PPOTrainer, plane: LocalPlane, recorder: Recorder, screen: Screen, startup: Startup
+) -> None:
     """Train, from the checkpoint if there is one, and write the policy."""
     config, files = plan.config, plan.files
     try:
-        if plan.start.checkpoint is not None:
+        if plan.start.checkpoint is not None or plane.recovery is not None:
             with startup.phase("resume", "loading the checkpoint"):
-                await trainer.resume(plan.start.checkpoint)
+                rows = await trainer.resume(plan.start.checkpoint)
+            if plane.recovery is not None and plane.recovery.rows_kept:
+                screen.note(describe(plane.recovery, rows))
         startup.done()
         startup.begin(
             "first validation" if config.trainer.val_before_train and plan.last_step is None else "first step"
@@ -296,6 +301,7 @@ def _trainer_parts(
         loop=config.trainer,
         on_step=rollout.on_step,
         checkpoints=checkpoints,
+        keep_rows=keep_rows(config, plan.files.folder),
         hooks=hooks,
     )
 
@@ -313,11 +319,13 @@ def _profiling(plan: RunPlan, pool: WorkerPool) -> Profiling:
 
 
 @asynccontextmanager
-async def _local_plane(config: AppConfig, logs: Path, screen: Screen) -> AsyncGenerator[LocalPlane]:
-    plane = await asyncio.to_thread(start_local_plane, config.transfer_queue, log_dir=logs)
+async def _local_plane(plan: RunPlan, screen: Screen) -> AsyncGenerator[LocalPlane]:
+    settings = plane_settings(plan.config, plan.files)
+    plane = await asyncio.to_thread(start_local_plane, settings, log_dir=plan.files.logs)
     if control := plane.descriptor.controller.control:
         screen.note(f"data plane: listens at {control}")
     try:
+        require_own_rows(settings, plane.recovery, resumes=plan.config.trainer.resume_mode != "disable")
         yield plane
     finally:
         await asyncio.to_thread(plane.close)

@@ -35,6 +35,8 @@ RECORD = "record"
 UNPUBLISHED = ".checkpoint"
 """Name of the folder that the final model is written to before it is renamed."""
 _PROBE = ".probe"
+JOURNAL = "journal"
+"""Name of the folder of the data plane's journal."""
 ATTEMPTS = "attempts"
 """Name of the folder for the files of attempts that ended before a checkpoint."""
 
@@ -113,13 +115,14 @@ def occupied(folder: Path) -> Generator[None]:
 
 
 def set_aside(folder: Path) -> list[str]:
-    """Move the files of an attempt without a checkpoint into `attempts/<number>/`.
+    """Move the files of an attempt without a checkpoint into `attempts/<number>/`, but for its
+    journal, whose rows the next attempt uses.
 
     Returns:
         A note for the user; empty if there was nothing to move.
     """
     with writing(folder):
-        left = [path for path in folder.iterdir() if path.name != ATTEMPTS]
+        left = [path for path in folder.iterdir() if path.name not in (ATTEMPTS, JOURNAL)]
         if not left:
             return []
         attempts = folder / ATTEMPTS
@@ -187,6 +190,11 @@ class RunFiles:
     @property
     def report(self) -> Path:
         return self.folder / "report.html"
+
+    @property
+    def journal(self) -> Path:
+        """Of the data plane, if transfer_queue.durability is on and no journal_dir is set."""
+        return self.folder / JOURNAL
 
     @property
     def profile(self) -> Path:

@@ -8,6 +8,20 @@ from itertools import chain
 from rl_trainer.data.prompt_order import PromptOrder
 
 
+def prompt_uid(turn: int, number: int) -> str:
+    """Name of a prompt of a turn.
+
+    >>> turn_of(prompt_uid(12, 3))
+    12
+    """
+    return f"s{turn}-{number}"
+
+
+def turn_of(uid: str) -> int:
+    """The turn of a prompt with this name."""
+    return int(uid[1:].partition("-")[0])
+
+
 class PromptDraws:
     """Gives each step the next prompts of an order.
 

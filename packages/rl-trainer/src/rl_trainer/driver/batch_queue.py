@@ -179,6 +179,29 @@ class BatchQueue(Generic[Batch]):
             self._changed.notify_all()
 
 
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """The result of a validation."""
+
+    metrics: dict[str, float]
+    accuracy: float | None
+    """By which checkpoints are compared; None: no response was scored."""
+
+
+def future_score(beside: asyncio.Task[Validation]) -> asyncio.Future[float | None]:
+    """The score of a validation that runs; cancelled if it fails."""
+    score = asyncio.get_running_loop().create_future()
+
+    def done(task: asyncio.Task[Validation]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            score.cancel()
+        elif not score.done():
+            score.set_result(task.result().accuracy)
+
+    beside.add_done_callback(done)
+    return score
+
+
 class SideValidation:
     """A validation that runs beside the steps after it. Its responses have one version.
 

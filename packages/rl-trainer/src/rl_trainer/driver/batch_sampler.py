@@ -13,7 +13,7 @@ from rl_protocol.ports import SamplingParams
 from rl_protocol.rl_columns import TRAIN_PARTITION
 from rl_trainer.algorithms.dapo import Generate, GiveUp, Train, next_round
 from rl_trainer.algorithms.staleness_policy import StalenessPolicy
-from rl_trainer.data.prompt_draws import PromptDraws
+from rl_trainer.data.prompt_draws import PromptDraws, prompt_uid
 from rl_trainer.driver.batch_queue import BatchQueue
 from rl_trainer.driver.hooks import notify
 from rl_trainer.driver.rollouts import RolledOut, Rollouts, Spare
@@ -260,7 +260,7 @@ class Sampler:
         again = [self._repeated.pop(turn)] if turn in self._repeated else []
         rows = [*again, *self.draws.draw(turn, count - len(again))]
         first = self._uids.get(turn, 0) + known
-        return [PromptRef(f"s{turn}-{first + i}", row) for i, row in enumerate(rows)]
+        return [PromptRef(prompt_uid(turn, first + i), row) for i, row in enumerate(rows)]
 
     async def _informative(self, step: int, batch: KVBatchMeta) -> tuple[str, ...]:
         """Uids of the prompts that are worth training on."""

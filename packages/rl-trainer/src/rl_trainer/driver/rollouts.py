@@ -18,7 +18,7 @@ from rl_trainer.driver.batch_queue import MOST_STAGES
 from rl_trainer.driver.replica_gate import Permits, ReplicaGate
 from rl_trainer.driver.rollout_router import Router, imbalance, roll_out
 from rl_trainer.driver.stage_calls import WorkerHandle, call
-from rl_trainer.workers.columns import newest_version
+from rl_trainer.workers.columns import TRUNCATED, newest_version
 from rl_trainer.workers.messages import LeasedPrompt, Partition, PromptRef, RolloutCall, RolloutResult
 
 Spare = Callable[[int], Sequence[PromptRef]]
@@ -50,6 +50,16 @@ class RolledOut:
     failures: Sequence[GroupFailure]
     replaced: int
     overtaken: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeptGroup:
+    """A finished group that was generated before a restart."""
+
+    version: int
+    """Of the weights that started it."""
+    row: int
+    """Row in the data set of its prompt."""
 
 
 class Rollouts:
@@ -102,6 +112,8 @@ class Rollouts:
         self._taken: dict[tuple[str, int], list[str]] = {}
         self._restored: dict[tuple[str, int], list[str]] = {}
         """Prompts that were rolled out before a restart, until their groups are committed."""
+        self._kept: dict[tuple[str, str], KeptGroup] = {}
+        """Groups by partition and uid, until their prompts are rolled out again."""
 
     async def roll_out(
         self,
@@ -143,6 +155,29 @@ class Rollouts:
         """Commit these taken groups of the partition, and their prompts, with those of the turn."""
         self._taken.setdefault((name, turn), []).extend(uids)
         self._restored[name, turn] = list(uids)
+
+    def taken(self, name: str, turns: Collection[int]) -> list[str]:
+        """The groups of these turns that were taken and not committed."""
+        return [uid for turn in turns for uid in self._taken.get((name, turn), [])]
+
+    def unused(self, name: str) -> int:
+        """Number of kept groups whose prompts were not rolled out again yet."""
+        return sum(partition == name for partition, _ in self._kept)
+
+    async def keep(self, name: str, groups: Mapping[str, KeptGroup]) -> None:
+        """Keep these finished groups of the partition for the rollouts of their prompts; discard
+        all others.
+        """
+        await self._clear_but(name, groups, groups)
+        self._kept |= {(name, uid): group for uid, group in groups.items()}
+
+    async def reuse(self, name: str, prompts: Sequence[PromptRef]) -> dict[str, int]:
+        """Those of these prompts that have a group already, with the version that started it."""
+        found = {prompt: self._kept.pop((name, prompt.uid)) for prompt in prompts if (name, prompt.uid) in self._kept}
+        other = [prompt.uid for prompt, group in found.items() if group.row != prompt.row]
+        if other:
+            await self._buffers[name].discard(other)
+        return {prompt.uid: group.version for prompt, group in found.items() if group.row == prompt.row}
 
     def started(self, name: str) -> dict[int, int]:
         """The version that started the newest prompts of each turn of a partition, if any have
@@ -197,21 +232,42 @@ class Rollouts:
         """
         batches = [(name, turn) for turn in turns]
         await self._buffers[name].commit([uid for batch in batches for uid in self._taken.pop(batch, [])])
-        rollouts = [rollout for batch in batches for rollout in self._open.pop(batch, [])]
-        restored = [uid for batch in batches for uid in self._restored.pop(batch, [])]
-        others = any(partition == name for partition, _ in (*self._open, *self._restored))
-        prompts = [*restored, *(uid for rollout in rollouts for uid in rollout.prompts)] if others else None
-        await self.plane.clear(prompt_partition(name), prompts)
+        prompts = [uid for batch in batches for uid in self._prompts_of(batch)]
+        for batch in batches:
+            self._open.pop(batch, None)
+            self._restored.pop(batch, None)
+        others = any(partition == name for partition, _ in (*self._open, *self._restored, *self._kept))
+        await self.plane.clear(prompt_partition(name), prompts if others else None)
 
-    async def clear(self, name: str) -> None:
-        """Remove all groups and rows of the partition, and of its prompts."""
-        for batch in [batch for batch in (*self._open, *self._restored) if batch[0] == name]:
+    def _prompts_of(self, batch: tuple[str, int]) -> list[str]:
+        """All prompts of a partition and turn, also those without a group."""
+        rollouts = self._open.get(batch, [])
+        return [*self._restored.get(batch, []), *(uid for rollout in rollouts for uid in rollout.prompts)]
+
+    async def clear(self, name: str, keep: Collection[int] = ()) -> None:
+        """Remove all groups and rows of the partition, and of its prompts, but for the groups that
+        these turns have taken.
+        """
+        groups = self.taken(name, keep)
+        prompts = [uid for turn in keep for uid in self._prompts_of((name, turn))]
+        for batch in [batch for batch in (*self._open, *self._restored) if batch[0] == name and batch[1] not in keep]:
             self._open.pop(batch, None)
             self._restored.pop(batch, None)
             self._taken.pop(batch, None)
         self._failures.pop(name, None)
-        await self._buffers[name].clear()
-        await self.plane.clear(prompt_partition(name))
+        await self._clear_but(name, groups, prompts)
+
+    async def _clear_but(self, name: str, groups: Collection[str], prompts: Collection[str]) -> None:
+        """Remove all groups and prompts of a partition but these."""
+        self._kept = {key: group for key, group in self._kept.items() if key[0] != name}
+        buffer = self._buffers[name]
+        if groups:
+            await buffer.discard([uid for uid in buffer.statuses() if uid not in groups])
+            listed = (await self.plane.list_rows(prompt_partition(name))).keys
+            await self.plane.clear(prompt_partition(name), [uid for uid in listed if uid not in prompts])
+        else:
+            await buffer.clear()
+            await self.plane.clear(prompt_partition(name))
 
 
 class _Rollout:
@@ -239,7 +295,6 @@ class _Rollout:
         """The prompts of each permit, and what sends them."""
         self._calls: dict[asyncio.Task[None], Sequence[Lease]] = {}
         self._tokens = [0] * len(rollouts.workers)
-        self._truncated = 0
         self._errors: list[RLError] = []
         self._replaced = 0
         self._discarded: set[str] = set()
@@ -269,7 +324,7 @@ class _Rollout:
             rows.select_keys(sorted(rows.keys)),  # by name, not by arrival: the same batch in every run
             len(set(rows.tag_values("uid"))),
             imbalance(self._tokens),
-            self._truncated,
+            sum(TRUNCATED in tag for tag in rows.tags),
             self._rollouts.failures_of(self._partition.name, self.prompts),
             self._replaced,
             self._overtaken(rows),
@@ -306,10 +361,16 @@ class _Rollout:
         return [lease for task, leases in self._calls.items() if not task.done() for lease in leases]
 
     async def _add(self, tasks: asyncio.TaskGroup, prompts: Sequence[PromptRef]) -> None:
-        """Add prompts to the buffer, and begin to wait for their permits."""
-        uids = [prompt.uid for prompt in prompts]
+        """Add prompts to the buffer, and begin to wait for their permits, but for those that have a
+        group since before a restart.
+        """
         self.prompts |= {prompt.uid: prompt.row for prompt in prompts}
+        there = await self._rollouts.reuse(self._partition.name, prompts)
+        self._version |= there
+        uids = [prompt.uid for prompt in prompts if prompt.uid not in there]
         await self._buffer.add(uids, self._partition.n)
+        if not uids:
+            return
         if self._rollouts.policy.max_inflight:
             self._permitted += [({uid}, tasks.create_task(self._dispatch(tasks, {uid}))) for uid in uids]
         elif not self._permitted:
@@ -357,12 +418,11 @@ class _Rollout:
             router, cost = rollouts.shared_router, self._partition.n
             replica = router.choose(f"{self._partition.split}/{whole.prompts[0].row}", cost)
             try:
-                results = [await self._send(replica, whole)]
+                await self._send(replica, whole)
             finally:
                 router.done(replica, cost)
         else:
-            results = await roll_out(len(rollouts.workers), whole, rollouts.router, self._send)
-        self._truncated += sum(result.truncated for result in results)
+            await roll_out(len(rollouts.workers), whole, rollouts.router, self._send)
 
     async def _send(self, replica: int, part: RolloutCall) -> RolloutResult:
         """Call a replica; if it fails, settle its sessions with that error."""

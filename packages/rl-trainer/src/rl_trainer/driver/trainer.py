@@ -42,6 +42,8 @@ from rl_trainer.driver.batch_queue import (
     GroupCounts,
     SideValidation,
     Staleness,
+    Validation,
+    future_score,
     one_version,
 )
 from rl_trainer.driver.batch_sampler import Sampled, Sampler
@@ -49,10 +51,10 @@ from rl_trainer.driver.checkpoint_writer import CheckpointWriter, SavedCheckpoin
 from rl_trainer.driver.held_batches import BatchKeeper
 from rl_trainer.driver.hooks import notify
 from rl_trainer.driver.idle import IdleClock
+from rl_trainer.driver.kept_rows import KeptRows, RecoveredRows
 from rl_trainer.driver.old_log_prob import STAGE, AutoOldLogProb
-from rl_trainer.driver.rollout_sleep import RolloutSleep
 from rl_trainer.driver.stage_calls import StepRows, call, forward_calls, update_calls
-from rl_trainer.driver.stage_runner import Clock, ModelStage, StageRunner, noted
+from rl_trainer.driver.stage_runner import Clock, ModelStage, RolloutSleep, StageRunner, noted
 from rl_trainer.driver.trainer_parts import TrainerParts
 from rl_trainer.rollout.trajectory_stats import rollout_metrics
 from rl_trainer.workers.columns import BASELINE_PARTITION
@@ -80,15 +82,6 @@ class StepResult:
     actor_updated: bool
     tokens: int
     """Tokens of the trajectories that were trained on, prompts and responses."""
-
-
-@dataclass(frozen=True, slots=True)
-class Validation:
-    """The result of a validation."""
-
-    metrics: dict[str, float]
-    accuracy: float | None
-    """By which checkpoints are compared; None: no response was scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +127,7 @@ class PPOTrainer:
         self._steps_done = 0
         self._version = 0
         self._critic_updates = 0
+        self._kept = KeptRows(parts, self._rollouts)
         self._keeper = BatchKeeper(parts, self._sampler)
         self._batches = BatchQueue[Sampled](1, 0, self._longest_wait_s)
         self._restored: dict[int, Sampled] = {}
@@ -144,19 +138,25 @@ class PPOTrainer:
         self._turns: Sequence[int] = ()
         """What the newest step trains."""
 
-    async def resume(self, checkpoint: Checkpoint) -> None:
+    async def resume(self, checkpoint: Checkpoint | None) -> RecoveredRows:
         """Restore the workers' state, the rollout weights, the place in the run, and the batches
-        that were sampled; for these the replay buffers must be open.
+        that were sampled; for these the replay buffers must be open. None: from the beginning.
+
+        With `TrainerParts.keep_rows`, rows in the data plane are used again; returns which.
 
         Raises:
-            ConfigError: the checkpoint belongs to another model.
+            ConfigError: the checkpoint belongs to another model, or the rows to another run.
             RLError: a part failed.
         """
+        if checkpoint is None:
+            return await self._kept.recover(0, None)
         parts, state = self._parts, checkpoint.run_state
         await load(checkpoint, parts.workers, parts.loop.stage_timeout_s)
         self._steps_done, self._version = state.step, state.version
         self._critic_updates, self._rollouts.version = state.critic_updates, self._version
         held = checkpoint.held
+        recovered = await self._kept.recover(state.step * self._policy.turns_per_step, held)
+        held = None if recovered.held else held
         drawn = {batch.turn: batch.places for batch in held.batches} if held else None
         self._sampler.draws.restore(state.prompts_taken, state.prompts_untrained, drawn)
         if held is not None:
@@ -164,6 +164,7 @@ class PPOTrainer:
         self._old_log_prob.agree = state.log_probs_agree
         if parts.weight_sync is not None and self._version:
             await parts.weight_sync.update_weights(self._version)
+        return recovered
 
     async def fit(self) -> dict[str, float]:
         """Train up to the configured number of steps, counting those before a checkpoint.
@@ -177,7 +178,7 @@ class PPOTrainer:
             last = await self._run_pumps()
             if checkpoints is not None:
                 with noted("stage save_checkpoint"):
-                    self._published(checkpoints, await checkpoints.finish())
+                    await self._published(checkpoints, await checkpoints.finish())
             self._notify("on_train_end", self._steps_done)
         except (RLError, asyncio.CancelledError) as error:
             if checkpoints is not None:
@@ -247,7 +248,7 @@ class PPOTrainer:
                         metrics |= last | {"timing_s/testing": time.perf_counter() - start}
                     else:
                         beside = pumps.create_task(self.validate(step))
-                        score = _future_score(beside)
+                        score = future_score(beside)
             self._steps_done = step
             with noted(f"step {step}"), noted("stage save_checkpoint"), self._idle.busy("trainer"):
                 metrics |= await self._save(final, score)
@@ -276,8 +277,8 @@ class PPOTrainer:
             return {}
         start = time.perf_counter()
         if not (final or (loop.save_freq and self._steps_done % loop.save_freq == 0)):
-            return self._published(writer, writer.poll())
-        metrics = self._published(writer, await writer.finish())
+            return await self._published(writer, writer.poll())
+        metrics = await self._published(writer, await writer.finish())
         self._notify("on_checkpoint_begin", self._steps_done)
         held = await self._hold()
         state = RunState(
@@ -301,10 +302,11 @@ class PPOTrainer:
             return None
         return await self._keeper.hold(self._steps_done, self._batches.waiting())
 
-    def _published(self, writer: CheckpointWriter, saved: SavedCheckpoint | None) -> dict[str, float]:
-        """Notify the hooks of a published checkpoint; returns its metrics."""
+    async def _published(self, writer: CheckpointWriter, saved: SavedCheckpoint | None) -> dict[str, float]:
+        """Release the rows of a published checkpoint, and notify the hooks; returns its metrics."""
         if saved is None:
             return {}
+        await self._kept.release(saved.step)
         self._notify("on_checkpoint_end", saved.step, writer.folder_of(saved.step))
         return saved.metrics()
 
@@ -318,7 +320,7 @@ class PPOTrainer:
             finished=self._sampler.finished,
             trained=self._trained,
             dropped=self._sampler.dropped,
-            held=held["finished"] + held["taken"],
+            held=held["finished"] + held["taken"] - self._kept.groups - self._rollouts.unused(TRAIN_PARTITION),
         )
 
     async def _step(self, step: int) -> dict[str, float]:
@@ -328,9 +330,7 @@ class PPOTrainer:
         await self._batches.admit(self._policy.last_admitted(step))
         result = await self._train(clock, step)
         metrics |= result.metrics
-        synced, _ = await gather_or_cancel(
-            self._update_weights(clock, result), self._rollouts.commit(TRAIN_PARTITION, self._turns)
-        )
+        synced, _ = await gather_or_cancel(self._update_weights(clock, result), self._kept.trained(step, self._turns))
         metrics |= synced or {}
         if self._policy.max_staleness:
             admissions = self._admissions()
@@ -418,8 +418,8 @@ class PPOTrainer:
 
         async def rewind() -> None:
             async with self._batches.rewound():
-                for name in (TRAIN_PARTITION, BASELINE_PARTITION):
-                    await self._rollouts.clear(name)
+                await self._rollouts.clear(TRAIN_PARTITION, keep=self._kept.turns)
+                await self._rollouts.clear(BASELINE_PARTITION)
                 self._sampler.rewind()
                 self._sampler.dropped = self._sampler.finished - self._trained
 
@@ -572,17 +572,3 @@ class PPOTrainer:
         traffic.
         """
         return sum(w.bytes_moved for w in self._parts.workers.all()) + self._parts.plane.traffic().total
-
-
-def _future_score(beside: asyncio.Task[Validation]) -> asyncio.Future[float | None]:
-    """The score of a validation that runs; cancelled if it fails."""
-    score = asyncio.get_running_loop().create_future()
-
-    def done(task: asyncio.Task[Validation]) -> None:
-        if task.cancelled() or task.exception() is not None:
-            score.cancel()
-        elif not score.done():
-            score.set_result(task.result().accuracy)
-
-    beside.add_done_callback(done)
-    return score

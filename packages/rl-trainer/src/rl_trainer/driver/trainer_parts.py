@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from rl_protocol import Tag
 from rl_protocol.ports import DataPlane, ReplayBuffer, RolloutMemory, WeightSync
 from rl_trainer.config import (
     ActorConfig,
@@ -21,6 +22,21 @@ from rl_trainer.driver.checkpoint_writer import CheckpointWriter
 from rl_trainer.driver.hooks import Hook
 from rl_trainer.driver.stage_calls import Workers
 from rl_trainer.graph.stages import StepGraph
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeepRows:
+    """Which rows of a data plane a restarted run may use."""
+
+    run: str
+    """Name of the run."""
+    settings: str
+    """Digest of the settings that the weights depend on; rows of other settings are discarded."""
+
+    @property
+    def tags(self) -> Tag:
+        """As the data plane stores them."""
+        return {"run": self.run, "settings": self.settings}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,5 +70,8 @@ class TrainerParts:
     """Read only if the graph has the stage `log_prob_gap`."""
     checkpoints: CheckpointWriter | None = None
     """Writes a checkpoint every loop.save_freq steps and after the last step; None: none."""
+    keep_rows: KeepRows | None = None
+    """For a data plane whose rows survive a restart: rows of trained steps are kept until the
+    checkpoint that contains the training is published. None: until they are trained."""
     hooks: Mapping[str, Hook] = field(default_factory=dict[str, Hook])
     """Hooks by name, called at each event of the loop."""

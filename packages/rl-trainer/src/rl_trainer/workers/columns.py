@@ -117,6 +117,10 @@ TRAINER_SCHEMA = BatchSchema(
     ),
 )
 
+ROW_TAG = "row"
+"""Tag of a prompt: its row in the data set."""
+TRUNCATED = "truncated"
+"""Tag of a trajectory that ended at rollout.response_length, not with the end of sequence."""
 NEWEST_VERSION = "newest_version"
 """Tag of a trajectory that several versions of the weights generated; `version` is the oldest."""
 

@@ -106,8 +106,6 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     tokens: int = 0
     """Response tokens of all trajectories."""
-    truncated: int = 0
-    """Trajectories that ended at rollout.response_length, not with the end of sequence."""
     single: bool = False
     """Every session ended with one trajectory."""
 

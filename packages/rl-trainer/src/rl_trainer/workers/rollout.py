@@ -19,7 +19,7 @@ from rl_trainer.rollout.demonstrations import Demonstrations
 from rl_trainer.rollout.session_turns import SESSIONS, SessionRef, Tokenizer, Trajectory, run_sessions
 from rl_trainer.rollout.trajectory_stats import FULL
 from rl_trainer.workers.base import Worker
-from rl_trainer.workers.columns import NEWEST_VERSION, TASK_COLUMNS, TRAINER_SCHEMA, StepColumns
+from rl_trainer.workers.columns import NEWEST_VERSION, ROW_TAG, TASK_COLUMNS, TRAINER_SCHEMA, TRUNCATED, StepColumns
 from rl_trainer.workers.messages import LeasedPrompt, Partition, RolloutCall, RolloutResult
 
 
@@ -125,6 +125,7 @@ class RolloutWorker(Worker):
         first = {ref.uid: ref for ref in refs}
         await self.write_prompts(
             KVBatchMeta(partition=prompt_partition(partition.name), keys=tuple(first)),
+            [{ROW_TAG: prompt.row} for prompt in prompts],
             [ref.row for ref in first.values()],
             [ref.images for ref in first.values()],
         )
@@ -148,7 +149,6 @@ class RolloutWorker(Worker):
         await settle(self.plane, results)
         return RolloutResult(
             tokens=sum(len(t.response_ids) for *_, t in named),
-            truncated=sum(t.truncated or (t.stats is not None and t.stats.finish == FULL) for *_, t in named),
             single=all(result.rows == 1 for result in results),
         )
 
@@ -162,11 +162,11 @@ class RolloutWorker(Worker):
 
     @tqbridge(writes=lambda step: ("prompts", *step.images, *TASK_COLUMNS), schema=PROMPT_SCHEMA)
     async def write_prompts(
-        self, _: BatchData, rows: Sequence[PromptRow], images: Sequence[Sequence[ImageInput]]
-    ) -> BatchData:
-        """Write what the trajectories of a prompt share."""
+        self, _: BatchData, tags: Sequence[Tag], rows: Sequence[PromptRow], images: Sequence[Sequence[ImageInput]]
+    ) -> Output[None]:
+        """Write what the trajectories of a prompt share, with the row in the data set as a tag."""
         pixels = await asyncio.to_thread(image_columns, images) if self._images else {}
-        return BatchData(
+        columns = BatchData(
             {
                 "prompts": ragged([row.prompt_ids for row in rows], "int64"),
                 "data_source": ObjectColumn.from_values(row.data_source for row in rows),
@@ -175,6 +175,7 @@ class RolloutWorker(Worker):
                 **pixels,
             }
         )
+        return Output(columns=columns, tags=tags, result=None)
 
     @tqbridge(
         writes=lambda step: (
@@ -207,6 +208,7 @@ class RolloutWorker(Worker):
                 "step": partition.step,
                 "version": t.weight_version,
                 **({NEWEST_VERSION: t.newest_version} if t.newest_version > t.weight_version else {}),
+                **({TRUNCATED: True} if t.truncated or (t.stats is not None and t.stats.finish == FULL) else {}),
                 "prompt_len": len(ref.row.prompt_ids),
                 "response_len": len(t.response_ids),
                 **(t.stats.tags() if t.stats else {}),
