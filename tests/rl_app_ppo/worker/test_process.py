@@ -10,9 +10,12 @@ from typing import ClassVar
 import msgspec
 import pytest
 
+from rl_app_ppo.worker.messages import CLOSE_RECORD
 from rl_app_ppo.worker.process import WorkerProcess, without_gc
 from rl_protocol import KVBatchMeta
 from rl_trainer import Worker
+from rl_trainer.record.read_record import read_record
+from rl_trainer.record.record_file import RecordFile
 from rl_trainer.workers.messages import ReadAheadCall, StageCall, StageResult
 
 
@@ -65,3 +68,21 @@ def test_a_stage_computes_with_the_cores_that_the_stages_beside_it_leave(monkeyp
     for method, call in calls:
         asyncio.run(process.call("actor", method, msgspec.msgpack.encode(call)))
     assert worker.seen == seen
+
+
+def test_the_end_of_a_run_finds_every_call_in_the_record(tmp_path):
+    """A process is killed at the end; rows are written a second after the first of them."""
+    process = WorkerProcess(["actor"], "actor", tmp_path / "log", 1)
+    process._workers["actor"] = Threads(), None
+    process._record = RecordFile(tmp_path / "record", "actor")
+    call = msgspec.msgpack.encode(StageCall(step=1, batch=KVBatchMeta(partition="train", keys=("p/0/0",))))
+
+    async def main():
+        for _ in range(3):
+            await process.call("actor", "update_actor", call)
+        await process.call("actor", CLOSE_RECORD, b"")
+        await process.call("actor", CLOSE_RECORD, b"")  # a second end does nothing
+
+    asyncio.run(main())
+    assert [span.stage for span in read_record(tmp_path / "record").spans] == ["update_actor"] * 3
+    asyncio.run(WorkerProcess(["actor"], "actor", tmp_path / "log", 1).call("actor", CLOSE_RECORD, b""))  # no record

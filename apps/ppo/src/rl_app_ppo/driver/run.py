@@ -140,6 +140,7 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
             # the ranks of a model fail with the first of them that dies, and only name its socket
             with named_losses(pool.model_pids(), unless=(WorkerDiedError,)):
                 await _train(plan, trainer, local_plane, recorder, screen, startup)
+                await pool.close_records()
     return recorder
 
 

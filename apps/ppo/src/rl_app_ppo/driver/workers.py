@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -21,12 +22,17 @@ from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_app_ppo.outputs.startup_times import Startup
 from rl_app_ppo.watchdog.unanswered_calls import CallLog
-from rl_app_ppo.worker.messages import BuildCall, RankNetwork
+from rl_app_ppo.worker.messages import CLOSE_RECORD, BuildCall, RankNetwork
 from rl_ckpt_engine import PluginPolicy
+from rl_protocol import RLError
 from rl_protocol.support.rendezvous import RendezvousAddress
 from rl_protocol.support.trusted_files import trusted_files
 from rl_trainer import Workers, needs_reference
 from rl_transferqueue import PlaneDescriptor
+
+logger = logging.getLogger(__name__)
+_RECORD_S = 60.0
+"""Seconds that writing the rest of the records may take."""
 
 
 class WorkerPool:
@@ -234,6 +240,16 @@ class WorkerPool:
         if len({process.network for process in processes}) == 1:
             return RankNetwork()
         return RankNetwork(interface=self._config.trainer.network_interface, peer=head_host())
+
+    async def close_records(self) -> None:
+        """Have all processes write the rest of their records; what is lost is logged."""
+        answers = [process.send(CLOSE_RECORD, b"") for process in self.processes]
+        try:
+            async with asyncio.timeout(_RECORD_S):
+                for answer in answers:
+                    await answer()
+        except (RLError, TimeoutError) as error:
+            logger.warning("The record of a process lacks its last second: %s", error)
 
     def close(self) -> None:
         """Kill the processes, and release their hosts."""

@@ -7,6 +7,9 @@ import msgspec
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol.support.rendezvous import RendezvousAddress
 
+CLOSE_RECORD = "record.close"
+"""Call that has a process write the rest of its record, at the end of a run."""
+
 
 class RankNetwork(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Through which network processes reach each other."""

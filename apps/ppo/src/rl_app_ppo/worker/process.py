@@ -18,7 +18,7 @@ import msgspec
 from rl_app_ppo.config.full_keys import FullKeysFormatter
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.worker.call_socket import CallServer
-from rl_app_ppo.worker.messages import BuildCall, RankNetwork, WarmupProgress
+from rl_app_ppo.worker.messages import CLOSE_RECORD, BuildCall, RankNetwork, WarmupProgress
 from rl_app_ppo.worker.rank_network import rank_interface
 from rl_app_ppo.worker.weight_endpoints import require_admission
 from rl_ckpt_engine.endpoints.operations import METHODS
@@ -123,6 +123,10 @@ class WorkerProcess:
         """
         if method == "build":
             return await self._build(msgspec.msgpack.decode(payload, type=BuildCall))
+        if method == CLOSE_RECORD:
+            if self._record is not None:
+                await asyncio.to_thread(self._record.close)
+            return b""
         if method.startswith("profile."):
             return self._profile(method, Path(payload.decode()))
         if role not in self._workers:
