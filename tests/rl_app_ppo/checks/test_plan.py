@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaCo
 
 from rl_app_ppo.checks import plan
 from rl_app_ppo.checks.model_size import model_size
-from rl_app_ppo.checks.plan import role_bytes
+from rl_app_ppo.checks.role_memory import role_bytes
 from rl_app_ppo.cli.main import main
 from rl_app_ppo.config.loading import load_config
 from rl_protocol import BatchData, ragged
@@ -74,7 +74,7 @@ def test_activations_are_those_that_a_real_forward_pass_keeps(folder):
         out = model.get_decoder()(input_ids=torch.zeros((1, 256), dtype=torch.long), use_cache=False)
         found = sum(storage.nbytes() for storage in kept.values())
     del out
-    assert model_size(folder, LoraConfig()).activations(256, torch.float32) == pytest.approx(found, rel=0.02)
+    assert model_size(folder, LoraConfig()).activations(256, 4) == pytest.approx(found, rel=0.02)
 
 
 @pytest.mark.parametrize("family", [GPT2Config, Gemma2Config, LlamaConfig, Qwen3Config])
@@ -82,7 +82,7 @@ def test_models_of_other_families_are_planned(family, tmp_path):
     family().save_pretrained(tmp_path)
     size = model_size(tmp_path, LoraConfig())
     assert size.weights > 10**8
-    one, two = (size.activations(tokens, torch.bfloat16) for tokens in (16, 32))
+    one, two = (size.activations(tokens, 2) for tokens in (16, 32))
     assert 1.9 < two / one < 2.1
 
 
@@ -97,11 +97,19 @@ def test_what_a_role_holds(folder):
     ]
     config = load_config(whole)
     size = model_size(folder, config.lora)
-    actor = dict(role_bytes("actor", config, size))
-    assert actor.pop("activations") == size.activations(64, torch.float32)
-    assert actor == {"weights": 2 * size.weights, "gradients": 2 * size.weights, "optimizer": 4 * size.weights}
-    assert role_bytes("ref", config, size) == {"weights": 2 * size.weights}
-    assert role_bytes("rollout", config, size)["weights"] == 4 * size.weights
+    block = (size.weights - WORDS * HIDDEN - HIDDEN) // LAYERS
+    gathered = {"gathered weights": 4 * (2 * (WORDS * HIDDEN + HIDDEN) + block)}
+    lasting = {"weights": 2 * size.weights, "gradients": 2 * size.weights, "optimizer": 4 * size.weights}
+    of_pass = {"activations": size.activations(64, 4), "logits": 4 * 64 * WORDS * 4}
+    assert role_bytes("actor", config, size, on_gpu=True) == lasting | gathered | of_pass
+    assert role_bytes("critic", config, size, on_gpu=True).keys() == {*lasting, *gathered, "activations"}
+    kept = lasting["gradients"] + of_pass["activations"]
+    assert role_bytes("actor", config, size)["allocator"] == kept + (80 << 20)
+    layer = {"activations": size.activations(64, 4) // (2 * LAYERS), "logits": of_pass["logits"]}
+    assert role_bytes("ref", config, size, on_gpu=True) == {"weights": 2 * size.weights} | gathered | layer
+    copies = role_bytes("rollout", config, size)
+    assert copies["weights"] == copies["arriving weights"] == 4 * size.weights
+    assert "arriving weights" not in role_bytes("rollout", config, size, on_gpu=True), "they wait in host memory"
     assert role_bytes("reward", config, size) == {}
     fused = load_config(["placement=fused"])
     assert role_bytes("rollout", fused, size).keys() == {"KV cache"}

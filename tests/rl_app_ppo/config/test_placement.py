@@ -143,9 +143,9 @@ def test_auto_takes_as_many_processes_as_ranks_and_as_many_copies_as_separate():
     trained = {"actor_ref", *(f"actor_ref-{rank}" for rank in range(1, 4))}
     assert processes(*four).keys() == trained | {"rollout-0", "rollout-1", "reward"}
     for chosen in (two, four):
-        least = needed_bytes(1000, load_config([*chosen, SEPARATE]))
-        assert needed_bytes(1000, load_config([*chosen])) == least
-    assert needed_bytes(1000, load_config([*four, "placement=fused"]))["rollout"] == 2 * least["rollout"]
+        least = needed_bytes(1000, 1000, load_config([*chosen, SEPARATE]))
+        assert needed_bytes(1000, 1000, load_config([*chosen])) == least
+    assert needed_bytes(1000, 1000, load_config([*four, "placement=fused"]))["rollout"] == 2 * least["rollout"]
 
 
 def test_the_reward_beside_several_ranks_is_in_the_first_process():
@@ -329,17 +329,17 @@ def test_what_depends_on_timing_is_refused_in_a_deterministic_run(overrides, wor
 
 
 def test_memory_counts_the_weights_of_a_group_once():
-    apart = needed_bytes(1000, load_config([SEPARATE, "rollout.num_workers=1"]))
-    fused = needed_bytes(1000, load_config(["placement=fused"]))
+    apart = needed_bytes(1000, 1000, load_config([SEPARATE, "rollout.num_workers=1"]))
+    fused = needed_bytes(1000, 1000, load_config(["placement=fused"]))
     assert apart.keys() - fused.keys() == {"rollout", "weight sync"}
     assert fused == {role: size for role, size in apart.items() if role in fused}
     copied = load_config(["placement=fused", "rollout.dtype=bfloat16"])
     assert not shares_weights(copied)
-    assert needed_bytes(1000, copied).keys() == apart.keys()
+    assert needed_bytes(1000, 1000, copied).keys() == apart.keys()
 
 
 def test_memory_counts_the_base_of_adapters_once():
-    assert needed_bytes(1000, load_config(["placement=fused", "lora.rank=4"])) == {"actor": 4000, "rollout": 4000}
+    assert needed_bytes(1000, 0, load_config(["placement=fused", "lora.rank=4"])) == {"actor": 4000, "rollout": 4000}
 
 
 def test_the_banner_names_the_placement_and_the_roles_that_share_a_process():

@@ -383,14 +383,14 @@ def test_a_critic_that_is_not_there_does_not_ask_for_divisibility():
 def test_memory_by_hand():
     apart = ["placement=separate"]
     full, lora = load_config(apart), load_config([*apart, "lora.rank=4", "rollout.num_workers=1"])
-    assert needed_bytes(10, full) == {"actor": 160, "rollout": 160, "weight sync": 40, "ref": 40}
-    assert needed_bytes(10, lora) == {"actor": 40, "rollout": 80}
+    assert needed_bytes(10, 10, full) == {"actor": 160, "rollout": 160, "weight sync": 40, "ref": 40}
+    assert needed_bytes(10, 1, lora) == {"actor": 56, "rollout": 80}
     merged = load_config([*apart, "lora.rank=4", "rollout.num_workers=1", "lora.merge=true"])
-    assert needed_bytes(10, merged) == {"actor": 40, "rollout": 80, "weight sync": 40}
-    assert needed_bytes(10, load_config(["algorithm=ppo"]))["critic"] == 160
-    check_memory(10, full, 400)
+    assert needed_bytes(10, 1, merged) == {"actor": 56, "rollout": 80, "weight sync": 40}
+    assert needed_bytes(10, 10, load_config(["algorithm=ppo"]))["critic"] == 160
+    check_memory(10, 10, full, 400)
     with pytest.raises(ConfigError, match=r"7,000,000,000 weights needs 260\.8 GiB .* Set lora\.rank"):
-        check_memory(7_000_000_000, full, 64 * 2**30)
+        check_memory(7_000_000_000, 7_000_000_000, full, 64 * 2**30)
 
 
 def test_parameters_are_counted_from_the_headers(tmp_path):

@@ -6,13 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rl_app_ppo.checks.model_size import model_size
-from rl_app_ppo.checks.plan import role_bytes, shown_bytes
+from rl_app_ppo.checks.plan import shown_bytes
+from rl_app_ppo.checks.role_memory import lasting_bytes
 from rl_app_ppo.config.devices import PlannedProcess
 from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import ConfigError
-
-_LASTING = ("weights", "gradients", "optimizer")
-"""Parts whose estimate is no guess: they do not depend on tokens."""
 
 
 def check_gpu_memory(path: Path, config: AppConfig, planned: Iterable[PlannedProcess], available: int) -> None:
@@ -32,8 +30,7 @@ def check_gpu_memory(path: Path, config: AppConfig, planned: Iterable[PlannedPro
         parts = {
             f"{role} {name}": count
             for role in process.roles
-            for name, count in role_bytes(role, config, size, on_gpu=True).items()
-            if name in _LASTING
+            for name, count in lasting_bytes(role, config, size.weights, size.trained, on_gpu=True).items()
         }
         if process.gpus and sum(parts.values()) > process.gpus * available:
             listed = ", ".join(f"{name} {shown_bytes(count)}" for name, count in parts.items())

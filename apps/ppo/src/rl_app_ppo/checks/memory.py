@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from rl_app_ppo.config.placement import shares_base, shares_weights
+from rl_app_ppo.checks.role_memory import lasting_bytes
+from rl_app_ppo.config.placement import Role, shares_weights, worker_groups
 from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import ConfigError, SameLength
-from rl_trainer import StepGraph, needs_critic
+from rl_trainer import StepGraph
 from rl_trainer.algorithms.staleness_policy import StalenessPolicy
+from rl_trainer.config.lora import LoraConfig
 from rl_trainer.workers.columns import REFERENCE_TOP, TRAINER_SCHEMA
 
-WEIGHTS = 4
-"""Bytes of a float32 weight."""
-TRAINED = 16
-"""Bytes of a float32 weight with its gradient and the two moments of AdamW."""
 _PROMPT_TOKEN = 8
 """Bytes of a prompt token in the data plane."""
 _HEADROOM = 1.1
@@ -33,7 +31,23 @@ def parameters(model: Path) -> int:
     Raises:
         ConfigError: a header can't be read.
     """
-    total = 0
+    return sum(math.prod(shape) for _, shape in _shapes(model))
+
+
+def trained_parameters(model: Path, lora: LoraConfig) -> int:
+    """Number of weights that an actor trains: all, or those of its adapters.
+
+    Raises:
+        ConfigError: a header can't be read.
+    """
+    if not lora.rank:
+        return parameters(model)
+    matrices = ((name.removesuffix(".weight"), shape) for name, shape in _shapes(model) if len(shape) == 2)
+    return sum(lora.rank * sum(shape) for name, shape in matrices if lora.covers(name))
+
+
+def _shapes(model: Path) -> Iterator[tuple[str, Sequence[int]]]:
+    """(name, shape) of each tensor in a checkpoint folder."""
     for path in sorted(model.glob("*.safetensors")):
         try:
             with path.open("rb") as file:
@@ -43,37 +57,45 @@ def parameters(model: Path) -> int:
             raise ConfigError(
                 f"model.path={str(model)!r}: {path.name} is no readable safetensors file: {error}"
             ) from error
-        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    return total
+        yield from ((name, entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
-def needed_bytes(count: int, config: AppConfig, reference: int | None = None) -> dict[str, int]:
-    """Role -> bytes of weights, gradients and optimizer state, without activations.
+def needed_bytes(
+    weights: int, trained: int, config: AppConfig, reference: int | None = None
+) -> dict[Role | Literal["weight sync"], int]:
+    """Role -> bytes in all of its processes, without activations and caches.
 
-    `reference` are the weights of the reference policy; None: as many as those of the policy.
+    Args:
+        weights: of the model.
+        trained: those of them, or of its adapters, that an actor trains.
+        config: the configuration of the run.
+        reference: weights of the reference policy; None: as many as those of the policy.
     """
-    trained = WEIGHTS if config.lora.rank else TRAINED
-    shares = shares_weights(config)
-    needed = {"actor": trained * count}
-    if not shares:
-        copies = 1 if shares_base(config) else 2 * config.rollout.num_workers
-        needed["rollout"] = copies * WEIGHTS * count
-    if config.checkpoint_engine.enabled and not config.sends_adapters and not shares:
-        needed["weight sync"] = WEIGHTS * count
-    if config.loads_reference:
-        needed["ref"] = WEIGHTS * (count if reference is None else reference)
-    if needs_critic(config.algorithm):
-        needed["critic"] = TRAINED * count
+    needed: dict[Role | Literal["weight sync"], int] = {}
+    groups = worker_groups(config)
+    roles: list[Role] = [role for group in groups for rank in range(group.ranks) for role in group.roles_of(rank)]
+    for role in roles:
+        held = reference if role == "ref" and reference is not None else weights
+        if size := sum(lasting_bytes(role, config, held, trained).values()):
+            needed[role] = needed.get(role, 0) + size
+    if config.checkpoint_engine.enabled and not config.sends_adapters and not shares_weights(config):
+        needed["weight sync"] = 4 * weights
     return needed
 
 
 def check_memory(
-    count: int, config: AppConfig, available: int, on_gpu: Collection[str] = (), reference: int | None = None
+    weights: int,
+    trained: int,
+    config: AppConfig,
+    available: int,
+    on_gpu: Collection[Role] = (),
+    reference: int | None = None,
 ) -> None:
     """Check that the models on the CPU fit into the memory of this machine.
 
     Args:
-        count: weights of the model.
+        weights: of the model.
+        trained: those of them, or of its adapters, that an actor trains.
         config: the configuration of the run.
         available: bytes of memory for new processes.
         on_gpu: roles that compute on GPUs, whose models are not in this memory.
@@ -82,11 +104,13 @@ def check_memory(
     Raises:
         ConfigError: they do not; names the parts, their sum, and the available memory.
     """
-    needed = {role: size for role, size in needed_bytes(count, config, reference).items() if role not in on_gpu}
+    needed = {
+        role: size for role, size in needed_bytes(weights, trained, config, reference).items() if role not in on_gpu
+    }
     if sum(needed.values()) > available:
         parts = ", ".join(f"{role} {_gib(size)}" for role, size in needed.items())
         raise ConfigError(
-            f"A model of {count:,} weights needs {_gib(sum(needed.values()))} of memory before any activation ({parts}); "
+            f"A model of {weights:,} weights needs {_gib(sum(needed.values()))} of memory before any activation ({parts}); "
             f"{_gib(available)} are available. Set lora.rank, lower rollout.num_workers, or take a smaller model.path."
         )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,35 +9,17 @@ import torch
 from torch.autograd.function import FunctionCtx
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+from rl_app_ppo.checks.role_memory import ModelSize
 from rl_app_ppo.demo.model import model_config
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_protocol import ConfigError
+from rl_trainer.backends.loading import layer_names
+from rl_trainer.backends.output_head import OutputHead
 from rl_trainer.config.lora import LoraConfig
 
 _SHAPES = "rl_app_ppo_shapes"
 """Name for `attn_implementation`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSize:
-    """Sizes of a model.
-
-    Attributes:
-        weights: elements of all weights; tied ones count once.
-        trained: elements of those that are trained: the adapters with LoRA.
-        kv_token: elements of the keys and values of a token.
-        layers: repeated blocks.
-        hidden: elements of a token between blocks.
-        activations: bytes that the forward pass of a training step keeps for its backward pass, for
-            tokens per pass and element type; without logits, which no pass holds whole.
-    """
-
-    weights: int
-    trained: int
-    kv_token: int
-    layers: int
-    hidden: int
-    activations: Callable[[int, torch.dtype], int]
+_DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 def model_size(path: Path | None, lora: LoraConfig) -> ModelSize:
@@ -69,9 +49,19 @@ def model_size(path: Path | None, lora: LoraConfig) -> ModelSize:
         trained=adapters or weights,
         kv_token=2 * text.num_hidden_layers * heads * head,
         layers=text.num_hidden_layers,
+        outside=weights - _of_blocks(model),
         hidden=text.hidden_size,
-        activations=lambda tokens, dtype: _kept_bytes(_shapes(config, dtype), tokens),
+        vocabulary=text.vocab_size,
+        chunked=not any(module is model.get_output_embeddings() for module in covered)
+        and OutputHead.of(model) is not None,
+        activations=lambda tokens, element: _kept_bytes(_shapes(config, _DTYPES[element]), tokens),
     )
+
+
+def _of_blocks(model: Any) -> int:
+    """Elements of the weights of the repeated blocks."""
+    blocks = (module for module in model.modules() if type(module).__name__ in layer_names(model))
+    return sum(weight.numel() for block in blocks for weight in block.parameters())
 
 
 def _shapes(config: Any, dtype: torch.dtype) -> Any:

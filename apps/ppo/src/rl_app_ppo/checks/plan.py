@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 import msgspec
-import torch
 
 from rl_app_ppo.checks.machine import check_installed_engines, gpu_count, gpu_memory
 from rl_app_ppo.checks.memory import check_plane_size, step_bytes
-from rl_app_ppo.checks.model_size import ModelSize, model_size
+from rl_app_ppo.checks.model_size import model_size
+from rl_app_ppo.checks.role_memory import ModelSize, role_bytes
 from rl_app_ppo.config.devices import idle_gpus, plan_processes
 from rl_app_ppo.config.model_path import described_model, described_reference
-from rl_app_ppo.config.placement import Role, shares_base, shares_weights
+from rl_app_ppo.config.placement import Role
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.demo.settings import ModelSettings
-from rl_rollout_vllm import CPU_KV_CACHE
 from rl_trainer import build_graph
-from rl_trainer.config import ActorConfig, CriticConfig
-from rl_trainer.config.backends import FsdpConfig, MegatronConfig
 from rl_trainer.config.lora import LoraConfig
 
 
@@ -116,7 +112,7 @@ def plan_text(plan: Plan) -> str:
     """The plan for people."""
     lines = [
         f"model: {plan.weights:,} weights, {plan.trained:,} of an actor trained; GPUs: {plan.gpus}",
-        "most memory of each process by estimate, without logits, images, the CUDA context and what libraries hold:",
+        "most memory of each process by estimate, without images, the CUDA context and what libraries hold:",
     ]
     for process in plan.processes:
         host = f"host {process.host}: " if plan.hosts > 1 else ""
@@ -143,80 +139,6 @@ def _plane_bytes(config: AppConfig) -> int:
     needed = step_bytes(config, build_graph(config.algorithm, config.actor), longest, 0)
     check_plane_size(config, needed)
     return needed
-
-
-def role_bytes(role: Role, config: AppConfig, size: ModelSize, *, on_gpu: bool = False) -> Mapping[str, int]:
-    """Part of the memory -> bytes in each process of a role, without a reward model's."""
-    match role:
-        case "actor":
-            return _trained(config, config.actor, size, size.trained)
-        case "critic":
-            return _trained(config, config.critic, size, size.weights)
-        case "ref":
-            return {"weights": _weights(config, size, 0)}
-        case "rollout":
-            return _generates(config, size, on_gpu=on_gpu)
-        case "reward":
-            return {}
-
-
-def _trained(config: AppConfig, options: ActorConfig | CriticConfig, size: ModelSize, trained: int) -> dict[str, int]:
-    """Weights, their float32 gradients, AdamW's two moments, and the activations of a pass."""
-    part, adapters = _shards(config), 0 if trained == size.weights else 4 * trained
-    engine = config.engine
-    dtype = torch.bfloat16 if engine.computes_in == "bfloat16" else torch.float32
-    tokens, rows = options.ppo_max_token_len, options.ppo_micro_batch_size
-    if not tokens:
-        tokens = (rows or -(-options.ppo_mini_batch_size * config.rollout.n // len(set(config.replicas)))) * _longest(
-            config
-        )
-    activations = size.activations(tokens, dtype)
-    if isinstance(engine, FsdpConfig) and engine.activation_checkpointing:
-        activations = activations // size.layers + size.layers * size.hidden * tokens * dtype.itemsize
-    if isinstance(engine, MegatronConfig):
-        activations //= engine.replica_size
-    return {
-        "weights": _weights(config, size, trained) + adapters // part,
-        "gradients": 4 * trained // part,
-        "optimizer": 8 * trained // part,
-        "activations": activations,
-    }
-
-
-def _weights(config: AppConfig, size: ModelSize, trained: int) -> int:
-    """Float32 weights of a rank, and a bfloat16 copy where it computes in one.
-
-    Megatron-Core has float32 weights beside those in bfloat16 only where they are trained.
-    """
-    copied = config.engine.computes_in == "bfloat16" and not isinstance(config.engine, FsdpConfig)
-    if copied and isinstance(config.engine, MegatronConfig) and trained < size.weights:
-        return 2 * size.weights // _shards(config)
-    return (4 + 2 * copied) * size.weights // _shards(config)
-
-
-def _shards(config: AppConfig) -> int:
-    """Ranks over which the weights of a model are divided."""
-    engine = config.engine
-    return engine.replica_size if isinstance(engine, MegatronConfig) else engine.ranks
-
-
-def _generates(config: AppConfig, size: ModelSize, *, on_gpu: bool) -> dict[str, int]:
-    """Weights and cache of a replica, over all of its tensor-parallel processes."""
-    rollout, element = config.rollout, 2 if config.rollout.dtype == "bfloat16" else 4
-    tokens = min(rollout.max_batch_size, config.data.train_batch_size * rollout.n) * _longest(config)
-    shared = shares_base(config) or (shares_weights(config) and not on_gpu)
-    own = {} if shared else {"weights": element * size.weights}
-    if rollout.name != "vllm":
-        return own | {"KV cache": element * size.kv_token * tokens}
-    cache = rollout.kv_cache_mb << 20 or (0 if on_gpu else CPU_KV_CACHE)  # a GPU's is what weights leave
-    return own | ({"KV cache": cache} if cache else {})
-
-
-def _longest(config: AppConfig) -> int:
-    """Most tokens of a prompt and its response."""
-    if not config.data.train_files:
-        return ModelSettings().context
-    return config.data.max_prompt_length + config.rollout.response_length
 
 
 def shown_bytes(size: int) -> str:

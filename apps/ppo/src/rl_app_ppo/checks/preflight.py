@@ -12,14 +12,21 @@ from rl_app_ppo.checks.machine import (
     gpu_memory,
     gpus_found,
 )
-from rl_app_ppo.checks.memory import available_bytes, check_memory, check_plane_size, parameters, step_bytes
+from rl_app_ppo.checks.memory import (
+    available_bytes,
+    check_memory,
+    check_plane_size,
+    parameters,
+    step_bytes,
+    trained_parameters,
+)
 from rl_app_ppo.checks.reference import check_reference
 from rl_app_ppo.checks.rewards import check_rewards, check_source
 from rl_app_ppo.checks.weight_engine import check_sync
 from rl_app_ppo.config.devices import plan_processes
 from rl_app_ppo.config.full_keys import full_keys_in_errors
 from rl_app_ppo.config.model_path import given_model, given_reference, model_context, read_json
-from rl_app_ppo.config.placement import rollout_in_actor
+from rl_app_ppo.config.placement import Role, rollout_in_actor
 from rl_app_ppo.config.presets import NO_PRESET, of_demo
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.config.training_backends import TRAINING_BACKENDS
@@ -112,9 +119,11 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
 def _check_models_fit(config: AppConfig, path: Path) -> None:
     """Check that each model fits into the memory of its device, on this machine."""
     planned = plan_processes(config, gpus_found())
-    on_gpu = {role for process in planned if process.gpus for role in process.roles}
+    on_gpu: set[Role] = {role for process in planned if process.gpus for role in process.roles}
+    weights, trained = parameters(path), trained_parameters(path, config.lora)
     teacher = given_reference(config)
-    check_memory(parameters(path), config, available_bytes(), on_gpu, None if teacher is None else parameters(teacher))
+    reference = None if teacher is None else parameters(teacher)
+    check_memory(weights, trained, config, available_bytes(), on_gpu, reference)
     if on_gpu:
         from rl_app_ppo.checks.gpu_memory import check_gpu_memory  # torch: a run on the CPU checks without
 

@@ -1,0 +1,204 @@
+"""The memory of each role of a process by estimate: the one estimate of preflight and --plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rl_app_ppo.config.placement import Role, shares_base, shares_weights
+from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.demo.settings import ModelSettings
+from rl_rollout_vllm import CPU_KV_CACHE
+from rl_trainer.config import ActorConfig, CriticConfig
+from rl_trainer.config.backends import FsdpConfig, MegatronConfig
+
+LOGITS_CHUNK = 64 << 20
+"""Largest float32 logits that a pass computes at once (`rl_trainer.algorithms.log_probs`)."""
+_LOGITS_COPIES = 4
+"""Logits, log-probs, probabilities and their gradient."""
+_KERNELS = 80 << 20
+"""Scratch memory and code of kernels on the CPU, and pages of the allocator between tensors."""
+_LIVE = 2
+"""A pass without gradients holds about half of what a layer keeps for its backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Sizes of a model.
+
+    Attributes:
+        weights: elements of all weights; tied ones count once.
+        trained: elements of those that are trained: the adapters with LoRA.
+        kv_token: elements of the keys and values of a token.
+        layers: repeated blocks.
+        outside: elements of the weights outside of the blocks, such as embeddings.
+        hidden: elements of a token between blocks.
+        vocabulary: logits of a token.
+        chunked: whether passes compute logits in chunks; else they hold those of all tokens.
+        activations: bytes that the forward pass of a training step keeps for its backward pass,
+            without logits, for tokens per pass and bytes per element.
+    """
+
+    weights: int
+    trained: int
+    kv_token: int
+    layers: int
+    outside: int
+    hidden: int
+    vocabulary: int
+    chunked: bool
+    activations: Callable[[int, int], int]
+
+
+def lasting_bytes(role: Role, config: AppConfig, weights: int, trained: int, *, on_gpu: bool = False) -> dict[str, int]:
+    """Part of the memory -> bytes in each process of a role, of what does not depend on tokens.
+
+    Args:
+        role: a reward model's memory is not counted.
+        config: the configuration of the run.
+        weights, trained: as in ModelSize.
+        on_gpu: whether the role computes on a GPU; new weights then wait in the host's memory.
+    """
+    match role:
+        case "actor" | "critic":
+            return _trained(config, weights, trained if role == "actor" else weights)
+        case "ref":
+            return {"weights": _weights(config, weights, 0)}
+        case "rollout":
+            return _copies(config, weights, on_gpu=on_gpu)
+        case "reward":
+            return {}
+
+
+def role_bytes(role: Role, config: AppConfig, size: ModelSize, *, on_gpu: bool = False) -> Mapping[str, int]:
+    """`lasting_bytes`, and the most that passes and caches take."""
+    lasting = lasting_bytes(role, config, size.weights, size.trained, on_gpu=on_gpu)
+    match role:
+        case "actor" | "critic":
+            options = config.actor if role == "actor" else config.critic
+            return lasting | _update(config, options, size, lasting["gradients"], logits=role == "actor", on_gpu=on_gpu)
+        case "ref":
+            return lasting | _reference(config, size, on_gpu=on_gpu)
+        case "rollout":
+            return lasting | _cache(config, size, on_gpu=on_gpu)
+        case "reward":
+            return lasting
+
+
+def _trained(config: AppConfig, weights: int, trained: int) -> dict[str, int]:
+    """Weights, their float32 gradients, and AdamW's two moments."""
+    part, adapters = _shards(config), 0 if trained == weights else 4 * trained
+    return {
+        "weights": _weights(config, weights, trained) + adapters // part,
+        "gradients": 4 * trained // part,
+        "optimizer": 8 * trained // part,
+    }
+
+
+def _update(
+    config: AppConfig,
+    options: ActorConfig | CriticConfig,
+    size: ModelSize,
+    gradients: int,
+    *,
+    logits: bool,
+    on_gpu: bool,
+) -> dict[str, int]:
+    """Activations and logits of the largest pass of an update."""
+    tokens = _pass_tokens(config, options)
+    parts = _gathered(config, size) | {"activations": _activations(config, size, tokens)}
+    if logits:
+        parts["logits"] = _logits(size, tokens)
+    return parts if on_gpu else parts | {"allocator": gradients + parts["activations"] + _KERNELS}
+
+
+def _reference(config: AppConfig, size: ModelSize, *, on_gpu: bool) -> dict[str, int]:
+    """A pass without gradients: a layer at a time."""
+    tokens = _pass_tokens(config, config.actor)
+    layer = size.activations(tokens, _element(config)) // (size.layers * _LIVE)
+    parts = _gathered(config, size) | {"activations": layer, "logits": _logits(size, tokens)}
+    return parts if on_gpu else parts | {"allocator": _KERNELS}
+
+
+def _gathered(config: AppConfig, size: ModelSize) -> dict[str, int]:
+    """FSDP2's whole weights of a block and of all outside of blocks, cast and then gathered."""
+    if not isinstance(config.engine, FsdpConfig):
+        return {}
+    block = (size.weights - size.outside) // size.layers
+    return {"gathered weights": _element(config) * (2 * size.outside + block)}
+
+
+def _activations(config: AppConfig, size: ModelSize, tokens: int) -> int:
+    element, engine = _element(config), config.engine
+    kept = size.activations(tokens, element)
+    if isinstance(engine, FsdpConfig) and engine.activation_checkpointing:
+        return kept // size.layers + size.layers * size.hidden * tokens * element
+    return kept // engine.replica_size if isinstance(engine, MegatronConfig) else kept
+
+
+def _logits(size: ModelSize, tokens: int) -> int:
+    """Float32 logits of a pass at a time, and what is computed from them."""
+    every = 4 * tokens * size.vocabulary
+    return _LOGITS_COPIES * (min(every, LOGITS_CHUNK) if size.chunked else every)
+
+
+def _pass_tokens(config: AppConfig, options: ActorConfig | CriticConfig) -> int:
+    """Most tokens of a pass, where every sequence is as long as allowed."""
+    if options.ppo_max_token_len:
+        return options.ppo_max_token_len
+    replicas = len(set(config.replicas))
+    rows = options.ppo_micro_batch_size or -(-options.ppo_mini_batch_size * config.rollout.n // replicas)
+    return rows * _longest(config)
+
+
+def _element(config: AppConfig) -> int:
+    """Bytes of an element of the computation."""
+    return 2 if config.engine.computes_in == "bfloat16" else 4
+
+
+def _weights(config: AppConfig, weights: int, trained: int) -> int:
+    """Float32 weights of a rank, and a bfloat16 copy where it computes in one.
+
+    Megatron-Core has float32 weights beside those in bfloat16 only where they are trained.
+    """
+    copied = config.engine.computes_in == "bfloat16" and not isinstance(config.engine, FsdpConfig)
+    if copied and isinstance(config.engine, MegatronConfig) and trained < weights:
+        return 2 * weights // _shards(config)
+    return (4 + 2 * copied) * weights // _shards(config)
+
+
+def _shards(config: AppConfig) -> int:
+    """Ranks over which the weights of a model are divided."""
+    engine = config.engine
+    return engine.replica_size if isinstance(engine, MegatronConfig) else engine.ranks
+
+
+def _copies(config: AppConfig, weights: int, *, on_gpu: bool) -> dict[str, int]:
+    """Weights of a replica, over all of its tensor-parallel processes, and those that arrive."""
+    rollout, synced = config.rollout, config.checkpoint_engine.enabled
+    whole = (2 if rollout.dtype == "bfloat16" else 4) * weights
+    if shares_base(config):
+        return {"adapted weights": whole}
+    parts = {} if shares_weights(config) and not on_gpu else {"weights": whole}
+    if on_gpu or not synced or shares_weights(config):
+        return parts
+    if config.sends_adapters:  # those without adapters, beside those that generate
+        return parts | {"base weights": 4 * weights}
+    return parts | {"arriving weights": whole}
+
+
+def _cache(config: AppConfig, size: ModelSize, *, on_gpu: bool) -> dict[str, int]:
+    """Keys and values of the tokens of a replica."""
+    rollout = config.rollout
+    if rollout.name == "vllm":
+        cache = rollout.kv_cache_mb << 20 or (0 if on_gpu else CPU_KV_CACHE)  # a GPU's is what weights leave
+        return {"KV cache": cache} if cache else {}
+    tokens = min(rollout.max_batch_size, config.data.train_batch_size * rollout.n) * _longest(config)
+    return {"KV cache": (2 if rollout.dtype == "bfloat16" else 4) * size.kv_token * tokens}
+
+
+def _longest(config: AppConfig) -> int:
+    """Most tokens of a prompt and its response."""
+    if not config.data.train_files:
+        return ModelSettings().context
+    return config.data.max_prompt_length + config.rollout.response_length
