@@ -182,6 +182,15 @@ PLACEMENTS = {
     "peak MiB (PSS)": "peak_pss_mib",
     "pairs": "pairs",
 }
+MEMORY = {
+    "role": "memory_of",
+    "model": "model",
+    "tokens": "tokens",
+    "peak MiB": "measured_mib",
+    "with loading, MiB": "first_mib",
+    "estimated MiB": "estimated_mib",
+    "tokens/s": "tokens_per_s",
+}
 ASYNCHRONY = {
     "cell": "async_cell",
     "engine": "engine",
@@ -223,6 +232,7 @@ PLAIN = {
     "changes": CHANGES,
     "grpo step": GRPO_STEPS,
     "placement": PLACEMENTS,
+    "memory": MEMORY,
     "asynchrony": ASYNCHRONY,
     "latencies": LATENCIES,
     "speed-up": SPEED_UPS,

@@ -99,6 +99,12 @@ KINDS = (
         needed=("first_step_s", "step_s", "cpu_s_per_step", "peak_pss_mib", "pairs"),
     ),
     Kind(
+        name="memory",
+        identity=("memory_of", "model"),
+        better={"measured_mib": "lower"},
+        needed=("weights", "tokens", "measured_mib", "first_mib", "estimated_mib", "tokens_per_s"),
+    ),
+    Kind(
         name="asynchrony",
         identity=("async_cell", "engine"),
         better={"steps_per_hour": "higher", "step_s": "lower"},
