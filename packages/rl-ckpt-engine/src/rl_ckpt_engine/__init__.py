@@ -4,6 +4,7 @@ from rl_ckpt_engine.config import CheckpointEngineConfig
 from rl_ckpt_engine.endpoints.operations import remote
 from rl_ckpt_engine.endpoints.receiver import ReceiveAck, ReceiverEndpoint, ReceiverHandle
 from rl_ckpt_engine.endpoints.sender import DirectSender, FollowerEndpoint, SendAck, SenderEndpoint, SenderHandle
+from rl_ckpt_engine.endpoints.unix_socket import connect, serve
 from rl_ckpt_engine.endpoints.weight_sinks import (
     AdapterReceiver,
     AdoptingReceiver,
@@ -55,7 +56,9 @@ __all__ = [
     "TensorSpec",
     "Topology",
     "WeightKind",
+    "connect",
     "load_policy",
     "plan",
     "remote",
+    "serve",
 ]
