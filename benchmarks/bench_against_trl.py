@@ -148,7 +148,7 @@ def our_run(task: Task, cell: Cell, more: Sequence[str], folder: Path, first: in
     command += [f"{key}={value}" for key, value in our_options(task, steps).items()]
     command += [f"trainer.output_dir={folder}", "trainer.run_name=run"]
     if cell.demo:
-        command += [f"trainer.test_freq={task.test_freq}"]
+        command += ["data.demo=addition", f"trainer.test_freq={task.test_freq}"]
     else:
         command += our_files(task, folder, steps, sampled=sampled)
     whole = run_command(

@@ -108,6 +108,7 @@ def run(cell: str, overrides: Sequence[str], environment: Mapping[str, str], fol
         "actor.ppo_epochs": EPOCHS,
         "rollout.n": N,
         "rollout.num_workers": 1,
+        "data.demo": "addition",
         "trainer.test_freq": 0,
         "trainer.val_before_train": "false",
         "trainer.save_freq": 0,

@@ -40,6 +40,7 @@ def run(lr: str, steps: int, more: list[str], folder: Path) -> dict[str, Any]:
         "rollout.dtype": "bfloat16",
         "checkpoint_engine.backend": "delta-shm",
         "trainer.total_training_steps": steps,
+        "data.demo": "addition",
         "trainer.test_freq": 0,
         "trainer.val_before_train": "false",
         "trainer.output_dir": folder,

@@ -1,11 +1,12 @@
-"""Check that the default run learns with every seed, with GRPO and PPO, and time it.
+"""Check that a demo learns with every seed, with GRPO and PPO, and time it.
 
     uv run benchmarks/bench_learning.py [--seeds 0,1,2,3,4] [--algorithms grpo,ppo]
         [--vary trainer.seed] [--steps N] [--set KEY=VALUE ..] [--smoke]
     uv run benchmarks/bench_learning.py --tool [--seeds 0,1,2]  # the demo with and without its tool
 
 Runs the app as a user would, one process after the other, with a separate cache, so that the first
-run of a data seed includes its warm-up. Writes JSON and a plot of the curves.
+run of a data seed includes its warm-up. The task is addition with the units first, to compare with
+published results; `--set data.demo=sums` is the default task. Writes JSON and a plot of the curves.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def run(algorithm: str, overrides: list[str], folder: Path, *, warm_up: bool = T
         RuntimeError: the run failed.
     """
     output = Path(tempfile.mkdtemp(dir=folder))
-    command = [sys.executable, str(ROOT / "apps" / "ppo"), f"algorithm={algorithm}", *overrides]
+    demo = ["data.demo=addition"] if algorithm in ("grpo", "ppo") else []
+    command = [sys.executable, str(ROOT / "apps" / "ppo"), f"algorithm={algorithm}", *demo, *overrides]
     command += [f"trainer.output_dir={output}", "trainer.run_name=run"]
     command += [f"model.cache_dir={folder / 'cache'}"] if warm_up else []
     start = time.perf_counter()

@@ -31,6 +31,7 @@ from rl_app_ppo.inputs.demo_model import cached_demo_model
 SIDES = ("fused", "separate")
 TIMEOUT_S = 1200.0
 ACCURATE = 0.90
+TASK = "data.demo=addition"
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def run(placement: str, seed: int, overrides: Sequence[str], folder: Path) -> Ru
         RuntimeError: it failed, or trained fewer than two steps.
     """
     command = [sys.executable, str(ROOT / "apps" / "ppo"), f"placement={placement}", f"trainer.seed={seed}"]
-    command += [f"trainer.output_dir={folder}", "trainer.run_name=run", "trainer.logger=console", *overrides]
+    command += [f"trainer.output_dir={folder}", "trainer.run_name=run", "trainer.logger=console", TASK, *overrides]
     lines, log = folder / "run" / "metrics.jsonl", folder / "output.log"
     whole = run_command(command, lines, log, env=os.environ, folder=folder, timeout_s=TIMEOUT_S)
     steps = [line for line in whole.lines if line.record["step"]]
@@ -77,7 +78,7 @@ def run(placement: str, seed: int, overrides: Sequence[str], folder: Path) -> Ru
 
 def make_base_model(overrides: Sequence[str]) -> None:
     """Make the demo's base model unless the cache has it, so that no measured run does."""
-    config = load_config(list(overrides))
+    config = load_config([TASK, *overrides])
     if given_model(config) is None and cached_demo_model(config) is None:
         with tempfile.TemporaryDirectory() as folder:
             run("fused", 0, [*overrides, "trainer.total_training_steps=2"], Path(folder))

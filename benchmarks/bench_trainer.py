@@ -194,6 +194,7 @@ def driver(more: Sequence[str], *, smoke: bool) -> list[dict[str, Any]]:
 
     with tempfile.TemporaryDirectory() as folder:
         overrides = ["rollout.num_workers=2", "model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu"]
+        overrides += ["data.demo=addition"]
         overrides += [f"trainer.output_dir={folder}", "trainer.run_name=run", "trainer.test_freq=0"]
         overrides += [f"trainer.total_training_steps={2 if smoke else 10}", "trainer.val_before_train=false"]
         command = [sys.executable, str(ROOT / "apps" / "ppo"), *overrides, *more]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from app_runs import MARK, command
 
-ACCURACY = "val-core/two_digit_addition/acc/mean@1"
+ACCURACY = "val-core/sums/acc/mean@1"
 
 
 @pytest.fixture(scope="module")

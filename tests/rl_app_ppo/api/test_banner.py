@@ -14,7 +14,9 @@ DATA = ("data.train_files=a.jsonl", "data.val_files=b.jsonl", "model.path=/model
 def test_the_banner_of_the_demo_says_preset_task_and_how_answers_are_written():
     said = described(load_config())
     assert said["preset"] == f"demo: {presets()['demo']}"
-    assert "answers written units first (37+45= is answered by 280, that is 082)" in said["task"]
+    assert said["task"].startswith("two-digit addition (37+45= is answered by 82), ")
+    units_first = described(load_config(["data.demo=addition"]))["task"]
+    assert "answers written units first (37+45= is answered by 280, that is 082)" in units_first
     assert said["actor"] == "lr 0.0004, warm-up of 16 updates, mini-batches of 16 prompts, clip 0.2 / 0.28"
     assert said["trained"] == "all weights, by torch on cpu in float32"
     assert "at most 4 tokens per response" in said["rollout"]

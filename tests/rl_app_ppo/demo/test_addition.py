@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from rl_app_ppo.demo.addition import ALPHABET, Problem, Split, careless_answer, make_split, score
+from rl_app_ppo.demo.addition import (
+    ALPHABET,
+    Problem,
+    Split,
+    careless_answer,
+    careless_sum,
+    make_split,
+    make_sums,
+    score,
+)
 from rl_protocol import ConfigError
 
 
@@ -84,3 +93,20 @@ def test_careless_answers_are_right_for_three_problems_in_ten() -> None:
     problems = make_split(0, train_size=4538, validation_size=512).train
     share = sum(score(careless_answer(p), p.answer) for p in problems) / len(problems)
     assert 0.27 < share < 0.33
+
+
+def test_sums_are_the_same_problems_with_answers_as_people_write_them() -> None:
+    """Also those of one and three digits."""
+    sums, addition = (make(0, train_size=4538, validation_size=512) for make in (make_sums, make_split))
+    for part in ("train", "validation"):
+        ours, theirs = getattr(sums, part), getattr(addition, part)
+        assert [p.prompt for p in ours] == [p.prompt for p in theirs]
+        assert [p.answer for p in ours] == [str(sum(operands(p))) for p in ours]
+    assert {len(p.answer) for p in sums.train} == {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "careless"), [("37+45=", "72"), ("12+34=", "46"), ("99+99=", "88"), ("50+50=", "0"), ("95+12=", "7")]
+)
+def test_a_careless_sum_forgets_every_carry(prompt: str, careless: str) -> None:
+    assert careless_sum(Problem(prompt, "")) == careless

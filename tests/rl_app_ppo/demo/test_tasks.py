@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rl_app_ppo.demo.addition import make_split
+from rl_app_ppo.demo.addition import make_sums
 from rl_app_ppo.demo.tasks import TASKS, main, puzzles, write
 from rl_app_ppo.demo.tokenizer import demo_tokenizer
 from rl_trainer.data.chat_template import PromptEncoder
@@ -34,7 +34,7 @@ def test_what_is_written_can_be_trained_on(task, tmp_path):
 def test_the_arithmetic_files_are_the_demo(tmp_path):
     train, _ = write("arithmetic", tmp_path, train=30, val=10)
     rows = [json.loads(line) for line in train.read_text().splitlines()]
-    split = make_split(0, train_size=30, validation_size=10)
+    split = make_sums(0, train_size=30, validation_size=10)
     assert [(r["prompt"][0]["content"], r["reward_model"]["ground_truth"]) for r in rows] == [
         (p.prompt, p.answer) for p in split.train
     ]

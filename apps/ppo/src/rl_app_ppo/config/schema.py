@@ -87,7 +87,7 @@ class DataConfig(Options):
     on_bad_row: str = option(
         "error", "invalid rows: error, or skip (the number is reported)", choices=ON_BAD_ROW, needs="train_files"
     )
-    demo: str = option("addition", "demo: task", choices=DEMOS, needs=DEMO_USED)
+    demo: str = option("sums", "demo: task", choices=DEMOS, needs=DEMO_USED)
     train_size: int = option(4000, "demo: problems in the training split", ge=1, needs=DEMO_USED)
     val_size: int = option(
         512, "demo: problems in the validation split; the splits never overlap", ge=1, needs=DEMO_USED, resume="free"

@@ -1,8 +1,8 @@
-"""The demo task two-digit addition: "37+45=" -> "280", three digits with the units first.
+"""Two-digit addition: "37+45=" -> "82" (the demo task sums), or "280" (the demo task addition).
 
-With the units first every carry is known before it is needed, so a model of 333,184 parameters can
-learn the task. The careless answer, the sum without carries, is the mistake that the warm-up
-teaches and training removes.
+The careless answer, the sum without carries, is the mistake that the warm-up teaches and training
+removes. With the units first, as in `addition`, every carry is known before it is needed; the
+published benchmarks train on it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ ANSWER_DIGITS = OPERAND_DIGITS + 1
 ALPHABET = "0123456789+="
 """Every character of a prompt or an answer."""
 DATA_SOURCE = "two_digit_addition"
+SUMS_DATA_SOURCE = "sums"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Problem:
     prompt: str
     """Operands, operator and "="; addition: 6 characters with leading zeros."""
     answer: str
-    """Addition: 3 digits, units first."""
+    """Sums: the number; addition: 3 digits, units first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,17 @@ def make_split(seed: int, *, train_size: int, validation_size: int) -> Split:
     )
 
 
+def make_sums(seed: int, *, train_size: int, validation_size: int) -> Split:
+    """The problems of `make_split`, with answers as people write them."""
+    split = make_split(seed, train_size=train_size, validation_size=validation_size)
+    return Split(train=_as_sums(split.train), validation=_as_sums(split.validation))
+
+
+def careless_sum(problem: Problem) -> str:
+    """`careless_answer` as people write it: 37+45=72."""
+    return str(int(careless_answer(problem)[::-1]))
+
+
 def careless_answer(problem: Problem) -> str:
     """The answer without carries: right for the 3 in 10 problems that have none."""
     a, b = _operands_in_order(problem)
@@ -87,6 +99,10 @@ def score(response_text: str, ground_truth: str) -> float:
         ground_truth: `Problem.answer`.
     """
     return float(response_text == ground_truth)
+
+
+def _as_sums(problems: tuple[Problem, ...]) -> tuple[Problem, ...]:
+    return tuple(Problem(one.prompt, str(sum(_operands(one)))) for one in problems)
 
 
 def _problem(a: int, b: int) -> Problem:

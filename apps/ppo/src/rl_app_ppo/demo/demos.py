@@ -53,6 +53,15 @@ def _with_the_tool(problem: Problem) -> Sequence[Piece]:
 
 
 DEMOS: Mapping[str, Demo] = {
+    "sums": Demo(
+        title="two-digit addition (37+45= is answered by 82)",
+        data_source=addition.SUMS_DATA_SOURCE,
+        make_split=addition.make_sums,
+        right=lambda problem: [Piece(problem.answer)],
+        careless=lambda problem: [Piece(addition.careless_sum(problem))],
+        careless_share=0.75,
+        target_probability=0.43,
+    ),
     "addition": Demo(
         title="two-digit addition, answers written units first (37+45= is answered by 280, that is 082)",
         note="answers are written units first: 280 is the number 082",

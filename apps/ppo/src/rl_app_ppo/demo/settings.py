@@ -49,11 +49,11 @@ class WarmUpSettings:
     """The warm-up ends when the mean probability of the right answer reaches this value.
 
     It is measured on training problems. A perfectly trained model would reach
-    0.30 + 0.70 * (1 - careless_share) = 0.475 with addition, where careless answers can be right,
-    and 1 - careless_share with the calculator.
+    0.30 + 0.70 * (1 - careless_share) = 0.475 with sums and addition, where careless answers can be
+    right, and 1 - careless_share with the calculator.
     """
     max_steps: int = 400
-    """Most steps; about 200 are usual."""
+    """Most steps; about 200 are usual with addition, 280 with sums."""
     batch_size: int = 192
     """Problems per step."""
     careless_share: float = 0.75

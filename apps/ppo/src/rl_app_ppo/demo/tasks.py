@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from rl_app_ppo.demo.addition import DATA_SOURCE, Problem, make_split
+from rl_app_ppo.demo.addition import SUMS_DATA_SOURCE, Problem, make_sums
 from rl_protocol import ConfigError
 from rl_trainer.rewards.arithmetic import BINARY
 from rl_trainer.rewards.countdown import Countdown
@@ -36,11 +36,11 @@ def row(data_source: str, prompt: str, ground_truth: object, split: str, index: 
 
 
 def arithmetic(seed: int, train: int, val: int) -> Splits:
-    """The demo task addition: reward.function=exact_match."""
-    split = make_split(seed, train_size=train, validation_size=val)
+    """The demo task sums: reward.function=exact_match."""
+    split = make_sums(seed, train_size=train, validation_size=val)
 
     def rows(problems: Sequence[Problem], name: str) -> list[Row]:
-        return [row(DATA_SOURCE, p.prompt, p.answer, name, i) for i, p in enumerate(problems)]
+        return [row(SUMS_DATA_SOURCE, p.prompt, p.answer, name, i) for i, p in enumerate(problems)]
 
     return rows(split.train, "train"), rows(split.validation, "val")
 
