@@ -153,7 +153,7 @@ def test_no_setting_of_an_algorithm_of_ours_stands_in_for_verls(algorithm):
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "rollout.session"),
         ("actor_rollout_ref.rollout.do_sample=False", "greedy samples"),
         ("actor_rollout_ref.actor.qat.enable=True", "not quantized"),
-        ("distillation.enabled=True", "distillation"),
+        ("distillation.enabled=True", "reference.path with algorithm=opd"),
         ("reward.reward_model.enable=True", "reward model"),
         ("data.truncation=left", "prompts are not cut"),
         ("data.train_max_samples=100", "give a shorter file"),

@@ -339,6 +339,8 @@ COMBINATIONS = [
     ("remax", "kl_cov", {}),
     ("optimal_token_baseline", "vanilla", {}),
     ("maxrl", "dro", {}),
+    ("raft", "gpg", {}),
+    ("opd", "vanilla", {}),
     ("dr_grpo", "kimi_k15", {}),
     ("rloo", "topr", {}),
     ("grpo", "luspo", {}),

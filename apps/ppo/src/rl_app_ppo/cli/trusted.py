@@ -81,7 +81,8 @@ def _asker(err: Console) -> Ask | None:
 
     def ask(question: str) -> bool:
         try:
-            return err.input(f"{question} [y/N] ", markup=False).strip().lower() in ("y", "yes")
+            err.print(f"{question} [y/N] ", markup=False, soft_wrap=True, end="")
+            return err.input().strip().lower() in ("y", "yes")
         except EOFError:
             return False
 
