@@ -176,7 +176,7 @@ def test_a_demo_is_a_run_of_its_preset(run, monkeypatch):
     started = []
     monkeypatch.setattr(rl, "launch", lambda config, *_, before_s: started.append(config))
     listed = [line.split()[0] for line in run("demo", "--list").output.splitlines()]
-    assert listed == ["grpo", "calculator", "ppo", "sft"]
+    assert listed == ["grpo", "calculator", "opd", "ppo", "sft"]
     for words in (["demo"], ["demo", "rollout.n=4"], ["demo", "ppo"], ["demo", "calculator", "rollout.n=4"]):
         assert run(*words).exit_code == 0
     presets = ["demo", "demo", "demo-ppo", "demo-calculator"]

@@ -20,7 +20,7 @@ from rl_protocol.support.options import items, nearest
 ALGORITHM, PRESET = "algorithm", "preset"
 """Keys that select a layer. In files `algorithm.name` is another spelling of the first."""
 NO_PRESET = "none"
-DEMO_OF = {"grpo": "demo", "ppo": "demo-ppo", "opd": "demo", "opd_pg": "demo", "sft": "demo-sft"}
+DEMO_OF = {"grpo": "demo", "ppo": "demo-ppo", "opd": "demo-opd", "opd_pg": "demo", "sft": "demo-sft"}
 """Algorithm -> preset that applies without `preset` and data.train_files."""
 ALIASES = {"grpo_calculator": ("grpo", "demo-calculator")}
 """Value of `algorithm` -> algorithm and preset."""
