@@ -45,7 +45,7 @@ def test_rows_come_back_and_zcat_shows_them(tmp_path):
     rows = [StepRow(at=1.0, step=1), trajectory(1, "p/0/0", 2.0)]
     write(tmp_path / "record", "reward", rows)
     (path,) = (tmp_path / "record").iterdir()
-    assert read_file(path) == rows
+    assert read_file(path)[0] == rows
     assert gzip.decompress(path.read_bytes()).startswith(b'{"type":"step"')
 
 
@@ -56,7 +56,7 @@ def test_a_torn_tail_is_left_out(tmp_path, lost):
     write(tmp_path, "b", [second])
     torn = (tmp_path / "a.jsonl.gz").read_bytes() + (tmp_path / "b.jsonl.gz").read_bytes()[:-lost]
     (tmp_path / "c").write_bytes(torn)
-    assert read_file(tmp_path / "c") == [first]
+    assert read_file(tmp_path / "c")[0] == [first]
 
 
 def test_a_second_attempt_writes_a_second_file(tmp_path):
@@ -80,12 +80,12 @@ for step in range(100000):
     process = subprocess.Popen([sys.executable, "-c", code])
     try:
         path = tmp_path / "worker.jsonl.gz"
-        while not path.exists() or len(read_file(path)) < 20:
+        while not path.exists() or len(read_file(path)[0]) < 20:
             assert process.poll() is None
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait(60)
-    steps = [row.step for row in read_file(path)]
+    steps = [row.step for row in read_file(path)[0]]
     assert steps == list(range(len(steps)))
     assert len(steps) >= 20
 
@@ -96,7 +96,7 @@ def test_values_of_secret_variables_are_not_written(tmp_path, monkeypatch):
     monkeypatch.setenv("PLAIN", "a plain value")
     write(tmp_path, "driver", [AlarmRow(at=1.0, name="reward", text='no sk-"planted"-é-1234, short, a plain value')])
     (path,) = tmp_path.iterdir()
-    assert [row.text for row in read_file(path)] == ["no [MY_API_KEY], short, a plain value"]
+    assert [row.text for row in read_file(path)[0]] == ["no [MY_API_KEY], short, a plain value"]
 
 
 def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):

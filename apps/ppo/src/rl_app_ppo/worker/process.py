@@ -28,7 +28,7 @@ from rl_protocol.support.rendezvous import RendezvousListener
 from rl_protocol.support.stack_dumps import STACK_LOG, dump_at_signal
 from rl_protocol.support.trusted_files import FILES
 from rl_trainer.record.record_file import RecordFile
-from rl_trainer.record.record_rows import SpanRow
+from rl_trainer.record.record_rows import CallRow, SpanRow
 from rl_trainer.workers.messages import ComputeCall
 
 if TYPE_CHECKING:
@@ -138,6 +138,8 @@ class WorkerProcess:
     def _recorded(self, stage: str) -> Generator[None]:
         """Record when the call of a stage began and ended."""
         began, clock = time.time(), time.perf_counter()
+        if self._record is not None:
+            self._record.append([CallRow(at=began, worker=self._name, stage=stage)])
         try:
             yield
         finally:

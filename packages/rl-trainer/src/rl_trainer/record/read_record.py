@@ -8,6 +8,7 @@ from pathlib import Path
 from rl_trainer.record.record_file import SUFFIX, read_file
 from rl_trainer.record.record_rows import (
     AlarmRow,
+    CallRow,
     EndRow,
     PhaseRow,
     RecordRow,
@@ -19,6 +20,9 @@ from rl_trainer.record.record_rows import (
     TrajectoryRow,
 )
 
+BUILD = "build"
+"""The first call to a worker process."""
+
 
 @dataclass(kw_only=True)
 class Record:
@@ -29,6 +33,8 @@ class Record:
     steps: list[StepRow] = field(default_factory=list[StepRow])
     alarms: list[AlarmRow] = field(default_factory=list[AlarmRow])
     spans: list[SpanRow] = field(default_factory=list[SpanRow])
+    calls: list[CallRow] = field(default_factory=list[CallRow])
+    """Calls that workers have not answered yet."""
     trajectories: list[TrajectoryRow] = field(default_factory=list[TrajectoryRow])
     end: EndRow | None = None
     """None: the run goes on, or was killed."""
@@ -45,29 +51,56 @@ def read_record(folder: Path) -> Record:
         OSError: a file can't be read.
         msgspec.DecodeError: a file holds something else.
     """
-    rows = [row for path in sorted(folder.glob(f"*{SUFFIX}")) for row in read_file(path)]
-    rows.sort(key=lambda row: row.at)
-    record = Record()
-    seen: dict[tuple[int, str], TrajectoryRow] = {}
-    for row in rows:
-        if isinstance(row, StartRow):
-            _begin_again(record, seen, row)
-        elif isinstance(row, TrajectoryRow):
-            seen[row.step, row.key] = row
-        else:
-            _add(record, row)
-    record.trajectories = list(seen.values())
-    return record
+    return RecordReader(folder).read()
 
 
-def _begin_again(record: Record, seen: dict[tuple[int, str], TrajectoryRow], start: StartRow) -> None:
-    """Forget the steps that an attempt repeats."""
-    record.starts.append(start)
-    record.end = None
-    record.steps = [row for row in record.steps if row.step <= start.after]
-    for step, key in list(seen):
-        if step > start.after:
-            del seen[step, key]
+class RecordReader:
+    """Follows a record while it grows: `read` reads only what was appended since.
+
+    Args:
+        folder: of the record.
+        trajectories: keep them; False: leave them out, to follow a long run in little memory.
+    """
+
+    def __init__(self, folder: Path, *, trajectories: bool = True) -> None:
+        self._folder = folder
+        self._keep = trajectories
+        self._read: dict[Path, int] = {}
+        self._record = Record()
+        self._seen: dict[tuple[int, str], TrajectoryRow] = {}
+
+    def read(self) -> Record:
+        """The record up to now; the same object each time.
+
+        Raises:
+            OSError: a file can't be read.
+            msgspec.DecodeError: a file holds something else.
+        """
+        rows: list[RecordRow] = []
+        for path in sorted(self._folder.glob(f"*{SUFFIX}")):
+            more, self._read[path] = read_file(path, self._read.get(path, 0))
+            rows += more
+        rows.sort(key=lambda row: row.at)
+        for row in rows:
+            if isinstance(row, StartRow):
+                self._begin_again(row)
+            elif isinstance(row, TrajectoryRow):
+                if self._keep:
+                    self._seen[row.step, row.key] = row
+            else:
+                _add(self._record, row)
+        self._record.trajectories = list(self._seen.values())
+        return self._record
+
+    def _begin_again(self, start: StartRow) -> None:
+        """Forget the steps that an attempt repeats, and the calls of processes that have ended."""
+        self._record.starts.append(start)
+        self._record.end = None
+        self._record.calls.clear()
+        self._record.steps = [row for row in self._record.steps if row.step <= start.after]
+        for step, key in list(self._seen):
+            if step > start.after:
+                del self._seen[step, key]
 
 
 def _add(record: Record, row: RecordRow) -> None:
@@ -78,7 +111,13 @@ def _add(record: Record, row: RecordRow) -> None:
             record.steps.append(row)
         case AlarmRow():
             record.alarms.append(row)
+        case CallRow():
+            if row.stage == BUILD:  # a new process of this name
+                record.calls = [call for call in record.calls if call.worker != row.worker]
+            record.calls.append(row)
         case SpanRow():
+            answered = (row.worker, row.stage, row.began)
+            record.calls = [call for call in record.calls if (call.worker, call.stage, call.at) != answered]
             record.spans.append(row)
         case EndRow():
             record.end = row
@@ -87,4 +126,4 @@ def _add(record: Record, row: RecordRow) -> None:
         case TokensRow():
             record.tokens |= row.texts
         case _:
-            raise AssertionError(f"{type(row).__name__} is added by read_record")
+            raise AssertionError(f"{type(row).__name__} is added by RecordReader")

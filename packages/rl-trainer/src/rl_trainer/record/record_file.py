@@ -119,18 +119,27 @@ class _Appended:
         os.close(self._file)
 
 
-def read_file(path: Path) -> list[RecordRow]:
-    """The rows of all whole blocks of a file; it may be growing, or cut anywhere.
+def read_file(path: Path, begin: int = 0) -> tuple[list[RecordRow], int]:
+    """The rows of all whole blocks of a file from `begin`, and where they end.
+
+    The file may be growing, or cut anywhere.
 
     Raises:
         OSError: the file can't be read.
         msgspec.DecodeError: a whole block holds something else.
     """
     decoder = msgspec.json.Decoder(RecordRow)
-    return [row for block in _whole_blocks(path.read_bytes()) for row in decoder.decode_lines(block)]
+    rows: list[RecordRow] = []
+    with path.open("rb") as file:
+        file.seek(begin)
+        for block, size in _whole_blocks(file.read()):
+            rows += decoder.decode_lines(block)
+            begin += size
+    return rows, begin
 
 
-def _whole_blocks(data: bytes) -> Iterable[bytes]:
+def _whole_blocks(data: bytes) -> Iterable[tuple[bytes, int]]:
+    """Each block, and the bytes that it takes in the file."""
     while data:
         inflate = zlib.decompressobj(_GZIP)
         try:
@@ -139,5 +148,5 @@ def _whole_blocks(data: bytes) -> Iterable[bytes]:
             return  # torn
         if not inflate.eof:
             return  # torn
-        yield block
+        yield block, len(data) - len(inflate.unused_data)
         data = inflate.unused_data

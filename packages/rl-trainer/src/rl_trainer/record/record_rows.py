@@ -49,6 +49,13 @@ class EndRow(_Row, frozen=True, kw_only=True, tag="end"):
     text: str
 
 
+class CallRow(_Row, frozen=True, kw_only=True, tag="call"):
+    """A worker begins to answer a call; a SpanRow with the same `began` follows."""
+
+    worker: str
+    stage: str
+
+
 class SpanRow(_Row, frozen=True, kw_only=True, tag="span"):
     """A worker has answered a call."""
 
@@ -107,4 +114,6 @@ class TrajectoryRow(_Row, frozen=True, kw_only=True, tag="trajectory"):
     """How it failed; there is no score then."""
 
 
-RecordRow: TypeAlias = StartRow | PhaseRow | StepRow | AlarmRow | EndRow | SpanRow | RuleRow | TokensRow | TrajectoryRow
+RecordRow: TypeAlias = (
+    StartRow | PhaseRow | StepRow | AlarmRow | EndRow | CallRow | SpanRow | RuleRow | TokensRow | TrajectoryRow
+)
