@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 
 from rl_app_ppo.cli.main import main
 from rl_app_ppo.cli.rl import app
+from rl_trainer.record.record_file import RecordFile
+from rl_trainer.record.record_rows import EndRow
 
 ROOT = Path(__file__).resolve().parents[2]
 READMES = sorted(
@@ -188,6 +190,9 @@ def test_a_command_of_rl_succeeds(place: str, words: list[str], tmp_path: Path, 
     texts = {"data_source": "", "prompt": "1+1=", "response": "2", "ground_truth": "2"}
     (run / "samples" / "5.jsonl").write_text(json.dumps({"key": "v5-0/0/0", **texts, "outcome": outcome}) + "\n")
     (tmp_path / "verl.sh").write_text("algorithm.adv_estimator=gae\n")
+    record = RecordFile(run / "record", "driver")
+    record.append([EndRow(at=0.0, outcome="finished", text="")])
+    record.close()
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
 

@@ -29,6 +29,7 @@ from rl_app_ppo.cli.trusted import trusting
 from rl_app_ppo.config.loading import load_config, resolve, shown_yaml
 from rl_app_ppo.config.presets import demo_words, demos
 from rl_app_ppo.outputs.startup_times import command_age
+from rl_app_ppo.watch.follow import follow
 from rl_ckpt_engine import load_policy
 
 Words = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings, such as rollout.n=8.")]
@@ -239,6 +240,18 @@ def _new(
     _print(f"{folder}/src/{name}/__init__.py has the code, {folder}/README.md says how to test and install it\n")
     words = words_of_file(kind, name)
     _print(f"try it: rl train {words}\n" if words else "")
+
+
+@app.command("watch", rich_help_panel=AFTER)
+@_coded
+def _watch(
+    run: Annotated[Path, typer.Argument(help="Folder of the run.")],
+    web: Annotated[bool, typer.Option("--web", help="Serve its report on loopback, until Ctrl-C.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --web; 0: a free one.")] = 0,
+) -> None:
+    """Follow a run on the terminal until it is over; exit code 1 if it failed or was killed."""
+    if not follow(run, _out(), port if web else None):
+        raise typer.Exit(1)
 
 
 @app.command("report", rich_help_panel=AFTER)

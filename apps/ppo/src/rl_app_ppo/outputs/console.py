@@ -59,7 +59,7 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float
         "kl": "" if kl is None else f"kl {kl:.4f}",
         "ent": _part("ent", metrics, "actor/entropy", ".3f"),
         "s": f"{metrics.get('timing_s/step', 0.0):5.2f} s",
-        "left": "" if left_s is None else f"left {_clock(left_s)}",
+        "left": "" if left_s is None else f"left {clock(left_s)}",
         "lag": f"lag {lag:.0f}" if lag else "",
         "val": "" if accuracy is None else f"val {accuracy:.3f}",
     }
@@ -74,7 +74,7 @@ def _part(label: str, metrics: Mapping[str, float], name: str, spec: str) -> str
     return f"{label} {metrics[name]:{spec}}" if name in metrics else ""
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """Hours, minutes and seconds: 1:02:03, or 2:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -1,0 +1,1 @@
+"""`rl watch`: what a run does now, on the terminal or in a browser."""
