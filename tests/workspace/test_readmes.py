@@ -40,7 +40,10 @@ RUN_BY = {
     ("apps/ppo/README.md", 1): "tests/integration/test_python_api.py::test_the_example_of_the_readme_trains",
     ("apps/ppo/README.md", 2): "tests/integration/test_rollout_plugin.py::test_the_example_of_the_readme_generates",
     ("packages/rl-ckpt-engine/README.md", 0): "tests/rl_ckpt_engine/scenarios/test_readme.py::test_example_runs",
-    ("packages/rl-ckpt-engine/README.md", 1): "tests/rl_ckpt_engine/scenarios/test_readme.py::test_a_registered_engine",
+    (
+        "packages/rl-ckpt-engine/docs/extending.md",
+        0,
+    ): "tests/rl_ckpt_engine/scenarios/test_readme.py::test_a_registered_engine",
     ("packages/rl-megatron-peft/README.md", 0): "tests/rl_megatron_peft/scenarios/test_readme.py::test_adapter_folder",
     ("packages/rl-megatron-peft/README.md", 1): "tests/rl_megatron_peft/scenarios/test_readme.py::test_a_policy",
     ("packages/rl-megatron-peft/README.md", 2): "tests/rl_megatron_peft/scenarios/test_readme.py::test_a_critic",
@@ -70,12 +73,12 @@ RUN_BY = {
         1,
     ): "tests/rl_transferqueue/scenarios/test_package.py::test_readme_examples_run",
     (
-        "packages/rl-transferqueue/README.md",
-        2,
+        "packages/rl-transferqueue/docs/durable.md",
+        0,
     ): "tests/rl_transferqueue/scenarios/test_package.py::test_readme_examples_run",
     (
-        "packages/rl-transferqueue/README.md",
-        3,
+        "packages/rl-transferqueue/docs/streaming.md",
+        0,
     ): "tests/rl_transferqueue/scenarios/test_package.py::test_readme_examples_run",
 }
 """(README, number of its python block) -> the test that runs the block."""

@@ -18,5 +18,5 @@ def test_example_runs(readme_code: Callable[[str, int], str], capsys: pytest.Cap
 def test_a_registered_engine(readme_code: Callable[[str, int], str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl_ckpt_engine.registry._REGISTERED", {})
     space: dict[str, object] = {"__name__": "readme"}
-    exec(compile(readme_code("packages/rl-ckpt-engine", 1), "README.md", "exec"), space)
+    exec(compile(readme_code("packages/rl-ckpt-engine", 0, "docs/extending.md"), "README.md", "exec"), space)
     assert CheckpointEngineRegistry().get("mine") is space["MyEngine"]

@@ -55,9 +55,11 @@ def test_doctests(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 3])
-def test_readme_examples_run(number: int, readme_code: Callable[[str, int], str]) -> None:
-    code = readme_code("packages/rl-transferqueue", number)
+@pytest.mark.parametrize(
+    ("file", "number"), [("README.md", 0), ("README.md", 1), ("docs/streaming.md", 0), ("docs/durable.md", 0)]
+)
+def test_readme_examples_run(file: str, number: int, readme_code: Callable[[str, int, str], str]) -> None:
+    code = readme_code("packages/rl-transferqueue", number, file)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=300, check=False
     )
