@@ -23,6 +23,7 @@ from rl_app_ppo.cli.json_schema import schema_text
 from rl_app_ppo.cli.launch_files import JOB_FLAGS, KINDS, launch_text
 from rl_app_ppo.cli.new_package.write import KINDS as PLUGIN_KINDS
 from rl_app_ppo.cli.new_package.write import words_of_file, write_package
+from rl_app_ppo.cli.replay import replay
 from rl_app_ppo.cli.report import report
 from rl_app_ppo.cli.samples import SORTS, read_samples, samples_text
 from rl_app_ppo.cli.trusted import trusting
@@ -263,6 +264,21 @@ def _report(
 ) -> None:
     """Write the report of a run as one HTML file; of two, compared."""
     report(run, run2, out, _out())
+
+
+@app.command("replay", rich_help_panel=AFTER)
+@_coded
+def _replay(
+    run: Annotated[Path, typer.Argument(help="Folder of the run.")],
+    step: Annotated[int, typer.Option(help="The step to compute again, from the checkpoint before it.")],
+    row: Annotated[str, typer.Option(metavar="KEY", help="Print this trajectory of it, such as s5-0/0/0.")] = "",
+    field: Annotated[str, typer.Option(help="Print this column of the trajectory alone.")] = "",
+    allow_unsafe_plugins: Unsafe = False,
+) -> None:
+    """Compute a step again, and compare it bit by bit."""
+    plugins = load_policy(allow_unsafe_plugins=allow_unsafe_plugins)
+    if not replay(run, step, row, field, plugins, _out(), _err()):
+        raise typer.Exit(1)
 
 
 def _out() -> Console:
