@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from rl_app_ppo.config.loss_parts import check_loss_parts
 from rl_app_ppo.config.placement import AUTO, MODELS, NAMED, parse_placement
 from rl_app_ppo.config.presets import NO_PRESET
 from rl_app_ppo.config.rollout_engines import GPU_PART, GROUP, ROLLOUT_ENGINES, RolloutEngineKind
@@ -434,12 +435,6 @@ class AppConfig(Options):
         """
         return self.reads_reference and (not self.lora.rank or bool(self.reference.path))
 
-    @property
-    def distils(self) -> bool:
-        """Whether nothing is learned but the reference policy, which must be another model."""
-        algorithm = self.algorithm
-        return algorithm.adv_estimator == "opd" if algorithm.rl_coef else not algorithm.sft_coef
-
     @condition("algorithm.sft_coef above 0")
     def demonstrates(self) -> bool:
         """Whether answers of the data are trained on."""
@@ -505,18 +500,7 @@ class AppConfig(Options):
         ROLLOUT_ENGINES.get(self.rollout.name)
         check_combination(self.algorithm, self.actor, self.rollout.n)
         check_staleness(self.async_rl, self.algorithm, self.actor)
-        require(
-            not self.distils or bool(self.reference.path),
-            f"{path}reference.path",
-            "the teacher's checkpoint folder with algorithm.adv_estimator=opd, and where the divergence from the reference is the only loss",
-            self.reference.path,
-        )
-        require(
-            self.rollout.temperature == 1 or not self.demonstrates,
-            f"{path}rollout.temperature",
-            "1 with algorithm.sft_coef above 0: log-probs are those of the policy at this temperature, and so is the cross-entropy",
-            self.rollout.temperature,
-        )
+        check_loss_parts(self, path)
         self._check_batches(path)
         if self.trainer.deterministic:
             self._check_deterministic(path)

@@ -280,15 +280,14 @@ def _trained(
     from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
 
     path, temperature = Path(call.model_path), config.rollout.temperature
-    n, seed = config.rollout.n, config.trainer.seed
+    n, seed, top = config.rollout.n, config.trainer.seed, config.actor.kl_loss_topk
     seed_generators(seed, call.rank, TRAINED.index(role))
     if role == "critic":
         critic = TorchCriticBackend(path, config.critic, rollout_n=n, seed=seed, strategy=strategy)
         return CriticWorker(plane, columns, critic), None
     if role == "ref":
-        path = Path(call.reference_path or path)
-        options = PolicyOptions(frozen=True, top=config.actor.kl_loss_topk)
-        reference = TorchPolicyBackend(path, config.actor, strategy=strategy, options=options)
+        options = PolicyOptions(frozen=True, top=top)
+        reference = TorchPolicyBackend(call.reference_path or path, config.actor, strategy=strategy, options=options)
         return ReferenceWorker(plane, columns, reference, temperature), None
     policy = TorchPolicyBackend(
         path,
@@ -300,7 +299,7 @@ def _trained(
         options=PolicyOptions(
             correction=loss_correction(config.algorithm),
             sum_pi_squared=needs_sum_pi_squared(config.algorithm),
-            top=config.actor.kl_loss_topk,
+            top=top,
         ),
     )
     if shares_base(config) and isinstance(generator, SharesBase):

@@ -65,28 +65,7 @@ def estimate_advantages(batch: KVBatchMeta, data: BatchData, settings: Advantage
     mask, weights, metrics = _corrected(data, generated, config.rollout_correction)
     scores = data.dense("scores").values.astype(np.float64)
     penalty, reward_kl, kl_metrics = _kl_penalty(data, mask, settings)
-    inputs = AdvantageInputs(
-        keys=[RowKey.parse(key) for key in batch.keys],
-        offsets=offsets,
-        mask=mask,
-        scores=scores,
-        token_rewards=penalty,
-        values=_optional(data, "values"),
-        old_log_probs=_optional(data, "old_log_probs"),
-        ref_log_prob=_optional(data, "ref_log_prob"),
-        sum_pi_squared=_optional(data, "sum_pi_squared"),
-        rollout_is_weights=weights,
-        reward_baselines=data.dense("reward_baselines").values.astype(np.float64)
-        if "reward_baselines" in data
-        else None,
-        reward_components=_flat(data, "reward_components").reshape(len(data), -1)
-        if "reward_components" in data
-        else None,
-        component_weights=np.array(config.component_weights),
-        gamma=config.gamma,
-        lam=config.lam,
-        norm_by_std=config.norm_adv_by_std_in_grpo,
-    )
+    inputs = _inputs(batch, data, config, mask=mask, token_rewards=penalty, weights=weights)
     advantages, returns = _estimate(inputs, config)
     columns = {
         "advantages": RaggedColumn(advantages.astype(np.float32), offsets, "float32"),
@@ -106,6 +85,37 @@ def estimate_advantages(batch: KVBatchMeta, data: BatchData, settings: Advantage
     metrics |= _equal_groups([inputs.keys[row].uid for row in final], scores[final])
     metrics |= stats("demonstration/score", scores[demonstrations])
     return Estimates(BatchData(columns), metrics, reward_kl)
+
+
+def _inputs(
+    batch: KVBatchMeta,
+    data: BatchData,
+    config: AlgorithmConfig,
+    *,
+    mask: BoolArray,
+    token_rewards: FloatArray | None,
+    weights: FloatArray | None,
+) -> AdvantageInputs:
+    """What the advantage estimator gets of the batch."""
+    baselines, components = "reward_baselines", "reward_components"
+    return AdvantageInputs(
+        keys=[RowKey.parse(key) for key in batch.keys],
+        offsets=data.ragged("responses").offsets,
+        mask=mask,
+        scores=data.dense("scores").values.astype(np.float64),
+        token_rewards=token_rewards,
+        values=_optional(data, "values"),
+        old_log_probs=_optional(data, "old_log_probs"),
+        ref_log_prob=_optional(data, "ref_log_prob"),
+        sum_pi_squared=_optional(data, "sum_pi_squared"),
+        rollout_is_weights=weights,
+        reward_baselines=data.dense(baselines).values.astype(np.float64) if baselines in data else None,
+        reward_components=_flat(data, components).reshape(len(data), -1) if components in data else None,
+        component_weights=np.array(config.component_weights),
+        gamma=config.gamma,
+        lam=config.lam,
+        norm_by_std=config.norm_adv_by_std_in_grpo,
+    )
 
 
 def _estimate(inputs: AdvantageInputs, config: AlgorithmConfig) -> tuple[FloatArray, FloatArray]:

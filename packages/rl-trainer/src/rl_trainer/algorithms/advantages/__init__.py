@@ -4,6 +4,7 @@ All arithmetic is float64. Packages add estimators as entry points in the group
 `rl_trainer.advantage_estimators`, each an `Estimator`.
 """
 
+from rl_trainer.algorithms.advantages.best_of_n import grpo_passk, raft
 from rl_trainer.algorithms.advantages.estimator import AdvantageInputs, Estimate, Estimator, whiten
 from rl_trainer.algorithms.advantages.gae import gae
 from rl_trainer.algorithms.advantages.gdpo import gdpo
@@ -13,8 +14,6 @@ from rl_trainer.algorithms.advantages.maxrl import maxrl
 from rl_trainer.algorithms.advantages.opd import opd
 from rl_trainer.algorithms.advantages.opo import opo
 from rl_trainer.algorithms.advantages.optimal_token_baseline import optimal_token_baseline
-from rl_trainer.algorithms.advantages.pass_at_k import grpo_passk
-from rl_trainer.algorithms.advantages.raft import raft
 from rl_trainer.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
 from rl_trainer.algorithms.advantages.remax import remax
 from rl_trainer.algorithms.advantages.rloo import rloo

@@ -1,4 +1,4 @@
-"""Pass@k training (`grpo_passk`): only the best session of a prompt is rewarded."""
+"""Pass@k training (`grpo_passk`) and RAFT: only the best sessions of a prompt are rewarded."""
 
 from __future__ import annotations
 
@@ -23,3 +23,15 @@ def grpo_passk(inputs: AdvantageInputs) -> Estimate:
     alone = best & (sum_by(e.group, best, e.num_groups)[e.group] == 1) & groups.varies
     lead = np.where(alone, x - np.where(alone, second[e.group], 0.0), 0.0)
     return inputs.session_advantages(lead / (groups.std + STD_EPSILON) if inputs.norm_by_std else lead)
+
+
+def raft(inputs: AdvantageInputs) -> Estimate:
+    """RAFT (Dong et al. 2023, arXiv:2304.06767), also called rejection sampling or best of n.
+
+    1 for the prompt's sessions with the highest score, if it is above 0, and 0 for the others. With
+    the loss `gpg` that is the cross-entropy of the best responses, and with `vanilla`, which has a
+    ratio and clips it, RAFT++ (Xiong et al. 2025, arXiv:2504.11343).
+    """
+    scores = inputs.session_scores()
+    best = group_stats(inputs.episodes, scores).highest
+    return inputs.session_advantages(((scores == best) & (scores > 0)).astype(np.float64))

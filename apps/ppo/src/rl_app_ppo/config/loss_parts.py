@@ -1,0 +1,37 @@
+"""Check that the rest of the configuration fits the parts of the loss."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rl_protocol.support.options import require
+
+if TYPE_CHECKING:
+    from rl_app_ppo.config.schema import AppConfig
+
+
+def check_loss_parts(config: AppConfig, path: str) -> None:
+    """Check the reference policy of distillation, and the temperature of cross-entropy.
+
+    Args:
+        config: the configuration of the run.
+        path: prefix of its keys.
+
+    Raises:
+        ConfigError: names the key, and what it must be.
+    """
+    algorithm = config.algorithm
+    # where nothing is learned but the reference policy, it must be another model
+    distils = algorithm.adv_estimator == "opd" if algorithm.rl_coef else not algorithm.sft_coef
+    require(
+        not distils or bool(config.reference.path),
+        f"{path}reference.path",
+        "the teacher's checkpoint folder with algorithm.adv_estimator=opd, and where the divergence from the reference is the only loss",
+        config.reference.path,
+    )
+    require(
+        config.rollout.temperature == 1 or not config.demonstrates,
+        f"{path}rollout.temperature",
+        "1 with algorithm.sft_coef above 0: log-probs are those of the policy at this temperature, and so is the cross-entropy",
+        config.rollout.temperature,
+    )
