@@ -43,13 +43,19 @@ def real(folder):
     return AutoModelForCausalLM.from_config(Qwen2Config.from_pretrained(folder), attn_implementation="sdpa")
 
 
-def test_weights_keys_and_values_are_counted_as_by_hand(folder):
+def test_weights_keys_and_values_are_counted_as_by_hand(folder, tmp_path):
     kv = HIDDEN // HEADS * KV_HEADS
     attention = HIDDEN * HIDDEN + HIDDEN + 2 * (HIDDEN * kv + kv) + HIDDEN * HIDDEN
     block = attention + 3 * HIDDEN * INNER + 2 * HIDDEN
     size = model_size(folder, LoraConfig())
     assert size.weights == size.trained == WORDS * HIDDEN + LAYERS * block + HIDDEN  # the tied head counts once
     assert size.kv_token == 2 * LAYERS * kv
+    assert (size.outside, size.head) == (WORDS * HIDDEN + HIDDEN, 0)
+    assert size.body == size
+    Qwen2Config.from_pretrained(folder, tie_word_embeddings=False).save_pretrained(tmp_path)
+    untied = model_size(tmp_path, LoraConfig())
+    assert (untied.weights, untied.head) == (size.weights + WORDS * HIDDEN, WORDS * HIDDEN)
+    assert (untied.body.weights, untied.body.outside) == (size.weights, size.outside)
 
 
 def test_of_a_model_with_adapters_only_these_are_trained(folder):

@@ -25,11 +25,12 @@ def check_gpu_memory(path: Path, config: AppConfig, planned: Iterable[PlannedPro
     Raises:
         ConfigError: a process needs more; names its roles, their parts, and what to change.
     """
-    size = model_size(path, config.lora)
+    whole = model_size(path, config.lora)
     for process in planned:
         parts = {
             f"{role} {name}": count
             for role in process.roles
+            for size in [whole.body if role == "critic" else whole]
             for name, count in lasting_bytes(role, config, size.weights, size.trained, on_gpu=True).items()
         }
         if process.gpus and sum(parts.values()) > process.gpus * available:

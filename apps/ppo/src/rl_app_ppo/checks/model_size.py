@@ -41,6 +41,7 @@ def model_size(path: Path | None, lora: LoraConfig) -> ModelSize:
     linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     covered = [module for name, module in linear.items() if lora.rank and lora.covers(name)]
     adapters = sum(lora.rank * (module.in_features + module.out_features) for module in covered)
+    output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -50,10 +51,10 @@ def model_size(path: Path | None, lora: LoraConfig) -> ModelSize:
         kv_token=2 * text.num_hidden_layers * heads * head,
         layers=text.num_hidden_layers,
         outside=weights - _of_blocks(model),
+        head=0 if output is None or output.weight is embeddings.weight else output.weight.numel(),
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
-        chunked=not any(module is model.get_output_embeddings() for module in covered)
-        and OutputHead.of(model) is not None,
+        chunked=not any(module is output for module in covered) and OutputHead.of(model) is not None,
         activations=lambda tokens, element: _kept_bytes(_shapes(config, _DTYPES[element]), tokens),
     )
 

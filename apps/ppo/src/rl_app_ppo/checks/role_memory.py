@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rl_app_ppo.config.placement import Role, shares_base, shares_weights
 from rl_app_ppo.config.schema import AppConfig
@@ -32,6 +32,7 @@ class ModelSize:
         kv_token: elements of the keys and values of a token.
         layers: repeated blocks.
         outside: elements of the weights outside of the blocks, such as embeddings.
+        head: elements of an output layer that shares no weights with the embeddings; else 0.
         hidden: elements of a token between blocks.
         vocabulary: logits of a token.
         chunked: whether passes compute logits in chunks; else they hold those of all tokens.
@@ -44,10 +45,16 @@ class ModelSize:
     kv_token: int
     layers: int
     outside: int
+    head: int
     hidden: int
     vocabulary: int
     chunked: bool
     activations: Callable[[int, int], int]
+
+    @property
+    def body(self) -> ModelSize:
+        """The sizes without the output layer: those of a critic."""
+        return replace(self, weights=self.weights - self.head, outside=self.outside - self.head, head=0)
 
 
 def lasting_bytes(role: Role, config: AppConfig, weights: int, trained: int, *, on_gpu: bool = False) -> dict[str, int]:
@@ -72,6 +79,7 @@ def lasting_bytes(role: Role, config: AppConfig, weights: int, trained: int, *, 
 
 def role_bytes(role: Role, config: AppConfig, size: ModelSize, *, on_gpu: bool = False) -> Mapping[str, int]:
     """`lasting_bytes`, and the most that passes and caches take."""
+    size = size.body if role == "critic" else size
     lasting = lasting_bytes(role, config, size.weights, size.trained, on_gpu=on_gpu)
     match role:
         case "actor" | "critic":
