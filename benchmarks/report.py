@@ -37,7 +37,8 @@ def verdict_table(rows: list[Row]) -> str:
     lines = ["| question | value | must | aim | met |", "|" + "---|" * 5]
     for row in rows:
         met = "missed" if row["met"] == "no" else row["met"]
-        lines.append(f"| {row['question']} | {row['value']:g} | {row['must']} | {row['aim']} | {met} |")
+        question = str(row["question"]).replace("|", r"\|")
+        lines.append(f"| {question} | {row['value']:g} | {row['must']} | {row['aim']} | {met} |")
     return "\n".join(lines)
 
 
