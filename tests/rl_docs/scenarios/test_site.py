@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from chromium import find_chromium, page
 
 pytestmark = pytest.mark.slow
 
@@ -53,6 +55,23 @@ def test_examples_are_shown_with_their_code(site: Path):
 
 
 def test_pictures_are_there(site: Path):
-    for page, text in pages(site).items():
+    for name, text in pages(site).items():
         for target in re.findall(r"<img [^>]*src=\"([^\"]+)\"", text):
-            assert ((site / page).parent / target).resolve().is_file(), f"{page}: {target}"
+            assert ((site / name).parent / target).resolve().is_file(), f"{name}: {target}"
+
+
+@pytest.mark.skipif(
+    find_chromium() is None, reason="THE SEARCH IS NOT TESTED: chromium is not installed (apt-get install chromium)"
+)
+def test_the_search_works_from_disk_without_a_network(site: Path):
+    async def found() -> tuple[list[str], set[str], list[str]]:
+        async with page(find_chromium() or "") as tab:
+            await tab.send("Page.navigate", url=f"{(site / 'index.html').as_uri()}?q=staleness")
+            await tab.wait_for("document.querySelector('.md-search-result__link')")
+            links = "[...document.querySelectorAll('.md-search-result__link')].map(a => a.getAttribute('href'))"
+            return await tab.evaluate(links), {url.partition(":")[0] for url in tab.requests}, tab.problems
+
+    links, schemes, problems = asyncio.run(found())
+    assert any("docs/concepts/async.html" in link for link in links)
+    assert schemes <= {"file", "data"}
+    assert problems == []
