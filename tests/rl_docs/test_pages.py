@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_docs.cli import mkdocs
+from rl_docs.cli import run_mkdocs
 
 CONFIG = """
 site_name: small
@@ -30,7 +30,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (tmp_path / "packages" / "one").mkdir(parents=True)
         (tmp_path / "README.md").write_text(start)
         (tmp_path / "packages" / "one" / "README.md").write_text(package)
-        return mkdocs("build", "--strict", "-f", str(tmp_path / "mkdocs.yml"), "-d", str(tmp_path / "site"))
+        return run_mkdocs("build", "--strict", "-f", str(tmp_path / "mkdocs.yml"), "-d", str(tmp_path / "site"))
 
     return run
 

@@ -37,7 +37,8 @@ def test_dotted_overrides_are_typed():
 
 @pytest.mark.parametrize("preset", presets())
 def test_what_cfg_prints_is_what_a_file_may_hold(preset, tmp_path):
-    config = load_config([f"preset={preset}"])
+    teacher = ["reference.path=teacher"] if preset == "demo-opd" else []
+    config = load_config([f"preset={preset}", *teacher])
     assert from_yaml(to_yaml(config)) == config
     file = tmp_path / "resolved.yaml"
     file.write_text(to_yaml(config))

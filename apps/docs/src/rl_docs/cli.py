@@ -20,13 +20,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{CONFIG_FILE} is missing: the site is built in a checkout of the repository.\n")
         return 2
     if options.command == "build":
-        return _mkdocs(
+        return run_mkdocs(
             "build", "--strict", "--config-file", str(CONFIG_FILE), "--site-dir", str(options.out.absolute())
         )
-    return _mkdocs("serve", "--config-file", str(CONFIG_FILE), "--dev-addr", f"127.0.0.1:{options.port}")
+    return run_mkdocs("serve", "--config-file", str(CONFIG_FILE), "--dev-addr", f"127.0.0.1:{options.port}")
 
 
-def _mkdocs(*arguments: str) -> int:
+def run_mkdocs(*arguments: str) -> int:
     """Run a command of mkdocs, which logs to standard error."""
     os.environ["NO_MKDOCS_2_WARNING"] = "true"  # of material, about a fork of mkdocs
     from mkdocs.__main__ import cli

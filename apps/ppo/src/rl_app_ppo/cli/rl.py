@@ -236,7 +236,7 @@ def _new(
     kind: Annotated[str, typer.Argument(metavar="KIND", help=", ".join(PLUGIN_KINDS))],
     name: Annotated[str, typer.Argument(metavar="NAME", help="Import name of the package, such as my_reward.")],
 ) -> None:
-    """Write a plug-in package with a passing test into the folder NAME."""
+    """Write a plug-in package with a passing test."""
     folder = write_package(kind, name, Path())
     _print(f"{folder}/src/{name}/__init__.py has the code, {folder}/README.md says how to test and install it\n")
     words = words_of_file(kind, name)
@@ -250,7 +250,7 @@ def _watch(
     web: Annotated[bool, typer.Option("--web", help="Serve its report on loopback, until Ctrl-C.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --web; 0: a free one.")] = 0,
 ) -> None:
-    """Follow a run on the terminal until it is over; exit code 1 if it failed or was killed."""
+    """Follow a run on the terminal; exit code 1 if it fails."""
     if not follow(run, _out(), port if web else None):
         raise typer.Exit(1)
 
