@@ -131,7 +131,7 @@ def test_megatron_trains_all_weights_beside_a_reference_and_a_critic(app, base_m
     assert [m["weight_sync/version"] for m in (first, second)] == [1, 2]
     assert max(m["training/rollout_log_probs_diff_max"] for m in (first, second)) < 1e-4
     assert first["actor/ref_kl"] == pytest.approx(0, abs=1e-6)
-    assert second["actor/ref_kl"] > 1e-6
+    assert abs(second["actor/ref_kl"]) > 1e-6  # the estimate from sampled tokens has either sign
     assert first["critic/vpred_mean"] == 0
     assert second["critic/vpred_mean"] != 0
     assert first["critic/vf_loss"] > 0
