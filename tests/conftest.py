@@ -150,7 +150,7 @@ def base_model(make_demo_model):
     """Demo model after a short warm-up: good enough to train on and quick to make."""
     from rl_app_ppo.demo.settings import WarmUpSettings
 
-    return make_demo_model(WarmUpSettings(demo="sums", max_steps=80, check_every=80, validation_size=64))
+    return make_demo_model(WarmUpSettings(demo="sums", max_steps=140, check_every=140, validation_size=64))
 
 
 @pytest.fixture
