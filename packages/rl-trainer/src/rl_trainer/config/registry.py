@@ -47,7 +47,7 @@ class Registry(Generic[T]):
         self._elsewhere = dict(elsewhere)
         self._loaded: dict[EntryPoint, T] = {}
         self._files: dict[tuple[str, str], T] = {}
-        """(`path.py:name`, what the user allowed) -> object: a changed file is allowed anew."""
+        """(`path.py:name`, what the user allowed) -> object; a changed file has another key."""
 
     def names(self) -> list[str]:
         """All names, built-in ones first."""
