@@ -23,15 +23,6 @@ CPU = torch.device("cpu")
 SOURCES = "/src/rl_"
 """Part of the paths of all product code."""
 
-HOST_WAITS = {
-    "forward_passes.py:_aligned": "results leave the device here and nowhere else",
-    "optimizer.py:MiniBatchOptimizer._accumulate": "a step is skipped if the norm of its gradients is not finite",
-    "policy_objective.py:_report": "sums for metrics, and the masked values that they are of",
-    "policy_objective.py:PolicyObjective._correct": "rejection and weights of a rollout correction are computed in numpy",
-    "value_loss.py:ValueObjective.__call__": "sums for metrics, and the masked values that they are of",
-}
-"""Functions of a training step in which the host waits for the device, and why they must."""
-
 _ops: Any = torch.ops.aten
 _COPIES = (_ops._to_copy.default, _ops.copy_.default)
 _READS = (_ops._local_scalar_dense.default, _ops.nonzero.default, _ops.masked_select.default, _ops.equal.default)
@@ -94,7 +85,7 @@ class StandIn(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made, read = _compute(func, args, kwargs or {})
         if read:
-            self.reads.add(caller())
+            self.reads.add(_caller())
         return made
 
 
@@ -133,7 +124,7 @@ def _compute(func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
     return tree_map(wrapped, made), bool(ours) and (func in _READS or to_host or masks)
 
 
-def caller() -> str:
+def _caller() -> str:
     """The innermost function of the product on the stack."""
     frame = sys._getframe()
     while frame is not None:

@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
+from empty_checkpoints import save_checkpoints
 from typer.testing import CliRunner
 
-from rl_app_ppo.cli.replay import checkpoint_before, differences, replayed
+from rl_app_ppo.cli.replay import differences, replayed
 from rl_app_ppo.cli.rl import app
 from rl_app_ppo.config.loading import load_config, to_yaml
-from rl_trainer import Workers
-from rl_trainer.checkpoints.checkpoint_folder import RunState, step_name
-from rl_trainer.driver.checkpoint_writer import CheckpointWriter
-from rl_trainer.workers.stateful import StatefulWorker
-
-
-class Nothing(StatefulWorker):
-    handlers = StatefulWorker.state_handlers
-    name, bytes_moved = "w", 0
-
-    def copy_state(self, part):
-        return {}
-
-    async def call(self, method, payload, *, timeout_s):
-        return await self.handle(method, payload)
+from rl_trainer.checkpoints.checkpoint_folder import newest_whole, step_name
 
 
 @pytest.fixture
 def checkpoints(tmp_path):
     """Those of the steps 2, 4 and 6; that of step 4 is damaged."""
-
-    async def save():
-        workers = Workers(rollout=[], actor=[Nothing()], reward=Nothing())
-        writer = CheckpointWriter(tmp_path, config=to_yaml(load_config([])), keep=0, workers=workers, timeout_s=120)
-        for step in (2, 4, 6):
-            await writer.begin(RunState(step=step), None)
-        await writer.finish()
-
-    asyncio.run(save())
+    save_checkpoints(tmp_path, (2, 4, 6), to_yaml(load_config([])))
     (tmp_path / step_name(4) / "trainer.json").write_text("{")
     return tmp_path
 
 
 @pytest.mark.parametrize(("step", "before"), [(1, None), (2, None), (3, 2), (5, 2), (6, 2), (7, 6)])
 def test_a_replay_starts_from_the_newest_whole_checkpoint_before_the_step(checkpoints, step, before):
-    found = checkpoint_before(checkpoints, step)
+    found, _ = newest_whole(checkpoints, before=step)
     assert (found.manifest.step if found is not None else None) == before
     config = replayed(
         load_config(["trainer.save_freq=5", "transfer_queue.durability=commit"]), found, step, checkpoints

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
+from empty_checkpoints import save_checkpoints
 
 from rl_app_ppo.config.loading import load_config, to_yaml
 from rl_app_ppo.inputs.epochs import with_length
@@ -13,38 +13,17 @@ from rl_app_ppo.outputs.metrics_file import kept_metrics
 from rl_app_ppo.outputs.resume import Start, find_start
 from rl_app_ppo.outputs.run_folder import set_aside
 from rl_protocol import ConfigError, OutputError
-from rl_trainer import Workers
-from rl_trainer.checkpoints.checkpoint_folder import RunState, step_name
-from rl_trainer.driver.checkpoint_writer import CheckpointWriter
-from rl_trainer.workers.stateful import StatefulWorker
+from rl_trainer.checkpoints.checkpoint_folder import step_name
 
 RESUME = ("trainer.run_name=r", "trainer.resume_mode=auto")
-
-
-class Nothing(StatefulWorker):
-    handlers = StatefulWorker.state_handlers
-    name, bytes_moved = "w", 0
-
-    def copy_state(self, part):
-        return {}
-
-    async def call(self, method, payload, *, timeout_s):
-        return await self.handle(method, payload)
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A run folder with checkpoints of steps 2 and 4, from a run of 10 steps with the defaults."""
 
-    async def save():
-        config = to_yaml(load_config([*RESUME, "trainer.total_training_steps=10", "actor.optim.lr=1e-3"]))
-        workers = Workers(rollout=[], actor=[Nothing()], reward=Nothing())
-        writer = CheckpointWriter(tmp_path / "checkpoints", config=config, keep=0, workers=workers, timeout_s=120)
-        for step in (2, 4):
-            await writer.begin(RunState(step=step), None)
-        await writer.finish()
-
-    asyncio.run(save())
+    config = to_yaml(load_config([*RESUME, "trainer.total_training_steps=10", "actor.optim.lr=1e-3"]))
+    save_checkpoints(tmp_path / "checkpoints", (2, 4), config)
     return tmp_path
 
 

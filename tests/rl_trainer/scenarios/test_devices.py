@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from standin_device import HOST_WAITS, STAND_IN, StandIn, StrayTensorError
+from standin_device import STAND_IN, StandIn, StrayTensorError
 from transformers import AutoModelForCausalLM, GemmaConfig, GPT2Config, Qwen2Config, Qwen2ForSequenceClassification
 
 from rl_protocol import BatchData, RaggedColumn
@@ -33,6 +33,15 @@ from rl_trainer.rollout.hf_engine import HFRolloutEngine
 pytestmark = pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter:UserWarning")
 
 OPTIM = OptimConfig(lr=1e-2)
+HOST_WAITS = {
+    "forward_passes.py:_aligned": "results leave the device here and nowhere else",
+    "optimizer.py:MiniBatchOptimizer._accumulate": "a step is skipped if the norm of its gradients is not finite",
+    "policy_objective.py:_report": "sums for metrics, and the masked values that they are of",
+    "policy_objective.py:PolicyObjective._correct": "rejection and weights of a rollout correction are computed in numpy",
+    "value_loss.py:ValueObjective.__call__": "sums for metrics, and the masked values that they are of",
+}
+"""Functions of a training step in which the host waits for the device, and why they must."""
+
 GENERATION_WAITS = {
     "decoding.py:DecodingBatch._forward": "transformers looks whether a prompt is padded: once per batch",
     "decoding.py:DecodingBatch._choose": "the loop ends after the last row has ended: one number per token",

@@ -19,7 +19,7 @@ from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
 from rl_protocol.support.temporary_folders import temporary_folder
-from rl_trainer.checkpoints.checkpoint_folder import Checkpoint, inspect, step_name, step_of
+from rl_trainer.checkpoints.checkpoint_folder import Checkpoint, inspect, newest_whole, step_name
 from rl_trainer.record.read_record import read_record
 from rl_trainer.record.record_rows import TrajectoryRow
 
@@ -53,7 +53,7 @@ def replay(run: Path, step: int, row: str, field: str, plugins: PluginPolicy, ou
     config, wanted = _config_of(files), _steps(files)
     if step not in wanted or step < 1:
         raise ConfigError(f"--step must be a trained step in {files.metrics}, one of {_range(wanted)}; got {step}.")
-    before = checkpoint_before(files.checkpoints, step)
+    before, _ = newest_whole(files.checkpoints, before=step)
     with temporary_folder("rl-replay-") as folder:
         again = RunFiles(folder=launch(replayed(config, before, step, folder), plugins, progress).run_folder)
         after = before.manifest.step if before is not None else 0
@@ -108,13 +108,6 @@ def _compare(run: RunFiles, again: RunFiles, after: int, step: int) -> Compared:
     ]
     metrics = sum(map(_is_computed, found[step]))
     return Compared(step=step, after=after, metrics=metrics, differ=differ, weights=_weights(run, again, step))
-
-
-def checkpoint_before(checkpoints: Path, step: int) -> Checkpoint | None:
-    """The newest whole checkpoint of an earlier step; None: there is none."""
-    steps = {one: path for path in checkpoints.glob("step-*") if (one := step_of(path.name)) is not None and one < step}
-    found = (inspect(steps[one]) for one in sorted(steps, reverse=True))
-    return next((one for one in found if isinstance(one, Checkpoint)), None)
 
 
 def replayed(config: AppConfig, before: Checkpoint | None, step: int, folder: Path) -> AppConfig:

@@ -18,7 +18,7 @@ import platformdirs
 from rich.console import Console
 
 from rl_app_ppo.cluster.environment import environment
-from rl_protocol import OutputError
+from rl_protocol.support.disk_writes import write_errors
 from rl_protocol.support.trusted_files import digest, given_files, variables_for
 
 _NAMED = re.compile(r"([^\s=,\[\]*'\"]+(?:\.py(?=:)|\.toml))")
@@ -111,11 +111,9 @@ def _remembered() -> dict[str, str]:
 
 def _remember(known: Mapping[str, str]) -> None:
     file = remembered_file()
-    try:
+    with write_errors(file, "The answer", "Use --trust instead of an answer."):
         file.parent.mkdir(parents=True, exist_ok=True)
         fresh = file.with_suffix(f".{os.getpid()}")
         fresh.write_bytes(msgspec.json.encode(known))
         fresh.chmod(0o600)
         fresh.replace(file)
-    except OSError as error:
-        raise OutputError(f"{file} can't be written: {error}. Use --trust instead of an answer.") from error

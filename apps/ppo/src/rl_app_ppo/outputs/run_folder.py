@@ -114,6 +114,21 @@ def occupied(folder: Path) -> Generator[None]:
         os.close(lock)
 
 
+def is_free(folder: Path) -> bool:
+    """Whether no run holds the lock of its folder; False where the file system has no locks.
+
+    The lock is taken for a moment, so this is asked only of a run that writes nothing.
+    """
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(opened)
+    return True
+
+
 def set_aside(folder: Path) -> list[str]:
     """Move the files of an attempt without a checkpoint into `attempts/<number>/`, but for its
     journal, whose rows the next attempt uses.

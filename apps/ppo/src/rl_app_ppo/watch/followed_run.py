@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from rl_app_ppo.outputs.metrics_file import read_metrics
-from rl_app_ppo.outputs.run_folder import RunFiles
+from rl_app_ppo.outputs.run_folder import RunFiles, is_free
 from rl_protocol import ConfigError
 from rl_trainer.record.read_record import Record, RecordReader
 
@@ -69,7 +67,7 @@ class FollowedRun:
         except (OSError, msgspec.DecodeError) as error:
             raise ConfigError(f"The run {self._files.folder} can't be read: {error}.") from error
         quiet = now - _newest(self._seen.record) > QUIET_S
-        self._seen.killed = quiet and self._seen.record.end is None and _is_free(self._files.folder)
+        self._seen.killed = quiet and self._seen.record.end is None and is_free(self._files.folder)
         return self._seen
 
 
@@ -77,18 +75,3 @@ def _newest(record: Record) -> float:
     """When the last row was written; 0 if there is none."""
     lists = (record.starts, record.phases, record.steps, record.alarms, record.calls, record.spans)
     return max((rows[-1].at for rows in lists if rows), default=0.0)
-
-
-def _is_free(folder: Path) -> bool:
-    """Whether no run holds the lock of its folder; False where the file system has no locks.
-
-    The lock is taken for a moment, so this is asked only of a run that writes nothing.
-    """
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(opened)
-    return True

@@ -265,11 +265,18 @@ def _difference(folder: Path, entry: tuple[str, FileFacts]) -> str:
         return f"{name} can't be read: {error.strerror or error}"
 
 
-def newest_whole(checkpoints: Path) -> tuple[Checkpoint | None, dict[str, str]]:
-    """The newest valid checkpoint, and why each newer one (by name) was skipped."""
+def newest_whole(checkpoints: Path, before: int | None = None) -> tuple[Checkpoint | None, dict[str, str]]:
+    """The newest valid checkpoint, and why each newer one (by name) was skipped.
+
+    Args:
+        checkpoints: their folder.
+        before: only checkpoints of earlier steps than this one; None: of all steps.
+    """
     skipped: dict[str, str] = {}
     steps = {step: path for path in checkpoints.glob("step-*") if (step := step_of(path.name)) is not None}
     for step in sorted(steps, reverse=True):
+        if before is not None and step >= before:
+            continue
         found = inspect(steps[step])
         if isinstance(found, Checkpoint):
             return found, skipped
