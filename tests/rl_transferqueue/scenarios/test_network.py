@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import socket
@@ -151,29 +150,6 @@ def test_a_get_moves_only_what_was_asked_for(plane: LocalPlane, monkeypatch: pyt
             assert (await client.stats()).bytes_used == 0
 
     asyncio.run(main())
-
-
-def test_received_memory_is_reused_once_no_view_is_left() -> None:
-    buffers = ReceivePool()
-
-    def place(memory: memoryview) -> int:
-        return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
-
-    first = buffers.take(3 * MIB)
-    one, view = place(first), np.frombuffer(first, np.uint8)[5:9]
-    second = buffers.take(3 * MIB)
-    assert place(second) != one
-    del first
-    gc.collect()
-    assert place(buffers.take(3 * MIB)) not in (one, place(second))
-    del view
-    gc.collect()
-    assert place(buffers.take(4 * MIB)) == one
-    del second
-    keep = [buffers.take(256 * MIB) for _ in range(5)]
-    del keep
-    gc.collect()
-    assert sum(len(idle) for idle in buffers._idle) <= 512 * MIB
 
 
 # --------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class BackendMemory(PlaneMemory):
                     )
                 return read_payload(header, payloads[key], piece.fields), piece.rows
 
-            batch, fill, _ = assemble(groups, fields, view)
+            batch, fill, _ = assemble(groups, fields, view, self._buffers)
             fill()
             return batch
 

@@ -124,7 +124,7 @@ class RemoteMemory(PlaneMemory):
                 batch = batches[id(piece)]
                 return batch, range(len(batch))
 
-            batch, fill, _ = assemble(groups, fields, whole)
+            batch, fill, _ = assemble(groups, fields, whole, self._buffers)
             fill()
             return batch
 

@@ -14,6 +14,7 @@ from rl_transferqueue.client.memory_interface import PlaneMemory, copying
 from rl_transferqueue.memory.anchors import Anchor, anchored
 from rl_transferqueue.memory.arena import EnteredPages, map_arena
 from rl_transferqueue.memory.build_batch import Piece, assemble, pieces_of
+from rl_transferqueue.memory.receive_pool import ReceivePool
 from rl_transferqueue.wire.arrays import Ints
 from rl_transferqueue.wire.descriptor import UnitAddress
 from rl_transferqueue.wire.header_cache import unpack_header
@@ -28,6 +29,7 @@ class LocalMemory(PlaneMemory):
 
     def __init__(self, units: Sequence[UnitAddress]) -> None:
         self._units = units
+        self._buffers = ReceivePool()
         self._mappings: dict[tuple[int, bool], mmap.mmap] = {}
         self._entered: dict[int, EnteredPages] = {}
         """Pages of each unit's arena that this process has written to."""
@@ -58,7 +60,7 @@ class LocalMemory(PlaneMemory):
             payload = anchored(self._map(piece.span.unit, False), piece.span.offset, header.payload, anchor)
             return read_payload(header, payload, piece.fields), piece.rows
 
-        batch, fill, copied = assemble(pieces_of(located, fields), fields, view)
+        batch, fill, copied = assemble(pieces_of(located, fields), fields, view, self._buffers)
         if copied:
             await copying(copied, fill)
         return batch

@@ -11,6 +11,7 @@ import numpy as np
 from rl_protocol.batch.batch_data import BatchData
 from rl_protocol.batch.columns import Column
 from rl_transferqueue.memory.gather_rows import Part, gather
+from rl_transferqueue.memory.receive_pool import ReceivePool
 from rl_transferqueue.wire.arrays import Ints, span_of
 from rl_transferqueue.wire.messages import Located
 from rl_transferqueue.wire.spans import Span
@@ -46,7 +47,7 @@ def pieces_of(located: Located, fields: Sequence[str]) -> list[list[Piece]]:
 
 
 def assemble(
-    groups: Sequence[Sequence[Piece]], fields: Sequence[str], source: Source
+    groups: Sequence[Sequence[Piece]], fields: Sequence[str], source: Source, buffers: ReceivePool
 ) -> tuple[BatchData, Callable[[], None], int]:
     """Returns the columns, a function that fills those that are not views, and the bytes it
     copies."""
@@ -63,7 +64,7 @@ def assemble(
             Part(batch, np.asarray(rows, np.int64), piece.positions)
             for (batch, rows), piece in zip(found, pieces, strict=True)
         ]
-        batch, fill = gather(parts, sum(piece.positions.size for piece in pieces))
+        batch, fill = gather(parts, sum(piece.positions.size for piece in pieces), buffers)
         columns.update(batch.columns)
         fills.append(fill)
         copied += batch.nbytes

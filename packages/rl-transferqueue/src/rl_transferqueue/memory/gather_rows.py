@@ -1,8 +1,8 @@
 """Copies rows that are not adjacent into new memory.
 
-`gather` allocates the columns; the function it returns fills them and may run in any thread. Memory
-is allocated in the calling thread because the C library keeps freed memory per thread, and memory
-that was used before costs no page faults.
+`gather` allocates the columns; the function it returns fills them and may run in any thread. Small
+columns are allocated in the calling thread because the C library keeps freed memory per thread,
+and memory that was used before costs no page faults.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from rl_protocol.batch.batch_data import BatchData
 from rl_protocol.batch.columns import (
@@ -26,9 +25,9 @@ from rl_protocol.batch.columns import (
     gather_ranges,
     offsets_from_lengths,
 )
+from rl_transferqueue.memory.receive_pool import ReceivePool
 from rl_transferqueue.wire.arrays import Ints, span_of
 
-_ALIGN = 64
 _ONE_BY_ONE = 1024
 """Smallest row in bytes that is copied by itself where neither sources nor targets are adjacent."""
 
@@ -41,22 +40,9 @@ class Part(NamedTuple):
     positions: Ints
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> AnyArray:
-    """An array that begins at a multiple of 64 bytes.
-
-    Blocks do so, too: several processors copy many times slower when the distance between source
-    and target is a few bytes above a multiple of the page size, as it is with memory just as the C
-    library gives it.
-    """
-    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.empty(nbytes + _ALIGN, np.uint8)
-    start = -raw.ctypes.data % _ALIGN
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
-
-
-def gather(parts: Sequence[Part], total: int) -> tuple[BatchData, Callable[[], None]]:
-    """A batch of `total` rows, and the function that fills its memory; all parts have the same
-    columns."""
+def gather(parts: Sequence[Part], total: int, buffers: ReceivePool) -> tuple[BatchData, Callable[[], None]]:
+    """A batch of `total` rows in memory of `buffers`, and the function that fills it; all parts
+    have the same columns."""
     columns: dict[str, Column] = {}
     jobs: list[Callable[[], None]] = []
     for name, first in parts[0].source.columns.items():
@@ -64,7 +50,7 @@ def gather(parts: Sequence[Part], total: int) -> tuple[BatchData, Callable[[], N
         if any(column_type(c) != column_type(first) for c in sources):
             BatchData.concat([part.source.select_fields([name]) for part in parts])  # raises
         make = _dense if isinstance(first, DenseColumn) else _variable
-        columns[name], more = make(first, sources, parts, total)
+        columns[name], more = make(first, sources, parts, total, buffers)
         jobs += more
 
     def fill() -> None:
@@ -75,23 +61,23 @@ def gather(parts: Sequence[Part], total: int) -> tuple[BatchData, Callable[[], N
 
 
 def _dense(
-    like: Column, sources: Sequence[Column], parts: Sequence[Part], total: int
+    like: Column, sources: Sequence[Column], parts: Sequence[Part], total: int, buffers: ReceivePool
 ) -> tuple[Column, list[Callable[[], None]]]:
     values = like.buffers[0]
-    target = aligned_empty((total, *like.dims), values.dtype)
+    target = buffers.empty((total, *like.dims), values.dtype)
     jobs = [_rows_job(target, source.buffers[0], part) for source, part in zip(sources, parts, strict=True)]
     return DenseColumn(target, like.dtype), jobs
 
 
 def _variable(
-    like: Column, sources: Sequence[Column], parts: Sequence[Part], total: int
+    like: Column, sources: Sequence[Column], parts: Sequence[Part], total: int, buffers: ReceivePool
 ) -> tuple[Column, list[Callable[[], None]]]:
     lengths = np.zeros(total, np.int64)
     for source, part in zip(sources, parts, strict=True):
         lengths[part.positions] = np.diff(source.buffers[1])[part.rows]
     offsets = offsets_from_lengths(lengths)
     values = like.buffers[0]
-    target = aligned_empty((int(offsets[-1]), *values.shape[1:]), values.dtype)
+    target = buffers.empty((int(offsets[-1]), *values.shape[1:]), values.dtype)
     jobs = [
         _ranges_job(target, offsets, source.buffers[0], source.buffers[1], part)
         for source, part in zip(sources, parts, strict=True)

@@ -1,17 +1,27 @@
-"""A pool of receive buffers, whose pages are used again once no view of them is left."""
+"""A pool of buffers that gets copy or receive rows into.
+
+The pages of a buffer are used again once no view of them is left. Fresh pages would cost as much as
+the copy: the kernel clears each of them first.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import threading
 import weakref
 
+import numpy as np
+import numpy.typing as npt
+
+from rl_protocol.batch.columns import AnyArray
 from rl_transferqueue.memory.anchors import anchored
 
 _POOLED_FROM = 1 << 20
 """Smaller buffers come from the process's allocator, which reuses its pages."""
 _IDLE_BYTES = 512 << 20
+_ALIGN = 64
 
 
 class _InUse:
@@ -33,6 +43,20 @@ class ReceivePool:
     def __init__(self) -> None:
         self._idle: list[mmap.mmap] = []
         self._lock = threading.RLock()  # a finalizer may run inside `take`
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> AnyArray:
+        """An array that begins at a multiple of 64 bytes, its values not set.
+
+        Blocks do so, too: several processors copy many times slower when the distance between
+        source and target is a few bytes above a multiple of the page size, as it is with memory
+        just as the C library gives it.
+        """
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        if nbytes >= _POOLED_FROM:
+            return np.frombuffer(self.take(nbytes), dtype).reshape(shape)
+        raw = np.empty(nbytes + _ALIGN, np.uint8)
+        start = -raw.ctypes.data % _ALIGN
+        return raw[start : start + nbytes].view(dtype).reshape(shape)
 
     def take(self, nbytes: int) -> memoryview:
         """Writable memory of that size; it returns to the pool when nothing refers to it
