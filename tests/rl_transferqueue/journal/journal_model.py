@@ -1,12 +1,15 @@
-"""One random history of a journal with losses of power, checked against a plain reference."""
+"""A journal whose power goes or whose process dies at random, checked against a reference."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 
-from lossy_files import LossyFiles, PowerLossError
+import lossy_sqlite
+from lossy_disk import LossyDisk, PowerLossError
+from lossy_files import LossyFiles
 
 from rl_transferqueue.journal.disk_journal import DiskJournal
 from rl_transferqueue.journal.metadata import Metadata
@@ -76,26 +79,37 @@ class Reference:
         self.acknowledge()
 
 
-def run_history(seed: int, folder: Path, files: LossyFiles) -> None:
+@contextmanager
+def opened(files: LossyFiles) -> Generator[DiskJournal]:
+    """A journal, as `open_journal` makes it."""
+    with lossy_sqlite.connect(files.disk) as connection:
+        yield DiskJournal(Metadata(connection), files, "memory", SEGMENT_BYTES)
+
+
+@dataclass
+class Counts:
+    """How the lives of a history ended."""
+
+    power_losses: int = 0
+    kills: int = 0
+
+
+def run_history(seed: int, disk: LossyDisk) -> Counts:
     """Raises AssertionError if something acknowledged was lost or something cleared came back."""
-    rng = random.Random(seed)
-    reference = Reference()
+    rng, reference, counts = random.Random(seed), Reference(), Counts()
     for _ in range(LIVES):
-        files.operations = rng.randint(1, 60)
-        metadata = Metadata(folder / f"{seed}.sqlite")
-        journal = DiskJournal(metadata, files, "memory", SEGMENT_BYTES)
-        try:
+        disk.operations = rng.randint(1, rng.choice([30, 90, 300]))
+        with suppress(PowerLossError), opened(LossyFiles(disk)) as journal:
             reference.check(journal.recover())
-            while True:
+            for _ in range(rng.randint(0, 40)):
                 _act(journal, reference, rng)
-        except PowerLossError:
-            files = files.after_power_loss(rng)
-        finally:
-            journal.close()
-    metadata = Metadata(folder / f"{seed}.sqlite")
-    journal = DiskJournal(metadata, files, "memory", SEGMENT_BYTES)
-    reference.check(journal.recover())
-    journal.close()
+        if rng.random() < 0.25:
+            disk, counts.kills = disk.after_kill(), counts.kills + 1
+        else:
+            disk, counts.power_losses = disk.after_power_loss(rng), counts.power_losses + 1
+    with opened(LossyFiles(disk)) as journal:
+        reference.check(journal.recover())
+    return counts
 
 
 def _act(journal: DiskJournal, reference: Reference, rng: random.Random) -> None:

@@ -13,20 +13,20 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from journal_model import SEGMENT_BYTES as SEGMENT
+from journal_model import opened
+from lossy_disk import LossyDisk
 from lossy_files import LossyFiles
 
 from rl_protocol.errors import ConfigError, OutputError
 from rl_transferqueue.journal.disk_journal import (
-    DiskJournal,
     check_journal,
     file_system_of,
     open_journal,
     remove_journal,
 )
-from rl_transferqueue.journal.metadata import Metadata
 from rl_transferqueue.journal.records import ClearRecord, Journal, PutRecord
 
-SEGMENT = 4096
 Reopen = Callable[[], Journal]
 
 
@@ -39,19 +39,17 @@ def put(*generations: int, **columns: bytes) -> PutRecord:
 def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reopen]:
     """Opens the journal; again if it was open: its files as they are, or after a power loss."""
     stack = ExitStack()
-    files = LossyFiles()
+    disk = LossyDisk()
 
     def on_disk() -> Journal:
         stack.close()
         return stack.enter_context(open_journal(tmp_path / "journal", SEGMENT))
 
     def in_memory() -> Journal:
-        nonlocal files
+        nonlocal disk
         stack.close()
-        files = files.after_power_loss(random.Random(0))
-        journal = DiskJournal(Metadata(tmp_path / "metadata"), files, "memory", SEGMENT)
-        stack.callback(journal.close)
-        return journal
+        disk = disk.after_power_loss(random.Random(0))
+        return stack.enter_context(opened(LossyFiles(disk)))
 
     with stack:
         yield on_disk if request.param == "disk" else in_memory
@@ -115,36 +113,29 @@ def test_compaction_keeps_the_live_rows_and_removes_their_old_segments(reopen: R
     }
 
 
-def in_memory(tmp_path: Path, files: LossyFiles) -> DiskJournal:
-    return DiskJournal(Metadata(tmp_path / "metadata"), files, "the folder", SEGMENT)
+def test_a_failed_sync_ends_the_journal() -> None:
+    files = LossyFiles(LossyDisk())
+    with opened(files) as journal:
+        journal.recover()
+        journal.append([put(1, ids=b"a")])
+        files.broken_sync = True
+        with pytest.raises(OutputError, match=r"memory failed during sync: .*Input/output error"):
+            journal.sync()
+        files.broken_sync = False
+        with pytest.raises(OutputError, match="failed during sync"):
+            journal.sync()
+    with opened(files) as journal:
+        assert not journal.recover().puts
 
 
-def test_a_failed_sync_ends_the_journal(tmp_path: Path) -> None:
-    files = LossyFiles()
-    journal = in_memory(tmp_path, files)
-    journal.recover()
-    journal.append([put(1, ids=b"a")])
-    files.broken_sync = True
-    with pytest.raises(OutputError, match=r"the folder failed during sync: .*Input/output error"):
+def test_a_full_disk_refuses_the_append_and_nothing_else() -> None:
+    with opened(LossyFiles(LossyDisk(), capacity=2 * SEGMENT + 100)) as journal:
+        journal.recover()
+        journal.append([put(1, ids=b"a" * 4000)])
+        with pytest.raises(OutputError, match=r"memory needs 4096 bytes .* 100 are free"):
+            journal.append([put(2, ids=b"b" * 4000)])
+        journal.append([put(3, ids=b"c")])
         journal.sync()
-    files.broken_sync = False
-    with pytest.raises(OutputError, match="failed during sync"):
-        journal.sync()
-    journal.close()
-    journal = in_memory(tmp_path, files)
-    assert not journal.recover().puts
-    journal.close()
-
-
-def test_a_full_disk_refuses_the_append_and_nothing_else(tmp_path: Path) -> None:
-    journal = in_memory(tmp_path, LossyFiles(capacity=2 * SEGMENT + 100))
-    journal.recover()
-    journal.append([put(1, ids=b"a" * 4000)])
-    with pytest.raises(OutputError, match=r"the folder needs 4096 bytes .* 100 are free"):
-        journal.append([put(2, ids=b"b" * 4000)])
-    journal.append([put(3, ids=b"c")])
-    journal.sync()
-    journal.close()
 
 
 def _fill(journal: Journal) -> None:
@@ -191,6 +182,14 @@ def test_a_second_process_and_network_file_systems_are_refused(tmp_path: Path) -
         pass
     mounts = "1 0 0:1 / / rw - ext4 x rw\n2 1 0:2 / /a rw - nfs4 h:/x rw"
     assert [file_system_of(Path(it), mounts) for it in ("/a", "/a/b", "/ab")] == ["nfs4", "nfs4", "ext4"]
+
+
+def test_names_of_the_folders_above_are_synced_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("rl_transferqueue.journal.disk_journal.fsync", synced.append)
+    with open_journal(tmp_path / "run" / "journal"):
+        pass
+    assert {tmp_path, tmp_path / "run", tmp_path / "run" / "journal"} <= set(synced)
 
 
 WRITER = """

@@ -190,9 +190,8 @@ def open_journal(folder: Path, segment_bytes: int = SEGMENT_BYTES) -> Generator[
     """
     try:
         payload = folder / SEGMENTS
-        if not payload.is_dir():
-            payload.mkdir(parents=True)
-            fsync(folder.parent)
+        payload.mkdir(parents=True, exist_ok=True)
+        _sync_names_above(folder)
         _check_file_system(folder)
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -203,7 +202,7 @@ def open_journal(folder: Path, segment_bytes: int = SEGMENT_BYTES) -> Generator[
         if not _locked(lock):
             raise _in_use(folder)
         try:
-            metadata = Metadata(folder / METADATA)
+            metadata = Metadata(sqlite3.connect(folder / METADATA, isolation_level=None))
             fsync(folder)
         except (OSError, sqlite3.Error) as error:
             raise OutputError(f"The journal in {folder} can't be opened: {error}.") from error
@@ -279,6 +278,18 @@ def file_system_of(path: Path, mountinfo: str) -> str:
         if path.is_relative_to(point) and len(point.parts) >= best:
             best, found = len(point.parts), right.split()[0]
     return found
+
+
+def _sync_names_above(folder: Path) -> None:
+    """Make the names of the folder and of those above it durable.
+
+    A caller may have made them a moment ago, and a loss of power takes all that is below a lost
+    name. Folders that this process can't change hold no names that it has made.
+    """
+    for above in folder.absolute().parents:
+        if not os.access(above, os.R_OK | os.W_OK):
+            break
+        fsync(above)
 
 
 def _check_file_system(folder: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 
@@ -13,15 +14,28 @@ from rl_transferqueue.journal.records import PutRecord
 from rl_transferqueue.journal.segments import Place
 
 VERSION = 1
-_TABLES = """
-CREATE TABLE IF NOT EXISTS puts(
+_TABLES = (
+    """CREATE TABLE IF NOT EXISTS puts(
     id INTEGER PRIMARY KEY, partition TEXT NOT NULL, keys BLOB NOT NULL, generations BLOB NOT NULL,
-    header BLOB NOT NULL, tags BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS blocks(
+    header BLOB NOT NULL, tags BLOB NOT NULL)""",
+    """CREATE TABLE IF NOT EXISTS blocks(
     put INTEGER NOT NULL, position INTEGER NOT NULL, name TEXT NOT NULL, segment INTEGER NOT NULL,
-    start INTEGER NOT NULL, nbytes INTEGER NOT NULL, digest BLOB NOT NULL, PRIMARY KEY(put, position)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS cleared(generation INTEGER PRIMARY KEY);
-"""
+    start INTEGER NOT NULL, nbytes INTEGER NOT NULL, digest BLOB NOT NULL, PRIMARY KEY(put, position)) WITHOUT ROWID""",
+    "CREATE TABLE IF NOT EXISTS cleared(generation INTEGER PRIMARY KEY)",
+)
+
+
+class Connection(Protocol):
+    """What `Metadata` uses of a `sqlite3.Connection` in autocommit mode."""
+
+    @property
+    def in_transaction(self) -> bool: ...
+
+    def execute(self, sql: str, parameters: Sequence[Any] = ..., /) -> Iterator[Any]: ...
+
+    def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> Iterator[Any]: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +48,29 @@ class StoredPut:
 
 
 class Metadata:
-    """One connection. SQLite refuses its use from another thread than the one that opened it."""
+    """Tables in one database.
 
-    def __init__(self, path: Path) -> None:
-        self._connection = sqlite3.connect(path, isolation_level=None)
-        execute = self._connection.execute
-        execute("PRAGMA journal_mode=WAL")
-        execute("PRAGMA synchronous=FULL")
-        (version,) = execute("PRAGMA user_version").fetchone()
-        if version not in (0, VERSION):
-            self._connection.close()
-            raise sqlite3.DatabaseError(f"version {version}, this program reads {VERSION}")
-        self._connection.executescript(_TABLES)
-        execute(f"PRAGMA user_version={VERSION}")
+    Args:
+        connection: the only one of the database, closed with the metadata or if it can't be used.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        with contextlib.ExitStack() as stack:
+            stack.callback(connection.close)
+            execute = connection.execute
+            execute("PRAGMA locking_mode=EXCLUSIVE")  # the index of the log is not a file then
+            execute("PRAGMA journal_mode=WAL")
+            execute("PRAGMA synchronous=FULL")
+            ((version,),) = execute("PRAGMA user_version")
+            if version not in (0, VERSION):
+                raise sqlite3.DatabaseError(f"version {version}, this program reads {VERSION}")
+            for table in _TABLES:
+                execute(table)
+            # Written at each opening: syncs what a killed process has committed but not synced,
+            # since it is read as durable.
+            execute(f"PRAGMA user_version={VERSION}")
+            stack.pop_all()
 
     def commit(
         self,
@@ -109,10 +133,10 @@ class Metadata:
 
 
 class _Transaction:
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def __enter__(self) -> sqlite3.Connection:
+    def __enter__(self) -> Connection:
         self._connection.execute("BEGIN IMMEDIATE")
         return self._connection
 
