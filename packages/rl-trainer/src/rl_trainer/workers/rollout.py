@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -13,6 +13,7 @@ from rl_protocol import BatchData, ConfigError, KVBatchMeta, ObjectColumn, RLErr
 from rl_protocol.bridge import Output, tqbridge
 from rl_protocol.ports import DataPlane, ImageInput, Lease, RolloutEngine, SessionResult, settle
 from rl_protocol.rl_columns import IMAGE_COLUMNS, PROMPT_SCHEMA, TRAIN_PARTITION, prompt_partition
+from rl_trainer.asyncio_tasks import gather_or_cancel
 from rl_trainer.data import PromptDataset, PromptRow
 from rl_trainer.data.image_columns import ImageReader, image_columns
 from rl_trainer.rollout.demonstrations import Demonstrations
@@ -121,14 +122,19 @@ class RolloutWorker(Worker):
         refs: Sequence[SessionRef],
         ended: Sequence[Sequence[Trajectory] | RLError],
     ) -> RolloutResult:
-        """Put the rows of prompts and of their trajectories, and settle the sessions."""
+        """Put the rows of prompts and of their trajectories, and settle the sessions.
+
+        Both kinds of rows are put at once: a journal makes them durable in one commit.
+        """
         first = {ref.uid: ref for ref in refs}
-        await self.write_prompts(
-            KVBatchMeta(partition=prompt_partition(partition.name), keys=tuple(first)),
-            [{ROW_TAG: prompt.row} for prompt in prompts],
-            [ref.row for ref in first.values()],
-            [ref.images for ref in first.values()],
-        )
+        puts: list[Coroutine[Any, Any, None]] = [
+            self.write_prompts(
+                KVBatchMeta(partition=prompt_partition(partition.name), keys=tuple(first)),
+                [{ROW_TAG: prompt.row} for prompt in prompts],
+                [ref.row for ref in first.values()],
+                [ref.images for ref in first.values()],
+            )
+        ]
         leases = [prompt.lease for prompt in prompts for _ in prompt.lease.sessions]
         results = [
             SessionResult(lease, ref.session, error=str(end))
@@ -145,7 +151,8 @@ class RolloutWorker(Worker):
         if named:
             keys = tuple(key for result in results for key in result.keys)
             meta = KVBatchMeta(partition=partition.name, keys=keys)
-            await self.write_trajectories(meta, partition, named)
+            puts.append(self.write_trajectories(meta, partition, named))
+        await gather_or_cancel(*puts)
         await settle(self.plane, results)
         return RolloutResult(
             tokens=sum(len(t.response_ids) for *_, t in named),
