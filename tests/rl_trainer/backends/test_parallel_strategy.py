@@ -27,6 +27,7 @@ EXACT = (
     "lora_packed_recomputed",
     "critic",
     "critic_packed_recomputed",
+    "critic_lora",
 )
 
 

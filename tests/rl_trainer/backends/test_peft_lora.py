@@ -10,15 +10,18 @@ import numpy as np
 import peft
 import pytest
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rl_protocol import BatchData, ConfigError, WeightSyncError, ragged
 from rl_protocol.ports import GenerationRequest, SamplingParams
 from rl_protocol.torch import from_weight
-from rl_trainer import ActorConfig, LoraConfig, OptimConfig
+from rl_trainer import ActorConfig, CriticConfig, LoraConfig, OptimConfig
 from rl_trainer.backends.token_batch import token_batch
+from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
+from rl_trainer.config.critic import CriticOptimConfig
 from rl_trainer.rollout.hf_engine import HFRolloutEngine
 
 pytestmark = pytest.mark.numeric
@@ -249,3 +252,41 @@ def test_an_adapter_that_does_not_fit_the_rollout_is_refused_and_changes_nothing
         list(TorchPolicyBackend(model_path, None).adapter_weights())
     assert engine.weight_version == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine._model.state_dict().items())
+
+
+def critic_with(path, lora):
+    config = CriticConfig(optim=CriticOptimConfig(lr=1e-2), ppo_mini_batch_size=4)
+    return TorchCriticBackend(path, config, lora=lora, rollout_n=1, seed=3)
+
+
+def test_a_critic_trains_its_head_and_adapters_alone(model_path, lora, training_batch, tmp_path):
+    """Its values are those of a plain body with peft's merged weights, and survive a snapshot."""
+    data = training_batch(TorchPolicyBackend(model_path, None))
+    more = {
+        name: ragged([[0.5] * n for n in data.ragged("responses").lengths], "float32") for name in ("returns", "values")
+    }
+    data = BatchData({**data.columns, **more})
+    tokens = data.select_fields(["prompts", "responses"])
+    critic = critic_with(model_path, lora)
+    assert not critic.compute_values(tokens).ragged("values").values.any()
+    before = {name: weight.detach().clone() for name, weight in critic._model.named_parameters()}
+    for _ in range(3):
+        critic.update(data)
+    changed = {name for name, weight in critic._model.named_parameters() if not torch.equal(weight, before[name])}
+    assert changed == {name for name in before if ".lora_" in name or name.startswith("head.")}
+    values = critic.compute_values(tokens).ragged("values").values
+    assert values.std() > 1e-3
+    critic.snapshot()(tmp_path)
+    again = critic_with(model_path, lora)
+    again.restore(tmp_path)
+    assert again.compute_values(tokens).ragged("values").values.tolist() == values.tolist()
+    for module in critic._model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.merge(safe_merge=True)
+    plain = AutoModelForCausalLM.from_pretrained(model_path).eval().base_model
+    merged = {name.replace(".base_layer", ""): weight for name, weight in critic._model.body.state_dict().items()}
+    plain.load_state_dict({name: weight for name, weight in merged.items() if ".lora_" not in name})
+    read = token_batch(tokens, 0)
+    with torch.no_grad():
+        expected = critic._model.head(read.read(plain(**read.inputs).last_hidden_state)).squeeze(-1)
+    np.testing.assert_allclose(values, expected.numpy(), rtol=1e-3, atol=1e-5 * np.abs(values).max())

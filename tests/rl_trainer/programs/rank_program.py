@@ -52,6 +52,7 @@ SCENARIOS = {
     },
     "critic": {"critic": {"ppo_mini_batch_size": 4, "ppo_micro_batch_size": 3}},
     "critic_packed_recomputed": {"critic": JOINED, "fsdp": RECOMPUTED},
+    "critic_lora": {"critic": JOINED, "fsdp": RECOMPUTED, "lora": LoraConfig(rank=4, alpha=8, use_dora=True)},
 }
 UPDATES = 5
 
@@ -88,7 +89,7 @@ def run(
     is_critic = "critic" in how
     if is_critic:
         config = CriticConfig(**({"optim": COSINE} | how["critic"]))
-        model = TorchCriticBackend(path, config, rollout_n=1, seed=0, strategy=strategy)
+        model = TorchCriticBackend(path, config, lora=how.get("lora"), rollout_n=1, seed=0, strategy=strategy)
     else:
         config = ActorConfig(**({"optim": COSINE} | how["actor"]))
         model = TorchPolicyBackend(path, config, lora=how.get("lora"), seed=0, strategy=strategy)

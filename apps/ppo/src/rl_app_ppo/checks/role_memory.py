@@ -63,12 +63,13 @@ def lasting_bytes(role: Role, config: AppConfig, weights: int, trained: int, *, 
     Args:
         role: a reward model's memory is not counted.
         config: the configuration of the run.
-        weights, trained: as in ModelSize.
+        weights, trained: as in ModelSize; a critic without LoRA trains all weights.
         on_gpu: whether the role computes on a GPU; new weights then wait in the host's memory.
     """
     match role:
         case "actor" | "critic":
-            return _trained(config, weights, trained if role == "actor" else weights)
+            adapters = role == "actor" or config.critic.use_lora
+            return _trained(config, weights, trained if adapters else weights)
         case "ref":
             return {"weights": _weights(config, weights, 0)}
         case "rollout":

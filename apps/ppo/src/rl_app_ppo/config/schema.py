@@ -435,6 +435,11 @@ class AppConfig(Options):
         """
         return self.reads_reference and (not self.lora.rank or bool(self.reference.path))
 
+    @condition("lora.rank greater than 0")
+    def trains_adapters(self) -> bool:
+        """Whether the policy has LoRA adapters."""
+        return self.lora.rank > 0
+
     @condition("algorithm.sft_coef above 0")
     def demonstrates(self) -> bool:
         """Whether answers of the data are trained on."""

@@ -283,7 +283,8 @@ def _trained(
     n, seed, top = config.rollout.n, config.trainer.seed, config.actor.kl_loss_topk
     seed_generators(seed, call.rank, TRAINED.index(role))
     if role == "critic":
-        critic = TorchCriticBackend(path, config.critic, rollout_n=n, seed=seed, strategy=strategy)
+        adapters = config.lora if config.critic.use_lora else None
+        critic = TorchCriticBackend(path, config.critic, lora=adapters, rollout_n=n, seed=seed, strategy=strategy)
         return CriticWorker(plane, columns, critic), None
     if role == "ref":
         options = PolicyOptions(frozen=True, top=top)

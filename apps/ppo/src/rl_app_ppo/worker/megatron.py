@@ -133,18 +133,20 @@ def megatron_policy(config: AppConfig, path: Path, ranks: Ranks, *, frozen: bool
 
 
 def megatron_critic(config: AppConfig, path: Path, ranks: Ranks) -> TrainerCritic:
-    """Create this rank's part of the critic, which trains all weights; see `megatron_policy`."""
+    """Create this rank's part of the critic; see `megatron_policy`."""
     critic, options = config.critic, config.engine_as(MegatronConfig)
     return TrainerCritic(
         path,
-        lora=None,
+        lora=_adapters(config.lora) if critic.use_lora else None,
         loss=TrainerValueLoss(ValueObjective(critic)),
         ranks=ranks,
         settings=TrainSettings(
+            fused=False,
             adam=critic.optim,
             lr_schedule=critic.optim.lr_factor,
             mini_batches=_mini_batches(critic.schedule(config.rollout.n, config.trainer.seed)),
             micro_batch_rows=critic.ppo_micro_batch_size,
+            seed=config.trainer.seed,
             dtype=TORCH_DTYPES[options.param_dtype],
             distributed_optimizer=options.distributed_optimizer,
         ),

@@ -24,13 +24,28 @@ def attach(model: Any, config: LoraConfig, seed: int) -> Any:
     Raises:
         ConfigError: the model lacks a target.
     """
+    settings = _settings(model, config, task_type="CAUSAL_LM")
+    with _seeded(seed):
+        adapted = peft.get_peft_model(model, settings)
+    return adapted.eval()
+
+
+def attach_in_place(body: Any, config: LoraConfig, seed: int) -> None:
+    """Replace the targets in a model without its head by modules with adapters; see `attach`."""
+    with _seeded(seed):
+        peft.inject_adapter_in_model(_settings(body, config), body, ADAPTER)
+    body.eval()
+
+
+def _settings(model: Any, config: LoraConfig, **more: Any) -> peft.LoraConfig:
+    """The settings under peft's names, for a model that has all targets."""
     present = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     missing = [name for name in config.targets() if name not in present]
     if missing:
         raise ConfigError(
             f"LoraConfig.target_modules names {', '.join(missing)}, which this model does not have; it has {', '.join(sorted(present))}."
         )
-    settings = peft.LoraConfig(
+    return peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]: declared int, computed as a number
         lora_dropout=config.dropout,
@@ -38,12 +53,16 @@ def attach(model: Any, config: LoraConfig, seed: int) -> Any:
         exclude_modules=list(config.exclude) or None,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
-        task_type="CAUSAL_LM",
+        **more,
     )
+
+
+@contextmanager
+def _seeded(seed: int) -> Generator[None]:
+    """Context in which torch draws from this seed alone; afterwards it continues as before."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        adapted = peft.get_peft_model(model, settings)
-    return adapted.eval()
+        yield
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +22,7 @@ from rl_trainer.backends.snapshot import restore, snapshot
 from rl_trainer.backends.token_batch import TokenBatch, lengths_of, token_batch, value_columns
 from rl_trainer.checkpoints.resumable import Write
 from rl_trainer.config import CriticConfig
+from rl_trainer.config.lora import LoraConfig
 
 
 class ValueModel(torch.nn.Module):
@@ -47,8 +50,10 @@ class TorchCriticBackend:
     Args:
         path: Hugging Face checkpoint folder whose body the critic starts from.
         config: the critic's settings.
+        lora: adapters to train beside the value head, in place of all weights; needs the extra
+            `lora`.
         rollout_n: responses per prompt; a mini-batch has ppo_mini_batch_size * rollout_n of them.
-        seed: run seed, for the order of mini-batches.
+        seed: run seed, for the order of mini-batches and fresh adapters.
         forward_rows: responses per forward pass when no gradient is needed.
         strategy: how the model is spread over ranks; None: it is in this process.
     """
@@ -58,6 +63,7 @@ class TorchCriticBackend:
         path: str | Path,
         config: CriticConfig,
         *,
+        lora: LoraConfig | None = None,
         rollout_n: int,
         seed: int,
         forward_rows: int = 512,
@@ -66,7 +72,12 @@ class TorchCriticBackend:
         self._strategy = strategy or PlainStrategy()
         self._config = config
         self._model = ValueModel(path, packed=config.use_remove_padding).eval()
-        require_alone(self._model.facts, lora=False, ranks=self._strategy.world.size)
+        self._lora = lora if lora is not None and lora.rank else None
+        require_alone(self._model.facts, lora=self._lora is not None, ranks=self._strategy.world.size)
+        if self._lora is not None:
+            from rl_trainer.backends.peft_lora import attach_in_place  # needs the extra `lora`
+
+            attach_in_place(self._model.body, self._lora, seed)
         self._strategy.prepare(self._model, self._model.layers)
         self._schedule = config.schedule(rollout_n, seed)
         self._objective = ValueObjective(config)
@@ -83,7 +94,8 @@ class TorchCriticBackend:
         return self.update_local(batch, list(schedule_rows(lengths_of(batch), self._schedule, self._updates)))
 
     def update_local(self, batch: BatchData, mini_batches: Sequence[Sequence[int]]) -> dict[str, float]:
-        found = self._optimizer.run(batch, mini_batches, self._loss)
+        with self._dropout():
+            found = self._optimizer.run(batch, mini_batches, self._loss)
         self._updates += 1
         return {f"critic/{name}": value for name, value in found.items()} | value_fit(batch, self._strategy.world.total)
 
@@ -92,6 +104,13 @@ class TorchCriticBackend:
 
     def restore(self, folder: Path) -> None:
         self._updates = restore(self._model, self._optimizer, folder, self._strategy.world)
+
+    def _dropout(self) -> Any:
+        if self._lora is None or not self._lora.dropout:
+            return nullcontext()
+        from rl_trainer.backends.peft_lora import dropping  # needs the extra `lora`
+
+        return dropping(self._model)
 
     def _tokens(self, batch: BatchData) -> TokenBatch:
         return token_batch(

@@ -23,6 +23,11 @@ class CriticConfig(UpdateConfig):
     """The value function (only with algorithm.adv_estimator=gae)."""
 
     optim: CriticOptimConfig = group(CriticOptimConfig, "optimizer of the critic", resume="free", verl=".")
+    use_lora: bool = option(
+        False,
+        "train adapters as `lora` sets them, and the value head, instead of all weights",
+        needs="trains_adapters",
+    )
     cliprange_value: float = option(0.5, "largest move of a value per step", gt=0, verl=".")
     loss_agg_mode: str = option("token-mean", "how token losses become one number", choices=CRITIC_AGG_MODES)
     warmup_steps: int = option(

@@ -285,6 +285,18 @@ def lora_type(value: Value, _: Verl) -> Answer:
     return Lost(f"adapters of type {value} are not supported")
 
 
+def critic_lora(value: Value, verl: Verl) -> Answer:
+    """One set of adapter settings serves policy and critic."""
+    if not int(str(value or 0)):
+        return {}
+    policy = int(verl.get(f"{MODEL}.{'lora.rank' if reads_nested(verl) else 'lora_rank'}", 0))
+    if not verl.has_critic:
+        return Note("there is no critic")
+    if int(str(value)) != policy:
+        return Lost(f"adapters of the critic have the rank of the policy's, which is {policy}")
+    return {"critic.use_lora": True}
+
+
 # -- rollout
 
 

@@ -233,9 +233,15 @@ ENTRIES: tuple[Entry, ...] = (
         "critic.forward_micro_batch_size critic.forward_micro_batch_size_per_gpu critic.forward_max_token_len_per_gpu",
     ),
     no_effect("fsdp.activation_checkpointing is that of all models", "critic.model.enable_gradient_checkpointing"),
+    converted("critic.model.lora_rank", "critic.use_lora", conversions.critic_lora),
+    converted("critic.model.lora.rank", "critic.use_lora", conversions.critic_lora),
+    no_effect(
+        "adapters of the critic have the settings of the policy's",
+        "critic.model.lora_alpha critic.model.target_modules",
+    ),
     unsupported(
-        "the critic is trained whole, from the policy's model",
-        "lora_rank lora_adapter_path lora.rank lora.adapter_path override_config.* external_lib hf_config_path custom_chat_template",
+        "the critic starts from the policy's model, and its adapters start new",
+        "lora_adapter_path lora.adapter_path override_config.* external_lib hf_config_path custom_chat_template",
         prefix="critic.model.",
     ),
     no_effect("the critic starts from model.path, the model of the policy", "critic.model.*"),
