@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rl_app_ppo.checks.machine import (
+    check_cluster,
     check_gpus,
     check_hosts,
     check_installed_engines,
@@ -74,6 +75,7 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
         _check_padding(config, path)
     check_installed_engines(config)
     check_network(config)
+    check_cluster(config)
     check_hosts(config, one_host=sync.capabilities.same_host_only)
     check_gpus(config, sync.capabilities.devices)
     check_kept_rows(config)
