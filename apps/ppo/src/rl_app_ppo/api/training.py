@@ -6,7 +6,7 @@ import logging
 import shutil
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -30,6 +30,7 @@ from rl_app_ppo.outputs.run_journal import plane_settings, require_journal
 from rl_app_ppo.outputs.run_record import RunRecord
 from rl_app_ppo.outputs.startup_times import Startup
 from rl_app_ppo.report.page import write_report
+from rl_app_ppo.watch.live_panel import live_panel
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError, RLError
 from rl_transferqueue.journal.disk_journal import remove_journal
@@ -92,7 +93,8 @@ def run_training(
                     plugins=plugins,
                     fork_server=fork_server,
                 )
-                recorder = run_interruptibly(run(plan, screen, startup))
+                with live_panel(files.folder, screen) if config.trainer.live_panel else nullcontext():
+                    recorder = run_interruptibly(run(plan, screen, startup))
         if settings.durability != "off":
             remove_journal(Path(settings.journal_dir))
     if recorder.validation or recorder.reward:

@@ -281,6 +281,11 @@ class TrainerConfig(LoopConfig):
         plugins="rl_app_ppo.sinks",
         resume="free",
     )
+    live_panel: bool = option(
+        True,
+        "on a terminal, show curve, workers, throughput and times of the stages below the lines of the steps; false: lines only",
+        resume="silent",
+    )
     hooks: tuple[str, ...] = option((), "hooks into the training loop", plugins="rl_trainer.hooks", resume="free")
     profile_steps: tuple[int, ...] = option(
         (),

@@ -1,4 +1,4 @@
-"""The terminal: header, progress bar, one line per step, learning curve. Nothing else prints."""
+"""The terminal: header, a line per step, panel, progress bar, curve. Nothing else prints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import plotext
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -22,6 +23,8 @@ from rl_trainer.algorithms.old_log_prob import GAP, STALENESS
 ACCURACY = "acc/mean@"
 COLUMNS = 100
 """Longest line of a step."""
+REFRESH = 4.0
+"""How often a second panel and progress bar are drawn."""
 SPARE = ("len", "ent", "kl", "lag")
 """Parts that a line leaves out if it is too long, the first ones first."""
 
@@ -82,7 +85,10 @@ def clock(seconds: float) -> str:
 
 
 class Screen:
-    """The terminal of one run; a context manager that removes the progress bar at the end."""
+    """The terminal of one run: lines that stay, and a panel and a progress bar below them.
+
+    A context manager that removes panel and bar at the end. Threads may call it.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -92,16 +98,32 @@ class Screen:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             console=console,
-            transient=True,
         )
         self._task: TaskID | None = None
+        self._panel: RenderableType | None = None
+        self._live = Live(console=console, get_renderable=self._moving, refresh_per_second=REFRESH, transient=True)
 
     def __enter__(self) -> Screen:
-        self._progress.start()
+        self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        self._panel = None
+        self._live.stop()
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Columns and rows; None: it is a file, a pipe or a terminal that can't move its cursor."""
+        out = self._console
+        moves = out.is_terminal and not out.is_dumb_terminal and not out.quiet
+        return (out.width, out.height) if moves else None
+
+    def panel(self, panel: RenderableType | None) -> None:
+        """Show this below the lines from the next refresh on; None: nothing."""
+        self._panel = panel
+
+    def _moving(self) -> RenderableType:
+        return self._progress if self._panel is None else Group(self._panel, self._progress)
 
     def header(self, lines: Mapping[str, str], folder: Path) -> None:
         """Print the banner: title -> text of each line, and the run folder."""
@@ -111,8 +133,8 @@ class Screen:
         self._console.print(Panel(table, title="rl-app-ppo", title_align="left", expand=False))
 
     def note(self, text: str) -> None:
-        """Print one line above the bar."""
-        self._progress.console.print(Text(text), soft_wrap=True)
+        """Print one line above panel and bar."""
+        self._console.print(Text(text), soft_wrap=True)
 
     def bar(self, what: str, done: int, total: int) -> None:
         """Show or update the progress bar."""

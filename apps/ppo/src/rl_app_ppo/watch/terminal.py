@@ -19,6 +19,10 @@ from rl_app_ppo.watch.overview import Overview, WorkerNow, alarm_line, overview,
 
 EVERY_S = 1.0
 _BAR = 20
+_CURVE_ROWS = (6, 12)
+"""Fewest and most rows of a curve, with its axes."""
+_AROUND = 6
+"""Rows besides: two of the frame, the state, a progress bar, and two lines above it."""
 
 
 def watch(folder: Path, out: Console, wait: Callable[[float], None] = time.sleep) -> bool:
@@ -43,7 +47,7 @@ def _panel(run: FollowedRun, out: Console, wait: Callable[[float], None]) -> Non
         while True:
             now = time.time()
             seen = run.read(now)
-            live.update(panel(overview(seen, now), out.width), refresh=True)
+            live.update(panel(overview(seen, now), out.width, out.height), refresh=True)
             if seen.over:
                 return
             wait(EVERY_S)
@@ -82,22 +86,24 @@ class Printed:
         self._alarms = len(seen.record.alarms)
 
 
-def panel(shown: Overview, width: int) -> RenderableType:
-    """The panel of a terminal of `width` columns."""
+def panel(shown: Overview, width: int, height: int) -> RenderableType:
+    """The panel of a terminal of this size; without the curve where there is no room for it."""
+    numbers = [Text(text, no_wrap=True, overflow="ellipsis") for text in (shown.numbers, shown.stages) if text]
+    alarms = [Text(alarm, style="red", no_wrap=True, overflow="ellipsis") for alarm in shown.alarms]
     parts: list[RenderableType] = [Text(shown.state, style="bold")]
-    if any(shown.curves.values()):
-        parts.append(_curve(shown.curves, min(width - 4, 96)))
+    rows = height - _AROUND - len(shown.workers) - len(numbers) - len(alarms)
+    fewest, most = _CURVE_ROWS
+    if any(shown.curves.values()) and rows >= fewest:
+        parts.append(_curve(shown.curves, min(width - 4, 96), min(rows, most)))
     if shown.workers:
         parts.append(_workers(shown.workers))
-    parts += [Text(text) for text in (shown.numbers, shown.stages) if text]
-    parts += [Text(alarm, style="red") for alarm in shown.alarms]
-    return Panel(Group(*parts), title=Text(shown.title), title_align="left")
+    return Panel(Group(*parts, *numbers, *alarms), title=Text(shown.title), title_align="left")
 
 
-def _curve(curves: Mapping[str, Sequence[tuple[int, float]]], width: int) -> Text:
+def _curve(curves: Mapping[str, Sequence[tuple[int, float]]], width: int, rows: int) -> Text:
     plotext.clear_figure()
     plotext.theme("clear")
-    plotext.plot_size(width, 12)
+    plotext.plot_size(width, rows)
     for name, points in curves.items():
         if points:
             plotext.plot([step for step, _ in points], [value for _, value in points], label=name)
@@ -107,6 +113,8 @@ def _curve(curves: Mapping[str, Sequence[tuple[int, float]]], width: int) -> Tex
 
 def _workers(workers: Sequence[WorkerNow]) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(3):
+        table.add_column(no_wrap=True, overflow="ellipsis")
     for worker in workers:
         filled = round(worker.busy * _BAR)
         bar = "█" * filled + "░" * (_BAR - filled)
