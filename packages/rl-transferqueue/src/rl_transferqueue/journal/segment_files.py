@@ -10,6 +10,10 @@ from typing import Protocol
 from rl_protocol.support.disk_writes import fsync
 from rl_transferqueue.journal.records import Block
 
+PAGE = 4096
+UNCACHE = 1 << 20
+"""Bytes that are dropped from the page cache together."""
+
 
 class SegmentFiles(Protocol):
     """Files of one folder, by name. Failures are OSErrors."""
@@ -60,11 +64,15 @@ class SegmentFiles(Protocol):
 
 
 class DiskFiles:
-    """Files of a folder on disk."""
+    """Files of a folder on disk. Synced bytes leave the page cache: a plane has them in its arenas,
+    and memory for cached pages is what writes of many bytes wait for.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: dict[str, int] = {}
+        self._cached: dict[str, tuple[int, int]] = {}
+        """First and last written byte that is in the page cache, by file."""
 
     def create(self, name: str, nbytes: int) -> None:
         path = self._folder / name
@@ -79,13 +87,20 @@ class DiskFiles:
 
     def write(self, name: str, offset: int, data: Block) -> None:
         rest = memoryview(data).cast("B")
+        start, end = self._cached.get(name, (offset, offset))
+        self._cached[name] = min(start, offset), max(end, offset + rest.nbytes)
         while rest.nbytes:
             done = os.pwrite(self._handle(name), rest, offset)
             offset += done
             rest = rest[done:]
 
     def sync(self, name: str) -> None:
-        os.fdatasync(self._handle(name))
+        handle = self._handle(name)
+        os.fdatasync(handle)
+        start, end = self._cached.get(name, (0, 0))
+        if end - start >= UNCACHE:  # the last page stays: the next write begins in it
+            os.posix_fadvise(handle, start, end // PAGE * PAGE - start, os.POSIX_FADV_DONTNEED)
+            del self._cached[name]
 
     def sync_folder(self) -> None:
         fsync(self._folder)
@@ -108,6 +123,7 @@ class DiskFiles:
         os.ftruncate(self._handle(name), nbytes)
 
     def remove(self, name: str) -> None:
+        self._cached.pop(name, None)
         handle = self._open.pop(name, None)
         if handle is not None:
             os.close(handle)
