@@ -146,3 +146,26 @@ def test_without_a_checkpoint_the_first_steps_are_trained_on_the_kept_rows(tmp_p
         assert second.trained[: len(first.trained)] == first.trained
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("partition", ["train", "train/prompts"])
+def test_a_group_of_which_a_row_was_lost_is_generated_again_as_it_was(tmp_path, partition):
+    """A plane drops rows whose bytes were damaged when it starts."""
+    straight = World(steps=STEPS, save_freq=4).fit().trained
+
+    async def check():
+        first = MortalWorld(end=60, folder=tmp_path, keep_rows=RUN, save_freq=4)
+        assert not await first.live(None)
+        found, _ = newest_whole(tmp_path)
+        finished = [uid for uid, status in first.buffers["train"].statuses().items() if status in ("finished", "taken")]
+        key = next(key for key in (await first.plane.list_rows(partition)).keys if key.split("/")[0] == finished[-1])
+        await first.plane.clear(partition, [key])
+        second = MortalWorld(plane=first.plane, folder=tmp_path, keep_rows=RUN, save_freq=4)
+        assert await second.live(found)
+        assert finished[-1] in {uid for uid, _ in second.rolled}
+        assert second.recovered.restarted == 1
+        start = found.manifest.step if found else 0
+        assert second.trained == straight[start:]
+        assert not await second.left()
+
+    asyncio.run(check())

@@ -61,6 +61,53 @@ class TestReplayBufferInMemory(ReplayBufferSuite):
 
         asyncio.run(main())
 
+    def test_a_restart_begins_a_finished_group_again_that_has_lost_a_row(self) -> None:
+        async def main() -> None:
+            async with self.open_plane() as plane:
+                async with ReplayBuffer(plane, "p", CONFIG) as buffer:
+                    await buffer.add(["whole", "damaged"], 2)
+                    for lease in await buffer.lease(2, version=0, timeout_s=60):
+                        await settle_all(plane, lease)
+                await plane.clear("p", ["damaged/1/0"])
+                async with ReplayBuffer(plane, "p", replace(CONFIG, max_attempts=1)) as buffer:
+                    assert buffer.statuses() == {"whole": "finished", "damaged": "pending"}
+                    assert (await plane.list_rows("p")).keys == ("whole/0/0", "whole/1/0")
+                    (again,) = await buffer.lease(1, version=0, timeout_s=60)
+                    assert (again.uid, again.sessions) == ("damaged", (2, 3))
+                    await settle_all(plane, again)
+                    taken = await buffer.take(2, version=0, timeout_s=60)
+                    assert set(taken.keys) == {"whole/0/0", "whole/1/0", "damaged/2/0", "damaged/3/0"}
+
+        asyncio.run(main())
+
+    @pytest.mark.parametrize("cut", ["p", "p/groups"])
+    def test_a_restart_completes_a_commit_that_was_interrupted(self, cut: str) -> None:
+        class DyingPlane(MemoryDataPlane):
+            dies = False
+
+            async def clear(self, partition: str, keys: Sequence[str] | None = None, *, timeout_s: float = 60.0) -> int:
+                if self.dies and partition == cut:
+                    raise PlaneLostError("killed here")
+                return await super().clear(partition, keys, timeout_s=timeout_s)
+
+        async def main() -> None:
+            plane = DyingPlane()
+            async with ReplayBuffer(plane, "p", CONFIG) as buffer:
+                await buffer.add(["trained", "other"], 2)
+                for lease in await buffer.lease(2, version=0, timeout_s=60):
+                    await settle_all(plane, lease)
+                await buffer.take(1, version=0, timeout_s=60)
+                plane.dies = True
+                with pytest.raises(PlaneLostError):
+                    await buffer.commit(["trained"])
+            plane.dies = False
+            async with ReplayBuffer(plane, "p", CONFIG) as buffer:
+                assert buffer.statuses() == {"other": "finished"}
+                assert (await plane.list_rows("p")).keys == ("other/0/0", "other/1/0")
+                assert (await plane.list_rows("p/groups")).keys == ("other",)
+
+        asyncio.run(main())
+
     def test_a_settlement_repeated_while_the_first_is_cleared_leaves_no_rows(self) -> None:
         class Repeating(MemoryDataPlane):
             late: Lease | None = None

@@ -31,7 +31,8 @@ class RecoveredRows:
 
     Attributes:
         kept: used again, instead of generating their prompts.
-        restarted: of prompts that were being generated; these are generated again.
+        restarted: of prompts that were being generated, or of which a row was lost; these are
+            generated again.
         discarded: finished ones that are not used.
         why: why these are not; empty: the checkpoint contains their training.
         held: whether those of the batches in the checkpoint are kept.
@@ -100,12 +101,12 @@ class KeptRows:
             for uid, status in self._parts.buffers[TRAIN_PARTITION].statuses().items()
             if turn_of(uid) > trained
         }
-        finished = [uid for uid, status in statuses.items() if status == "finished"]
+        finished = await self._groups([uid for uid, status in statuses.items() if status == "finished"])
         sampled = [uid for batch in held.batches for uid in batch.uids] if held is not None else []
         why = await self._why_not()
-        if not why and not set(finished).issuperset(sampled):
+        if not why and not finished.keys() >= set(sampled):
             why = "some rows of the batches in the checkpoint are missing"
-        kept = {} if why else await self._groups(finished)
+        kept = {} if why else finished
         await self._rollouts.keep(TRAIN_PARTITION, kept)
         await self._parts.plane.put(RUN_PARTITION, ["run"], tags=[self._parts.keep_rows.tags])
         return RecoveredRows(
@@ -132,11 +133,12 @@ class KeptRows:
         return ""
 
     async def _groups(self, uids: Sequence[str]) -> dict[str, KeptGroup]:
-        """These groups, with the version of their oldest trajectory."""
+        """Those of these groups whose prompt is there, with the version of their oldest
+        trajectory."""
         plane, versions = self._parts.plane, dict[str, int]()
         for tag in (await plane.list_rows(TRAIN_PARTITION)).tags or ():
             uid, version = str(tag["uid"]), int(tag["version"] or 0)
             versions[uid] = min(version, versions.get(uid, version))
         listed = await plane.list_rows(prompt_partition(TRAIN_PARTITION))
         rows = {uid: int(tag[ROW_TAG] or 0) for uid, tag in zip(listed.keys, listed.tags or (), strict=True)}
-        return {uid: KeptGroup(versions[uid], rows[uid]) for uid in uids}
+        return {uid: KeptGroup(versions[uid], rows[uid]) for uid in uids if uid in rows}

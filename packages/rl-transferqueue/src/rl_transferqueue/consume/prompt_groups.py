@@ -138,6 +138,19 @@ class GroupBook:
         self.groups[group.uid] = group
         self._order = max(self._order, group.order + 1)
 
+    def without_sessions(self) -> list[str]:
+        """Finished groups of which no session is known: their clearing has begun."""
+        return [group.uid for group in self._with("finished") if not group.settled]
+
+    def restart_damaged(self, rows: Collection[str]) -> None:
+        """Start the finished groups again of which a trajectory is not among these row keys.
+
+        A plane drops rows whose bytes were damaged. `max_attempts` does not count such an attempt.
+        """
+        for group in self._with("finished"):
+            if lost := [key for key in group.row_keys if key not in rows]:
+                self._begin_again(group, f"{len(lost)} of its rows were lost, the first is {lost[0]!r}")
+
     @property
     def version(self) -> int:
         """The newest policy version that was named."""
@@ -318,12 +331,16 @@ class GroupBook:
             )
 
     def _retry(self, group: Group, reason: str) -> None:
-        group.reason = reason
-        self.changed.add(group.uid)
         if group.attempt + 1 >= self.config.max_attempts:
-            group.status = "failed"
-            return
+            group.reason, group.status = reason, "failed"
+            self.changed.add(group.uid)
+        else:
+            self._begin_again(group, reason)
+
+    def _begin_again(self, group: Group, reason: str) -> None:
         self.abandoned.append((group.uid, group.attempt))
+        self.changed.add(group.uid)
+        group.reason = reason
         group.status, group.attempt, group.settled = "pending", group.attempt + 1, {}
 
 

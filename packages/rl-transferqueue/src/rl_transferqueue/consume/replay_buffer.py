@@ -32,9 +32,10 @@ class ReplayBuffer:
     """The owner's side of a replay buffer (`rl_protocol.ports.ReplayBuffer`).
 
     Lifecycle: `async with ReplayBuffer(plane, "train", config) as buffer`. Entering restores the
-    groups of this partition from the plane: leases of running groups start again, and groups that
-    were taken but not committed become finished. Only one owner at a time. If the plane is lost,
-    every wait raises that error.
+    groups of this partition from the plane: leases of running groups start again, groups that were
+    taken but not committed become finished, and finished groups of which the plane has lost a row
+    become pending. A commit or discard that was interrupted is completed. Only one owner at a time.
+    If the plane is lost, every wait raises that error.
 
     Args:
         plane: stores everything; it is not closed.
@@ -77,6 +78,9 @@ class ReplayBuffer:
             self._book.restore(group)
         for result in results:
             await self._count(result)
+        if cleared := self._book.without_sessions():  # an owner has died while it cleared them
+            await self._forget(cleared)
+        self._book.restart_damaged(frozenset((await self._plane.list_rows(self._partition)).keys))
         await self._save()
         self._listener = asyncio.create_task(self._listen())
         return self
