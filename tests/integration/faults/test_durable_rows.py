@@ -223,6 +223,37 @@ def test_a_killed_run_ends_as_one_that_was_not_killed(tmp_path, base_model, monk
     check_resumed(tmp_path, base_model, monkeypatch, Moment(lines=5, after_s=0.05), straight())
 
 
+def flip_bytes(folder: Path) -> None:
+    """Damage the journal of a run at eight places where it wrote the rows of late steps.
+
+    A single place might lie between two blocks.
+    """
+    segment = max((folder / "journal" / "segments").iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    content = bytearray(segment.read_bytes())
+    used = len(content.rstrip(b"\0"))
+    for percent in range(80, 96, 2):
+        content[used * percent // 100] ^= 1
+    segment.write_bytes(content)
+
+
+@pytest.mark.slow
+def test_damaged_rows_are_said_and_generated_again_as_they_were(tmp_path, base_model, monkeypatch, straight):
+    wanted, folder, log = straight(), tmp_path / "run", tmp_path / "run.sessions"
+    monkeypatch.setenv(LOG, str(log))
+    keep = ("transfer_queue.durability=commit", "trainer.resume_mode=auto")
+    with nothing_left() as mark:
+        kill_at(Moment(lines=5, after_s=0.05), tmp_path, "run", base_model, mark, *keep)
+        flip_bytes(folder)
+        before = len(sessions(log))
+        said = " ".join(finish(tmp_path, "run", base_model, mark, *keep).split())
+    assert re.search(r"[1-9]\d* damaged ones dropped", said)
+    again = Counter(sessions(log)[:before]) & Counter(sessions(log)[before:])
+    assert again.total() >= N, "no finished prompt was generated again"
+    assert computed(folder) == computed(wanted.folder)
+    assert (folder / MODEL).read_bytes() == (wanted.folder / MODEL).read_bytes()
+    assert not (folder / "journal").exists()
+
+
 MOMENTS = {
     "in the first rollout": Moment(sessions=3 * N + 1),
     "before the first checkpoint": Moment(lines=2, after_s=0.1),

@@ -7,14 +7,14 @@ import asyncio
 import pytest
 from replay_buffers import make_buffers, opened
 
-from rl_protocol import ConfigError, RolloutError, RowKey, WorkerError
+from rl_protocol import ConfigError, KVBatchMeta, RolloutError, RowKey, WorkerError
 from rl_protocol.ports import SamplingParams
 from rl_protocol.testing.bigram_model import BigramEngine
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_trainer import PromptRow, RolloutWorker, SessionKind, Trajectory
 from rl_trainer.algorithms.staleness_policy import StalenessPolicy
 from rl_trainer.config import ReplayConfig
-from rl_trainer.driver.rollouts import Rollouts
+from rl_trainer.driver.rollouts import Rollouts, join_rows
 from rl_trainer.rollout.session_turns import SESSIONS
 from rl_trainer.workers.messages import Partition, PromptRef
 
@@ -215,3 +215,13 @@ def test_a_worker_that_hangs_loses_its_leases_and_its_call_is_cancelled(roll_out
     assert all("the lease of 3 s ended" in one.reason for one in result.failures)
     assert made[1].cancelled
     assert left == {}
+
+
+def test_rows_of_before_and_after_a_restart_are_joined_with_the_columns_that_all_have():
+    old = KVBatchMeta(partition="train", keys=("a/0/0",), tags=({"n": 1},), fields=("responses", "old_log_probs"))
+    new = KVBatchMeta(partition="train", keys=("b/0/0",), tags=({"n": 2},), fields=("entropy", "responses"))
+    unknown = KVBatchMeta(partition="train", keys=("c/0/0",), tags=({"n": 3},))
+    assert join_rows([old, new]) == KVBatchMeta(
+        partition="train", keys=("a/0/0", "b/0/0"), tags=({"n": 1}, {"n": 2}), fields=("responses",)
+    )
+    assert join_rows([old, unknown, new]).fields == ()

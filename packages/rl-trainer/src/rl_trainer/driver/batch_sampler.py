@@ -16,7 +16,7 @@ from rl_trainer.algorithms.staleness_policy import StalenessPolicy
 from rl_trainer.data.prompt_draws import PromptDraws, prompt_uid
 from rl_trainer.driver.batch_queue import BatchQueue
 from rl_trainer.driver.hooks import notify
-from rl_trainer.driver.rollouts import RolledOut, Rollouts, Spare
+from rl_trainer.driver.rollouts import RolledOut, Rollouts, Spare, join_rows
 from rl_trainer.driver.stage_calls import call
 from rl_trainer.driver.stage_runner import Clock
 from rl_trainer.driver.trainer_parts import TrainerParts
@@ -56,7 +56,7 @@ class Sampled:
         """The batch of a step, of those of its turns."""
         if len(parts) == 1:
             return parts[0]
-        rows = KVBatchMeta.concat([part.rows for part in parts if part.rows] or [parts[0].rows])
+        rows = join_rows([part.rows for part in parts if part.rows] or [parts[0].rows])
         return cls(
             rows=rows,
             prompts=[prompt for part in parts for prompt in part.prompts],
@@ -192,7 +192,7 @@ class Sampler:
             new, truncated = rolled.rows, truncated + rolled.truncated
             self._notify("on_sample_end", step, new)
             metrics["rollout/imbalance"] = max(rolled.imbalance, metrics.get("rollout/imbalance", 1.0))
-            rows = KVBatchMeta.concat([rows, new]) if rows else new
+            rows = join_rows([rows, new]) if rows else new
             metrics |= rollout_metrics(rows) | {"response_length/truncated_ratio": truncated / len(rows)}
             scored = await clock.time("reward", self.score("reward", RewardResult, step, new.without_tags()))
             failed |= set(scored.failed)

@@ -52,6 +52,15 @@ class RolledOut:
     overtaken: int
 
 
+def join_rows(parts: Sequence[KVBatchMeta]) -> KVBatchMeta:
+    """Rows of all parts, with the columns that all of them have.
+
+    Rows from before a restart may have columns of stages that were computed then.
+    """
+    shared = [name for name in parts[0].fields if all(name in part.fields for part in parts)]
+    return KVBatchMeta.concat([part.select_fields(shared) for part in parts])
+
+
 @dataclass(frozen=True, slots=True)
 class KeptGroup:
     """A finished group that was generated before a restart."""
@@ -457,7 +466,7 @@ class _Rollout:
                 return None
             parts.append(part)
             self._end(set(map(str, part.tag_values("uid"))))
-        return KVBatchMeta.concat(parts)
+        return join_rows(parts)
 
     async def _take(self, tasks: asyncio.TaskGroup, count: int, asked: int, spare: Spare | None) -> KVBatchMeta | None:
         """Take groups; replace prompts that failed. None: the rollout was stopped.
