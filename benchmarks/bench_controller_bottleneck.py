@@ -90,7 +90,7 @@ def run_point(everything: Cluster, point: Point, pairs: int) -> list[dict[str, A
         print({key: value for key, value in row.items() if key != "stage_s"}, flush=True)
     where = f"{point.family}, {point.step_bytes / 2**20:.0f} MiB per step, {point.workers} workers"
     if point.compute == "none" and point.mib == 256 and point.workers == 4:
-        for peer, must, aim in (("driver", 10, 40), ("transferqueue", 5, 10)):
+        for peer, must, aim in (("driver", 40, 40), ("driver-buffers", 5, 5), ("transferqueue", 5, 10)):
             if {peer, "simple"} <= costs.keys():
                 wall, cpu = (ratio(costs, peer, "simple", what) for what in ("wall_s", "cpu_s"))
                 question = f"step without compute, {where} ({point.layout}): times faster than {peer}"

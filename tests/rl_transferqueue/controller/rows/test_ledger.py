@@ -13,6 +13,7 @@ from rl_protocol import BatchData, BatchError, ConflictError, DuplicateKeyError,
 from rl_protocol.wire import plan
 from rl_transferqueue.controller.rows.ledger import Ledger
 from rl_transferqueue.controller.rows.waiters import Waiter, Watcher
+from rl_transferqueue.wire.arrays import unpack_ints
 from rl_transferqueue.wire.messages import Located, TagColumn
 from rl_transferqueue.wire.spans import Span
 from rl_transferqueue.wire.tags import to_columns, to_rows
@@ -239,11 +240,11 @@ class LedgerMachine(RuleBasedStateMachine):
         if rows is None:
             self.ledger.waiters.forget(waiter)
             return
-        self.serve(self.ledger.give_back("p", task, np.frombuffer(rows.generations, "<i8")))
+        self.serve(self.ledger.give_back("p", task, unpack_ints(rows.generations, len(rows.keys))))
 
     def note_generations(self) -> None:
         rows = self.ledger.list_rows("p", {})
-        self.generations = dict(zip(rows.keys, np.frombuffer(rows.generations, "<i8").tolist(), strict=True))
+        self.generations = dict(zip(rows.keys, unpack_ints(rows.generations, len(rows.keys)).tolist(), strict=True))
 
     @rule(every=st.booleans())
     def release(self, every: bool) -> None:
@@ -346,7 +347,7 @@ def test_growth_is_amortised_and_slots_are_reused() -> None:
             assert ledger.clear("p", [f"k{i - 10}"]) == (1, [])
     rows = ledger.list_rows("p", {})
     assert rows.keys == tuple(f"k{i}" for i in range(2990, 3000))
-    generations = np.frombuffer(rows.generations, "<i8")
+    generations = unpack_ints(rows.generations, len(rows.keys))
     assert (np.diff(generations) > 0).all()
 
 

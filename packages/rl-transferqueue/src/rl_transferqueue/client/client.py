@@ -322,8 +322,12 @@ class Client(DataPlane):
 def _meta(partition: str, rows: Rows) -> KVBatchMeta:
     size = len(rows.keys)
     tags = LazyRows(size, partial(to_rows, rows.tags, size))
-    generations = LazyRows(size, partial(unpack_ints, rows.generations))
+    generations = LazyRows(size, partial(_numbers, rows.generations, size))
     return KVBatchMeta.unchecked(partition, rows.keys, tags, rows.fields, generations)
+
+
+def _numbers(packed: bytes, size: int) -> tuple[int, ...]:
+    return tuple(unpack_ints(packed, size).tolist())
 
 
 def _check_put(

@@ -160,7 +160,7 @@ class Writer:
         if request.spare:
             self._add_reserve(done.spare)
         self.bytes_written += nbytes
-        return unpack_ints(done.generations)
+        return tuple(unpack_ints(done.generations, len(request.keys)).tolist())
 
     def _add_reserve(self, spare: Span | None) -> None:
         rest = self._reservation.add(spare)

@@ -17,7 +17,7 @@ from rl_transferqueue.controller.rows.waiters import Served, Waiter, Watcher
 from rl_transferqueue.controller.sessions import Sessions
 from rl_transferqueue.controller.unacknowledged import TakenRows
 from rl_transferqueue.transport.control_server import Caller, Handler
-from rl_transferqueue.wire.arrays import Ints
+from rl_transferqueue.wire.arrays import Ints, pack_ints, unpack_ints
 from rl_transferqueue.wire.messages import (
     Changes,
     Claim,
@@ -97,7 +97,7 @@ class RowRequests:
         spare = self._memory.spare(caller, message.spare) if self._sessions.find(caller.session) is not None else None
         if message.block is not None:
             self.columns.put(message.header)
-        self._replies.answer(caller, Committed(generations.astype("<i8").tobytes(), spare))
+        self._replies.answer(caller, Committed(pack_ints(generations), spare))
         self.cleared(served)
 
     def cleared(self, served: Served) -> None:
@@ -124,7 +124,7 @@ class RowRequests:
             self.columns.put(message.header)
         self.serve(served)
         self._cleanup.run()
-        return Committed(generations.astype("<i8").tobytes(), self._memory.spare(caller, message.spare))
+        return Committed(pack_ints(generations), self._memory.spare(caller, message.spare))
 
     def _clear(self, caller: Caller, message: Clear) -> Cleared | None:
         if self.durable is not None:
@@ -198,7 +198,7 @@ class RowRequests:
         """Remember rows that were consumed for the caller: they are given back if it leaves without
         the answer."""
         if task is not None:
-            taken = TakenRows(partition, task, np.unique(_numbers(rows.generations)))
+            taken = TakenRows(partition, task, np.unique(unpack_ints(rows.generations, len(rows.keys))))
             self._sessions.get(caller.session).unacknowledged.add(caller.request, taken)
         return rows
 

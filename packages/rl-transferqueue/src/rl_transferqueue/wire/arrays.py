@@ -11,13 +11,19 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
 
-def unpack_ints(packed: bytes) -> tuple[int, ...]:
-    """The integers of little-endian int64 bytes.
+def pack_ints(numbers: Ints) -> bytes:
+    """The numbers as little-endian int64; only the first where each follows the one before."""
+    return (numbers if span_of(numbers) is None else numbers[:1]).astype("<i8").tobytes()
 
-    >>> unpack_ints(b"\\x05" + bytes(7))
-    (5,)
+
+def unpack_ints(packed: bytes, count: int) -> Ints:
+    """The `count` numbers that `pack_ints` packed.
+
+    >>> unpack_ints(pack_ints(np.array([5, 6, 7])), 3)
+    array([5, 6, 7])
     """
-    return tuple(np.frombuffer(packed, "<i8").tolist())
+    numbers = np.frombuffer(packed, "<i8")
+    return np.arange(numbers[0], numbers[0] + count) if numbers.size == 1 else numbers
 
 
 def span_of(numbers: Ints) -> slice | None:

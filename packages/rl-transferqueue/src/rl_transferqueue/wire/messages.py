@@ -251,7 +251,7 @@ class Reserved(_Message, frozen=True):
 
 class Committed(_Message, frozen=True):
     generations: bytes
-    """int64 [N]: generation numbers of the rows."""
+    """Generation numbers of the rows, as `arrays.pack_ints` packs them."""
     spare: Span | None = None
 
 
@@ -277,7 +277,8 @@ class Rows(_Message, frozen=True):
     tags: tuple[TagColumn, ...]
     fields: tuple[str, ...]
     generations: bytes
-    """int64 [N]: generation numbers; a row that is cleared and written again has another one."""
+    """Generation numbers, as `arrays.pack_ints` packs them; a row that is cleared and written again
+    has another one."""
 
 
 class Changes(_Message, frozen=True):

@@ -19,7 +19,7 @@ from rl_transferqueue.controller.rows.column_places import ColumnPlaces, Places
 from rl_transferqueue.controller.rows.consumption import Consumption
 from rl_transferqueue.controller.rows.slot_arrays import Resize, grown
 from rl_transferqueue.controller.rows.tag_store import TagStore
-from rl_transferqueue.wire.arrays import Bools, Ints, span_of
+from rl_transferqueue.wire.arrays import Bools, Ints, pack_ints, span_of
 from rl_transferqueue.wire.messages import Rows
 
 _SLOTS = 16
@@ -207,5 +207,5 @@ class PartitionTable:
 
 def describe_rows(table: PartitionTable, slots: Ints) -> Rows:
     """The rows as callers see them."""
-    generations = table.generations(slots).astype("<i8").tobytes()
+    generations = pack_ints(table.generations(slots))
     return Rows(table.keys(slots), table.tags.of(slots), table.columns.common(slots), generations)
