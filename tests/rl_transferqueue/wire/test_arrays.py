@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rl_transferqueue.wire.arrays import pack_ints, unpack_ints
 
 NUMBERS = st.lists(st.integers(-(2**62), 2**62), max_size=9)
-RUNS = st.builds(lambda first, count: list(range(first, first + count)), st.integers(-5, 5), st.integers(0, 9))
+RUNS = st.builds(range, st.integers(-5, 0), st.integers(0, 9)).map(list)
 
 
 @given(NUMBERS | RUNS | st.permutations(range(4)))
