@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from rl_protocol import BatchData, KVBatchMeta, RowKey, Tag, dense, ragged
-from rl_protocol.bridge import Fetched, Output, declaration, tqbridge
+from rl_protocol.bridge import Fetched, Output, tqbridge
 from rl_protocol.ports import DataPlane
 from rl_trainer.algorithms.arrays import FloatArray, IntArray
 from rl_trainer.algorithms.dapo import overlong_penalty
@@ -121,14 +121,12 @@ class RewardWorker(StatefulWorker):
             penalty = self._overlong_penalty(data.ragged("responses").lengths[[final[i] for i in good]])
             scores = (scores + penalty).astype(np.float32)
             metrics |= stats("reward/overlong_penalty", penalty, np.array([final[i] == i for i in good], np.bool_))
-        components = self._settings.algorithm.gdpo_reward_keys
         columns = BatchData(
-            {
-                "scores": dense(scores),
-                "acc": dense(np.array([row["acc"] for row in numbers], np.float32)),
-                "reward_components": ragged([[row[key] for key in components] for row in numbers], "float32"),
-            }
-        ).select_fields(declaration(self.reward, self.columns).writes)
+            {"scores": dense(scores), "acc": dense(np.array([row["acc"] for row in numbers], np.float32))}
+        )
+        if components := self._settings.algorithm.gdpo_reward_keys:
+            parts = ragged([[row[key] for key in components] for row in numbers], "float32")
+            columns = columns.union(BatchData({"reward_components": parts}))
         result = RewardResult(
             metrics=metrics,
             failed=tuple(call.batch.keys[i] for i in failed),
