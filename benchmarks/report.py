@@ -317,7 +317,8 @@ def tables() -> str:
     """All tables; first the headlines, of the central drivers and of a step."""
     results = {path: load(path) for path in published_results()}
     whole = [path for path, found in results.items() if {row.get("plane") for row in found.rows} >= HEADLINE_PLANES]
-    heads = [headline(results[path], path) for path in whole[-1:]]
+    newest = sorted(whole, key=lambda path: path.parent.name.partition("_")[0])[-1:]
+    heads = [headline(results[path], path) for path in newest]
     return "\n".join([*heads, against_trl(results), *(section(path) for path in results)])
 
 
