@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
-import numpy as np
 import pytest
 
 from rl_protocol import KVBatchMeta
 from rl_trainer.algorithms.old_log_prob import GAP, LogProbGap
 from rl_trainer.driver.old_log_prob import AutoOldLogProb
-from rl_trainer.driver.stage_calls import StepRows
+from rl_trainer.driver.stage_calls import Workers
+from rl_trainer.driver.stage_runner import Clock
 from rl_trainer.workers.messages import ReadAheadCall, StageCall, StageResult
 
 
@@ -29,8 +29,8 @@ class Rank:
 
 
 def rows(count):
-    names = KVBatchMeta(partition="train", keys=tuple(f"p{i}/0/0" for i in range(count)))
-    return StepRows(names=names, lengths=np.full(count, 5))
+    tags = tuple({"prompt_len": 2, "response_len": 3} for _ in range(count))
+    return KVBatchMeta(partition="train", keys=tuple(f"p{i}/0/0" for i in range(count)), tags=tags)
 
 
 def auto():
@@ -53,8 +53,10 @@ def test_after_a_larger_difference_all_rows_are_compared_unless_old_rows_explain
 
 def test_ranks_of_one_replica_get_the_same_rows_and_count_once():
     ranks = [Rank(str(i), gap) for i, gap in enumerate((1.0, 1.0, 3.0, 3.0))]
-    gap = asyncio.run(auto().gap(2, rows(80), ranks, (0, 0, 1, 1)))
+    clock, workers = Clock(), Workers(rollout=(), reward=ranks[0], actor=ranks, dp_ranks=(0, 0, 1, 1))
+    gap = asyncio.run(auto().compare(clock, 2, rows(80), workers, lag=0))
     assert gap.tokens == 2
+    assert clock.seconds["timing_s/log_prob_gap"] > 0
     assert gap.metrics()[GAP] == 2.0
     asked = [rank.calls[1][1] for rank in ranks]
     assert asked[0] == asked[1]

@@ -524,6 +524,26 @@ def test_auto_recomputes_where_a_sample_disagrees(model_path, monkeypatch):
     assert setup.steps[1][1]["training/rollout_log_probs_diff_mean"] < 1e-5  # of all rows
 
 
+def test_log_probs_are_compared_while_the_responses_are_scored(model_path, monkeypatch):
+    """The score of a response waits here for the comparison to begin."""
+    setup = Setup(model_path, steps=3)
+    compare, reward, begun = ActorWorker.log_prob_gap, RewardWorker.reward, {2: asyncio.Event(), 3: asyncio.Event()}
+
+    async def begins(worker, rows, call):
+        begun[call.step].set()
+        return await compare(worker, rows, call)
+
+    async def waits(worker, rows, call):
+        if call.step in begun:
+            await asyncio.wait_for(begun[call.step].wait(), 60)
+        return await reward(worker, rows, call)
+
+    monkeypatch.setattr(ActorWorker, "log_prob_gap", begins)
+    monkeypatch.setattr(RewardWorker, "reward", waits)
+    setup.fit()
+    assert [m["old_log_prob/recomputed"] for _, m in setup.steps] == [1.0, 0.0, 0.0]
+
+
 def test_with_synchronised_weights_the_log_probs_of_the_engine_take_the_same_first_step(model_path):
     """Trainer and engine have the same weights, so old log-probs make no difference."""
     decoupled, bypass = (

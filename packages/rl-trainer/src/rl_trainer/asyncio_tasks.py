@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 from rl_protocol import DataLostError, HangError, RLError
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 
 @asynccontextmanager
@@ -59,3 +60,9 @@ async def gather_or_cancel(*work: Coroutine[Any, Any, T]) -> list[T]:
     if lost:
         raise lost[0]
     return [cast("T", task.result()) for task in running]
+
+
+async def both(one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, S]) -> tuple[T, S]:
+    """Run two coroutines of different results, as `gather_or_cancel` does."""
+    first, second = await gather_or_cancel(cast("Coroutine[Any, Any, Any]", one), other)
+    return first, second

@@ -12,10 +12,13 @@ from rl_protocol import KVBatchMeta, RLError, RowKey
 from rl_protocol.ports import SamplingParams
 from rl_protocol.rl_columns import TRAIN_PARTITION
 from rl_trainer.algorithms.dapo import Generate, GiveUp, Train, next_round
+from rl_trainer.algorithms.old_log_prob import LogProbGap
 from rl_trainer.algorithms.staleness_policy import StalenessPolicy
+from rl_trainer.asyncio_tasks import both
 from rl_trainer.data.prompt_draws import PromptDraws, prompt_uid
-from rl_trainer.driver.batch_queue import BatchQueue
+from rl_trainer.driver.batch_queue import BatchQueue, Staleness
 from rl_trainer.driver.hooks import notify
+from rl_trainer.driver.old_log_prob import STAGE, AutoOldLogProb
 from rl_trainer.driver.rollouts import RolledOut, Rollouts, Spare, join_rows
 from rl_trainer.driver.stage_calls import call
 from rl_trainer.driver.stage_runner import Clock
@@ -38,6 +41,7 @@ class Sampled:
         groups: how many prompts have responses in the data plane.
         metrics: of the turn.
         stopped: whether it was given up while its prompts were generated; there are no rows.
+        gap: of a sample of the trajectories, compared while they were scored; None: not compared.
     """
 
     rows: KVBatchMeta
@@ -45,6 +49,7 @@ class Sampled:
     groups: int
     metrics: dict[str, float]
     stopped: bool = False
+    gap: LogProbGap | None = None
 
     @property
     def oldest(self) -> int | None:
@@ -71,6 +76,7 @@ class Sampler:
     Args:
         parts: of the run.
         policy: how far sampling runs ahead, and what a turn is.
+        old_log_prob: compares log-probs of the trajectories.
 
     Attributes:
         rollouts: the rollout workers.
@@ -82,8 +88,9 @@ class Sampler:
         overtaken: prompts with a response during which the weights changed.
     """
 
-    def __init__(self, parts: TrainerParts, policy: StalenessPolicy) -> None:
+    def __init__(self, parts: TrainerParts, policy: StalenessPolicy, old_log_prob: AutoOldLogProb) -> None:
         self._parts = parts
+        self._old_log_prob = old_log_prob
         self.rollouts = Rollouts(
             parts.plane,
             parts.workers.rollout,
@@ -194,11 +201,14 @@ class Sampler:
             metrics["rollout/imbalance"] = max(rolled.imbalance, metrics.get("rollout/imbalance", 1.0))
             rows = join_rows([rows, new]) if rows else new
             metrics |= rollout_metrics(rows) | {"response_length/truncated_ratio": truncated / len(rows)}
-            scored = await clock.time("reward", self.score("reward", RewardResult, step, new.without_tags()))
+            scored, gap = await both(
+                clock.time("reward", self.score("reward", RewardResult, step, new.without_tags())),
+                self._compare(clock, step, new),
+            )
             failed |= set(scored.failed)
             metrics |= scored.metrics | {"reward/failures": float(len(failed))}
             if "filter" not in parts.graph:
-                return Sampled(_without(rows, failed), prompts, groups, metrics | clock.seconds)
+                return Sampled(_without(rows, failed), prompts, groups, metrics | clock.seconds, gap=gap)
             if usable := _without(new, failed):
                 kept += await clock.time("filter", self._informative(step, usable.without_tags()))
             decision = next_round(
@@ -216,6 +226,16 @@ class Sampler:
         chosen = set(decision.uids)
         keep = [i for i, key in enumerate(rows.keys) if RowKey.parse(key).uid in chosen]
         return Sampled(_without(rows.select_rows(keep), failed), prompts, groups, metrics)
+
+    async def _compare(self, clock: Clock, step: int, rows: KVBatchMeta) -> LogProbGap | None:
+        """Compare log-probs of rows while they are scored, where the actors have no other work and
+        the step trains all rows.
+        """
+        parts = self._parts
+        if self._policy.max_staleness or STAGE not in parts.graph or "filter" in parts.graph:
+            return None
+        lag = max(Staleness.of(rows, self.rollouts.version).oldest)
+        return await self._old_log_prob.compare(clock, step, rows, parts.workers, lag, beside=1)
 
     async def roll_out(
         self, partition: Partition, prompts: Sequence[PromptRef], spare: Spare | None = None, *, turn: int | None = None

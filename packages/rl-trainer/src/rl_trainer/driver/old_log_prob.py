@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rl_protocol import KVBatchMeta
 from rl_trainer.algorithms.old_log_prob import FULL_CHECK_PERIOD, GAP, STALENESS, LogProbGap, sampled_rows
-from rl_trainer.driver.stage_calls import StepRows, WorkerHandle, call_ranks, forward_calls, read_ahead
-from rl_trainer.driver.stage_runner import ModelStage
+from rl_trainer.driver.stage_calls import StepRows, WorkerHandle, Workers, call_ranks, forward_calls, read_ahead
+from rl_trainer.driver.stage_runner import Clock, ModelStage
 
 STAGE = "log_prob_gap"
 """Runs on the sample."""
@@ -43,17 +44,27 @@ class AutoOldLogProb:
         """
         return self.agree and lag == 0 and (step - 1) % FULL_CHECK_PERIOD > 0
 
-    async def gap(
-        self, step: int, rows: StepRows, ranks: Sequence[WorkerHandle], dp_ranks: Sequence[int]
-    ) -> LogProbGap:
-        """Have the actors compare a sample of the rows.
+    async def compare(
+        self, clock: Clock, step: int, rows: KVBatchMeta, workers: Workers, lag: int, *, beside: int = 0
+    ) -> LogProbGap | None:
+        """Have the actors compare a sample of the rows; None: the step compares all or none.
+
+        `lag` as in `samples`; `beside` counts other processes that compute meanwhile.
 
         Raises:
             RLError: a rank failed.
         """
+        if not self.samples(step, lag):
+            return None
+        ranks = workers.actor
+        return await clock.time(STAGE, self._gap(step, StepRows.of(rows), ranks, workers.dp_ranks_of(ranks), beside))
+
+    async def _gap(
+        self, step: int, rows: StepRows, ranks: Sequence[WorkerHandle], dp_ranks: Sequence[int], beside: int
+    ) -> LogProbGap:
         sample = rows.select(sampled_rows(len(rows.names), max(dp_ranks) + 1, self._seed, step))
         calls = forward_calls(STAGE, step, sample, len(ranks), dp_ranks)
-        calls = ModelStage(STAGE, ranks, calls).beside(len(ranks)).calls
+        calls = ModelStage(STAGE, ranks, calls).beside(len(ranks) + beside).calls
         if len(ranks) > 1:
             await read_ahead(ranks, STAGE, calls, self._timeout_s)
         answers = await call_ranks(ranks, STAGE, calls, LogProbGap, self._timeout_s)

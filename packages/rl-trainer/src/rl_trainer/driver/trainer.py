@@ -32,7 +32,7 @@ from rl_protocol.rl_columns import TRAIN_PARTITION, VALIDATION_PARTITION
 from rl_protocol.support.options import require
 from rl_trainer.algorithms.metrics import stats
 from rl_trainer.algorithms.staleness_policy import StalenessPolicy
-from rl_trainer.asyncio_tasks import gather_or_cancel
+from rl_trainer.asyncio_tasks import both, gather_or_cancel
 from rl_trainer.checkpoints.checkpoint_folder import Checkpoint, RunState
 from rl_trainer.checkpoints.held_batches import HeldBatches
 from rl_trainer.driver.batch_queue import (
@@ -118,11 +118,11 @@ class PPOTrainer:
             deterministic=parts.loop.deterministic,
             replicas=len(parts.workers.rollout),
         )
-        self._sampler = Sampler(parts, self._policy)
+        self._old_log_prob = AutoOldLogProb(parts.old_log_prob_tolerance, parts.loop.seed, parts.loop.stage_timeout_s)
+        self._sampler = Sampler(parts, self._policy, self._old_log_prob)
         self._rollouts = self._sampler.rollouts
         self._runner = StageRunner(parts.loop.stage_timeout_s)
         self._sleep = RolloutSleep(parts.rollout_memory)
-        self._old_log_prob = AutoOldLogProb(parts.old_log_prob_tolerance, parts.loop.seed, parts.loop.stage_timeout_s)
         self._longest_wait_s = MOST_STAGES * parts.loop.stage_timeout_s
         self._steps_done = 0
         self._version = 0
@@ -330,7 +330,7 @@ class PPOTrainer:
         await self._batches.admit(self._policy.last_admitted(step))
         result = await self._train(clock, step)
         metrics |= result.metrics
-        synced, _ = await gather_or_cancel(self._update_weights(clock, result), self._kept.trained(step, self._turns))
+        synced, _ = await both(self._update_weights(clock, result), self._kept.trained(step, self._turns))
         metrics |= synced or {}
         if self._policy.max_staleness:
             admissions = self._admissions()
@@ -465,7 +465,7 @@ class PPOTrainer:
         metrics = sampled.metrics | ages.metrics()
         if self._policy.max_staleness:
             metrics |= self._ahead()
-        rows, compared = await self._choose_log_probs(clock, step, StepRows.of(sampled.rows), max(ages.oldest))
+        rows, compared = await self._choose_log_probs(clock, step, sampled, max(ages.oldest))
         metrics |= compared | await self._annotate(clock, step, rows, sampled.prompts)
         updates = self._updates(step, rows)
         await self._runner.read_ahead(clock, updates)
@@ -508,16 +508,14 @@ class PPOTrainer:
         return ages
 
     async def _choose_log_probs(
-        self, clock: Clock, step: int, rows: StepRows, lag: int
+        self, clock: Clock, step: int, sampled: Sampled, lag: int
     ) -> tuple[StepRows, dict[str, float]]:
         """The rows with the choice of their old log-probs, and its metrics."""
-        graph, workers, auto = self._parts.graph, self._parts.workers, self._old_log_prob
-        metrics = {"old_log_prob/recomputed": float("old_log_prob" in graph)}
-        if STAGE not in graph or not auto.samples(step, lag):
-            return rows, metrics
-        ranks = workers.actor
-        gap = await clock.time(STAGE, auto.gap(step, rows, ranks, workers.dp_ranks_of(ranks)))
-        if not auto.agrees(gap.metrics()):
+        rows, gap, auto = StepRows.of(sampled.rows), sampled.gap, self._old_log_prob
+        metrics = {"old_log_prob/recomputed": float("old_log_prob" in self._parts.graph)}
+        if gap is None and STAGE in self._parts.graph:
+            gap = await auto.compare(clock, step, sampled.rows, self._parts.workers, lag)
+        if gap is None or not auto.agrees(gap.metrics()):
             return rows, metrics
         return rows.with_rollout_log_probs(), {"old_log_prob/recomputed": 0.0, **gap.metrics()}
 
