@@ -107,8 +107,8 @@ def test_a_script_and_a_notebook_in_one_process_train_alike(base_model, tmp_path
 
 
 @pytest.mark.timeout(1200)
-def test_the_example_of_the_readme_trains(base_model, tmp_path: Path, run_script, readme_code):
-    code = readme_code("apps/ppo", 1)
+def test_the_example_of_the_guide_trains(base_model, tmp_path: Path, run_script, readme_code):
+    code = readme_code("docs/guides", 0, "python.md")
     patient = code.replace(
         "trainer={", 'options={"ray.start_timeout_s": 400, "model.cache_dir": "cache"},\n    trainer={'
     )

@@ -6,9 +6,9 @@ import pytest
 
 
 @pytest.mark.slow
-def test_the_example_of_the_readme_generates(app, install_plugins, readme_code, monkeypatch):
+def test_the_example_of_the_guide_generates(app, install_plugins, readme_code, monkeypatch):
     site = install_plugins("rl_app_ppo.rollout_engines", one_by_one="someones_engine:ENGINE")
-    (site / "someones_engine.py").write_text(readme_code("apps/ppo", 2))
+    (site / "someones_engine.py").write_text(readme_code("docs/guides", 0, "rollout_engine.md"))
     monkeypatch.setenv("PYTHONPATH", str(site))
     done = app("rollout.name=one_by_one", "placement=separate", "rollout.n=2", "actor.optim.lr=1e-3")
     assert done.code == 0, done.err

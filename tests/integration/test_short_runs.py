@@ -177,7 +177,7 @@ def test_dynamic_filtering_refills_and_is_bounded(app):
 
 @pytest.mark.slow
 def test_files_and_a_reward_of_ones_own(app, tmp_path, monkeypatch):
-    """The example in apps/ppo/README.md, with a bad row and a reward that sometimes raises."""
+    """The example in docs/guides/reward.md, with a bad row and a reward that sometimes raises."""
     data = tmp_path / "data"
     task = ["-m", "rl_app_ppo.demo.tasks", "arithmetic", str(data), "--train", "100", "--val", "20"]
     subprocess.run([sys.executable, *task], check=True, capture_output=True, timeout=500)

@@ -29,6 +29,7 @@ READMES = sorted(
         "packages/*/README.md",
         "packages/*/docs/*.md",
         "apps/*/README.md",
+        "apps/*/docs/*.md",
         "benchmarks/README.md",
     )
     for path in ROOT.glob(pattern)
@@ -36,9 +37,12 @@ READMES = sorted(
 SNIPPET = re.compile(r'--8<-- "((?:packages|apps)/[\w-]+/examples/\w+\.py)"\n')
 """A block that shows a program, which test_examples.py runs."""
 RUN_BY = {
-    ("apps/ppo/README.md", 0): "tests/workspace/test_readmes.py::test_the_reward_of_the_app",
-    ("apps/ppo/README.md", 1): "tests/integration/test_python_api.py::test_the_example_of_the_readme_trains",
-    ("apps/ppo/README.md", 2): "tests/integration/test_rollout_plugin.py::test_the_example_of_the_readme_generates",
+    ("docs/guides/python.md", 0): "tests/integration/test_python_api.py::test_the_example_of_the_guide_trains",
+    ("docs/guides/reward.md", 0): "tests/workspace/test_readmes.py::test_the_reward_of_the_guide",
+    (
+        "docs/guides/rollout_engine.md",
+        0,
+    ): "tests/integration/test_rollout_plugin.py::test_the_example_of_the_guide_generates",
     ("packages/rl-ckpt-engine/README.md", 0): "tests/rl_ckpt_engine/scenarios/test_readme.py::test_example_runs",
     (
         "packages/rl-ckpt-engine/docs/extending.md",
@@ -146,7 +150,7 @@ def test_every_command_of_the_site_is_one_that_a_test_runs():
     lines = [
         (place(block), line)
         for block in BLOCKS
-        if block.readme.startswith("docs/") and block.language == ""
+        if block.readme.startswith(("docs/", "apps/ppo/docs/")) and block.language == ""
         for line in block.code.replace("\\\n", " ").splitlines()
     ]
     assert len(lines) > 20
@@ -161,6 +165,13 @@ def test_json_is_a_row_of_data(block: Block):
 @pytest.mark.parametrize("block", of("toml"), ids=place)
 def test_toml_parses(block: Block):
     assert tomllib.loads(block.code)
+
+
+def test_the_readme_of_a_member_is_short():
+    """It has what a reader of the package index needs; more belongs in a page of the site."""
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("*/*/README.md")}
+    assert len(lines) > 8
+    assert {path.relative_to(ROOT).as_posix(): count for path, count in lines.items() if count > 120} == {}
 
 
 def test_commands_are_found():
@@ -204,9 +215,9 @@ def test_the_vocabulary(readme_code):
     exec(compile(readme_code("packages/rl-protocol", 0), "README.md", "exec"), {})
 
 
-def test_the_reward_of_the_app(readme_code):
+def test_the_reward_of_the_guide(readme_code):
     space: dict[str, object] = {}
-    exec(compile(readme_code("apps/ppo", 0), "README.md", "exec"), space)
+    exec(compile(readme_code("docs/guides", 1, "reward.md"), "reward.md", "exec"), space)
     score = space["score"]
     assert callable(score)
     assert score("sums", "81", "82") == {"score": 1 / 2, "acc": 0.0, "pred": "81"}
