@@ -174,6 +174,17 @@ def test_the_readme_of_a_member_is_short():
     assert {path.relative_to(ROOT).as_posix(): count for path, count in lines.items() if count > 120} == {}
 
 
+def test_pictures_are_there_and_small():
+    """tests/helpers/pictures.py makes those of a run."""
+    shown = {
+        (path.parent / target).resolve()
+        for path in READMES
+        for target in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", path.read_text(encoding="utf-8"))
+    }
+    assert {"terminal-run.svg", "report-overview.png"} <= {path.name for path in shown}
+    assert [path for path in shown if not path.is_file() or path.stat().st_size > 300_000] == []
+
+
 def test_commands_are_found():
     assert len(commands()) > 20
 
