@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -25,36 +25,6 @@ from rl_protocol.testing.data_plane_suite import DataPlaneSuite
 from rl_transferqueue import Client, LocalPlane, TransferQueueConfig, connect, start_local_plane
 from rl_transferqueue.backends import backend_names, load_backend
 
-DIRECTORY_BACKEND = '''
-"""Blocks as files of a directory, which is the backend's address."""
-from pathlib import Path
-from rl_protocol import DataPlaneError
-
-class Store:
-    def __init__(self, share):
-        self.folder = Path(share.address)
-
-    def put_block(self, key, parts):
-        if not self.folder.is_dir():
-            raise DataPlaneError("the directory is gone")
-        (self.folder / f"{key}.new").write_bytes(b"".join(parts))
-        (self.folder / f"{key}.new").rename(self.folder / key)
-
-    def get_block(self, key, nbytes):
-        if not (self.folder / key).exists():
-            raise DataPlaneError("the file is gone")
-        return (self.folder / key).read_bytes()[:nbytes]
-
-    def free(self, keys):
-        for key in keys:
-            (self.folder / key).unlink(missing_ok=True)
-
-    def close(self):
-        pass
-
-class Backend:
-    host = join = Store
-'''
 ENTRY_POINTS = """[rl_transferqueue.backends]
 directory = rltq_directory:Backend
 broken = rltq_ghost:Backend
@@ -69,13 +39,15 @@ ALLOWED = "".join(
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def installed(tmp_path_factory: pytest.TempPathFactory, readme_code: Callable[..., str]) -> Iterator[Path]:
     """Provide packages with backends, some of them allowed, and yield a folder for blocks.
+
+    `directory` is the example of docs/guides/data_plane.md.
 
     This process and its child processes find the packages as if they were installed.
     """
     site = tmp_path_factory.mktemp("site")
-    (site / "rltq_directory.py").write_text(DIRECTORY_BACKEND)
+    (site / "rltq_directory.py").write_text(readme_code("docs/guides", 0, "data_plane.md"))
     for name, points in (("rltq_directory", ENTRY_POINTS), ("rltq_other", TWICE)):
         info = site / f"{name}-1.0.dist-info"
         info.mkdir()

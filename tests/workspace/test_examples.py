@@ -19,7 +19,12 @@ LIGHT = {
         "eighty-two raised ValueError: ",
     ],
     "packages/rl-trainer/examples/tool.py": ["<tool_response>", "2", "91 of 176 tokens are trained on"],
+    "packages/rl-trainer/examples/agent_loop.py": [
+        "7237+45=82 {'score': 1.0, 'first': 0.0, 'pred': '82'}",
+        "6 of 12 tokens are trained on",
+    ],
     "packages/rl-trainer/examples/estimator.py": ["[-1.0, -1.0, 0.0, 4.0, 0.0]"],
+    "packages/rl-ckpt-engine/examples/weight_engine.py": ["version 1 [1.0, 1.0, 1.0, 1.0] on ('rollout-0',)"],
     "packages/rl-ckpt-engine/examples/weight_sync.py": [
         "rollout: version 1 [1.0, 1.0, 1.0, 1.0]",
         "trainer: version 1 is active on ('rollout-0',)",

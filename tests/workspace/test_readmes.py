@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import shlex
+import shutil
 import textwrap
 import tomllib
 from collections import Counter
@@ -37,12 +38,17 @@ READMES = sorted(
 SNIPPET = re.compile(r'--8<-- "((?:packages|apps)/[\w-]+/examples/\w+\.py)"\n')
 """A block that shows a program, which test_examples.py runs."""
 RUN_BY = {
+    ("docs/guides/data_plane.md", 0): "tests/rl_transferqueue/test_backends.py::installed",
     ("docs/guides/python.md", 0): "tests/integration/test_python_api.py::test_the_example_of_the_guide_trains",
     ("docs/guides/reward.md", 0): "tests/workspace/test_readmes.py::test_the_reward_of_the_guide",
     (
         "docs/guides/rollout_engine.md",
         0,
     ): "tests/integration/test_rollout_plugin.py::test_the_example_of_the_guide_generates",
+    (
+        "docs/guides/weight_engine.md",
+        0,
+    ): "tests/rl_ckpt_engine/scenarios/test_example_engine.py::test_the_guide_tests_it_so",
     ("packages/rl-ckpt-engine/README.md", 0): "tests/rl_ckpt_engine/scenarios/test_readme.py::test_example_runs",
     (
         "packages/rl-ckpt-engine/docs/extending.md",
@@ -196,6 +202,8 @@ def test_a_command_of_the_app_resolves(place: str, words: list[str], tmp_path: P
     (tmp_path / "my.yaml").write_text("rollout: {n: 4}\n")
     (tmp_path / "verl.sh").write_text("algorithm.adv_estimator=gae\n")
     (tmp_path / "near.py").write_text("def score(*_): return 1.0\n")
+    for example in ROOT.glob("packages/*/examples/*.py"):
+        shutil.copy(example, tmp_path)
     (tmp_path / "outputs" / "<run>").mkdir(parents=True)
     (tmp_path / "outputs" / "<run>" / "config.yaml").write_text("rollout: {n: 4}\n")
     words = [

@@ -2,6 +2,7 @@
 
 import torch
 
+from rl_trainer.algorithms.losses import PolicyLoss
 from rl_trainer.algorithms.losses.loss_function import LossInputs, TokenLoss
 from rl_trainer.config import ActorConfig
 
@@ -10,6 +11,9 @@ def squared_trust_region(x):
     """-r A + (log r)^2 / 2, with r = pi / pi_old, for each token."""
     penalty = 0.5 * x.log_ratio() ** 2
     return TokenLoss(loss=penalty - x.ratio() * x.advantages, metrics={"penalty": penalty.detach()})
+
+
+LOSS = PolicyLoss(squared_trust_region)
 
 
 def main():
