@@ -176,6 +176,22 @@ def test_dynamic_filtering_refills_and_is_bounded(app):
 
 
 @pytest.mark.slow
+def test_a_logger_gets_a_table_of_the_samples_of_each_step(app, monkeypatch):
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    done = app("trainer.logger=[console,mlflow]", "trainer.total_training_steps=3", "trainer.samples_per_step=8")
+    assert done.code == 0, done.err
+    tables = sorted(done.folder.glob("mlflow/*/*/artifacts/samples/*.json"))
+    assert [path.stem for path in tables] == ["000001", "000002", "000003"]
+    for step, path in enumerate(tables, 1):
+        table = json.loads(path.read_text())
+        rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+        assert {row["step"] for row in rows} == {step}
+        assert len(rows) == 8
+        assert all(row["prompt"].endswith("=") and row["reward"] in (0.0, 1.0) for row in rows)
+
+
+@pytest.mark.slow
 def test_files_and_a_reward_of_ones_own(app, tmp_path, monkeypatch):
     """The example in docs/guides/reward.md, with a bad row and a reward that sometimes raises."""
     data = tmp_path / "data"

@@ -5,6 +5,7 @@ The steps it did not record are counted, and reported once.
 
 from __future__ import annotations
 
+import json
 import logging
 import struct
 import sys
@@ -17,10 +18,27 @@ import pytest
 
 from rl_app_ppo.config.loading import load_config
 from rl_app_ppo.outputs.metric_sinks import BackgroundSink, SinkKind, logger_names, open_sinks
+from rl_app_ppo.outputs.sample_tables import COLUMNS, SampleTable
 from rl_app_ppo.outputs.trackers import MlflowSink, RunFacts, TrackioSink, WandbSink
 from rl_protocol import ConfigError
 from rl_protocol.testing.bigram_model import ListSink
 from rl_protocol.testing.metrics_suite import MetricSinkSuite
+
+CELLS = {
+    "step": 1,
+    "key": "p-0/0/0",
+    "why": "best",
+    "prompt": "37+45=",
+    "response": "<b>82</b>",
+    "ground_truth": "82",
+    "reward": 0.75,
+    "parts": '{"exact_match/score": 1.0}',
+    "advantage": None,
+    "tokens": 3,
+    "turns": 1,
+    "failure": "",
+}
+TABLE = SampleTable(1, [[CELLS[name] for name in COLUMNS]])
 
 
 class TestBackground(MetricSinkSuite):
@@ -170,6 +188,19 @@ def test_wandb_records_offline(tmp_path, monkeypatch, caplog):
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
+def test_wandb_has_tables_of_samples(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    sink = WandbSink(RunFacts(folder=tmp_path, config={}))
+    sink.log(2, {"a": 1.0})
+    sink.log_samples(TABLE)  # of a step before the newest
+    sink.log(3, {"a": 1.0})
+    sink.close()
+    (path,) = tmp_path.glob("wandb/offline-run-*/files/media/table/samples_2_*.table.json")
+    table = json.loads(path.read_text())
+    assert [dict(zip(table["columns"], row, strict=True)) for row in table["data"]] == [CELLS]
+
+
 def test_mlflow_records_into_files_and_resumes_its_run(tmp_path, monkeypatch, caplog):
     """MLflow's own reader finds the logged values; characters it does not allow are replaced."""
     pytest.importorskip("mlflow")
@@ -198,6 +229,24 @@ def test_mlflow_records_into_files_and_resumes_its_run(tmp_path, monkeypatch, ca
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
+def test_mlflow_has_tables_of_samples(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow")
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY"):
+        monkeypatch.setenv(name, "true")
+    sink = MlflowSink(RunFacts(folder=tmp_path, config={}))
+    for step in range(1, 60):
+        sink.log_samples(SampleTable(step, TABLE.rows))
+    sink.close()
+    (path,) = tmp_path.glob("mlflow/*/*/artifacts/samples/000001.json")
+    table = json.loads(path.read_text())
+    assert [dict(zip(table["columns"], row, strict=True)) for row in table["data"]] == [CELLS]
+    (tag,) = tmp_path.glob("mlflow/*/*/tags/mlflow.loggedArtifacts")
+    listed = json.loads(tag.read_text())
+    assert (len(listed), listed[-1]) == (50, {"path": "samples/000059.json", "type": "table"})
+
+
 @pytest.mark.slow
 def test_trackio_records_into_the_run_folder_and_resumes_its_run(tmp_path, monkeypatch, caplog):
     """trackio's own reader finds the logged values.
@@ -217,11 +266,15 @@ def test_trackio_records_into_the_run_folder_and_resumes_its_run(tmp_path, monke
             sink.log(step, {"val-core/s/acc/mean@4": step / 4})
         sink.close()
         assert sink.lost == 0, caplog.text
+    again = TrackioSink(facts)
+    again.log_samples(TABLE)
+    again.close()
     from trackio import Api
     from trackio.sqlite_storage import SQLiteStorage
 
     assert SQLiteStorage.get_project_db_path("rl-app-ppo").parent == facts.folder / "trackio"
     assert [run.name for run in Api().runs("rl-app-ppo")] == ["my run"]
-    logs = SQLiteStorage.get_logs("rl-app-ppo", "my run")
+    *logs, last = SQLiteStorage.get_logs("rl-app-ppo", "my run")
+    assert last["samples"]["_value"] == [CELLS]
     assert [(one["step"], one["val-core/s/acc/mean@4"]) for one in logs] == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from rl_app_ppo.outputs.run_folder import RECORD
+from rl_app_ppo.outputs.sample_tables import SampleSink, SampleTables
 from rl_app_ppo.outputs.trackers import MlflowSink, RunFacts, TensorBoardSink, TrackioSink, WandbSink
 from rl_protocol import ConfigError
 from rl_protocol.ports import MetricSink
@@ -61,16 +63,26 @@ def logger_names(given: Iterable[str]) -> tuple[str, ...]:
 class BackgroundSink:
     """MetricSink that runs another one in a thread, and counts the steps that it loses.
 
+    A sink that is a SampleSink also gets the tables of the run's trajectories.
+
     Args:
         name: name of the sink, for messages.
         open_sink: opens the sink, in the thread.
         capacity: steps that may wait.
         close_s: longest duration of `close`, seconds.
+        tables: trajectories of the run; None: there are none.
     """
 
     def __init__(
-        self, name: str, open_sink: Callable[[], MetricSink], *, capacity: int = CAPACITY, close_s: float = CLOSE_S
+        self,
+        name: str,
+        open_sink: Callable[[], MetricSink],
+        *,
+        capacity: int = CAPACITY,
+        close_s: float = CLOSE_S,
+        tables: SampleTables | None = None,
     ) -> None:
+        self._tables = tables
         self._name = name
         self._open = open_sink
         self._close_s = close_s
@@ -119,16 +131,32 @@ class BackgroundSink:
                     sink = self._open()
                 if sink is not None:
                     sink.log(*item)
+                    self._log_samples(sink)
                     continue
             except Exception as error:  # noqa: BLE001 - boundary: no error of a logger may end the run
                 failed = failed or sink is None
                 self._why = f"{type(error).__name__}: {error}"
             self._lose(self._why)
         if sink is not None:
+            self._log_samples(sink, done=True)
             try:
                 sink.close()
             except Exception as error:  # noqa: BLE001 - see above
                 logger.warning("The logger %s could not be closed: %s", self._name, error)
+
+    def _log_samples(self, sink: MetricSink, *, done: bool = False) -> None:
+        """Log the tables that are there; after an error no more of them."""
+        if self._tables is None or not isinstance(sink, SampleSink):
+            return
+        try:
+            for table in self._tables.new(done=done):
+                sink.log_samples(table)
+        except Exception as error:  # noqa: BLE001 - see above
+            self._tables = None
+            logger.warning(
+                "The logger %s gets no more tables of samples: %s: %s. The report has them.",
+                *(self._name, type(error).__name__, error),
+            )
 
     def _lose(self, why: str) -> None:
         if not self._lost:
@@ -141,7 +169,11 @@ class BackgroundSink:
 
 def open_sinks(names: tuple[str, ...], facts: RunFacts) -> list[BackgroundSink]:
     """Open the sinks of these names."""
-    return [BackgroundSink(name, _opening(SINKS.get(name), facts)) for name in names if name != CONSOLE]
+    return [
+        BackgroundSink(name, _opening(SINKS.get(name), facts), tables=SampleTables(facts.folder / RECORD))
+        for name in names
+        if name != CONSOLE
+    ]
 
 
 def _opening(kind: SinkKind, facts: RunFacts) -> Callable[[], MetricSink]:

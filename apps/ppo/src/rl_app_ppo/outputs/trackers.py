@@ -1,7 +1,8 @@
-"""Metric sinks of TensorBoard, Weights & Biases, MLflow and trackio."""
+"""Metric sinks of TensorBoard, Weights & Biases, MLflow and trackio; the last three have tables."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -12,6 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from rl_app_ppo.outputs.run_folder import writing
+from rl_app_ppo.outputs.sample_tables import COLUMNS, SampleTable
+
+SAMPLES = "samples"
+"""Name of the tables of trajectories."""
+LISTED_TABLES = 50
+"""Tables that the page of an MLflow run lists; a tag has their names, and its length is limited."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +77,8 @@ class TensorBoardSink:
 class WandbSink:
     """MetricSink: Weights & Biases.
 
-    Offline, into the run folder, unless WANDB_MODE is set; `wandb sync` uploads it later.
+    Offline, into the run folder, unless WANDB_MODE is set; `wandb sync` uploads it later. Steps of
+    wandb only grow, so a table is logged with the newest; its rows have their own step.
     """
 
     def __init__(self, facts: RunFacts) -> None:
@@ -86,10 +94,18 @@ class WandbSink:
             mode=os.environ.get("WANDB_MODE", "offline"),  # pyright: ignore[reportArgumentType]: checked by wandb
             settings=wandb.Settings(silent=True, console="off"),
         )
+        self._table: Any = wandb.Table
+        self._step = 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one step."""
+        self._step = step
         self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, table: SampleTable) -> None:
+        """Record one table."""
+        rows = [list(row) for row in table.rows]
+        self._run.log({SAMPLES: self._table(columns=list(COLUMNS), data=rows)}, step=self._step)
 
     def close(self) -> None:
         """End the run in wandb; safe to call twice."""
@@ -101,7 +117,7 @@ class MlflowSink:
 
     Writes files in the run folder, unless MLFLOW_TRACKING_URI names a server. Reuses a run with the
     same name. MLflow allows fewer characters in names: `mean@4` becomes `mean_at_4`, and every
-    other character that it refuses becomes `_`.
+    other character that it refuses becomes `_`. A table is the artifact `samples/STEP.json`.
     """
 
     def __init__(self, facts: RunFacts) -> None:
@@ -116,6 +132,7 @@ class MlflowSink:
         self._entities: Any = entities
         self._client: Any = MlflowClient(tracking_uri=where)
         self._ended = False
+        self._tables: list[dict[str, str]] = []
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "rl-app-ppo")
         known = self._client.get_experiment_by_name(name)
         experiment = known.experiment_id if known is not None else self._client.create_experiment(name)
@@ -134,6 +151,13 @@ class MlflowSink:
         values = [self._entities.Metric(_mlflow_name(name), value, now, step) for name, value in metrics.items()]
         self._client.log_batch(self._id, metrics=values)
 
+    def log_samples(self, table: SampleTable) -> None:
+        """Record one table, as `mlflow.log_table` does, which needs pandas."""
+        path = f"{SAMPLES}/{table.step:06d}.json"
+        self._client.log_text(self._id, json.dumps({"columns": COLUMNS, "data": table.rows}), path)
+        self._tables = [*self._tables, {"path": path, "type": "table"}][-LISTED_TABLES:]
+        self._client.set_tag(self._id, "mlflow.loggedArtifacts", json.dumps(self._tables))
+
     def close(self) -> None:
         """End the run in MLflow; safe to call twice."""
         if not self._ended:
@@ -151,7 +175,9 @@ class TrackioSink:
     def __init__(self, facts: RunFacts) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(facts.folder / "trackio"))  # read when it is imported
         from trackio.run import Run  # pyright: ignore[reportMissingImports]: an extra that is in no default group
+        from trackio.table import Table  # pyright: ignore[reportMissingImports]: as above
 
+        self._table: Any = Table
         self._run: Any = Run(  # trackio.init prints, and looks for servers in the environment
             url=None,
             client=None,
@@ -164,6 +190,11 @@ class TrackioSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one step."""
         self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, table: SampleTable) -> None:
+        """Record one table."""
+        rows = [dict(zip(COLUMNS, row, strict=True)) for row in table.rows]
+        self._run.log({SAMPLES: self._table(data=rows)}, step=table.step)
 
     def close(self) -> None:
         """Flush trackio's buffer; safe to call twice."""
