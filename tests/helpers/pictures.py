@@ -1,6 +1,7 @@
 """Write the pictures of a run, of its terminal and its report, in docs/images/.
 
-It trains the demo, and needs Chromium. Run it when what a run prints, or its report, has changed:
+It trains the demo, once well and once badly, and needs Chromium. Run it when
+what a run prints, or its report, has changed:
 
     uv run --group dev python tests/helpers/pictures.py
 
@@ -100,18 +101,20 @@ def _svg(rows: Sequence[str]) -> str:
     return "\n".join(line.rstrip() for line in drawn.splitlines() if line.strip()) + "\n"
 
 
-async def report_pictures(url: str) -> dict[str, bytes]:
-    """PNG by file name, of the report's overview and of the response with the largest advantage."""
+async def report_pictures(good: str, bad: str) -> dict[str, bytes]:
+    """PNG by file name: overviews of two reports, and the response with the largest advantage."""
     async with page(find_chromium() or "", width=1200, height=760) as tab:
         await tab.theme("light")
-        await tab.open(url)
-        overview = await tab.screenshot()
+        await tab.open(bad)
+        pictures = {"report-bad.png": await tab.screenshot()}
+        await tab.open(good)
+        pictures["report-overview.png"] = await tab.screenshot()
         await tab.show("#samples?sort=advantage")
         await tab.evaluate("document.querySelector('a.row').click()")
         await tab.wait_for("document.querySelector('.tok')")
         await tab.size(1200, 620)
         await tab.show(await tab.evaluate("location.hash") + "?by=log_prob")
-        return {"report-overview.png": overview, "report-sample.png": await tab.screenshot()}
+        return pictures | {"report-sample.png": await tab.screenshot()}
 
 
 def main(arguments: list[str]) -> None:
@@ -122,9 +125,10 @@ def main(arguments: list[str]) -> None:
         out, arguments = Path(arguments[1]), arguments[2:]
     with tempfile.TemporaryDirectory() as folder:
         written = run_in_terminal(["trainer.run_name=demo", *arguments], Path(folder))
-        report = Path(folder, "outputs", "demo", "report.html")
+        run_in_terminal(["trainer.run_name=fast", "actor.optim.lr=1e-2", *arguments], Path(folder))
+        reports = [Path(folder, "outputs", name, "report.html").as_uri() for name in ("demo", "fast")]
         pictures = {name: text.encode() for name, text in terminal_pictures(written).items()}
-        pictures |= asyncio.run(report_pictures(report.as_uri()))
+        pictures |= asyncio.run(report_pictures(*reports))
     for name, content in pictures.items():
         (out / name).write_bytes(content)
 

@@ -216,18 +216,23 @@ def test_a_command_of_the_app_resolves(place: str, words: list[str], tmp_path: P
 @pytest.mark.parametrize(("place", "words"), commands("uv run rl "), ids=[place for place, _ in commands("uv run rl ")])
 def test_a_command_of_rl_succeeds(place: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    run = tmp_path / "outputs" / "<run>"
+    for name in ("<run>", "fast", "slow"):
+        _write_run(tmp_path / "outputs" / name)
+    (tmp_path / "verl.sh").write_text("algorithm.adv_estimator=gae\n")
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+
+
+def _write_run(run: Path) -> None:
+    """Write the folder of a run of no steps."""
     (run / "samples").mkdir(parents=True)
     (run / "config.yaml").write_text("rollout: {n: 4}\n")
     outcome = {"type": "scored", "numbers": {"score": 1.0}, "texts": {}}
     texts = {"data_source": "", "prompt": "1+1=", "response": "2", "ground_truth": "2"}
     (run / "samples" / "5.jsonl").write_text(json.dumps({"key": "v5-0/0/0", **texts, "outcome": outcome}) + "\n")
-    (tmp_path / "verl.sh").write_text("algorithm.adv_estimator=gae\n")
     record = RecordFile(run / "record", "driver")
     record.append([EndRow(at=0.0, outcome="finished", text="")])
     record.close()
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
 
 
 def test_the_vocabulary(readme_code):
