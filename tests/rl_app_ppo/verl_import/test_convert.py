@@ -38,6 +38,7 @@ python3 -m verl.trainer.main_ppo \
     trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15 $@
 """
 """verl's example of GRPO on GSM8K: names and values."""
+CRITIC_LORA = "actor_rollout_ref.model.lora_rank=4 critic.model.lora_rank=4"
 
 
 @pytest.fixture
@@ -161,6 +162,11 @@ def test_no_setting_of_an_algorithm_of_ours_stands_in_for_verls(algorithm):
         ("trainer.v1.trainer_mode=colocate_async", "needs processes of its own"),
         ("trainer.resume_mode=resume_path trainer.resume_from_path=/x/global_step_3", "can't be resumed here"),
         ("critic.model.path=/another/model", "the critic starts from"),
+        (f"{CRITIC_LORA} critic.model.lora_alpha=8", "and actor_rollout_ref.model.lora_alpha is 16"),
+        (
+            f"{CRITIC_LORA} critic.model.target_modules=[q_proj]",
+            "and actor_rollout_ref.model.target_modules is all-linear",
+        ),
         (
             "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm actor_rollout_ref.actor.loss_scale_factor=9",
             "the critic has",
@@ -223,6 +229,7 @@ def test_the_older_asynchronous_trainer_keeps_its_partial_rollout_and_loses_its_
             "does not read it without reward.reward_kwargs.overlong_buffer_cfg.enable=true",
         ),
         ("algorithm.adv_estimator=grpo critic.model.path=/another/model", "there is no critic"),
+        ("critic.model.lora_alpha=8", "the critic has no such adapters"),
         ("critic.use_dynamic_bsz=True critic.ppo_micro_batch_size_per_gpu=4", "use_dynamic_bsz=true"),
         ("distillation.distillation_loss.topk=8", "does not read it without distillation.enabled=true"),
         ("actor_rollout_ref.rollout.name=sglang", "vllm generates instead"),

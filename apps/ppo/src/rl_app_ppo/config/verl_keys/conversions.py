@@ -297,6 +297,25 @@ def critic_lora(value: Value, verl: Verl) -> Answer:
     return {"critic.use_lora": True}
 
 
+def critic_adapters(verl_key: str) -> Convert:
+    """A setting of the critic's adapters, which have those of the policy's."""
+    name = verl_key.removeprefix("critic.model.")
+    nested = name.startswith("lora.")
+    option = name.removeprefix("lora.").removeprefix("lora_")
+
+    def convert(value: Value, verl: Verl) -> Answer:
+        rank = verl.get(f"critic.model.lora{'.' if nested else '_'}rank", 0)
+        if not verl.has_critic or not int(str(rank)):
+            return Note("the critic has no such adapters")
+        flat = "lora_alpha" if option == "alpha" else option
+        policy = f"{MODEL}.lora.{option}" if reads_nested(verl) else f"{MODEL}.{flat}"
+        if items(value) != items(verl.get(policy)):
+            return Lost(f"adapters of the critic have the settings of the policy's, and {policy} is {verl.get(policy)}")
+        return {}
+
+    return convert
+
+
 # -- rollout
 
 

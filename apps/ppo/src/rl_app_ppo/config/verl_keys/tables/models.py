@@ -235,9 +235,12 @@ ENTRIES: tuple[Entry, ...] = (
     no_effect("fsdp.activation_checkpointing is that of all models", "critic.model.enable_gradient_checkpointing"),
     converted("critic.model.lora_rank", "critic.use_lora", conversions.critic_lora),
     converted("critic.model.lora.rank", "critic.use_lora", conversions.critic_lora),
-    no_effect(
-        "adapters of the critic have the settings of the policy's",
-        "critic.model.lora_alpha critic.model.target_modules",
+    *(
+        checked(key, conversions.critic_adapters(key), "adapters of the critic have the settings of the policy's")
+        for key in (
+            *(f"critic.model.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules")),
+            *(f"critic.model.lora.{name}" for name in ("alpha", "dropout", "target_modules", "exclude_modules")),
+        )
     ),
     unsupported(
         "the critic starts from the policy's model, and its adapters start new",
