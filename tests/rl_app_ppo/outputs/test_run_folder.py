@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from rl_app_ppo.outputs import run_folder
 from rl_app_ppo.outputs.metrics_file import JSONLSink
-from rl_app_ppo.outputs.run_folder import create_run_folder, occupied, publish_folder, writing
+from rl_app_ppo.outputs.run_folder import create_run_folder, is_free, occupied, publish_folder, writing
 from rl_protocol import OutputError
 
 
@@ -87,3 +90,20 @@ def test_a_run_keeps_others_out_of_its_folder_and_removes_what_a_killed_one_left
         assert [folder.exists() for folder in (*half, *whole)] == [False, False, True, True]
     with occupied(tmp_path):
         pass
+
+
+def test_a_reader_that_holds_the_lock_for_a_moment_does_not_keep_a_run_out(tmp_path: Path) -> None:
+    waits = []
+    reader = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(reader, fcntl.LOCK_SH)
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        os.close(reader)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_folder.time, "sleep", wait)
+        with occupied(tmp_path):
+            assert len(waits) == 1
+            assert not is_free(tmp_path)
+    assert is_free(tmp_path)

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import shutil
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ UNPUBLISHED = ".checkpoint"
 _PROBE = ".probe"
 JOURNAL = "journal"
 """Name of the folder of the data plane's journal."""
+LOCK_S = 0.5
+"""How long a run tries to lock its folder, seconds."""
+_LOCK_AGAIN_S = 0.02
 ATTEMPTS = "attempts"
 """Name of the folder for the files of attempts that ended before a checkpoint."""
 
@@ -89,7 +93,8 @@ def create_run_folder(output_dir: Path, run_name: str, min_free_mb: int, *, resu
 def occupied(folder: Path) -> Generator[None]:
     """Lock a run folder, and remove the partial files of a killed run.
 
-    A file system without locks gets a warning instead.
+    A file system without locks gets a warning instead. The lock is tried for LOCK_S, because
+    `is_free` takes it for a moment.
 
     Raises:
         OutputError: another run holds the lock.
@@ -98,7 +103,7 @@ def occupied(folder: Path) -> Generator[None]:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(lock)
         except BlockingIOError:
             raise OutputError(
                 f"Another run writes to {folder}. Wait for its end, or set trainer.run_name to another name."
@@ -114,10 +119,21 @@ def occupied(folder: Path) -> Generator[None]:
         os.close(lock)
 
 
+def _lock(opened: int) -> None:
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            return fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_LOCK_AGAIN_S)
+
+
 def is_free(folder: Path) -> bool:
     """Whether no run holds the lock of its folder; False where the file system has no locks.
 
-    The lock is taken for a moment, so this is asked only of a run that writes nothing.
+    The lock is taken for a moment, in which a run that starts there waits (`occupied`).
     """
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
