@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from functools import partial
+
 import pytest
 import ray
 from ray._private import ray_constants
 
+from rl_app_ppo.cluster import ray_session
 from rl_app_ppo.cluster.ray_session import check_ray_is_free
-from rl_app_ppo.config.schema import RayConfig
-from rl_protocol import ConfigError
+from rl_app_ppo.config.schema import RayConfig, TrainerConfig
+from rl_protocol import ConfigError, WorkerError
 
 
 def test_a_process_that_uses_ray_itself_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -24,3 +29,40 @@ def test_a_ray_that_would_listen_on_all_interfaces_is_refused(monkeypatch: pytes
     check_ray_is_free(RayConfig(address="auto"))  # the cluster decides
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
     check_ray_is_free(RayConfig())
+
+
+def _init(done: threading.Event, **_settings: object) -> None:
+    """ray.init, which returns when `done` is set."""
+    assert done.wait(60)
+
+
+def test_a_ray_that_never_starts_ends_the_run_and_is_left_if_it_starts_later(monkeypatch: pytest.MonkeyPatch):
+    released, left = threading.Event(), threading.Event()
+    monkeypatch.setattr(ray, "init", partial(_init, released))
+    monkeypatch.setattr(ray, "shutdown", left.set)
+    monkeypatch.setattr(ray_session, "LATE_S", 0.01)
+
+    async def session() -> None:
+        config = RayConfig(address="127.0.0.1:6379", start_timeout_s=0.01)
+        async with ray_session.ray_session(config, TrainerConfig(), None):
+            raise AssertionError("it has not started")
+
+    with pytest.raises(WorkerError, match=r"Ray did not start \(127\.0\.0\.1:6379\)"):
+        asyncio.run(session())
+    assert not left.is_set()
+    released.set()
+    assert left.wait(60)
+
+
+def test_a_ray_that_starts_in_time_is_left_at_the_end(monkeypatch: pytest.MonkeyPatch):
+    done, left = threading.Event(), threading.Event()
+    done.set()
+    monkeypatch.setattr(ray, "init", partial(_init, done))
+    monkeypatch.setattr(ray, "shutdown", left.set)
+
+    async def session() -> None:
+        async with ray_session.ray_session(RayConfig(address="auto"), TrainerConfig(), None):
+            assert not left.is_set()
+
+    asyncio.run(session())
+    assert left.is_set()

@@ -11,9 +11,9 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import AsyncGenerator, Generator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from functools import cache
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
 
 import ray
@@ -27,6 +27,8 @@ from rl_protocol import ConfigError, WorkerError
 from rl_protocol.support.temporary_folders import temporary_folder
 
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"  # noqa: S105 - the name of a variable
+LATE_S = 10.0
+"""Longest wait for a late start of Ray, before its processes are left to the end of ours."""
 _PREFIX = "rl-app-ppo-ray-"
 
 
@@ -111,8 +113,11 @@ async def ray_session(
             if not trainer.profile_steps:
                 stack.enter_context(environment({TASK_EVENTS: os.environ.get(TASK_EVENTS, "0")}))
             folder = stack.enter_context(private_folder())
-        starting = asyncio.create_task(asyncio.to_thread(_start, config.address, folder, fork_server, stack))
-        stack.push_async_callback(asyncio.wait, [starting])  # if it is late or cancelled: stop it once it has started
+        ended = threading.Event()
+        starting = _in_thread(partial(_start, config.address, folder, fork_server, stack, ended), ended)
+        # If it is late or cancelled, stop it once it has started. A call of Ray can't be stopped.
+        stack.push_async_callback(partial(asyncio.wait, [starting], timeout=LATE_S))
+        stack.callback(ended.set)
         try:
             async with asyncio.timeout(config.start_timeout_s):
                 await asyncio.shield(starting)
@@ -127,11 +132,52 @@ async def ray_session(
         yield
 
 
-def _start(address: str, folder: Path | None, fork_server: ForkServer | None, stack: AsyncExitStack) -> None:
-    """Connect to the Ray at an address, or start one in `folder`; `stack` shuts it down."""
+def _in_thread(work: Callable[[], None], ended: threading.Event) -> asyncio.Future[None]:
+    """Run a call that may never return, in a thread that the end of the process does not wait for.
+
+    The thread lives until `ended`: processes of Ray that it starts are killed at its end.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+    done.add_done_callback(lambda future: future.cancelled() or future.exception())  # has no reader if it is late
+
+    def finish(error: BaseException | None) -> None:
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        error: BaseException | None = None
+        try:
+            work()
+        except BaseException as raised:  # noqa: BLE001 - raised by who awaits `done`
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(finish, error)
+        ended.wait()
+
+    threading.Thread(target=run, name="start Ray", daemon=True).start()
+    return done
+
+
+def _start(
+    address: str,
+    folder: Path | None,
+    fork_server: ForkServer | None,
+    stack: AsyncExitStack,
+    ended: threading.Event,
+) -> None:
+    """Connect to the Ray at an address, or start one in `folder`; `stack` shuts it down.
+
+    After `ended` nobody unwinds `stack`, so that Ray is shut down at once.
+    """
     if folder is not None and fork_server is not None:
         requests = folder.with_name("fork")
         fork_server.listen(requests)
         address = stack.enter_context(head_node(folder, requests))
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True)
-    stack.callback(ray.shutdown)
+    if ended.is_set():
+        ray.shutdown()
+    else:
+        stack.callback(ray.shutdown)
