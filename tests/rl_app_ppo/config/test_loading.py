@@ -9,7 +9,7 @@ import yaml
 
 from rl_app_ppo.cli.main import help_text, main, parse
 from rl_app_ppo.config.full_keys import with_full_keys
-from rl_app_ppo.config.loading import flat_settings, from_yaml, load_config, options, resolve, to_yaml
+from rl_app_ppo.config.loading import algorithm_label, flat_settings, from_yaml, load_config, options, resolve, to_yaml
 from rl_app_ppo.config.presets import presets
 from rl_app_ppo.config.unused_options import unused
 from rl_protocol import ConfigError
@@ -283,3 +283,16 @@ def test_a_group_is_given_as_a_mapping():
 def test_a_setting_may_refer_to_another_whatever_sets_that_later():
     resolved = resolve(["data.seed=${trainer.seed}", "trainer.seed=7"])
     assert (resolved.config.data.seed, resolved.settings["data.seed"].value, resolved.changed["data.seed"]) == (7, 7, 7)
+
+
+@pytest.mark.parametrize(
+    ("words", "label"),
+    [
+        ([], "grpo"),
+        (["algorithm=ppo"], "ppo"),
+        (["algorithm.adv_estimator=gae"], "gae"),
+        (["algorithm=opd", "reference.path=/teacher"], "opd"),
+    ],
+)
+def test_a_run_is_named_after_what_it_does(words, label):
+    assert algorithm_label(load_config(words)) == label

@@ -19,6 +19,7 @@ from rl_app_ppo.api.result import TrainResult
 from rl_app_ppo.checks.preflight import preflight
 from rl_app_ppo.cluster.local.fork_server import ForkServer
 from rl_app_ppo.config.full_keys import FullKeysFormatter, full_keys_in_errors
+from rl_app_ppo.config.loading import algorithm_label
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.driver.run import RunPlan, run
 from rl_app_ppo.inputs.epochs import with_length
@@ -59,7 +60,7 @@ def run_training(
         graph = preflight(config, plugins)
         written, config = config, with_length(config)  # the file keeps the epochs: a resumed run may have more
         name = config.trainer.run_name or time.strftime(
-            f"%Y-%m-%d_%H-%M-%S_{config.algorithm.name}_seed{config.trainer.seed}"
+            f"%Y-%m-%d_%H-%M-%S_{algorithm_label(config)}_seed{config.trainer.seed}"
         )
         output_dir = Path(config.trainer.output_dir)
         folder, steps = output_dir.expanduser() / name, config.trainer.total_training_steps

@@ -12,6 +12,7 @@ import yaml
 
 from rl_app_ppo.cli.cluster_job import AWAIT_HEAD, ClusterJob
 from rl_app_ppo.cli.sbatch import sbatch
+from rl_app_ppo.config.loading import algorithm_label
 from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import ConfigError
 
@@ -54,7 +55,7 @@ def launch_text(kind: str, config: AppConfig, words: Sequence[str], flags: Mappi
         )
     extras = filter(None, (config.backend.extra, config.generator.extra(lambda: gpus)[0]))
     job = ClusterJob(
-        name=_job_name(config.trainer.run_name) or f"rl-{config.algorithm.name}",
+        name=_job_name(config.trainer.run_name) or f"rl-{algorithm_label(config)}",
         words=tuple(word for word in words if not word.startswith("ray.address=")),
         extras=tuple(extras),
         nodes=config.trainer.nnodes,

@@ -222,6 +222,13 @@ def _preset(name: str) -> Mapping[str, Any]:
     return _checked([(f"{PRESET}={name}", values)])[0][1]
 
 
+def algorithm_label(config: AppConfig) -> str:
+    """The algorithm's name, or the advantage estimator if it is not that of the algorithm."""
+    algorithm = config.algorithm
+    usual = _layer("algorithms", algorithm.name).get("algorithm.adv_estimator", algorithm.adv_estimator)
+    return algorithm.name if algorithm.adv_estimator == usual else algorithm.adv_estimator
+
+
 def _layer(kind: str, name: str) -> dict[str, Any]:
     return flatten(parse_yaml(layer_text(kind, name)))
 
