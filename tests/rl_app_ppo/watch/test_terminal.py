@@ -15,6 +15,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rl_app_ppo.cli import rl
+from rl_app_ppo.outputs.metrics_file import kept_metrics, more_metrics
+from rl_app_ppo.watch import followed_run
 from rl_app_ppo.watch.followed_run import FollowedRun
 from rl_app_ppo.watch.terminal import watch
 from rl_protocol import ConfigError
@@ -117,6 +119,44 @@ def test_a_resumed_run_is_followed_again(run):
     seen = follower.read(now)
     assert not seen.over
     assert seen.record.calls == []
+
+
+def test_a_follower_reads_what_was_appended_and_keeps_the_metrics_of_curves(run, monkeypatch):
+    def written(*steps, mode="a"):
+        lines = [{"step": step, "critic/score/mean": 0.5, "val-core/x/acc/mean@1": 1.0, "grad": 2.0} for step in steps]
+        with (run.folder / "metrics.jsonl").open(mode) as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+    begins = []
+    monkeypatch.setattr(
+        followed_run, "more_metrics", lambda path, begin: begins.append(begin) or more_metrics(path, begin)
+    )
+    follower, now = FollowedRun(run.folder), time.time()
+    written(0, 1)
+    assert [len(line) for line in follower.read(now).metrics] == [4, 4]
+    read = (run.folder / "metrics.jsonl").stat().st_size
+    assert [len(line) for line in follower.read(now).metrics] == [3, 4]
+    written(2, 3)
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4')  # half of a line
+    assert [(line["step"], len(line)) for line in follower.read(now).metrics] == [(0, 3), (1, 3), (2, 4), (3, 4)]
+    assert begins == [0, read, read]
+    kept_metrics(run.folder / "metrics.jsonl", 1)  # a resumed run repeats the steps after it
+    written(2)
+    assert [line["step"] for line in follower.read(now).metrics] == [0, 1, 2]
+
+
+def test_a_follower_keeps_recent_spans_and_the_last_of_each_worker(run):
+    now = time.time()
+    follower = FollowedRun(run.folder)
+    for at in (now - 500, now - 400, now - 30, now):
+        run.record(SpanRow(at=at, worker="actor", stage="update_actor", began=at - 1))
+    run.record(*(SpanRow(at=now - ago, worker="reward", stage="reward", began=now - ago) for ago in (300, 200)))
+    assert [(span.worker, round(now - span.at)) for span in follower.read(now).record.spans] == [
+        ("reward", 200),
+        ("actor", 30),
+        ("actor", 0),
+    ]
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

@@ -23,6 +23,19 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return records
 
 
+def more_metrics(path: Path, begin: int) -> tuple[list[dict[str, float]], int]:
+    """The whole lines of a metrics file from byte `begin`, and where they end."""
+    records: list[dict[str, float]] = []
+    with path.open("rb") as file:
+        file.seek(begin)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break  # it is being written
+            records.append(json.loads(line))
+            begin += len(line)
+    return records, begin
+
+
 def kept_metrics(path: Path, last_step: int) -> list[dict[str, float]]:
     """Cut a metrics file back to its whole lines up to `last_step`, and return them.
 

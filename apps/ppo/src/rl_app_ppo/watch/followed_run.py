@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
-from rl_app_ppo.outputs.metrics_file import read_metrics
+from rl_app_ppo.outputs.metrics_file import more_metrics
 from rl_app_ppo.outputs.run_folder import RunFiles, is_free
 from rl_protocol import ConfigError
 from rl_trainer.record.read_record import Record, RecordReader
 
+SCORE, VALIDATION = "critic/score/mean", "val-core/"
+"""The metrics of curves: the mean score, and what starts so."""
+RECENT_S = 60.0
+"""Seconds over which the busy share of a worker is taken; of older spans only the last one of each
+worker is kept."""
 QUIET_S = 10.0
 """Seconds without a new row after which the run's lock is tried."""
 
@@ -22,9 +25,10 @@ class Seen:
 
     name: str
     record: Record = field(default_factory=Record)
-    """Without trajectories."""
+    """Without trajectories and old spans."""
     metrics: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
-    """Step 0, if it is there, is the validation before training."""
+    """Step 0, if it is there, is the validation before training. The read that finds a line gives
+    all of it; older lines, but for the newest, have the metrics of curves alone."""
     killed: bool = False
     """It has no end in its record, and no process holds its folder."""
 
@@ -49,9 +53,12 @@ class FollowedRun:
             raise ConfigError(
                 f"{folder} is no folder of a run, which has a config.yaml; give the folder that the run printed at its start."
             )
-        self._reader = RecordReader(self._files.record, trajectories=False)
+        self._reader = RecordReader(self._files.record, recent_s=RECENT_S)
         self._seen = Seen(name=self._files.folder.name)
-        self._size = -1
+        self._file: tuple[int, int] | None = None
+        """Of the metrics file: its inode, and the bytes that were read."""
+        self._thinned = 0
+        """Lines that have the metrics of curves alone."""
 
     def read(self, now: float) -> Seen:
         """The run at `now`, Unix time; the same object each time.
@@ -61,14 +68,31 @@ class FollowedRun:
         """
         try:
             self._seen.record = self._reader.read()
-            size = self._files.metrics.stat().st_size if self._files.metrics.exists() else 0
-            if size != self._size:
-                self._seen.metrics, self._size = read_metrics(self._files.metrics), size
-        except (OSError, msgspec.DecodeError) as error:
+            if self._files.metrics.exists():
+                self._read_metrics()
+        except (OSError, ValueError) as error:
             raise ConfigError(f"The run {self._files.folder} can't be read: {error}.") from error
         quiet = now - _newest(self._seen.record) > QUIET_S
         self._seen.killed = quiet and self._seen.record.end is None and is_free(self._files.folder)
         return self._seen
+
+    def _read_metrics(self) -> None:
+        """Read what was appended to the metrics, or all of the file that a resumed run has cut."""
+        status, lines = self._files.metrics.stat(), self._seen.metrics
+        if self._file is None or self._file[0] != status.st_ino or self._file[1] > status.st_size:
+            lines.clear()
+            self._file, self._thinned = (status.st_ino, 0), 0
+        more, end = more_metrics(self._files.metrics, self._file[1])
+        old = len(lines) if more else len(lines) - 1
+        for i in range(self._thinned, old):
+            lines[i] = {name: value for name, value in lines[i].items() if _in_a_curve(name)}
+        self._thinned = max(self._thinned, old)
+        lines += more
+        self._file = self._file[0], end
+
+
+def _in_a_curve(name: str) -> bool:
+    return name in ("step", SCORE) or name.startswith(VALIDATION)
 
 
 def _newest(record: Record) -> float:

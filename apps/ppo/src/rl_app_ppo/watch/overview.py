@@ -10,12 +10,10 @@ from statistics import median
 from rl_app_ppo.config.full_keys import with_full_keys
 from rl_app_ppo.outputs.answers import one_line
 from rl_app_ppo.outputs.console import clock, validation_accuracy
-from rl_app_ppo.watch.followed_run import Seen
+from rl_app_ppo.watch.followed_run import RECENT_S, SCORE, Seen
 from rl_trainer.algorithms.old_log_prob import STALENESS
 from rl_trainer.record.record_rows import AlarmRow, CallRow, SpanRow
 
-RECENT_S = 60.0
-"""Seconds over which the busy share of a worker is taken."""
 MOST_ALARMS = 4
 MOST_TEXT = 500
 """Characters of a warning or of an error."""
@@ -61,9 +59,7 @@ def overview(seen: Seen, now: float) -> Overview:
     last = trained[-1] if trained else {}
     accuracies = [(int(line["step"]), validation_accuracy(line)) for line in seen.metrics]
     curves = {
-        "mean score": [
-            (int(line["step"]), line["critic/score/mean"]) for line in trained if "critic/score/mean" in line
-        ],
+        "mean score": [(int(line["step"]), line[SCORE]) for line in trained if SCORE in line],
         "validation accuracy": [(step, value) for step, value in accuracies if value is not None],
     }
     alarms = [alarm_line(row) for row in seen.record.alarms[-MOST_ALARMS:]]

@@ -59,12 +59,13 @@ class RecordReader:
 
     Args:
         folder: of the record.
-        trajectories: keep them; False: leave them out, to follow a long run in little memory.
+        recent_s: to follow a long run in little memory: leave out trajectories, and keep the spans
+            of the last `recent_s` seconds and the last one of each worker; None: keep everything.
     """
 
-    def __init__(self, folder: Path, *, trajectories: bool = True) -> None:
+    def __init__(self, folder: Path, *, recent_s: float | None = None) -> None:
         self._folder = folder
-        self._keep = trajectories
+        self._recent_s = recent_s
         self._read: dict[Path, int] = {}
         self._record = Record()
         self._seen: dict[tuple[int, str], TrajectoryRow] = {}
@@ -85,11 +86,13 @@ class RecordReader:
             if isinstance(row, StartRow):
                 self._begin_again(row)
             elif isinstance(row, TrajectoryRow):
-                if self._keep:
+                if self._recent_s is None:
                     self._seen[row.step, row.key] = row
             else:
                 _add(self._record, row)
         self._record.trajectories = list(self._seen.values())
+        if self._recent_s is not None:
+            self._record.spans = _recent(self._record.spans, self._recent_s)
         return self._record
 
     def _begin_again(self, start: StartRow) -> None:
@@ -101,6 +104,12 @@ class RecordReader:
         for step, key in list(self._seen):
             if step > start.after:
                 del self._seen[step, key]
+
+
+def _recent(spans: list[SpanRow], recent_s: float) -> list[SpanRow]:
+    last = {span.worker: span for span in spans}
+    begin = max((span.at for span in spans), default=0.0) - recent_s
+    return [span for span in spans if span.at >= begin or span is last[span.worker]]
 
 
 def _add(record: Record, row: RecordRow) -> None:
