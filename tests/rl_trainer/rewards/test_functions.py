@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,8 @@ from rl_trainer.rewards import (
     Scored,
     load_reward,
 )
+from rl_trainer.rewards.functions import run
+from rl_trainer.rewards.scorer import Failure, Sample
 
 
 def test_the_built_in_function():
@@ -32,3 +35,11 @@ def test_every_sample_has_an_outcome_in_its_place(returned):
         assert isinstance(outcome, Scored) == finite
         if finite:
             assert outcome.numbers["score"] == float(value)
+
+
+def test_a_result_that_is_no_number_names_the_line_of_the_function():
+    (bad,) = run(lambda *_: float("nan"), [Sample(data_source="", solution_str="", ground_truth="")], 1.0)
+    line = inspect.currentframe().f_lineno - 1
+    assert bad == Failure(
+        kind="no_number", message="returned nan; it must return a finite number", where=f"{__file__}:{line}"
+    )

@@ -55,4 +55,4 @@ def test_a_failure_names_the_innermost_line_of_the_file_of_the_function(tmp_path
         assert missing.description == f"raised KeyError: 'score' ({path}:{line})"
         assert good.numbers["score"] == 1.0
     (called,) = run(load_reward(f"{path}:no_arguments", environment), samples[:1], 10)
-    assert (called.where, called.description) == ("", called.message)
+    assert (called.where, called.description) == (f"{path}:8", f"{called.message} ({path}:8)")

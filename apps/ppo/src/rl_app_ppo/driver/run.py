@@ -44,6 +44,8 @@ from rl_trainer import PPOTrainer, StepGraph, TrainerParts, Workers
 from rl_trainer.data.validation_split import PreparedPrompts
 from rl_trainer.driver.checkpoint_writer import CheckpointWriter
 from rl_trainer.driver.hooks import Hook, named_hooks
+from rl_trainer.rewards import parse_terms
+from rl_trainer.rewards.loading import written_at
 from rl_trainer.rollout.agents import ToolAgent
 from rl_trainer.rollout.session_turns import SESSIONS
 from rl_trainer.workers.columns import PARTITIONS
@@ -93,7 +95,12 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
         sinks: list[MetricSink] = []
         loggers = logger_names(config.trainer.logger)
         warnings = TrainingWarnings(
-            screen.note, tools=_has_tools(config), reward_log=files.logs / "reward.log", record=plan.record.alarm
+            screen.note,
+            tools=_has_tools(config),
+            reward_log=files.logs / "reward.log",
+            reward="reward.function="
+            + ", ".join(written_at(term.name) for term in parse_terms(config.reward.function)),
+            record=plan.record.alarm,
         )
         recorder = Recorder(
             screen,

@@ -25,27 +25,32 @@ FEWEST = 5
 """Steps that such a median needs."""
 
 
-def symptoms(first: Metrics, last: Sequence[Metrics], *, tools: bool) -> dict[str, str]:
+def symptoms(
+    first: Metrics, last: Sequence[Metrics], *, tools: bool, reward: str = "reward.function"
+) -> dict[str, str]:
     """The symptoms by name, each with what it means and the key to check.
 
     Args:
         first: metrics of the first training step.
         last: those of the last steps, at most KEPT, the newest last.
         tools: the session has tools.
+        reward: the setting of rewards, and where their functions are.
     """
-    found = _of_step(last[-1], tools=tools) | _of_gradients(last)
+    found = _of_step(last[-1], tools=tools, reward=reward) | _of_gradients(last)
     if len(last) >= STEPS:
         found = _of_trends(first, last[-STEPS:]) | found
     return found
 
 
-def _of_step(metrics: Metrics, *, tools: bool) -> dict[str, str]:
+def _of_step(metrics: Metrics, *, tools: bool, reward: str) -> dict[str, str]:
     """What one step shows."""
     found: dict[str, str] = {}
     if metrics.get("critic/score/equal_groups") == 1.0 and _all_zero(metrics, "critic/advantages"):
+        lowest, highest = metrics.get("critic/score/min"), metrics.get("critic/score/max")
+        same = f"every response has the reward {lowest:g}" if lowest is not None and lowest == highest else ""
         found["equal rewards"] = (
-            "the responses to each prompt all have the same reward, so there is nothing to learn from; look at reward.function and at samples/, "
-            "and raise rollout.n or rollout.temperature"
+            f"{same or 'the responses to each prompt all have the same reward'}, so there is nothing to learn from; look at {reward} and at "
+            "samples/, and raise rollout.n or rollout.temperature"
         )
     if metrics.get("response_length/truncated_ratio") == 1.0:
         found["truncation"] = (

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from rl_app_ppo.config.full_keys import with_full_keys
 from rl_app_ppo.outputs.symptoms import KEPT, symptoms
 from rl_trainer.driver.hooks import Hook
 
@@ -20,6 +21,7 @@ class TrainingWarnings:
         warn: prints one line.
         tools: the session has tools.
         reward_log: the log of all failures of the reward function, for the message.
+        reward: the setting of rewards, and where their functions are, for the message.
         record: records a symptom by name and text.
     """
 
@@ -29,11 +31,13 @@ class TrainingWarnings:
         *,
         tools: bool,
         reward_log: Path,
+        reward: str = "reward.function",
         record: Callable[[str, str], None] | None = None,
     ) -> None:
         self._warn = warn
         self._tools = tools
         self._reward_log = reward_log
+        self._reward = reward
         self._record = record
         self._seen: set[str] = set()
         self._first: Mapping[str, float] = {}
@@ -53,7 +57,7 @@ class TrainingWarnings:
             return
         self._last.append(metrics)
         self._first = self._first or metrics
-        for name, text in symptoms(self._first, list(self._last), tools=self._tools).items():
+        for name, text in symptoms(self._first, list(self._last), tools=self._tools, reward=self._reward).items():
             self._say(name, f"step {step}: {text}")
 
     def reward_failed(self, step: int, failed: int, scored: int, example: str) -> None:
@@ -69,7 +73,7 @@ class TrainingWarnings:
         if name not in self._seen:
             self._seen.add(name)
             logger.warning("%s", text)
-            self._warn(f"warning: {text}")
+            self._warn(f"warning: {with_full_keys(text)}")
             if self._record is not None:
                 self._record(name, text)
 

@@ -146,6 +146,20 @@ def check_object(name: str, key: str, environment: Mapping[str, str] = os.enviro
         raise _lacks(name, key, path, {one for one in names if not one.startswith("_")})
 
 
+def find_object(name: str, key: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Where `path.py:name` defines a function or class, as `path.py:3`; empty: something else.
+
+    Raises:
+        ConfigError: as `read_trusted`.
+    """
+    file, _, attribute = _split(name, key)
+    path, content = read_trusted(file, key, environment)
+    for one in ast.parse(content).body:
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and one.name == attribute:
+            return f"{path}:{one.lineno}"
+    return ""
+
+
 def load_object(name: str, key: str, environment: Mapping[str, str] = os.environ) -> Any:
     """Run the file of `path.py:name`, and return the object of that name.
 

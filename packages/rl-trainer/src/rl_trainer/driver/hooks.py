@@ -64,7 +64,7 @@ class Hook:
         """After the reward function failed on `failed` of `scored` trajectories, which have no
         score.
 
-        `example` describes the first failure.
+        `example` describes the first failure of each kind.
         """
 
     def on_validate_begin(self, step: int) -> None:

@@ -50,6 +50,7 @@ class _ScorerProcess:
         self._pidfd = os.pidfd_open(process.pid)
         self._loop.add_reader(self._pidfd, self._end)
         self.form: Form = "single"
+        self.where = ""
 
     @classmethod
     async def start(cls, name: str, timeout_s: float, memory_mb: int) -> _ScorerProcess:
@@ -70,7 +71,7 @@ class _ScorerProcess:
                 f"The process of ScorerPool.name={name!r} did not start: {error}. Its output is in the log of the reward worker; "
                 f"{memory_mb} MiB may be too little for what it imports (ScorerPool.memory_mb)."
             ) from error
-        child.form = hello.form
+        child.form, child.where = hello.form, hello.where
         return child
 
     async def call(self, samples: Sequence[Sample]) -> list[Outcome]:
@@ -150,6 +151,7 @@ class ScorerPool:
         self._timeout_s = timeout_s
         self._memory_mb = memory_mb
         self._form: Form = "single"
+        self._where = ""
         self._slots = Slots(workers)
         self._idle: list[_ScorerProcess] = []
         """Idle processes, at most `workers`."""
@@ -171,7 +173,7 @@ class ScorerPool:
         """
         pool = cls(name, workers, timeout_s, memory_mb)
         first = await _ScorerProcess.start(name, timeout_s, memory_mb)
-        pool._form = first.form
+        pool._form, pool._where = first.form, first.where
         pool._idle.append(first)
         return pool
 
@@ -226,7 +228,7 @@ class ScorerPool:
                     self._idle.append(child)
                 elif child is not None:
                     await asyncio.shield(child.kill())
-        return [failure] * len(samples)
+        return [msgspec.structs.replace(failure, where=self._where)] * len(samples)
 
     async def _call(self, child: _ScorerProcess, samples: Sequence[Sample], slot: Slot) -> list[Outcome]:
         loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()

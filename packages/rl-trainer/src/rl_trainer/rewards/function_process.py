@@ -20,7 +20,7 @@ import msgspec
 
 from rl_protocol import ConfigError
 from rl_protocol.support.stack_dumps import dump_at_signal
-from rl_trainer.rewards.functions import Form, form_of, run
+from rl_trainer.rewards.functions import Form, form_of, place_of, run
 from rl_trainer.rewards.loading import load_reward
 from rl_trainer.rewards.scorer import Outcome, Sample
 
@@ -29,9 +29,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """First message: the form of the function, or why it could not be loaded."""
+    """First message: form and place of the function, or why it could not be loaded."""
 
     form: Form = "single"
+    where: str = ""
     error: str = ""
 
 
@@ -47,7 +48,7 @@ def main() -> None:
     with os.fdopen(connection, "rb") as calls, os.fdopen(os.dup(connection), "wb") as answers:
         try:
             function = load_reward(name)
-            hello = Hello(form=form_of(function))
+            hello = Hello(form=form_of(function), where=place_of(function))
         except ConfigError as error:
             _write(answers, Hello(error=str(error)))
             return

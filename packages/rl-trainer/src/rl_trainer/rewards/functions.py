@@ -14,6 +14,8 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
+
 from rl_protocol import ConfigError
 from rl_trainer.rewards.scorer import Failure, Outcome, Sample, failure_of, outcome_of
 
@@ -42,11 +44,24 @@ def run(function: Callable[..., Any], samples: Sequence[Sample], timeout_s: floa
     """
     match form_of(function):
         case "batch":
-            return _run_batch(function, samples)
+            outcomes = _run_batch(function, samples)
         case "async":
-            return asyncio.run(_run_concurrently(function, samples, timeout_s))
+            outcomes = asyncio.run(_run_concurrently(function, samples, timeout_s))
         case "single":
-            return [_run_single(function, sample) for sample in samples]
+            outcomes = [_run_single(function, sample) for sample in samples]
+    return [placed(one, function) if isinstance(one, Failure) else one for one in outcomes]
+
+
+def placed(failure: Failure, function: Callable[..., Any]) -> Failure:
+    """The failure with file and line of the function if it has none."""
+    return failure if failure.where else msgspec.structs.replace(failure, where=place_of(function))
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """File and line where a function begins, as `path.py:3`; empty: it is not written in Python."""
+    call = inspect.unwrap(function if inspect.isroutine(function) else type(function).__call__)
+    code = getattr(call, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
 
 async def _run_concurrently(function: Callable[..., Any], samples: Sequence[Sample], timeout_s: float) -> list[Outcome]:

@@ -18,7 +18,7 @@ from typing import Any
 from rl_protocol import ConfigError
 from rl_protocol.support.options import nearest
 from rl_protocol.support.plugins import check_installed, load_installed
-from rl_protocol.support.trusted_files import check_object, load_object
+from rl_protocol.support.trusted_files import check_object, find_object, load_object
 from rl_trainer.config.registry import installed
 
 ENTRY_POINTS = "rl_trainer.rewards"
@@ -45,6 +45,12 @@ def check_reward(name: str, environment: Mapping[str, str] = os.environ) -> None
         check_object(name, KEY, environment)
     elif name not in BUILT_IN:
         check_installed(_find(name), environment)
+
+
+def written_at(name: str, environment: Mapping[str, str] = os.environ) -> str:
+    """The name, with file and line of a function of a file, `path.py:function`."""
+    place = find_object(name, KEY, environment) if ":" in name else ""
+    return f"{name} ({place})" if place else name
 
 
 def load_reward(name: str, environment: Mapping[str, str] = os.environ) -> Callable[..., Any]:

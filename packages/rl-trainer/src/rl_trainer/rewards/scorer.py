@@ -44,7 +44,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure", omit_def
     kind: FailureKind
     message: str
     where: str = ""
-    """File and line where the reward function raised an exception, as `path.py:3`."""
+    """File and line where the reward function raised an exception, or where it begins, as
+    `path.py:3`.
+    """
 
     @property
     def description(self) -> str:

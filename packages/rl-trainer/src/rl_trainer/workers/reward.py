@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -130,7 +130,7 @@ class RewardWorker(StatefulWorker):
         result = RewardResult(
             metrics=metrics,
             failed=tuple(call.batch.keys[i] for i in failed),
-            failure=next((one.description for one in failed.values()), ""),
+            failure=_examples(failed.values()),
         )
         return Output(columns=columns if good else None, rows=good, result=result)
 
@@ -168,7 +168,7 @@ class RewardWorker(StatefulWorker):
             metrics=validation_metrics(judged),
             accuracy=mean_accuracy(judged),
             failed=tuple(key for key, _ in failed),
-            failure=failed[0][1].description if failed else "",
+            failure=_examples([one for _, one in failed]),
         )
 
     @tqbridge(reads=("prompts",))
@@ -224,3 +224,11 @@ class RewardWorker(StatefulWorker):
 def _scored(outcome: Outcome) -> Scored:
     assert isinstance(outcome, Scored), "failures are handled before"
     return outcome
+
+
+def _examples(failures: Iterable[Failure]) -> str:
+    """The first failure of each kind."""
+    first: dict[str, str] = {}
+    for one in failures:
+        first.setdefault(one.kind, one.description)
+    return "; it ".join(first.values())
