@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 import threading
 from functools import partial
 
 import pytest
 import ray
 from ray._private import ray_constants
+from ray._private.utils import check_version_info
 
 from rl_app_ppo.cluster import ray_session
 from rl_app_ppo.cluster.ray_session import check_ray_is_free
@@ -66,3 +68,25 @@ def test_a_ray_that_starts_in_time_is_left_at_the_end(monkeypatch: pytest.Monkey
 
     asyncio.run(session())
     assert left.is_set()
+
+
+@pytest.mark.parametrize("theirs", [{"ray_version": "1.13.0"}, {"python_version": "3.8.2"}])
+def test_a_cluster_of_another_ray_or_python_is_refused_with_both_versions(
+    monkeypatch: pytest.MonkeyPatch, theirs: dict[str, str]
+) -> None:
+    ours = {"ray_version": ray.__version__, "python_version": platform.python_version()}
+
+    def init(**_settings: object) -> None:
+        check_version_info(ours | theirs, "this process")
+
+    monkeypatch.setattr(ray, "init", init)
+
+    async def session() -> None:
+        async with ray_session.ray_session(RayConfig(address="10.0.0.1:6379"), TrainerConfig(), None):
+            raise AssertionError("it has not started")
+
+    (key, version), *_ = theirs.items()
+    with pytest.raises(ConfigError) as refused:
+        asyncio.run(session())
+    for word in ("ray.address=10.0.0.1:6379", version, ours[key], "ray.address=local"):
+        assert word in str(refused.value)

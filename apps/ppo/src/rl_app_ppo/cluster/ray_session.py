@@ -27,6 +27,8 @@ from rl_protocol import ConfigError, WorkerError
 from rl_protocol.support.temporary_folders import temporary_folder
 
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"  # noqa: S105 - the name of a variable
+_MISMATCH = "Version mismatch"
+"""The begin of Ray's error about a cluster with another version of Ray or Python."""
 LATE_S = 10.0
 """Longest wait for a late start of Ray, before its processes are left to the end of ours."""
 _PREFIX = "rl-app-ppo-ray-"
@@ -104,6 +106,7 @@ async def ray_session(
         fork_server: forks the workers of a Ray on this machine; None: join the cluster.
 
     Raises:
+        ConfigError: the cluster runs another version of Ray or Python.
         WorkerError: Ray did not start in time, or the cluster can't be joined.
     """
     async with AsyncExitStack() as stack:
@@ -122,6 +125,12 @@ async def ray_session(
             async with asyncio.timeout(config.start_timeout_s):
                 await asyncio.shield(starting)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            if str(error).startswith(_MISMATCH):
+                raise ConfigError(
+                    f"The cluster of ray.address={config.address} runs another Ray or Python than this process. "
+                    f"{' '.join(str(error).split())} Install the cluster's Ray and Python here, or give the address of another cluster; "
+                    f"ray.address={LOCAL} starts Ray on this machine alone."
+                ) from error
             raise WorkerError(
                 f"Ray did not start ({config.address}): {error}. Stop a stale session with 'ray stop', or set ray.address to a running "
                 "cluster."
