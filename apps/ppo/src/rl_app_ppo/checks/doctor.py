@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -16,8 +16,11 @@ from rl_app_ppo.checks.machine import gpus_found
 from rl_app_ppo.checks.memory import available_bytes
 from rl_app_ppo.checks.preflight import preflight
 from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.inputs.epochs import with_length
+from rl_app_ppo.outputs.resume import find_start
+from rl_app_ppo.outputs.run_folder import check_new
 from rl_ckpt_engine import PluginPolicy
-from rl_protocol import ConfigError
+from rl_protocol import ConfigError, OutputError
 
 _GIB = 2**30
 _SHM = Path("/dev/shm")
@@ -61,7 +64,13 @@ def findings(config: AppConfig, plugins: PluginPolicy) -> Iterator[Finding]:
         preflight(config, plugins)
     except ConfigError as error:
         yield Finding("configuration", "error", str(error))
+        return
+    try:
+        notes = _start(config)
+    except (ConfigError, OutputError) as error:
+        yield Finding("run folder", "error", str(error))
     else:
+        yield from (Finding("run folder", "warning", note) for note in notes)
         yield Finding("configuration", "ok", "a run with these settings can start")
 
 
@@ -97,9 +106,19 @@ def _room(what: str, free: int, wanted_gib: int, remedy: str) -> Finding:
     return Finding(what, "warning", f"{shown}, less than {wanted_gib} GiB: {remedy}")
 
 
+def _start(config: AppConfig) -> Sequence[str]:
+    """Check where a run starts; returns notes on it."""
+    folder = Path(config.trainer.output_dir).expanduser() / config.trainer.run_name
+    if config.trainer.run_name and config.trainer.resume_mode != "auto":
+        check_new(folder)
+    return find_start(with_length(config), folder).notes
+
+
 def _disk(config: AppConfig) -> Finding:
     folder, wanted = Path(config.trainer.output_dir).expanduser().absolute(), config.trainer.min_free_disk_mb
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not there.is_dir():
+        return Finding("disk", "error", f"{there} is a file: set trainer.output_dir to a folder")
     free = shutil.disk_usage(there).free >> 20
     shown = f"{free} MiB free in {there}"
     if free < wanted:

@@ -57,6 +57,12 @@ def plan_processes(config: AppConfig, gpus: int) -> tuple[PlannedProcess, ...]:
     several = config.trainer.nnodes > 1
     usable = gpus if config.trainer.n_gpus_per_node == ALL_GPUS else config.trainer.n_gpus_per_node
     if usable > gpus and not several:  # several hosts are compared with the nodes; see hosts.match_nodes
+        if not gpus:
+            preset = f" (preset={','.join(config.preset)})" if config.preset else ""
+            raise ConfigError(
+                f"{GPUS_KEY}={usable}{preset}, but Ray has 0 GPUs on this node. Set {GPUS_KEY}=0 to train on the CPU, or choose a preset "
+                "for it."
+            )
         raise ConfigError(
             f"{GPUS_KEY}={usable}, but Ray has {gpus} GPUs on this node. Lower it, or set it to {ALL_GPUS} for as many as there are."
         )

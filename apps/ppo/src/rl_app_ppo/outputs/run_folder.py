@@ -70,11 +70,8 @@ def create_run_folder(output_dir: Path, run_name: str, min_free_mb: int, *, resu
     folder = output_dir.expanduser() / run_name
     with writing(folder):
         is_new = not folder.exists()
-        if not is_new and not resume:
-            raise OutputError(
-                f"{folder} exists already; nothing is overwritten. Set trainer.run_name to another name, or resume "
-                "the run with trainer.resume_mode=auto."
-            )
+        if not resume:
+            check_new(folder)
         there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
         free = shutil.disk_usage(there).free // 2**20
         if free < min_free_mb:
@@ -87,6 +84,19 @@ def create_run_folder(output_dir: Path, run_name: str, min_free_mb: int, *, resu
         probe.write_bytes(b"\0" * 4096)
         probe.unlink()
     return RunFolder(folder, is_new)
+
+
+def check_new(folder: Path) -> None:
+    """Check that there is no run folder of this name.
+
+    Raises:
+        OutputError: there is one.
+    """
+    if folder.exists():
+        raise OutputError(
+            f"{folder} exists already; nothing is overwritten. Set trainer.run_name to another name, or resume "
+            "the run with trainer.resume_mode=auto."
+        )
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def parquet_rows(path: Path) -> Iterator[Raw]:
             for batch in file.iter_batches(BATCH_ROWS, use_threads=False):
                 yield from _rows(batch)
     except (pa.ArrowException, OSError) as error:
-        raise SchemaError(f"not a whole parquet file: {error}") from error
+        raise SchemaError(f"not a whole parquet file: {' '.join(str(error).split()).rstrip('.')}") from error
 
 
 def saved_rows(folder: Path) -> Iterator[Raw]:

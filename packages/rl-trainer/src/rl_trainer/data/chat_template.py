@@ -64,7 +64,10 @@ class PromptEncoder:
             template = folder / "chat_template.jinja"
             text = template.read_text(encoding="utf-8") if template.exists() else _default(config.get("chat_template"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"The tokenizer in {folder} can't be read: {error}.") from error
+            raise ConfigError(
+                f"The tokenizer in {folder} can't be read: {error}. Save the model's tokenizer there (tokenizer.save_pretrained), or set "
+                "PromptEncoder.load to a folder that has one."
+            ) from error
         special = {
             name: _content(config[name])
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -130,7 +133,8 @@ def _plain(messages: Sequence[Message], *, images: bool) -> str | SchemaError:
     """The text of a prompt without a chat template."""
     if len(messages) > 1:
         return SchemaError(
-            f"the prompt has {len(messages)} messages, but the tokenizer has no chat template that says how roles are written"
+            f"the prompt has {len(messages)} messages, but the tokenizer has no chat template that says how roles are written. Set "
+            "tokenizer.chat_template and save the tokenizer in the folder of PromptEncoder.load, or write the prompt as one text"
         )
     if images:
         return SchemaError(

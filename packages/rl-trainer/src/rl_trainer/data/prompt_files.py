@@ -125,7 +125,8 @@ def _state(path: Path) -> list[int]:
     try:
         found = [one.stat() for one in (sorted(path.iterdir()) if path.is_dir() else [path])]
     except OSError as error:
+        looked = "" if path.is_absolute() else f" (relative to {Path.cwd()})"
         raise ConfigError(
-            f"The data file {path} can't be read: {error.strerror}. Set DataFiles.paths to files that exist."
+            f"The data file {path}{looked} can't be read: {error.strerror}. Set DataFiles.paths to files that exist."
         ) from error
     return [number for one in found for number in (one.st_size, one.st_mtime_ns)]
