@@ -20,6 +20,15 @@ GPU = torch.device("cuda:0")
 CPU = torch.device("cpu")
 
 _ops: Any = torch.ops.aten
+_any_attention = torch.nn.functional.scaled_dot_product_attention
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **how: Any) -> torch.Tensor:
+    """Flash attention where a GPU takes it; torch does not choose it without a driver."""
+    if not query.is_cuda or query.dtype != torch.bfloat16 or how.get("attn_mask") is not None:
+        return _any_attention(query, key, value, **how)
+    flash = _ops._scaled_dot_product_flash_attention
+    return flash(query, key, value, 0.0, how["is_causal"], scale=how.get("scale"))[0]
 
 
 class FakeGpu(FakeTensorMode):
@@ -42,14 +51,19 @@ class FakeGpu(FakeTensorMode):
         return sum(size for _, size in self._storages.values())
 
     def __enter__(self) -> FakeGpu:
-        self._patches.append(mock.patch.object(torch.Tensor, "backward", lambda loss: self._backward(loss)))
-        self._patches[-1].start()
+        for place, name, ours in (
+            (torch.Tensor, "backward", lambda loss: self._backward(loss)),
+            (torch.nn.functional, "scaled_dot_product_attention", _attention),
+        ):
+            self._patches.append(mock.patch.object(place, name, ours))
+            self._patches[-1].start()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._patches.pop().stop()
+        for _ in range(2):
+            self._patches.pop().stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -74,7 +88,13 @@ class FakeGpu(FakeTensorMode):
         return made
 
     def _taken(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else self.from_tensor(tensor)
+        """The fake of a tensor of the CPU, or of one on `meta`: that of a model without weights."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if tensor.is_meta:
+            how = {"dtype": tensor.dtype, "device": CPU}
+            return super().__torch_dispatch__(_ops.empty_strided.default, (), (tensor.size(), tensor.stride()), how)
+        return self.from_tensor(tensor)
 
     def _backward(self, loss: torch.Tensor) -> None:
         """Give the weights that the loss depends on a gradient, or add one."""

@@ -96,7 +96,7 @@ def role_bytes(role: Role, config: AppConfig, size: ModelSize, *, on_gpu: bool =
 
 def _trained(config: AppConfig, weights: int, trained: int) -> dict[str, int]:
     """Weights, their float32 gradients, and AdamW's two moments."""
-    part, adapters = _shards(config), 0 if trained == weights else 4 * trained
+    part, adapters = _shards(config), 0 if trained == weights else (4 + 2 * _copied(config)) * trained
     return {
         "weights": _weights(config, weights, trained) + adapters // part,
         "gradients": 4 * trained // part,
@@ -170,10 +170,15 @@ def _weights(config: AppConfig, weights: int, trained: int) -> int:
 
     Megatron-Core has float32 weights beside those in bfloat16 only where they are trained.
     """
-    copied = config.engine.computes_in == "bfloat16" and not isinstance(config.engine, FsdpConfig)
+    copied = _copied(config)
     if copied and isinstance(config.engine, MegatronConfig) and trained < weights:
         return 2 * weights // _shards(config)
     return (4 + 2 * copied) * weights // _shards(config)
+
+
+def _copied(config: AppConfig) -> bool:
+    """Whether bfloat16 copies of the weights compute."""
+    return config.engine.computes_in == "bfloat16" and not isinstance(config.engine, FsdpConfig)
 
 
 def _shards(config: AppConfig) -> int:

@@ -1,0 +1,86 @@
+"""The estimate for a model of 7 billion weights, against a training step on fake tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fake_gpu import GPU, FakeGpu
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
+
+from rl_app_ppo.checks.model_size import model_size
+from rl_app_ppo.checks.role_memory import role_bytes
+from rl_app_ppo.config.loading import load_config
+from rl_protocol import BatchData, ragged
+from rl_trainer.backends import torch_critic, torch_policy
+from rl_trainer.backends.packing import PACKED_ATTENTION, register_packed_attention
+from rl_trainer.backends.parallel_strategy import PlainStrategy
+from rl_trainer.config.backends import TorchConfig
+
+ROWS, SIDE = 4, 256
+"""Sequences of the micro batch, and tokens of each prompt and of each response."""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Configuration of Qwen2.5-7B; the model is made on `meta` where the product would read it."""
+    Qwen2Config(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+    ).save_pretrained(tmp_path)
+
+    def load(path, *, packed):
+        assert packed
+        register_packed_attention()
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(path)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION)
+        return model.eval()
+
+    for module in (torch_policy, torch_critic):
+        monkeypatch.setattr(module, "load_model", load)
+    return tmp_path
+
+
+def micro_batch():
+    rng = np.random.default_rng(0)
+    prompts, responses = (rng.integers(1, 32000, (ROWS, SIDE)).tolist() for _ in range(2))
+    numbers = ragged(np.ones((ROWS, SIDE)).tolist(), "float32")
+    return BatchData(
+        {
+            "prompts": ragged(prompts, "int64"),
+            "responses": ragged(responses, "int64"),
+            "response_mask": ragged([[True] * SIDE] * ROWS, "bool"),
+            **dict.fromkeys(("old_log_probs", "advantages", "ref_log_prob", "values", "returns"), numbers),
+        }
+    )
+
+
+@pytest.mark.parametrize(("role", "rank"), [("actor", 0), ("actor", 16), ("critic", 0)], ids=["full", "lora", "critic"])
+def test_the_estimate_of_7b_is_within_10_percent_of_the_bytes_of_a_step(folder, role, rank):
+    both = "{ppo_max_token_len: 2048, ppo_mini_batch_size: 2, use_remove_padding: true}"
+    settings = ["model_engine=torch", "torch.param_dtype=bfloat16", "rollout.n=2", "data.train_batch_size=2"]
+    config = load_config([*settings, "algorithm=ppo", f"lora.rank={rank}", f"actor={both}", f"critic={both}"])
+    strategy = PlainStrategy(config.engine_as(TorchConfig), GPU)
+    with FakeGpu() as gpu:
+        if role == "actor":
+            model = torch_policy.TorchPolicyBackend(
+                folder, config.actor, lora=config.lora, rollout_n=2, strategy=strategy
+            )
+            model.update(micro_batch(), temperature=1.0)
+        else:
+            model = torch_critic.TorchCriticBackend(folder, config.critic, rollout_n=2, seed=0, strategy=strategy)
+            model.update(micro_batch())
+        lasting, (at_backward,) = gpu.held, gpu.at_backward
+    estimate = role_bytes(role, config, model_size(folder, config.lora), on_gpu=True)
+    weights, trained = estimate["weights"], estimate["gradients"] + estimate["optimizer"]
+    assert weights + trained == pytest.approx(lasting, rel=0.01)
+    assert trained == pytest.approx(lasting - weights, rel=0.1)
+    passing = at_backward - weights  # the first backward pass: no moments, no gradients
+    assert estimate["activations"] + estimate.get("logits", 0) == pytest.approx(passing, rel=0.1)
