@@ -12,9 +12,11 @@ from rl_app_ppo.checks.model_size import model_size
 from rl_app_ppo.checks.role_memory import role_bytes
 from rl_app_ppo.config.loading import load_config
 from rl_protocol import BatchData, ragged
-from rl_trainer.backends import torch_critic, torch_policy
+from rl_trainer.backends import parallel_strategy
 from rl_trainer.backends.packing import PACKED_ATTENTION, register_packed_attention
 from rl_trainer.backends.parallel_strategy import PlainStrategy
+from rl_trainer.backends.torch_critic import TorchCriticBackend
+from rl_trainer.backends.torch_policy import TorchPolicyBackend
 from rl_trainer.config.backends import TorchConfig
 
 ROWS, SIDE = 4, 256
@@ -43,8 +45,7 @@ def folder(tmp_path, monkeypatch):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION)
         return model.eval()
 
-    for module in (torch_policy, torch_critic):
-        monkeypatch.setattr(module, "load_model", load)
+    monkeypatch.setattr(parallel_strategy, "load_model", load)
     return tmp_path
 
 
@@ -70,12 +71,10 @@ def test_the_estimate_of_7b_is_within_10_percent_of_the_bytes_of_a_step(folder, 
     strategy = PlainStrategy(config.engine_as(TorchConfig), GPU)
     with FakeGpu() as gpu:
         if role == "actor":
-            model = torch_policy.TorchPolicyBackend(
-                folder, config.actor, lora=config.lora, rollout_n=2, strategy=strategy
-            )
+            model = TorchPolicyBackend(folder, config.actor, lora=config.lora, rollout_n=2, strategy=strategy)
             model.update(micro_batch(), temperature=1.0)
         else:
-            model = torch_critic.TorchCriticBackend(folder, config.critic, rollout_n=2, seed=0, strategy=strategy)
+            model = TorchCriticBackend(folder, config.critic, rollout_n=2, seed=0, strategy=strategy)
             model.update(micro_batch())
         lasting, (at_backward,) = gpu.held, gpu.at_backward
     estimate = role_bytes(role, config, model_size(folder, config.lora), on_gpu=True)

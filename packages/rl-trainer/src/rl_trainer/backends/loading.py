@@ -1,18 +1,32 @@
-"""Loads transformers models for training."""
+"""Loads transformers models for training: whole, or of each weight the rows of this rank."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from safetensors import SafetensorError, safe_open
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from rl_protocol import ConfigError
+from rl_protocol.errors import UNREADABLE
 from rl_trainer.backends.packing import PACKED_ATTENTION, register_packed_attention
+from rl_trainer.backends.world import World
 from rl_trainer.data.images import FAMILIES
 from rl_trainer.data.model_families import why_padded
+
+_logger = logging.getLogger(__name__)
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""Element types that a model in float32 is read from."""
 
 
 def load_model(path: str | Path, *, packed: bool = False, dtype: torch.dtype = torch.float32) -> Any:
@@ -26,18 +40,23 @@ def load_model(path: str | Path, *, packed: bool = False, dtype: torch.dtype = t
         ConfigError: the folder can't be read as a model, or `packed` a model that is not one of
             `data.model_families.JOINED_FAMILIES`.
     """
+    kind, attention = _kind(path, packed=packed)
+    try:
+        model = kind.from_pretrained(str(path), dtype=dtype, local_files_only=True, **attention)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    return model.eval()
+
+
+def _kind(path: str | Path, *, packed: bool) -> tuple[Any, dict[str, str]]:
+    """The class of the model in a folder, and its settings of attention; see `load_model`."""
     family, attention = _family(path), dict[str, str]()
     if packed:
         if reason := why_padded(family):
             raise ConfigError(f"load_model.path={str(path)!r} {reason}; set UpdateConfig.use_remove_padding to false.")
         register_packed_attention()
         attention = {"attn_implementation": PACKED_ATTENTION}
-    kind = AutoModelForImageTextToText if family in FAMILIES else AutoModelForCausalLM
-    try:
-        model = kind.from_pretrained(str(path), dtype=dtype, local_files_only=True, **attention)
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-    return model.eval()
+    return AutoModelForImageTextToText if family in FAMILIES else AutoModelForCausalLM, attention
 
 
 def _family(path: str | Path) -> str:
@@ -52,6 +71,143 @@ def _unreadable(path: str | Path, error: Exception) -> ConfigError:
     return ConfigError(
         f"load_model.path={str(path)!r} can't be loaded as a transformers causal language model: {error}"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A weight of a model: that attribute of that module, which stays when the model is sharded."""
+
+    module: torch.nn.Module
+    attribute: str
+    name: str
+    """In its file."""
+
+
+class UnreadWeights:
+    """Weights of a model that are still zeros.
+
+    Args:
+        path: the model's folder.
+        places: file -> the weights to read from it.
+    """
+
+    def __init__(self, path: Path, places: Mapping[Path, Sequence[_Place]]) -> None:
+        self._path = path
+        self._places = places
+
+    def read(self, world: World) -> int:
+        """Read the weights, or of those that FSDP2 sharded the rows of this rank.
+
+        Returns:
+            Bytes read.
+
+        Raises:
+            ConfigError: a file can't be read.
+        """
+        read = whole = 0
+        try:
+            for path, places in self._places.items():
+                with safe_open(path, framework="pt") as file, torch.no_grad():
+                    for place in places:
+                        target = getattr(place.module, place.attribute)
+                        found = _own_rows(file, place.name, target, world)
+                        (target.to_local() if isinstance(target, DTensor) else target).copy_(found)
+                        read += found.nbytes
+                        whole += found.element_size() * target.numel()
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(self._path, error) from error
+        _logger.info("Rank %d of %d has read %d of %d bytes of %s.", world.rank, world.size, read, whole, self._path)
+        return read
+
+
+def _own_rows(file: Any, name: str, target: torch.Tensor, world: World) -> torch.Tensor:
+    """What this rank has of a tensor in a file."""
+    if not isinstance(target, DTensor) or not target.dim():
+        return file.get_tensor(name)
+    first = world.first_row(target.shape[0])
+    return file.get_slice(name)[first : first + len(target.to_local())]
+
+
+def load_unread(path: Path, *, packed: bool) -> tuple[Any, UnreadWeights | None]:
+    """`load_model` without reading: the weights are zeros, which take no memory until written to.
+
+    Returns:
+        The model, and what reads its weights; None: they were read, because the folder has no
+        safetensors with the model's own names and values.
+
+    Raises:
+        ConfigError: see `load_model`.
+    """
+    kind, attention = _kind(path, packed=packed)
+    try:
+        files = _files(path)
+        zeros = {name: zero for file in sorted(set(files.values())) for name, zero in _zeros(file).items()}
+        model = _of_zeros(path, kind, zeros, attention) if zeros and zeros.keys() == files.keys() else None
+    except (SafetensorError, OSError, *UNREADABLE) as error:
+        raise _unreadable(path, error) from error
+    places = None if model is None else _places(model, files)
+    if places is None:
+        _logger.warning(
+            "Each rank reads all weights of %s: they are not in safetensors under the names of the model's own parameters.",
+            path,
+        )
+        return load_model(path, packed=packed), None
+    return model, UnreadWeights(path, places)
+
+
+def _files(path: Path) -> dict[str, Path]:
+    """Name of each weight -> its file, as transformers finds it."""
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if single.exists():
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    if not index.exists():
+        return {}
+    names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    return {name: path / file for name, file in names.items()}
+
+
+class _Index(msgspec.Struct):
+    """`model.safetensors.index.json`; other fields are ignored."""
+
+    weight_map: dict[str, str]
+
+
+def _zeros(path: Path) -> dict[str, torch.Tensor]:
+    """Float32 zeros in the shapes of the tensors of a file; those of other element types lack."""
+    with safe_open(path, framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        return {
+            name: torch.from_numpy(np.zeros(saved.get_shape(), np.float32))  # pages appear when they are written to
+            for name, saved in slices.items()
+            if saved.get_dtype() in _FLOATS
+        }
+
+
+def _of_zeros(path: Path, kind: Any, zeros: dict[str, torch.Tensor], attention: dict[str, str]) -> Any:
+    """The model with these weights; None: transformers computes its weights from those of files."""
+    config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+    if getattr(config, "quantization_config", None) is not None:
+        return None
+    with torch.device("meta"):
+        made: Any = type(kind.from_config(config))  # an Auto class takes no state_dict
+    model = made.from_pretrained(None, config=config, state_dict=zeros, dtype=torch.float32, **attention)
+    model.config.name_or_path = model.name_or_path = str(path)
+    if (path / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
+    return None if get_model_conversion_mapping(model, add_legacy=False) else model.eval()
+
+
+def _places(model: Any, files: Mapping[str, Path]) -> dict[Path, list[_Place]] | None:
+    """Where each saved tensor belongs; None: not all are distinct tensors of the model."""
+    state = model.state_dict(keep_vars=True)
+    if not files.keys() <= state.keys() or len({id(state[name]) for name in files}) < len(files):
+        return None
+    places: dict[Path, list[_Place]] = {}
+    for name, file in sorted(files.items()):
+        module, _, attribute = name.rpartition(".")
+        places.setdefault(file, []).append(_Place(model.get_submodule(module), attribute, name))
+    return places
 
 
 @dataclass(frozen=True, slots=True)

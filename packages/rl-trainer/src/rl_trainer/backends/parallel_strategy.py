@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rl_protocol import ConfigError
 from rl_trainer.backends.compute_weights import ComputeWeights, warn_if_slow
+from rl_trainer.backends.loading import UnreadWeights, load_model, load_unread
 from rl_trainer.backends.world import CPU, World, device_of
 from rl_trainer.config.backends import FsdpConfig, TorchConfig
 
@@ -24,9 +26,17 @@ class ParallelStrategy(Protocol):
     world: World
     device: torch.device
 
-    def prepare(self, model: torch.nn.Module, layers: tuple[str, ...]) -> None:
-        """Move a model that was loaded on the CPU to the device, and prepare it; `layers` are class
-        names of its repeated blocks.
+    def load(self, path: Path, *, packed: bool, whole: bool = False) -> tuple[Any, UnreadWeights | None]:
+        """`load_model`, and what `prepare` reads of its weights; `whole`: they are read at once."""
+        ...
+
+    def prepare(self, model: torch.nn.Module, layers: tuple[str, ...], unread: UnreadWeights | None = None) -> None:
+        """Move a model that was loaded on the CPU to the device, and prepare it.
+
+        Args:
+            model: of `load`, or a model around it.
+            layers: class names of its repeated blocks.
+            unread: of `load`.
         """
         ...
 
@@ -39,9 +49,14 @@ class PlainStrategy:
         self.device = device
         self._config = config
 
-    def prepare(self, model: torch.nn.Module, layers: tuple[str, ...]) -> None:
+    def load(self, path: Path, *, packed: bool, whole: bool = False) -> tuple[Any, None]:
+        """Load the model; all of it is needed here."""
+        del whole
+        return load_model(path, packed=packed), None
+
+    def prepare(self, model: torch.nn.Module, layers: tuple[str, ...], unread: UnreadWeights | None = None) -> None:
         """Move the model, and let bfloat16 copies of its weights compute if the settings say so."""
-        del layers
+        del layers, unread
         model.to(self.device)
         if self._config.param_dtype == "bfloat16":
             if self.device.type == "cpu":
@@ -57,11 +72,17 @@ class FsdpStrategy:
         self.device = device_of(config.device)
         self._config = config
 
-    def prepare(self, model: torch.nn.Module, layers: tuple[str, ...]) -> None:
-        """Shard the model.
+    def load(self, path: Path, *, packed: bool, whole: bool = False) -> tuple[Any, UnreadWeights | None]:
+        """Load the model; where there are several ranks, without its weights."""
+        if whole or self.world.size == 1:
+            return load_model(path, packed=packed), None
+        return load_unread(path, packed=packed)
+
+    def prepare(self, model: torch.nn.Module, layers: tuple[str, ...], unread: UnreadWeights | None = None) -> None:
+        """Shard the model, and read the weights of this rank.
 
         Raises:
-            ConfigError: offload to the CPU while training on the CPU.
+            ConfigError: offload to the CPU while training on the CPU; or the weights can't be read.
         """
         config = self._config
         if config.cpu_offload and self.device.type == "cpu":
@@ -83,6 +104,8 @@ class FsdpStrategy:
         for block in blocks:
             shard(block)
         shard(model)
+        if unread is not None:
+            unread.read(self.world)
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -201,10 +201,9 @@ def _own(tensor: torch.Tensor, world: World) -> tuple[torch.Tensor | None, int]:
 
 
 def _first_row(tensor: DTensor, world: World) -> int:
-    """First row of this rank: FSDP2 cuts the first dimension like torch.chunk."""
+    """First row of this rank."""
     assert tuple(tensor.placements) == (Shard(0),)
-    rows = tensor.shape[0]
-    return min(world.rank * -(-rows // world.size), rows)
+    return world.first_row(tensor.shape[0])
 
 
 def _another(folder: Path, what: str) -> ConfigError:

@@ -15,7 +15,7 @@ from rl_trainer.algorithms.losses.aggregate import BatchCounts
 from rl_trainer.algorithms.losses.value_loss import ValueObjective, value_fit
 from rl_trainer.algorithms.metrics import WeightedMeans
 from rl_trainer.backends.forward_passes import ForwardPasses, per_token
-from rl_trainer.backends.loading import Facts, layer_names, load_model, require_alone
+from rl_trainer.backends.loading import Facts, layer_names, require_alone
 from rl_trainer.backends.optimizer import MiniBatchOptimizer
 from rl_trainer.backends.parallel_strategy import ParallelStrategy, PlainStrategy
 from rl_trainer.backends.snapshot import restore, snapshot
@@ -28,9 +28,8 @@ from rl_trainer.config.lora import LoraConfig
 class ValueModel(torch.nn.Module):
     """The body of a causal language model with one value per place; first values are 0."""
 
-    def __init__(self, path: str | Path, *, packed: bool = False) -> None:
+    def __init__(self, language_model: Any) -> None:
         super().__init__()
-        language_model = load_model(path, packed=packed)
         self.facts = Facts.of(language_model)
         self.layers = layer_names(language_model)
         self.body = language_model.base_model
@@ -71,14 +70,16 @@ class TorchCriticBackend:
     ) -> None:
         self._strategy = strategy or PlainStrategy()
         self._config = config
-        self._model = ValueModel(path, packed=config.use_remove_padding).eval()
         self._lora = lora if lora is not None and lora.rank else None
+        dora = self._lora is not None and self._lora.use_dora  # begins with the norms of the weights
+        language_model, unread = self._strategy.load(Path(path), packed=config.use_remove_padding, whole=dora)
+        self._model = ValueModel(language_model).eval()
         require_alone(self._model.facts, lora=self._lora is not None, ranks=self._strategy.world.size)
         if self._lora is not None:
             from rl_trainer.backends.peft_lora import attach_in_place  # needs the extra `lora`
 
             attach_in_place(self._model.body, self._lora, seed)
-        self._strategy.prepare(self._model, self._model.layers)
+        self._strategy.prepare(self._model, self._model.layers, unread)
         self._schedule = config.schedule(rollout_n, seed)
         self._objective = ValueObjective(config)
         world = self._strategy.world

@@ -22,7 +22,7 @@ from rl_trainer.algorithms.losses.aggregate import BatchCounts
 from rl_trainer.algorithms.losses.policy_objective import PolicyObjective
 from rl_trainer.algorithms.metrics import WeightedMeans
 from rl_trainer.backends.forward_passes import ForwardPasses, per_token
-from rl_trainer.backends.loading import Facts, layer_names, load_model, require_alone
+from rl_trainer.backends.loading import Facts, layer_names, require_alone
 from rl_trainer.backends.optimizer import MiniBatchOptimizer
 from rl_trainer.backends.output_head import OutputHead
 from rl_trainer.backends.parallel_strategy import ParallelStrategy, PlainStrategy, full_tensor
@@ -88,7 +88,9 @@ class TorchPolicyBackend:
         self._strategy = strategy or PlainStrategy()
         self._config = config or ActorConfig()
         self._lora = lora if lora is not None and lora.rank else None
-        self._model = load_model(path, packed=self._config.use_remove_padding)
+        dora = self._lora is not None and self._lora.use_dora  # begins with the norms of the weights
+        packed = self._config.use_remove_padding
+        self._model, unread = self._strategy.load(self._path, packed=packed, whole=dora)
         self._facts = Facts.of(self._model)
         require_alone(self._facts, lora=self._lora is not None, ranks=self._strategy.world.size)
         layers = layer_names(self._model)
@@ -97,7 +99,7 @@ class TorchPolicyBackend:
 
             self._model = attach(self._model, self._lora, seed)
         self._head = OutputHead.of(self._model)
-        self._strategy.prepare(self._model, layers)
+        self._strategy.prepare(self._model, layers, unread)
         self._sum_pi_squared = options.sum_pi_squared
         self._top = min(options.top, self._model.config.get_text_config().vocab_size)
         self._frozen = options.frozen

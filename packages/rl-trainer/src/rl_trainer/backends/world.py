@@ -60,6 +60,10 @@ class World:
         """Maximum over the ranks."""
         return int(self._reduce([float(value)], dist.ReduceOp.MAX)[0])
 
+    def first_row(self, rows: int) -> int:
+        """First of this rank's rows of a tensor with `rows`: FSDP2 cuts them like torch.chunk."""
+        return min(self.rank * -(-rows // self.size), rows)
+
     def _reduce(self, values: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
         if self.size == 1:
             return list(values)
