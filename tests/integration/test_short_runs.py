@@ -193,7 +193,7 @@ def test_a_logger_gets_a_table_of_the_samples_of_each_step(app, monkeypatch):
 
 @pytest.mark.slow
 def test_files_and_a_reward_of_ones_own(app, tmp_path, monkeypatch):
-    """The example in docs/guides/reward.md, with a bad row and a reward that sometimes raises."""
+    """The example in docs/guides/data.md, with a bad row and a reward that sometimes raises."""
     data = tmp_path / "data"
     task = ["-m", "rl_app_ppo.demo.tasks", "arithmetic", str(data), "--train", "100", "--val", "20"]
     subprocess.run([sys.executable, *task], check=True, capture_output=True, timeout=500)

@@ -241,7 +241,7 @@ def test_the_vocabulary(readme_code):
 
 def test_the_reward_of_the_guide(readme_code):
     space: dict[str, object] = {}
-    exec(compile(readme_code("docs/guides", 1, "reward.md"), "reward.md", "exec"), space)
+    exec(compile(readme_code("docs/guides", 0, "reward.md"), "reward.md", "exec"), space)
     score = space["score"]
     assert callable(score)
     assert score("sums", "81", "82") == {"score": 1 / 2, "acc": 0.0, "pred": "81"}
