@@ -123,6 +123,8 @@ MISTAKES = [
     (["algorithm=opd", "reference.path=short"], ["reference.path='short' has a context of 32 tokens", "rollout.response_length"]),
     (["algorithm=opd", "reference.path=teacher", "model_engine=megatron"], ["actor.kl_loss_topk=64", "algorithm=opd_pg", "model_engine=fsdp"]),
     (["algorithm=ppo", "reference.path=teacher"], ["reference.path", "algorithm.adv_estimator=opd"]),
+    (["lora.adapter_path=model"], ["lora.adapter_path=model has no effect", "lora.rank greater than 0"]),
+    (["lora.rank=4", "lora.adapter_path=gone"], ["lora.adapter_path='gone' must be a PEFT folder", "adapter_config.json"]),
     (["trainer.output_dir=/proc/nowhere"], ["/proc/nowhere", "trainer.output_dir"]),
     (["--config", "bad.yaml"], ["--config bad.yaml", "line 2, column 1"]),
     (["--config", "gone.yaml"], ["--config gone.yaml", "No such file"]),

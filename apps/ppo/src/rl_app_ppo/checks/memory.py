@@ -42,8 +42,16 @@ def trained_parameters(model: Path, lora: LoraConfig) -> int:
     """
     if not lora.rank:
         return parameters(model)
-    matrices = ((name.removesuffix(".weight"), shape) for name, shape in _shapes(model) if len(shape) == 2)
-    return sum(lora.rank * sum(shape) for name, shape in matrices if lora.covers(name))
+    return sum(lora.rank * sum(shape) for name, shape in matrices(model).items() if lora.covers(name))
+
+
+def matrices(model: Path) -> dict[str, Sequence[int]]:
+    """Shape of each weight with two dimensions in a checkpoint folder, by the name of its module.
+
+    Raises:
+        ConfigError: a header can't be read.
+    """
+    return {name.removesuffix(".weight"): shape for name, shape in _shapes(model) if len(shape) == 2}
 
 
 def _shapes(model: Path) -> Iterator[tuple[str, Sequence[int]]]:

@@ -17,6 +17,7 @@ from rl_app_ppo.checks.memory import (
     available_bytes,
     check_memory,
     check_plane_size,
+    matrices,
     parameters,
     step_bytes,
     trained_parameters,
@@ -41,6 +42,7 @@ from rl_app_ppo.outputs.run_journal import check_kept_rows
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
 from rl_trainer import StepGraph, build_graph, needs_critic
+from rl_trainer.config.adapter_folder import check_adapter
 from rl_trainer.data.model_families import why_padded
 from rl_trainer.driver.hooks import named_hooks
 from rl_trainer.rewards import parse_terms
@@ -73,6 +75,7 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
         graph = build_graph(config.algorithm, config.actor, images=True)
     if path is not None:
         _check_padding(config, path)
+    _check_adapter(config, path)
     check_installed_engines(config)
     check_network(config)
     check_cluster(config)
@@ -168,6 +171,19 @@ def _check_sight(config: AppConfig, path: Path) -> None:
             raise ConfigError(
                 f"model.path={str(path)!r} sees images, which the reward model {term.name} would not; leave it out of reward.function."
             )
+
+
+def _check_adapter(config: AppConfig, path: Path | None) -> None:
+    """Check that the policy can start from a given adapter, and that the rollout gets it."""
+    if not config.lora.adapter_path:
+        return
+    known = path is not None and vision_of(path) is None  # other families name their modules otherwise in files
+    check_adapter(config.lora, matrices(path) if path is not None and known else None)
+    if not config.checkpoint_engine.enabled:
+        raise ConfigError(
+            f"lora.adapter_path={config.lora.adapter_path!r} needs checkpoint_engine.enabled=true, by which the rollout gets the adapter; got "
+            "false."
+        )
 
 
 def _check_padding(config: AppConfig, path: Path) -> None:

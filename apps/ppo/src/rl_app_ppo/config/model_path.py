@@ -44,6 +44,11 @@ def given_reference(config: AppConfig) -> Path | None:
         raise ConfigError(str(error).replace("model.path=", "reference.path=")) from error
 
 
+def given_adapter(config: AppConfig) -> str:
+    """Absolute path of the adapter that the policy starts from; empty: none."""
+    return config.lora.adapter_path and str(Path(config.lora.adapter_path).expanduser().absolute())
+
+
 def find_model(name: str) -> Path:
     """Find the checkpoint folder of `model.path=name`: a folder, or a model in the local cache.
 

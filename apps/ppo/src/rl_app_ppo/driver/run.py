@@ -174,8 +174,8 @@ async def _train(
     """Train, from the checkpoint if there is one, and write the policy."""
     config, files = plan.config, plan.files
     try:
-        if plan.start.checkpoint is not None or plane.recovery is not None:
-            with startup.phase("resume", "loading the checkpoint"):
+        if plan.start.checkpoint is not None or plane.recovery is not None or config.lora.adapter_path:
+            with startup.phase("resume", "loading the checkpoint" if plan.start.checkpoint else "sending the adapter"):
                 rows = await trainer.resume(plan.start.checkpoint)
             if plane.recovery is not None and plane.recovery.rows_kept:
                 screen.note(describe(plane.recovery, rows))
@@ -298,6 +298,7 @@ def _trainer_parts(
         async_rl=config.async_rl,
         workers=rollout.workers,
         weight_sync=rollout.sync,
+        sync_first=bool(config.lora.adapter_path),
         rollout_memory=rollout.sync if config.rollout.free_cache_engine else None,
         train_order=train_order(config, data["train"]),
         validation_size=len(data["val"]) if "val" in data else 0,

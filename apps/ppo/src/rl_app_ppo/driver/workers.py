@@ -15,7 +15,7 @@ from rl_app_ppo.cluster.ray_actor import RayProcess, RayWorker
 from rl_app_ppo.config.devices import PlannedProcess, described_gpus, host_bundles, idle_gpus, plan_processes
 from rl_app_ppo.config.hosts import match_nodes
 from rl_app_ppo.config.loading import to_yaml
-from rl_app_ppo.config.model_path import given_reference
+from rl_app_ppo.config.model_path import given_adapter, given_reference
 from rl_app_ppo.config.placement import Role, WorkerGroup
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.outputs.console import Screen
@@ -201,6 +201,7 @@ class WorkerPool:
                 config=resolved,
                 model_path=str(model_path),
                 reference_path=reference,
+                adapter_path=given_adapter(self._config),
                 plane=described,
                 rank=0 if planned.roles == ("rollout",) else planned.rank,  # replicas share no model
                 network=meetings[planned.group][0],

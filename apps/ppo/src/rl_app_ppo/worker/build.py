@@ -293,7 +293,7 @@ def _trained(
     policy = TorchPolicyBackend(
         path,
         config.actor,
-        lora=config.lora,
+        lora=replace(config.lora, adapter_path=call.adapter_path),
         rollout_n=n,
         seed=seed,
         strategy=strategy,

@@ -99,6 +99,8 @@ def build_megatron(
             reference = megatron_policy(config, Path(call.reference_path or path), ranks, frozen=True)
             return ReferenceWorker(plane, columns, reference, temperature), None
         policy = megatron_policy(config, path, ranks)
+        if call.adapter_path:
+            policy.load_adapter(Path(call.adapter_path))
         return ActorWorker(plane, columns, policy, temperature), sender_of(config, call, policy)
 
     return build
@@ -127,6 +129,7 @@ def megatron_policy(config: AppConfig, path: Path, ranks: Ranks, *, frozen: bool
             seed=config.trainer.seed,
             dtype=TORCH_DTYPES[options.param_dtype],
             distributed_optimizer=options.distributed_optimizer,
+            merge_on_save=config.lora.merge_on_save,
         ),
         frozen=frozen,
     )

@@ -105,8 +105,10 @@ class MegatronPolicyBackend(MegatronLearner[PolicyLoss]):
             yield dataclasses.replace(factor, name=name if name.endswith(".weight") else f"{name}.weight")
 
     def _export(self) -> Callable[[Path], Sequence[Path]]:
-        """Copy the adapter in PEFT's format, or without LoRA the model in that of transformers."""
-        if self.lora is not None:
+        """Copy the adapter in PEFT's format; without LoRA, or to merge it, the model in that of
+        transformers.
+        """
+        if self.lora is not None and not self.settings.merge_on_save:
             return partial(write_adapter_files, adapter=self.adapter())
         writes = dist.get_rank() == 0
         weights = [dataclasses.replace(weight, data=weight.data.copy()) for weight in self.named_weights() if writes]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import peft
 import torch
+from safetensors.torch import load_file
 
 from rl_protocol import ConfigError
+from rl_trainer.config.adapter_folder import WEIGHTS_FILE, check_adapter
 from rl_trainer.config.lora import LoraConfig
 
 ADAPTER = "default"
@@ -17,17 +20,33 @@ PREFIX = "base_model.model."
 
 
 def attach(model: Any, config: LoraConfig, seed: int) -> Any:
-    """Attach adapters, which alone are trainable; a fresh adapter changes no output.
+    """Attach adapters, which alone are trainable: those of `config.adapter_path`, or fresh ones,
+    which change no output.
 
-    Their initial weights depend on `seed` alone.
+    The initial weights of fresh ones depend on `seed` alone.
 
     Raises:
-        ConfigError: the model lacks a target.
+        ConfigError: the model lacks a target, or the adapter of the path does not fit.
     """
     settings = _settings(model, config, task_type="CAUSAL_LM")
     with _seeded(seed):
         adapted = peft.get_peft_model(model, settings)
+    if config.adapter_path:
+        _load(adapted, config)
     return adapted.eval()
+
+
+def _load(adapted: Any, config: LoraConfig) -> None:
+    """Replace the weights of the adapters by those of a PEFT folder, as float32."""
+    linear = (
+        (name.removeprefix(PREFIX), module) for name, module in adapted.named_modules() if hasattr(module, "base_layer")
+    )
+    check_adapter(config, {name: tuple(module.base_layer.weight.shape) for name, module in linear})
+    tensors = load_file(Path(config.adapter_path).expanduser() / WEIGHTS_FILE)
+    state: dict[str, torch.Tensor] = adapted.state_dict()
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            state[f"{name.removesuffix('.weight')}.{ADAPTER}.weight"].copy_(tensor)
 
 
 def attach_in_place(body: Any, config: LoraConfig, seed: int) -> None:

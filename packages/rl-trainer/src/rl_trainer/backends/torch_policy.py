@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,7 +203,8 @@ class TorchPolicyBackend:
         return base_weights(self._model.state_dict())
 
     def save_pretrained(self, path: Path) -> None:
-        """Write model and tokenizer like transformers; with LoRA only the adapter, like peft.
+        """Write model and tokenizer like transformers; with LoRA, unless it is merged on save, only
+        the adapter, like peft.
 
         On several ranks this is a collective.
 
@@ -216,19 +217,22 @@ class TorchPolicyBackend:
         """Copy the policy. On several ranks this is a collective, and the first rank writes."""
         writes = not self._strategy.world.rank
         state, copies = dict[str, torch.Tensor](), dict[int, torch.Tensor]()
-        for name, tensor in self._model.state_dict(keep_vars=True).items():
-            found = full_tensor(tensor) if self._saves(name) else None
-            if found is not None and writes:  # tied weights stay one tensor for transformers
-                state[name] = copies.setdefault(id(tensor), found.to(CPU, copy=True))
+        for name, parameter, tensor in self._exported():
+            if writes:  # tied weights stay one tensor for transformers
+                state[name] = copies.setdefault(parameter, tensor.to(CPU, copy=True))
+        model, more = self._model, dict[str, Any]()
+        if self._lora is not None and self._lora.merge_on_save:
+            model = model.get_base_model()
+        elif self._lora is not None:
+            more = {"save_embedding_layers": False}
 
         def write(path: Path) -> Sequence[Path]:
             if not writes:
                 return []
             tokenizer = AutoTokenizer.from_pretrained(str(self._path), local_files_only=True)
             processors = [self._path / name for name in PROCESSORS if (self._path / name).exists()]
-            more: dict[str, Any] = {} if self._lora is None else {"save_embedding_layers": False}
             try:
-                self._model.save_pretrained(str(path), state_dict=state, **more)
+                model.save_pretrained(str(path), state_dict=state, **more)
                 tokenizer.save_pretrained(str(path))
                 for file in processors:
                     shutil.copyfile(file, path / file.name)
@@ -251,8 +255,21 @@ class TorchPolicyBackend:
             raise ConfigError("This policy was built frozen, as a reference; it can't be updated.")
         return self._optimizer
 
-    def _saves(self, name: str) -> bool:
-        return self._lora is None or ".lora_" in name
+    def _exported(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """What `export` copies: name for the model that writes it, identity of the parameter, whole
+        tensor.
+        """
+        state = self._model.state_dict(keep_vars=True)
+        if self._lora is not None and self._lora.merge_on_save:
+            from rl_trainer.backends.peft_lora import base_weights, merged_weights  # needs the extra `lora`
+
+            base = base_weights(state)
+            for name, tensor in merged_weights(state, self._lora, full_tensor):
+                yield name, id(base[name]), tensor
+            return
+        for name, tensor in state.items():
+            if self._lora is None or ".lora_" in name:
+                yield name, id(tensor), full_tensor(tensor)
 
     def _dropout(self) -> Any:
         if self._lora is None or not self._lora.dropout:

@@ -44,6 +44,14 @@ class LoraConfig(Options):
         verl=".lora.merge",
     )
     use_dora: bool = option(False, "use DoRA (arXiv:2402.09353): train weight magnitudes too")
+    adapter_path: str = option(
+        "",
+        "PEFT folder of the adapter to start from; the other options here must be its own, and the reference stays the base; empty: a new one",
+        verl=(".lora_adapter_path", ".lora.adapter_path"),
+    )
+    merge_on_save: bool = option(
+        False, "write whole models, with the adapter merged in, instead of PEFT folders", resume="free"
+    )
 
     def check(self, path: str) -> None:
         require(bool(self.targets()), f"{path}target_modules", f"{ALL_LINEAR} or names of modules", self.target_modules)

@@ -140,7 +140,8 @@ class PPOTrainer:
 
     async def resume(self, checkpoint: Checkpoint | None) -> RecoveredRows:
         """Restore the workers' state, the rollout weights, the place in the run, and the batches
-        that were sampled; for these the replay buffers must be open. None: from the beginning.
+        that were sampled; for these the replay buffers must be open. None: from the beginning, with
+        the rollout weights of a policy that starts from an adapter.
 
         With `TrainerParts.keep_rows`, rows in the data plane are used again; returns which.
 
@@ -149,6 +150,7 @@ class PPOTrainer:
             RLError: a part failed.
         """
         if checkpoint is None:
+            await self._sync_rollouts()
             return await self._kept.recover(0, None)
         parts, state = self._parts, checkpoint.run_state
         await load(checkpoint, parts.workers, parts.loop.stage_timeout_s)
@@ -162,9 +164,14 @@ class PPOTrainer:
         if held is not None:
             self._restored = await self._keeper.restore(held, checkpoint.folder, self._version)
         self._old_log_prob.agree = state.log_probs_agree
-        if parts.weight_sync is not None and self._version:
-            await parts.weight_sync.update_weights(self._version)
+        await self._sync_rollouts()
         return recovered
+
+    async def _sync_rollouts(self) -> None:
+        """Send the rollouts the policy, unless they have loaded it."""
+        sync = self._parts.weight_sync
+        if sync is not None and (self._version or self._parts.sync_first):
+            await sync.update_weights(self._version)
 
     async def fit(self) -> dict[str, float]:
         """Train up to the configured number of steps, counting those before a checkpoint.

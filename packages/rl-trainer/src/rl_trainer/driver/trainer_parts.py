@@ -50,6 +50,9 @@ class TrainerParts:
     workers: Workers
     weight_sync: WeightSync | None
     """None: rollout keeps the initial weights, and the staleness of the batches grows."""
+    sync_first: bool = False
+    """The policy starts from other weights than the rollout has loaded: `PPOTrainer.resume` sends
+    them also without a checkpoint."""
     train_order: PromptOrder
     validation_size: int
     rollout: RolloutConfig

@@ -85,6 +85,8 @@ class TrainSettings:
             copy of trained weights are float32.
         fused: see `rl_megatron_peft.backend.lora.attach.attach`.
         distributed_optimizer: data-parallel replicas share the optimizer state; see Optimizer.
+        merge_on_save: a policy with adapters writes whole models, with the adapter merged in,
+            instead of PEFT folders.
     """
 
     adam: AdamSettings = field(default_factory=AdamConfig)
@@ -96,3 +98,4 @@ class TrainSettings:
     dtype: torch.dtype = torch.float32
     fused: bool = True
     distributed_optimizer: bool = False
+    merge_on_save: bool = False

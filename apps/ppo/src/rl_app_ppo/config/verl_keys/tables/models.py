@@ -183,7 +183,6 @@ ENTRIES: tuple[Entry, ...] = (
     only(f"{MODEL}.lora.dropout_position", "pre", why="inputs of an adapter are dropped, not its outputs"),
     only(f"{MODEL}.lora.lora_A_init_method", "xavier", "kaiming", why="A starts as peft starts it"),
     only(f"{MODEL}.lora.lora_B_init_method", "zero", why="B starts at 0"),
-    unsupported("adapters start new", "lora_adapter_path lora.adapter_path", prefix=f"{MODEL}."),
     no_effect("adapters are float32", f"{MODEL}.lora.dtype"),
     no_effect(_MEMORY, f"{MODEL}.lora.a2a_experimental"),
     no_effect(

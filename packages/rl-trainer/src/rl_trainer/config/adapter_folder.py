@@ -1,0 +1,145 @@
+"""PEFT folders that training starts from, compared with `LoraConfig` without torch or peft."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from rl_protocol import ConfigError
+from rl_protocol.support.peft_config import PICKLED, PICKLED_FILE, unread_field
+from rl_trainer.config.lora import LoraConfig
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_NAME = re.compile(
+    r"base_model\.model\.(?P<module>.+)\.(?P<side>lora_A|lora_B|lora_magnitude_vector)(?:\.weight|(?<=vector))"
+)
+_LONGEST_HEADER = 100_000_000
+_SAME = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
+"""Field of PEFT -> the option that must have its value."""
+_CHOOSE_MODULES = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+"""Fields that choose modules, which the names of the tensors tell."""
+Shape = Sequence[int]
+
+
+def check_adapter(config: LoraConfig, matrices: Mapping[str, Shape] | None = None) -> None:
+    """Check that the adapter in `config.adapter_path` is one that these options would make.
+
+    Args:
+        config: options of the adapters, with a path.
+        matrices: full name of each linear module of the base model -> its shape [out, in]; None:
+            unknown, so the adapter is compared with the options alone.
+
+    Raises:
+        ConfigError: the folder can't be read, holds something else than a LoRA adapter, has a field
+            that changes what the adapter computes and is not supported, or differs from the
+            options or the base model; names the field or the option.
+    """
+    folder = Path(config.adapter_path).expanduser()
+    fields = _fields(folder, config.adapter_path)
+    _check_fields(config, fields, folder / CONFIG_FILE)
+    _check_modules(config, read_shapes(folder), matrices)
+
+
+def read_shapes(folder: Path) -> dict[str, dict[str, Shape]]:
+    """Full module name -> lora_A, lora_B, with DoRA lora_magnitude_vector -> shape of the tensor.
+
+    Raises:
+        ConfigError: the file of the tensors can't be read, or holds other tensors.
+    """
+    file = folder / WEIGHTS_FILE
+    try:
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header: dict[str, dict[str, Any]] = json.loads(opened.read(min(size, _LONGEST_HEADER)))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"LoraConfig.adapter_path: {file} is no readable safetensors file: {error}") from error
+    found: dict[str, dict[str, Shape]] = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ConfigError(
+                f"LoraConfig.adapter_path: {file} has the tensor {name}; only lora_A, lora_B and lora_magnitude_vector of linear modules are read."
+            )
+        found.setdefault(match["module"], {})[match["side"]] = tuple(entry["shape"])
+    return found
+
+
+def _fields(folder: Path, given: str) -> dict[str, Any]:
+    """The JSON object of `adapter_config.json`."""
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        raise ConfigError(
+            f"LoraConfig.adapter_path={given!r} must be a PEFT folder; it has no {CONFIG_FILE}. Give a folder that save_pretrained of peft, "
+            "or a run with LoraConfig.rank above 0, has written."
+        )
+    if (folder / PICKLED_FILE).exists() and not (folder / WEIGHTS_FILE).exists():
+        raise ConfigError(f"LoraConfig.adapter_path: {folder / PICKLED_FILE} {PICKLED}.")
+    try:
+        fields: object = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"LoraConfig.adapter_path: {file} can't be read: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"LoraConfig.adapter_path: {file} must hold a JSON object; got {type(fields).__name__}.")
+    return cast("dict[str, Any]", fields)
+
+
+def _check_fields(config: LoraConfig, fields: Mapping[str, Any], file: Path) -> None:
+    if fields.get("peft_type") != "LORA":
+        raise ConfigError(
+            f"LoraConfig.adapter_path: {file} has peft_type={fields.get('peft_type')!r}; adapters of peft_type='LORA' are read."
+        )
+    lost = unread_field(fields, (*_SAME, *_CHOOSE_MODULES))
+    if lost is not None:
+        field, why = lost
+        raise ConfigError(f"LoraConfig.adapter_path: {file}: {field} {why}.")
+    for field, option in _SAME.items():
+        theirs, ours = fields.get(field) or 0, getattr(config, option)
+        if theirs != ours:
+            wanted = bool(theirs) if isinstance(ours, bool) else theirs
+            raise ConfigError(f"LoraConfig.{option} must be {wanted}, as {field} in {file}; got {ours}.")
+
+
+def _check_modules(
+    config: LoraConfig, found: Mapping[str, Mapping[str, Shape]], matrices: Mapping[str, Shape] | None
+) -> None:
+    sides = {"lora_A", "lora_B"} | ({"lora_magnitude_vector"} if config.use_dora else set[str]())
+    for module, shapes in found.items():
+        if not config.covers(module):
+            raise ConfigError(
+                f"LoraConfig.target_modules must name {module.rpartition('.')[2]}, and LoraConfig.exclude must not name it: the adapter in "
+                f"LoraConfig.adapter_path has {module}; got {', '.join(config.target_modules)}."
+            )
+        if set(shapes) != sides or (shapes["lora_A"][0], shapes["lora_B"][1]) != (config.rank, config.rank):
+            raise ConfigError(
+                f"LoraConfig.adapter_path: the adapter of {module} must have {', '.join(sorted(sides))} of rank {config.rank}; got {dict(shapes)}."
+            )
+    lacking = set(config.targets()) - {module.rpartition(".")[2] for module in found}
+    wanted = {name for name in matrices or () if config.covers(name)}
+    if matrices is not None:
+        _check_base(found, matrices)
+    if lacking or wanted - found.keys():
+        one = sorted(wanted - found.keys() or lacking)[0]
+        raise ConfigError(
+            f"LoraConfig.target_modules names {one.rpartition('.')[2]}, for which the adapter in LoraConfig.adapter_path has no tensors ({one}). "
+            "Name the modules that it has, and leave out others of the same name with LoraConfig.exclude."
+        )
+
+
+def _check_base(found: Mapping[str, Mapping[str, Shape]], matrices: Mapping[str, Shape]) -> None:
+    for module, shapes in found.items():
+        if module not in matrices:
+            raise ConfigError(
+                f"LoraConfig.adapter_path has an adapter of {module}, which the base model does not have; set the base that it was trained on."
+            )
+        of_adapter = shapes["lora_B"][0], shapes["lora_A"][1]
+        if of_adapter != tuple(matrices[module]):
+            raise ConfigError(
+                f"LoraConfig.adapter_path has an adapter of {module} for a weight of {of_adapter}, and the base model's is "
+                f"{tuple(matrices[module])}; set the base that it was trained on."
+            )

@@ -1,0 +1,106 @@
+"""PEFT folders that differ from the options, or that are not supported, are refused by field."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rl_protocol import ConfigError
+from rl_trainer.config.adapter_folder import check_adapter, read_shapes
+from rl_trainer.config.lora import LoraConfig
+
+FIELDS = {
+    "peft_type": "LORA",
+    "r": 2,
+    "lora_alpha": 4,
+    "lora_dropout": 0.1,
+    "target_modules": ["q_proj", "v_proj"],
+    "bias": "none",
+    "use_rslora": False,
+    "use_dora": False,
+}
+Q, V = (f"model.layers.0.self_attn.{name}_proj" for name in "qv")
+
+
+def folder_of(path, fields=FIELDS, modules=(Q, V), more=()):
+    tensors = {f"base_model.model.{name}.lora_A.weight": np.zeros((2, 8), np.float32) for name in modules}
+    tensors |= {f"base_model.model.{name}.lora_B.weight": np.zeros((6, 2), np.float32) for name in modules}
+    path.mkdir(exist_ok=True)
+    save_file(tensors | dict.fromkeys(more, np.zeros(6, np.float32)), path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps(fields))
+    return path
+
+
+def options(path, **changes):
+    return LoraConfig(
+        **{"rank": 2, "alpha": 4, "target_modules": ("q_proj", "v_proj"), "adapter_path": str(path)} | changes
+    )
+
+
+def test_an_adapter_that_the_options_would_make_is_accepted(tmp_path):
+    folder = folder_of(tmp_path)
+    check_adapter(options(folder), {Q: (6, 8), V: (6, 8), "model.layers.0.mlp.up_proj": (9, 8)})
+    assert read_shapes(folder) == {name: {"lora_A": (2, 8), "lora_B": (6, 2)} for name in (Q, V)}
+    only_q = folder_of(tmp_path / "q", modules=(Q,))
+    check_adapter(options(only_q, target_modules=("q_proj",)), {Q: (6, 8), V: (6, 8)})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"peft_type": "IA3"}, "has peft_type='IA3'"),
+        ({"r": 8}, r"LoraConfig\.rank must be 8, as r in"),
+        ({"lora_alpha": 16}, r"LoraConfig\.alpha must be 16, as lora_alpha in"),
+        ({"use_rslora": True}, r"LoraConfig\.use_rslora must be True"),
+        ({"use_dora": True}, r"LoraConfig\.use_dora must be True"),
+        ({"bias": "lora_only"}, "bias is 'lora_only'"),
+        ({"lora_bias": True}, "lora_bias is True"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is"),
+        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern is"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"target_parameters": ["experts"]}, "target_parameters is"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices is"),
+        ({"a_field_of_a_later_peft": 2}, "a_field_of_a_later_peft is 2"),
+    ],
+)
+def test_each_field_that_differs_or_is_not_supported_is_named(tmp_path, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        check_adapter(options(folder_of(tmp_path, FIELDS | fields)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "base", "message"),
+    [
+        ({"target_modules": ("q_proj",)}, None, "target_modules must name v_proj"),
+        ({"exclude": (V,)}, None, "exclude must not name it: the adapter"),
+        ({"target_modules": ("q_proj", "v_proj", "o_proj")}, None, "names o_proj, for which"),
+        ({}, {Q: (6, 8)}, f"has an adapter of {V}, which the base model does not have"),
+        ({}, {Q: (6, 8), V: (5, 8)}, r"for a weight of \(6, 8\), and the base model's is \(5, 8\)"),
+        ({}, {Q: (6, 8), V: (6, 8), Q.replace("0", "1"): (6, 8)}, "has no tensors .model.layers.1.self_attn.q_proj"),
+    ],
+)
+def test_modules_that_differ_are_named(tmp_path, changes, base, message):
+    with pytest.raises(ConfigError, match=message):
+        check_adapter(options(folder_of(tmp_path), **changes), base)
+
+
+def test_folders_without_readable_files_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"gone'.* must be a PEFT folder; it has no adapter_config\.json"):
+        check_adapter(options(tmp_path / "gone"))
+    folder = folder_of(tmp_path / "a", more=["base_model.model.lm_head.weight"])
+    with pytest.raises(ConfigError, match=r"has the tensor base_model\.model\.lm_head\.weight"):
+        check_adapter(options(folder))
+    (folder / "adapter_model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ConfigError, match="is no readable safetensors file"):
+        check_adapter(options(folder))
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(ConfigError, match="is a pickle, which can run code"):
+        check_adapter(options(folder))
+    (folder / "adapter_config.json").write_text("[]")
+    (folder / "adapter_model.bin").unlink()
+    with pytest.raises(ConfigError, match="must hold a JSON object; got list"):
+        check_adapter(options(folder))

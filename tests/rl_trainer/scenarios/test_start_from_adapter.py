@@ -1,0 +1,137 @@
+"""The torch policy continues adapters that peft saved, saves them, and merges them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from rl_protocol import ConfigError
+from rl_trainer import ActorConfig, LoraConfig, OptimConfig
+from rl_trainer.backends.token_batch import token_batch
+from rl_trainer.backends.torch_policy import TorchPolicyBackend
+from rl_trainer.rollout.hf_engine import HFRolloutEngine
+
+pytestmark = pytest.mark.numeric
+
+KINDS = {
+    "plain": LoraConfig(rank=4, alpha=8),
+    "rslora": LoraConfig(rank=4, alpha=8, use_rslora=True, target_modules=("q_proj", "v_proj", "down_proj")),
+    "dora": LoraConfig(rank=3, alpha=6, use_dora=True, exclude=("layers.0.mlp.up_proj",)),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def saved(request, model_path, tmp_path_factory):
+    """Options with the path of an adapter that changes the logits, and peft's model."""
+    lora, folder = KINDS[request.param], tmp_path_factory.mktemp("peft")
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=int(lora.alpha),
+        target_modules=list(lora.targets()),
+        exclude_modules=list(lora.exclude) or None,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        task_type="CAUSAL_LM",
+    )
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model_path), settings).eval()
+    torch.manual_seed(1)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.5)
+        if "magnitude" in name:
+            weight.data *= 1.5
+    model.save_pretrained(str(folder))
+    return replace(lora, adapter_path=str(folder)), model
+
+
+def policy_of(path, lora):
+    config = ActorConfig(optim=OptimConfig(lr=1e-2, weight_decay=0.0), ppo_mini_batch_size=4)
+    return TorchPolicyBackend(path, config, lora=lora, seed=3)
+
+
+def logits(model, batch):
+    tokens = token_batch(batch, 0)
+    with torch.no_grad():
+        return tokens.read(model(**tokens.inputs).logits)
+
+
+def largest(difference, scale):
+    return (difference.abs().max() / scale.abs().max()).item()
+
+
+def test_its_logits_are_pefts_and_training_continues_from_them(model_path, saved, training_batch, tmp_path):
+    lora, theirs = saved
+    policy = policy_of(model_path, lora)
+    batch = training_batch(policy)
+    expected = logits(theirs, batch)
+    fresh = logits(policy_of(model_path, replace(lora, adapter_path=""))._model, batch)
+    assert largest(logits(policy._model, batch) - expected, expected) < 1e-5
+    assert largest(fresh - expected, expected) > 1e-2
+    policy.update(batch, temperature=1.0)
+    now = logits(policy._model, batch)
+    assert largest(now - expected, expected) > 1e-3
+    policy.save_pretrained(tmp_path / "next")
+    again = policy_of(model_path, replace(lora, adapter_path=str(tmp_path / "next")))
+    assert torch.equal(logits(again._model, batch), now)
+
+
+def test_the_rollout_takes_it_as_version_0(model_path, saved):
+    lora, theirs = saved
+    policy, engine = policy_of(model_path, lora), HFRolloutEngine(model_path, lora=lora)
+    engine.load_adapter(list(policy.adapter_weights()), 0)
+    ids = torch.tensor([[3, 4, 5, 6, 7]])
+    with torch.no_grad():
+        expected, got = theirs(ids).logits, engine._model(ids).logits
+    assert largest(got - expected, expected) < 1e-5
+
+
+def test_merged_on_save_it_is_the_plain_model_that_peft_merges(model_path, saved, training_batch, tmp_path):
+    lora, _ = saved
+    policy = policy_of(model_path, replace(lora, merge_on_save=True))
+    policy.update(training_batch(policy), temperature=1.0)
+    policy.save_pretrained(tmp_path / "merged")
+    assert not list((tmp_path / "merged").glob("adapter_*"))
+    adapter = policy_of(model_path, lora)
+    adapter.update(training_batch(adapter), temperature=1.0)
+    adapter.save_pretrained(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(model_path)
+    expected = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    plain, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    found = plain.state_dict()
+    assert found.keys() == expected.keys()
+    assert max(largest(found[name] - expected[name], expected[name]) for name in found) < 1e-6
+    assert (tmp_path / "merged" / "tokenizer.json").exists()
+
+
+def test_tied_weights_stay_tied_in_a_merged_model(model_path, tmp_path):
+    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path, tie_word_embeddings=True))
+    base.save_pretrained(tmp_path / "tied")
+    AutoTokenizer.from_pretrained(model_path).save_pretrained(tmp_path / "tied")
+    policy = TorchPolicyBackend(tmp_path / "tied", ActorConfig(), lora=LoraConfig(rank=2, merge_on_save=True))
+    policy.save_pretrained(tmp_path / "merged")
+    assert "lm_head.weight" not in load_file(tmp_path / "merged" / "model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_an_adapter_of_another_base_or_without_a_layer_is_refused(model_path, saved, tmp_path):
+    lora, model = saved
+    model.save_pretrained(str(tmp_path))
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    options = replace(lora, adapter_path=str(tmp_path))
+    one = "model.layers.1.self_attn.q_proj"
+    save_file({name: tensor for name, tensor in tensors.items() if one not in name}, file)
+    with pytest.raises(ConfigError, match=rf"no tensors \({one}\).*LoraConfig.exclude"):
+        policy_of(model_path, options)
+    name = f"base_model.model.{one}.lora_A.weight"
+    save_file(tensors | {name: torch.zeros(lora.rank, 3)}, file)
+    with pytest.raises(ConfigError, match=rf"{one} for a weight of \(\d+, 3\), and the base model's is"):
+        policy_of(model_path, options)
