@@ -66,7 +66,8 @@ def test_only_entry_points_set_logging_up() -> None:
         "training.py",
         "process.py",
         "server_process.py",
-    }  # a run of the app, a worker process of it, a process of a plane
+        "plane_driver.py",
+    }  # a run of the app, a worker process of it, a process of a plane, the driver of a run of `rl chaos`
 
 
 RUNNERS = (

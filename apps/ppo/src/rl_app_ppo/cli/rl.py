@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rl_app_ppo.api.launch import launch
+from rl_app_ppo.chaos.command import chaos
 from rl_app_ppo.cli.columns import columns
 from rl_app_ppo.cli.exit_codes import exit_code
 from rl_app_ppo.cli.explain import described, difference, differing, explain, keys_text, read_side
@@ -44,7 +45,7 @@ Params = ParamSpec("Params")
 TRAIN, BEFORE, AFTER = "Train", "Before a run", "After a run"
 
 app = typer.Typer(
-    help="Train language models with PPO and GRPO. `rl COMMAND --help` describes a command.",
+    help="Train language models with PPO and GRPO. `rl COMMAND --help` describes one.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -278,6 +279,19 @@ def _replay(
     """Compute a step again, and compare it bit by bit."""
     plugins = load_policy(allow_unsafe_plugins=allow_unsafe_plugins)
     if not replay(run, step, row, field, plugins, _out(), _err()):
+        raise typer.Exit(1)
+
+
+@app.command("chaos", rich_help_panel=BEFORE)
+@_coded
+def _chaos(
+    runs: Annotated[int, typer.Option(min=1, help="Runs.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Decides what is struck, how and when.")] = 0,
+    first: Annotated[int, typer.Option(min=0, help="Number of the first run; a failed one says its own.")] = 0,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report of all runs.")] = None,
+) -> None:
+    """Kill processes of small runs; exit code 1 if anything is lost."""
+    if not chaos(runs, seed, first, json, _out()):
         raise typer.Exit(1)
 
 

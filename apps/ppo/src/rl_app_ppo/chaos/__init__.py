@@ -1,0 +1,1 @@
+"""`rl chaos`: runs whose processes are killed at moments that a seed decides, and their count."""

@@ -1,0 +1,104 @@
+"""What a run with faults has lost, doubled or left behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from rl_app_ppo.chaos.events import Event
+from rl_app_ppo.chaos.schedule import Schedule
+from rl_app_ppo.chaos.stand_in import ActorState
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The count of one run."""
+
+    kind: Literal["plane"]
+    """plane: journal, data plane, replay buffers and trainer with a stand-in for the model."""
+    schedule: Schedule
+    struck: int
+    """Strikes of the schedule that a process was hit by, the first ones."""
+    starts: int
+    """How often the run was started."""
+    acknowledged: int
+    """Prompts whose responses the data plane has acknowledged."""
+    trained: int
+    """Responses that the final weights were trained on."""
+    lost: int
+    """Responses that were not trained, and acknowledged prompts that were generated again."""
+    doubled: int
+    """Responses that were trained more than once."""
+    held: int
+    """Rows that were left in the data plane at the end."""
+    went_back: int
+    """Versions or checkpoints that are older than one before them."""
+    hung: bool
+    """It did not end in time."""
+    left: tuple[str, ...]
+    """Processes, files and shared memory that were left behind."""
+    failure: str
+    """What else was wrong; empty: nothing."""
+    seconds: float
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing was lost, doubled, hung or left behind."""
+        counts = self.lost + self.doubled + self.held + self.went_back
+        return not (counts or self.hung or self.left or self.failure)
+
+
+class Counted(msgspec.Struct, frozen=True, kw_only=True):
+    """What the events of a run and its final state say."""
+
+    acknowledged: int
+    trained: int
+    lost: int
+    doubled: int
+    held: int
+    went_back: int
+    weights_differ: bool
+
+
+def count(events: Sequence[Event], final: ActorState | None, wanted: ActorState) -> Counted:
+    """Count what a run has done.
+
+    Args:
+        events: of all its processes, the oldest first.
+        final: state of the trainer in the last checkpoint; None: there is none.
+        wanted: state after a run without faults.
+    """
+    final = final if final is not None else ActorState()
+    have, want = (Counter(row for step in state.trained for row in step) for state in (final, wanted))
+    acknowledged, again = set[str](), 0
+    for event in events:
+        if event.kind == "acknowledged":
+            acknowledged.update(event.uids)
+        elif event.kind == "rollout":
+            again += len(acknowledged.intersection(event.uids))
+    return Counted(
+        acknowledged=len(acknowledged),
+        trained=have.total(),
+        lost=(want - have).total() + again,
+        doubled=(have - want).total(),
+        held=sum(event.number for event in events if event.kind == "end"),
+        went_back=_went_back(events),
+        weights_differ=final.weights != wanted.weights,
+    )
+
+
+def _went_back(events: Sequence[Event]) -> int:
+    """How often a version is older than the one before it, or a start than a saved checkpoint."""
+    back = saved = version = 0
+    for event in events:
+        if event.kind == "saved":
+            saved = max(saved, event.number)
+        elif event.kind == "begin":
+            back += event.number < saved
+            version = event.number
+        elif event.kind in ("version", "rollout"):
+            back += event.number < version
+            version = max(version, event.number) if event.kind == "version" else version
+    return back

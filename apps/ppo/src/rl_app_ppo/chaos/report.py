@@ -1,0 +1,81 @@
+"""The table of the runs of `rl chaos`: victims and faults, runs and failures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+from rich.table import Table
+
+from rl_app_ppo.chaos.judge import Outcome
+from rl_app_ppo.chaos.schedule import Fault, Victim
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """All runs of a command."""
+
+    seed: int
+    runs: int
+    lost: int
+    doubled: int
+    held: int
+    went_back: int
+    hung: int
+    left: int
+    failed: int
+    """Runs of which anything is wrong."""
+
+    def __str__(self) -> str:
+        """One line."""
+        return (
+            f"{self.runs} runs of seed {self.seed}: {self.lost} lost, {self.doubled} doubled, {self.held} held, "
+            f"{self.went_back} went back, {self.hung} hung, {self.left} left behind; {self.failed} runs failed"
+        )
+
+
+class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--json` writes."""
+
+    summary: Summary
+    outcomes: tuple[Outcome, ...]
+
+
+def summarize(seed: int, outcomes: Sequence[Outcome]) -> ChaosReport:
+    """The report of all runs of a seed."""
+    summary = Summary(
+        seed=seed,
+        runs=len(outcomes),
+        lost=sum(one.lost for one in outcomes),
+        doubled=sum(one.doubled for one in outcomes),
+        held=sum(one.held for one in outcomes),
+        went_back=sum(one.went_back for one in outcomes),
+        hung=sum(one.hung for one in outcomes),
+        left=sum(len(one.left) for one in outcomes),
+        failed=sum(not one.good for one in outcomes),
+    )
+    return ChaosReport(summary=summary, outcomes=tuple(outcomes))
+
+
+def cells(outcomes: Sequence[Outcome]) -> tuple[Counter[tuple[Victim, Fault]], Counter[tuple[Victim, Fault]]]:
+    """Runs that were struck by victim and fault, and those of them that failed."""
+    runs, failed = Counter[tuple[Victim, Fault]](), Counter[tuple[Victim, Fault]]()
+    for one in outcomes:
+        struck = {(strike.victim, strike.fault) for strike in one.schedule.strikes[: one.struck]}
+        runs.update(struck)
+        failed.update(struck if not one.good else ())
+    return runs, failed
+
+
+def matrix(outcomes: Sequence[Outcome]) -> Table:
+    """Runs per victim and fault; red where there are none, or where one failed."""
+    runs, failed = cells(outcomes)
+    table = Table("victim", *(fault.value for fault in Fault))
+    for victim in Victim:
+        row = [victim.value]
+        for fault in Fault:
+            number, bad = runs[victim, fault], failed[victim, fault]
+            text = f"{number}, {bad} failed" if bad else str(number)
+            row.append(text if number and not bad else f"[red]{text}[/red]")
+        table.add_row(*row)
+    return table
