@@ -94,6 +94,12 @@ RUN_BY = {
 """(README, number of its python block) -> the test that runs the block."""
 
 
+THEIR_KEYS = {
+    *("actor.prox_logp_method", "data.max_response_length", "model.lora_rank", "rollout.max_head_offpolicyness"),
+}
+"""Keys of verl and AReaL in groups that have our names."""
+
+
 class Block(NamedTuple):
     readme: str
     line: int
@@ -178,6 +184,22 @@ def test_the_readme_of_a_member_is_short():
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("*/*/README.md")}
     assert len(lines) > 8
     assert {path.relative_to(ROOT).as_posix(): count for path, count in lines.items() if count > 120} == {}
+
+
+def test_keys_in_the_prose_are_options():
+    """A key that is renamed is renamed in the documents, too."""
+    options = set(re.findall(r"^\| `([\w.]+)` \|", (ROOT / "apps/ppo/OPTIONS.md").read_text(), flags=re.MULTILINE))
+    known = {".".join(key.split(".")[:depth]) for key in options for depth in range(1, 9)} | THEIR_KEYS
+    groups = {key.split(".")[0] for key in options if "." in key}
+    named = {
+        key
+        for path in READMES
+        for span in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL))
+        for key in re.findall(r"(?<![\w./])([a-z_]+(?:\.[a-z_]+)+)(?=$|[=\s,;)])", span)
+        if key.split(".")[0] in groups
+    }
+    assert len(named & options) > 100
+    assert sorted(named - known) == []
 
 
 def test_pictures_are_there_and_small():
