@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -10,8 +11,8 @@ import time
 
 import pytest
 
-from rl_app_ppo.cluster.lost_processes import fate, named_losses
-from rl_protocol import ConfigError, PlaneTimeout, WorkerDiedError
+from rl_app_ppo.cluster.lost_processes import fate, named_losses, named_remote_losses
+from rl_protocol import ConfigError, PlaneTimeout, RLError, WorkerDiedError, WorkerError
 
 
 @pytest.fixture
@@ -75,3 +76,38 @@ def test_other_errors_stay_what_they_are(child):
     until(child.pid, "killed")
     with pytest.raises(ConfigError, match=r"^a setting$"), named_losses({child.pid: "The controller"}):
         raise ConfigError("a setting")
+
+
+LOST = WorkerError("Worker actor failed in update: RuntimeError: Connection closed by peer [10.0.0.7]:34567.")
+
+
+def failed_elsewhere(raised, ended, *, notice_s=60.0):
+    """The error of a run with ranks on two other hosts, of which the second ends with `ended`."""
+
+    async def body():
+        loop = asyncio.get_running_loop()
+        ends = {f"Worker actor-{rank} on gpu-{rank}": loop.create_future() for rank in (1, 2)}
+        async with named_remote_losses(ends, notice_s=notice_s):
+            if ended is not None:  # Ray notices it after the other ranks have failed
+                loop.call_later(0.01, ends["Worker actor-2 on gpu-2"].set_exception, ended)
+            raise raised
+
+    with pytest.raises(RLError) as caught:
+        asyncio.run(body())
+    return caught.value
+
+
+def test_a_rank_of_another_host_is_named_once_ray_has_lost_it():
+    reason = "The actor died unexpectedly before finishing this task.\n\tpid: 7\nIts node has died."
+    error = failed_elsewhere(LOST, RuntimeError(reason))
+    assert type(error) is WorkerDiedError
+    assert str(error) == (
+        "Worker actor-2 on gpu-2 has ended (The actor died unexpectedly before finishing this task. Its node has died.). "
+        f"Because of that: {LOST}"
+    )
+
+
+def test_an_error_of_ranks_that_all_run_is_unchanged():
+    assert failed_elsewhere(LOST, None, notice_s=0.05) is LOST
+    for error in (ConfigError("wrong."), WorkerDiedError("Worker actor-1 died.")):
+        assert failed_elsewhere(error, None) is error  # without a wait

@@ -111,7 +111,7 @@ def test_calls_over_a_socket_answer_fail_and_end_as_those_of_ray(tmp_path, monke
 def test_a_process_of_another_host_or_with_a_long_path_is_called_through_ray(tmp_path):
     class Process(RayProcess):
         def _start(self):
-            return SimpleNamespace(call=SimpleNamespace(remote=self.answer))
+            return SimpleNamespace(call=SimpleNamespace(remote=self.answer), stay=SimpleNamespace(remote=self.answer))
 
         async def answer(self, *_):
             return b"through Ray"
@@ -124,3 +124,28 @@ def test_a_process_of_another_host_or_with_a_long_path_is_called_through_ray(tmp
 
     assert asyncio.run(body(0, tmp_path)) == b"through Ray"
     assert asyncio.run(body(7, tmp_path / ("long" * 40))) == b"through Ray"
+
+
+def test_a_process_of_another_host_that_dies_is_named_with_its_host(tmp_path):
+    class Process(RayProcess):
+        def _start(self):
+            calls = {"place": self.place, "stay": self.die, "call": self.die}
+            return SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in calls.items()})
+
+        async def place(self):
+            return "gpu-2", "network", 41
+
+        async def die(self, *_):
+            raise ActorDiedError
+
+    async def body() -> None:
+        process = Process(["actor"], "actor-1", tmp_path / "actor-1.log", 1)
+        await process.ready(60)
+        await process.connect(tmp_path)
+        assert (process.pid, process.host) == (0, "gpu-2")
+        with pytest.raises(WorkerDiedError, match="Worker actor-1 on gpu-2 died during update: "):
+            await RayWorker(process, "actor", "actor-1").call("update", b"", timeout_s=20.0)
+        await asyncio.wait([process.end], timeout=60)
+        assert isinstance(process.end.exception(), ActorDiedError)
+
+    asyncio.run(body())

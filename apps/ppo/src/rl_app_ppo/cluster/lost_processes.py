@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+from rl_app_ppo.cluster.ray_actor import reason_of
 from rl_protocol import ConfigError, HangError, OutputError, RLError, WorkerDiedError
+
+NOTICE_S = 30.0
+"""Longer than Ray needs to notice that a host is lost."""
 
 RAY_SERVERS = {"gcs_server": "The GCS server of Ray", "raylet": "The raylet of Ray"}
 """Command -> description of the processes that ray.init starts."""
@@ -38,6 +44,40 @@ def named_losses(processes: Mapping[int, str], *, unless: tuple[type[RLError], .
             raise
         during = f" during {', '.join(places)}" if (places := _places(error)) else ""
         raise WorkerDiedError(f"{'; '.join(lost)}{during}. Because of that: {error}") from error
+
+
+@asynccontextmanager
+async def named_remote_losses(
+    ends: Mapping[str, asyncio.Future[Any]], *, notice_s: float = NOTICE_S
+) -> AsyncGenerator[None]:
+    """Prefix an error with the processes of other hosts that ended.
+
+    The ranks of a model fail as soon as one of them is gone, and only name its socket.
+
+    Args:
+        ends: description of a process -> what fails with the reason once Ray has lost the process.
+        notice_s: longest wait, after an error, for Ray to notice.
+
+    Raises:
+        WorkerDiedError: a process ended; names it, the reason, and the error that followed.
+        RLError: unchanged if none did, or if it says more than that one ended.
+    """
+    try:
+        yield
+    except (ConfigError, HangError, OutputError, WorkerDiedError):
+        raise
+    except RLError as error:
+        if ends:
+            await asyncio.wait(ends.values(), timeout=notice_s, return_when=asyncio.FIRST_COMPLETED)
+        lost = [f"{what} has ended ({_reason(end)})" for what, end in ends.items() if end.done()]
+        if not lost:
+            raise
+        raise WorkerDiedError(f"{'; '.join(lost)}. Because of that: {error}") from error
+
+
+def _reason(end: asyncio.Future[Any]) -> str:
+    error = None if end.cancelled() else end.exception()
+    return "without an error" if error is None else reason_of(error)
 
 
 def _places(error: BaseException) -> list[str]:

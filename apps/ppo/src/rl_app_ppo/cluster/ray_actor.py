@@ -47,6 +47,8 @@ class RayProcess:
     Attributes:
         actor: Ray's handle of the WorkerProcess.
         pid: its process id; 0: it is not ready, or on another host.
+        host: its host's name where that is another host; empty: not ready, or on this one.
+        end: of a call that ends only with the process, or when Ray loses it; None: not connected.
         network: processes with equal values reach each other through loopback; empty: not ready.
     """
 
@@ -63,7 +65,7 @@ class RayProcess:
     ) -> None:
         self.name = name
         self.pid = 0
-        self.network = ""
+        self.host = self.network = ""
         self.calls = calls or CallLog()
         self.roles = tuple(roles)
         self._log_path = log_path
@@ -74,8 +76,7 @@ class RayProcess:
         self._built: tuple[bytes, float] | None = None
         self._sockets: Path | None = None
         self._connection: Connection | None = None
-        self._end: asyncio.Future[bytes] | None = None
-        """Of a call that ends only with the process, or when Ray loses it."""
+        self.end: asyncio.Future[bytes] | None = None
         self.actor = self._start()
 
     async def build(self, payload: bytes, *, timeout_s: float) -> None:
@@ -134,7 +135,7 @@ class RayProcess:
                     f"Worker {self.name} did not start within {timeout_s:g} s (ray.start_timeout_s). Its log: {self._log_path}"
                 ) from None
             raise self._translate(self.name, "start", error, timeout_s) from None
-        self.pid = pid if host == socket.gethostname() else 0
+        self.pid, self.host = (pid, "") if host == socket.gethostname() else (0, host)
 
     async def connect(self, folder: Path) -> None:
         """Send the calls that follow over a Unix socket in this folder of mode 0700.
@@ -147,18 +148,17 @@ class RayProcess:
         """
         self._sockets = folder
         path = folder / f"{self.pid}.sock"
-        if not self.pid or len(bytes(path)) > _LONGEST_PATH:
-            return
-        with self.errors("listen"):
-            await self.actor.listen.remote(str(path))
-        self._connection = await Connection.connect(path)
+        if self.pid and len(bytes(path)) <= _LONGEST_PATH:
+            with self.errors("listen"):
+                await self.actor.listen.remote(str(path))
+            self._connection = await Connection.connect(path)
         end: asyncio.Future[bytes] = asyncio.ensure_future(self.actor.stay.remote())
         end.add_done_callback(partial(_close, self._connection))
-        self._end = end
+        self.end = end
 
     async def call(self, role: Role, method: str, payload: bytes) -> bytes:
         """Call the worker of a role; use it within `errors`."""
-        end = self._end
+        end = self.end
         if self._connection is None or end is None:
             answer = self.actor.call.remote(role, method, payload)
             try:
@@ -241,19 +241,25 @@ class RayProcess:
                 f"Worker {name} failed in {method}: {_ANSI.sub('', str(error)).strip().splitlines()[-1]}. {log}"
             )
         if isinstance(error, RayActorError):
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            reason = f"{lines[0]} {lines[-1]}" if len(lines) > 1 else " ".join(lines)
-            return WorkerDiedError(f"Worker {name} died during {method}: {_ANSI.sub('', reason)} {log}")
+            where = f" on {self.host}" if self.host else ""
+            return WorkerDiedError(f"Worker {name}{where} died during {method}: {reason_of(error)} {log}")
         return WorkerError(
             f"Worker {name} did not answer {method} within {timeout_s:g} s; raise trainer.stage_timeout_s or see its log. {log}"
         )
 
 
-def _close(connection: Connection, end: asyncio.Future[bytes]) -> None:
+def reason_of(error: BaseException) -> str:
+    """Why a process has ended: the first and the last line of Ray's error."""
+    lines = [line.strip() for line in _ANSI.sub("", str(error)).splitlines() if line.strip()]
+    return f"{lines[0]} {lines[-1]}" if len(lines) > 1 else " ".join(lines)
+
+
+def _close(connection: Connection | None, end: asyncio.Future[bytes]) -> None:
     """Close the connection to a process that has ended, so that all calls end."""
     if not end.cancelled():
         end.exception()  # those calls raise it
-    connection.close()
+    if connection is not None:
+        connection.close()
 
 
 class RayWorker:

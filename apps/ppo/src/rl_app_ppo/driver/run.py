@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rl_app_ppo.cluster.local.fork_server import ForkServer
-from rl_app_ppo.cluster.lost_processes import fate, named_losses, ray_servers
+from rl_app_ppo.cluster.lost_processes import fate, named_losses, named_remote_losses, ray_servers
 from rl_app_ppo.cluster.ray_session import ray_session, write_timeline
 from rl_app_ppo.config.loading import flat_settings, to_yaml
 from rl_app_ppo.config.model_path import given_model
@@ -146,8 +146,9 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
         async with hang_watch(config.trainer.hang_s, pool, buffers, named_servers, files, screen):
             # the ranks of a model fail with the first of them that dies, and only name its socket
             with named_losses(pool.model_pids(), unless=(WorkerDiedError,)):
-                await _train(plan, trainer, local_plane, recorder, screen, startup)
-                await pool.close_records()
+                async with named_remote_losses(pool.remote_ends()):
+                    await _train(plan, trainer, local_plane, recorder, screen, startup)
+                    await pool.close_records()
     return recorder
 
 

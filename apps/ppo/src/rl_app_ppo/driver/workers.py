@@ -142,6 +142,11 @@ class WorkerPool:
         found = [process for process in self.processes if process.pid and process.roles != ("rollout",)]
         return {process.pid: f"Worker {process.name}" for process in found}
 
+    def remote_ends(self) -> dict[str, asyncio.Future[bytes]]:
+        """The processes of other hosts that train models, for `named_remote_losses`."""
+        found = [process for process in self.processes if process.host and process.roles != ("rollout",)]
+        return {f"Worker {process.name} on {process.host}": process.end for process in found if process.end}
+
     def start(self) -> None:
         """Start the processes without waiting for them."""
         threads, cpus = self._config.trainer.threads_per_worker, self._config.ray.cpus_per_worker
