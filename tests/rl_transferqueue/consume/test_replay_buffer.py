@@ -80,6 +80,28 @@ class TestReplayBufferInMemory(ReplayBufferSuite):
 
         asyncio.run(main())
 
+    @pytest.mark.parametrize("settled", [(0, 1, 2), (1, 2)], ids=["all", "some"])
+    def test_an_error_after_the_rows_of_a_session_does_not_replace_them(self, settled: tuple[int, ...]) -> None:
+        """A worker dies after it has settled sessions, and its caller settles an error for all."""
+        config = replace(CONFIG, on_failure="accept_partial")
+
+        async def main() -> None:
+            async with self.open_plane() as plane:
+                async with ReplayBuffer(plane, "p", config) as buffer:
+                    await buffer.add(["a"], 3)
+                    (lease,) = await buffer.lease(1, version=0, timeout_s=60)
+                    for session in settled:
+                        await settle(plane, [SessionResult(lease, session, rows=1)], scores(session))
+                    await settle_all(plane, lease, failed=3)
+                    await until(lambda: holds(lambda: buffer.statuses() == {"a": "finished"}))
+                async with ReplayBuffer(plane, "p", config) as buffer:
+                    taken = await buffer.take(1, version=0, timeout_s=60)
+                    assert taken.keys == tuple(f"a/{session}/0" for session in settled)
+                    await buffer.commit(["a"])
+                assert await left(plane) == {}
+
+        asyncio.run(main())
+
     @pytest.mark.parametrize("cut", ["p", "p/groups"])
     def test_a_restart_completes_a_commit_that_was_interrupted(self, cut: str) -> None:
         class DyingPlane(MemoryDataPlane):

@@ -7,6 +7,7 @@ leased, and settle these sessions. The owner of the buffer is one process.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, Protocol, runtime_checkable
@@ -16,7 +17,7 @@ import msgspec
 from rl_protocol.batch.batch_data import BatchData
 from rl_protocol.batch.kv_batch_meta import KVBatchMeta, Tag
 from rl_protocol.batch.row_key import RowKey
-from rl_protocol.errors import BatchError
+from rl_protocol.errors import BatchError, ConflictError
 from rl_protocol.ports.data_plane import DataPlane
 
 GroupStatus = Literal["pending", "running", "finished", "failed", "taken"]
@@ -77,7 +78,8 @@ async def settle(
 
     Trajectories are stored under the keys of the results, with `tags` and the tags of the lease. A
     session counts once all its rows are stored. Rows that arrive after the end of their lease are
-    cleared by the owner. May be repeated.
+    cleared by the owner. May be repeated. An error never replaces what is stored already: a worker
+    may die after it has settled its sessions, and before its caller has the answer.
 
     Args:
         plane: where the trajectories go.
@@ -101,10 +103,12 @@ async def settle(
         own = tags if tags is not None else [{}] * len(named)
         merged = [lease.tags | tag for (lease, _), tag in zip(named, own, strict=True)]
         await plane.put(partition, keys, rows, tags=merged, timeout_s=timeout_s)
-    ended = [_settled_row(run) for run in _runs(results)]
-    await plane.put(
-        partition + SETTLED_SUFFIX, [key for key, _ in ended], tags=[tag for _, tag in ended], timeout_s=timeout_s
-    )
+    runs, settled = _runs(results), partition + SETTLED_SUFFIX
+    if good := [_settled_row(run) for run in runs if run[0].rows]:
+        await plane.put(settled, [key for key, _ in good], tags=[tag for _, tag in good], timeout_s=timeout_s)
+    for key, tag in [_settled_row(run) for run in runs if not run[0].rows]:
+        with suppress(ConflictError):
+            await plane.put(settled, [key], tags=[tag], expect=[None], timeout_s=timeout_s)
 
 
 def _check(results: Sequence[SessionResult], rows: int | None) -> None:

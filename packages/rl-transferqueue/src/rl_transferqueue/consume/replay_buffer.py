@@ -74,7 +74,8 @@ class ReplayBuffer:
             group.lease_until = self._clock() + self._config.lease_s
             if group.status != "running":  # already concluded
                 own = [one for one in results if (one.uid, one.attempt) == (uid, group.attempt)]
-                group.settled = {session: one.rows for one in own for session in one.sessions}
+                # the first result of a session is the one that counted
+                group.settled = {session: one.rows for one in reversed(own) for session in one.sessions}
             self._book.restore(group)
         for result in results:
             await self._count(result)
