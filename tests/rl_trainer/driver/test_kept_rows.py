@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pump_world import BATCH, World
 from replay_buffers import opened
 
-from rl_protocol import ConfigError
+from rl_protocol import ConfigError, DataLostError
 from rl_trainer.checkpoints.checkpoint_folder import newest_whole
 from rl_trainer.driver.trainer_parts import KeepRows
 
@@ -104,6 +104,26 @@ def test_a_killed_run_trains_the_same_batches_and_generates_no_finished_prompt_a
         assert [done[step] for step in range(1, STEPS + 1)] == straight.trained
         assert dict(rolled) == dict(straight.rolled)
         assert not await worlds[-1][1].left()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+@pytest.mark.parametrize("method", ["reward", "adv"])
+def test_rows_that_are_lost_with_a_storage_unit_are_not_generated_again(tmp_path, bound, method):
+    async def check():
+        options = {"folder": tmp_path, "keep_rows": RUN, "save_freq": 3, "bound": bound, "deterministic": True}
+        first = MortalWorld(faults={(method, 4): DataLostError("rows were lost.")}, **options)
+        with pytest.raises(
+            DataLostError, match=r"rows were lost\. The journal of the data plane has these rows: resume"
+        ):
+            await first.live(None)
+        second = MortalWorld(plane=first.plane, **options)
+        found, _ = newest_whole(tmp_path)
+        assert await second.live(found)
+        rolled = [*first.rolled, *second.rolled]
+        assert len(dict(rolled)) == len(rolled) == STEPS * BATCH, "a prompt was generated again"
+        assert not await second.left()
 
     asyncio.run(check())
 

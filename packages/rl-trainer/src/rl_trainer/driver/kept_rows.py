@@ -10,10 +10,11 @@ makes the same weights, so the rows of later steps fit them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from rl_protocol import ConfigError
+from rl_protocol import ConfigError, DataLostError
 from rl_protocol.rl_columns import TRAIN_PARTITION, VALIDATION_PARTITION, prompt_partition
 from rl_trainer.checkpoints.held_batches import HeldBatches
 from rl_trainer.data.prompt_draws import turn_of
@@ -21,6 +22,7 @@ from rl_trainer.driver.rollouts import KeptGroup, Rollouts
 from rl_trainer.driver.trainer_parts import TrainerParts
 from rl_trainer.workers.columns import BASELINE_PARTITION, ROW_TAG
 
+T = TypeVar("T")
 RUN_PARTITION = "run"
 """Partition with one row, whose tags say which run has put the rows of the data plane."""
 
@@ -75,6 +77,18 @@ class KeptRows:
             await self._rollouts.commit(TRAIN_PARTITION, turns)
         else:
             self._steps[step] = turns
+
+    async def unless_lost(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do the work of a step on rows that survive a restart.
+
+        Raises:
+            DataLostError: a storage unit died with the rows. They are not generated again: the next
+                start of the data plane has them.
+        """
+        try:
+            return await work()
+        except DataLostError as error:
+            raise DataLostError(f"{error} The journal of the data plane has these rows: resume the run.") from error
 
     async def release(self, step: int) -> None:
         """Commit the groups of the steps up to this one, whose checkpoint was published."""

@@ -430,7 +430,9 @@ class PPOTrainer:
                 self._sampler.rewind()
                 self._sampler.dropped = self._sampler.finished - self._trained
 
-        prepared = await self._repeated(step, prepare, rewind)
+        prepared = await (
+            self._kept.unless_lost(prepare) if self._parts.keep_rows else self._repeated(step, prepare, rewind)
+        )
         # from here on the step is not repeated: the same rows again would be a second update
         self._old_log_prob.note(prepared.metrics)
         updated = {stage.name for stage in prepared.updates}
