@@ -82,7 +82,7 @@ def folder(tmp_path_factory):
 
 
 MISTAKES = [
-    (["data.train_files=gone.jsonl"], ["gone.jsonl can't be read: No such file", "data.train_files"]),
+    (["data.train_files=gone.jsonl"], ["gone.jsonl (relative to ", "can't be read: No such file", "data.train_files"]),
     (["data.train_files=folder"], ["folder: not a data set written by save_to_disk"]),
     (["data.train_files=empty.jsonl"], ["No usable row in empty.jsonl", "A row is {"]),
     (["data.train_files=a.txt"], ["a.txt is not a data file", "*.jsonl, *.parquet"]),
@@ -94,7 +94,7 @@ MISTAKES = [
     (["data.train_files=no_truth.jsonl"], ["all 20 rows of no_truth.jsonl", "`ground_truth` - at `$.reward_model`"]),
     (["data.train_files=long.jsonl"], ["longest prompt has", "context is 128", "data.max_prompt_length to at most 112"]),
     (["data.max_prompt_length=3"], ["No usable row", "20 prompts have more than 3 tokens (data.max_prompt_length)"]),
-    (["data.val_files=gone.jsonl"], ["gone.jsonl can't be read", "data.val_files"]),
+    (["data.val_files=gone.jsonl"], ["gone.jsonl (relative to ", "can't be read", "data.val_files"]),
     (["model.path=gone"], ["model.path='gone'", "hf download gone"]),
     (["model.path=folder"], ["model.path='folder'", "config.json", "save_pretrained"]),
     (["model.path=untold"], ["untold", "tokenizer.json"]),

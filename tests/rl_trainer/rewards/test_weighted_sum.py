@@ -10,7 +10,6 @@ from reward_samples import samples
 from rl_protocol import ConfigError
 from rl_trainer.rewards import (
     CombinedScorer,
-    Failure,
     InlineScorer,
     Term,
     parse_terms,
@@ -39,4 +38,5 @@ def test_a_sum_keeps_its_parts_and_fails_where_one_fails():
         "brief/acc": 0.5,
     }
     assert good.texts == {"pred": "tt"}
-    assert bad == Failure(kind="no_number", message="brief: returned None; it must return a finite number")
+    assert (bad.kind, bad.message) == ("no_number", "brief: returned None; it must return a finite number")
+    assert bad.where.startswith(__file__)

@@ -96,7 +96,8 @@ def role_bytes(role: Role, config: AppConfig, size: ModelSize, *, on_gpu: bool =
 
 def _trained(config: AppConfig, weights: int, trained: int) -> dict[str, int]:
     """Weights, their float32 gradients, and AdamW's two moments."""
-    part, adapters = _shards(config), 0 if trained == weights else (4 + 2 * _copied(config)) * trained
+    copied = _copied(config) and not isinstance(config.engine, MegatronConfig)  # its adapters compute in float32
+    part, adapters = _shards(config), 0 if trained == weights else (4 + 2 * copied) * trained
     return {
         "weights": _weights(config, weights, trained) + adapters // part,
         "gradients": 4 * trained // part,
