@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rl_app_ppo.chaos.schedule import CELLS, Fault, make_schedule
+from rl_app_ppo.chaos.schedule import CELLS, PLACES, Fault, make_schedule
+from rl_protocol.support.fault_points import FaultPoint
 
 
 def test_a_seed_gives_the_same_faults_again_and_another_seed_others():
@@ -12,11 +13,13 @@ def test_a_seed_gives_the_same_faults_again_and_another_seed_others():
 
 
 def test_every_cell_is_struck_once_per_cycle_at_moments_that_a_run_reaches():
-    runs = [make_schedule(5, number, 60) for number in range(2 * len(CELLS))]
-    for cycle in (runs[: len(CELLS)], runs[len(CELLS) :]):
-        struck = {(strike.victim, strike.fault) for run in cycle for strike in run.strikes}
-        assert struck == set(CELLS)
-    strikes = [strike for run in runs for strike in run.strikes]
+    runs = [make_schedule(5, number, 60) for number in range(2 * len(PLACES))]
+    for cycle in (runs[: len(PLACES)], runs[len(PLACES) :]):
+        assert {(strike.victim, strike.fault) for run in cycle for strike in run.strikes if not strike.point} == {
+            *CELLS
+        }
+        assert sorted(strike.point for run in cycle for strike in run.strikes if strike.point) == sorted(FaultPoint)
+    strikes = [strike for run in runs for strike in run.strikes if not strike.point]
     assert all(1 <= strike.event < 60 for strike in strikes)
     assert all((strike.seconds > 0) == (strike.fault is Fault.STOP) for strike in strikes)
     assert all(list(run.strikes) == sorted(run.strikes, key=lambda strike: strike.event) for run in runs)

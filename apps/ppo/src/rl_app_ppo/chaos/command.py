@@ -13,7 +13,7 @@ from rich.text import Text
 
 from rl_app_ppo.chaos.judge import Outcome
 from rl_app_ppo.chaos.plane_runs import PlaneRunner
-from rl_app_ppo.chaos.report import matrix, summarize
+from rl_app_ppo.chaos.report import matrix, points, summarize
 from rl_app_ppo.chaos.schedule import make_schedule
 from rl_app_ppo.chaos.stand_in import PlaneRun
 from rl_protocol import OutputError
@@ -45,6 +45,7 @@ def chaos(runs: int, seed: int, first: int, json: Path | None, out: Console) -> 
     report = summarize(seed, outcomes)
     _write(json, lambda: msgspec.json.format(msgspec.json.encode(report), indent=1))
     out.print(matrix(outcomes))
+    out.print(points(outcomes))
     out.print(Text(str(report.summary)), soft_wrap=True)
     if report.summary.failed:
         out.print(Text(f"the folders of the failed runs are in {folder}"), soft_wrap=True)
@@ -57,7 +58,8 @@ def described(outcome: Outcome) -> str:
     """One line, or more for a run of which something is wrong."""
     schedule = outcome.schedule
     faults = ", ".join(
-        f"{one.fault.value} of {one.victim.value} at event {one.event}" for one in schedule.strikes[: outcome.struck]
+        f"{one.fault.value} of {one.victim.value} at {one.point or 'event'} {one.passes or one.event}"
+        for one in schedule.strikes[: outcome.struck]
     )
     mode = "asynchronous" if schedule.max_staleness else "synchronous"
     line = f"run {schedule.number}, {mode}: {faults or 'not struck'}; {outcome.starts} starts, {outcome.seconds:.1f} s"

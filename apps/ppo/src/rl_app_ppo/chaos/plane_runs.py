@@ -19,6 +19,7 @@ from rl_app_ppo.chaos.plane_workers import read_state
 from rl_app_ppo.chaos.processes import MARK, POLL_S, describe, marked, send, shared_memory, strike, wait_until
 from rl_app_ppo.chaos.schedule import Schedule, Strike, Victim
 from rl_app_ppo.chaos.stand_in import ActorState, PlaneRun, expected
+from rl_protocol.support.fault_points import ARMED, armed_for
 from rl_trainer.checkpoints.checkpoint_folder import newest_whole
 
 _START_S = 90.0
@@ -44,6 +45,7 @@ class PlaneRunner:
         self._folder = folder
         self._temporary = folder / "tmp"
         self._log = folder / "run.log"
+        self._reached = folder / "reached"
         self._mark = uuid.uuid4().hex
         self._strikes = list(schedule.strikes)
         self._struck = 0
@@ -87,7 +89,7 @@ class PlaneRunner:
     def _start(self) -> int | None:
         """Start the driver and strike; returns its status, or None if it hangs."""
         command = [sys.executable, "-m", "rl_app_ppo.chaos.plane_driver", msgspec.json.encode(self._run).decode()]
-        environment = {**os.environ, MARK: self._mark, "TMPDIR": str(self._temporary)}
+        environment = {**os.environ, **self._armed(), MARK: self._mark, "TMPDIR": str(self._temporary)}
         with self._log.open("ab") as log:
             driver = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -97,11 +99,20 @@ class PlaneRunner:
             if self._strikes and self._due(self._strikes[0]):
                 self._hit(self._strikes.pop(0))
             time.sleep(POLL_S)
+        self._struck += environment.get(ARMED) is not None and self._reached.exists()
         ended = driver.poll() is not None and wait_until(lambda: not marked(self._mark), _GONE_S)
         if not ended:
             self._end()
             driver.wait()
         return driver.returncode if ended else None
+
+    def _armed(self) -> dict[str, str]:
+        """Environment of the next start: the first one has the point of the schedule."""
+        if not self._strikes or self._strikes[0].point is None:
+            return {}
+        planned = self._strikes.pop(0)
+        assert planned.point is not None
+        return armed_for(planned.point, planned.passes, self._reached)
 
     def _due(self, planned: Strike) -> bool:
         return sum(event.kind not in _START for event in self._events()) >= planned.event

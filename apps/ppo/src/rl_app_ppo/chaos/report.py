@@ -10,6 +10,7 @@ from rich.table import Table
 
 from rl_app_ppo.chaos.judge import Outcome
 from rl_app_ppo.chaos.schedule import Fault, Victim
+from rl_protocol.support.fault_points import FaultPoint
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +68,24 @@ def cells(outcomes: Sequence[Outcome]) -> tuple[Counter[tuple[Victim, Fault]], C
     return runs, failed
 
 
+def points(outcomes: Sequence[Outcome]) -> Table:
+    """Runs per point of the code that a process was killed at; red as in `matrix`."""
+    runs, failed = Counter[FaultPoint | None](), Counter[FaultPoint | None]()
+    for one in outcomes:
+        reached = {strike.point for strike in one.schedule.strikes[: one.struck]}
+        runs.update(reached)
+        failed.update(reached if not one.good else ())
+    table = Table("killed at", "runs")
+    for point in FaultPoint:
+        table.add_row(point.value, _cell(runs[point], failed[point]))
+    return table
+
+
+def _cell(runs: int, failed: int) -> str:
+    text = f"{runs}, {failed} failed" if failed else str(runs)
+    return text if runs and not failed else f"[red]{text}[/red]"
+
+
 def matrix(outcomes: Sequence[Outcome]) -> Table:
     """Runs per victim and fault; red where there are none, or where one failed."""
     runs, failed = cells(outcomes)
@@ -74,8 +93,6 @@ def matrix(outcomes: Sequence[Outcome]) -> Table:
     for victim in Victim:
         row = [victim.value]
         for fault in Fault:
-            number, bad = runs[victim, fault], failed[victim, fault]
-            text = f"{number}, {bad} failed" if bad else str(number)
-            row.append(text if number and not bad else f"[red]{text}[/red]")
+            row.append(_cell(runs[victim, fault], failed[victim, fault]))
         table.add_row(*row)
     return table

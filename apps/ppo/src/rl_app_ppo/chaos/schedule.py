@@ -8,6 +8,8 @@ from itertools import product
 
 import msgspec
 
+from rl_protocol.support.fault_points import FaultPoint
+
 
 class Victim(StrEnum):
     """A kind of process."""
@@ -36,11 +38,15 @@ class Strike(msgspec.Struct, frozen=True, kw_only=True):
 
     victim: Victim
     fault: Fault
-    which: int
+    which: int = 0
     """Of several processes of this kind; taken modulo their number."""
-    event: int
+    event: int = 0
     """Strikes once the run has written this many events, counted over its restarts."""
-    after_s: float
+    point: FaultPoint | None = None
+    """Strikes there instead, in the first start of the run."""
+    passes: int = 0
+    """At which time that the processes of the kind reach the point, from 1."""
+    after_s: float = 0.0
     """Seconds after that event."""
     seconds: float = 0.0
     """How long the process is stopped; for STOP."""
@@ -60,35 +66,56 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
 CELLS = tuple(product(Victim, Fault))
 """Every victim with every fault."""
+_POINTS = {
+    FaultPoint.JOURNAL_APPENDED: (Victim.CONTROLLER, 100),
+    FaultPoint.JOURNAL_PAYLOAD_SYNCED: (Victim.CONTROLLER, 100),
+    FaultPoint.JOURNAL_COMMITTED: (Victim.CONTROLLER, 100),
+    FaultPoint.SESSIONS_STORED: (Victim.ROLLOUT, 10),
+    FaultPoint.SESSIONS_SETTLED: (Victim.ROLLOUT, 10),
+    FaultPoint.GROUPS_HALF_CLEARED: (Victim.DRIVER, 2),
+    FaultPoint.STATE_WRITTEN: (Victim.TRAINER, 3),
+    FaultPoint.CHECKPOINT_SEALED: (Victim.DRIVER, 3),
+    FaultPoint.CHECKPOINT_PUBLISHED: (Victim.DRIVER, 3),
+}
+"""The process that reaches each point, and how often it does at least in a run without faults."""
+PLACES: tuple[tuple[Victim, Fault] | FaultPoint, ...] = (*CELLS, *_POINTS)
+"""Every cell, and every point."""
 
 
 def make_schedule(seed: int, number: int, events: int) -> Schedule:
-    """The faults of a run. Every len(CELLS) runs that follow each other have every cell once.
+    """The faults of a run. Every len(PLACES) runs that follow each other have every place once.
 
     Args:
         seed: of all runs.
         number: of the run, from 0.
         events: that a run without faults writes.
     """
-    cycle, place = divmod(number, len(CELLS))
-    cells = list(CELLS)
-    random.Random(f"{seed}/{cycle}").shuffle(cells)  # noqa: S311 - no secret
+    cycle, place = divmod(number, len(PLACES))
+    places = list(PLACES)
+    random.Random(f"{seed}/{cycle}").shuffle(places)  # noqa: S311 - no secret
     rng = random.Random(f"{seed}/{number}/run")  # noqa: S311 - the same
-    chosen = [cells[place], *([rng.choice(CELLS)] if rng.random() < 0.25 else [])]
+    chosen = places[place]
+    strikes = _at_point(chosen, rng) if isinstance(chosen, FaultPoint) else _at_events(chosen, events, rng)
+    return Schedule(seed=seed, number=number, max_staleness=(number + cycle) % 2, strikes=strikes)
+
+
+def _at_point(point: FaultPoint, rng: random.Random) -> tuple[Strike, ...]:
+    victim, passes = _POINTS[point]
+    return (Strike(victim=victim, fault=Fault.KILL, point=point, passes=rng.randint(1, passes)),)
+
+
+def _at_events(cell: tuple[Victim, Fault], events: int, rng: random.Random) -> tuple[Strike, ...]:
+    """A strike of the cell, and in every fourth run another one."""
+    chosen = [cell, *([rng.choice(CELLS)] if rng.random() < 0.25 else [])]
     moments = sorted(rng.randrange(1, events) for _ in chosen)
-    return Schedule(
-        seed=seed,
-        number=number,
-        max_staleness=number % 2,
-        strikes=tuple(
-            Strike(
-                victim=victim,
-                fault=fault,
-                which=rng.randrange(4),
-                event=event,
-                after_s=round(rng.uniform(0.0, 0.01), 6),
-                seconds=round(rng.uniform(0.1, 0.6), 6) if fault is Fault.STOP else 0.0,
-            )
-            for (victim, fault), event in zip(chosen, moments, strict=True)
-        ),
+    return tuple(
+        Strike(
+            victim=victim,
+            fault=fault,
+            which=rng.randrange(4),
+            event=event,
+            after_s=round(rng.uniform(0.0, 0.01), 6),
+            seconds=round(rng.uniform(0.1, 0.6), 6) if fault is Fault.STOP else 0.0,
+        )
+        for (victim, fault), event in zip(chosen, moments, strict=True)
     )

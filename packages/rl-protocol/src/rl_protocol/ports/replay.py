@@ -19,6 +19,7 @@ from rl_protocol.batch.kv_batch_meta import KVBatchMeta, Tag
 from rl_protocol.batch.row_key import RowKey
 from rl_protocol.errors import BatchError, ConflictError
 from rl_protocol.ports.data_plane import DataPlane
+from rl_protocol.support.fault_points import FaultPoint, reach
 
 GroupStatus = Literal["pending", "running", "finished", "failed", "taken"]
 Outcome = Literal["retried", "partial", "failed"]
@@ -103,12 +104,14 @@ async def settle(
         own = tags if tags is not None else [{}] * len(named)
         merged = [lease.tags | tag for (lease, _), tag in zip(named, own, strict=True)]
         await plane.put(partition, keys, rows, tags=merged, timeout_s=timeout_s)
+    reach(FaultPoint.SESSIONS_STORED)
     runs, settled = _runs(results), partition + SETTLED_SUFFIX
     if good := [_settled_row(run) for run in runs if run[0].rows]:
         await plane.put(settled, [key for key, _ in good], tags=[tag for _, tag in good], timeout_s=timeout_s)
     for key, tag in [_settled_row(run) for run in runs if not run[0].rows]:
         with suppress(ConflictError):
             await plane.put(settled, [key], tags=[tag], expect=[None], timeout_s=timeout_s)
+    reach(FaultPoint.SESSIONS_SETTLED)
 
 
 def _check(results: Sequence[SessionResult], rows: int | None) -> None:

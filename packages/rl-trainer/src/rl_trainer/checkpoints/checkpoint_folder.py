@@ -33,6 +33,7 @@ import msgspec
 
 from rl_protocol.errors import UNREADABLE
 from rl_protocol.support.disk_writes import fsync, write_errors
+from rl_protocol.support.fault_points import FaultPoint, reach
 from rl_trainer.checkpoints.held_batches import INDEX, HeldBatches
 
 FORMAT = 2
@@ -165,10 +166,12 @@ def publish(temporary: Path, final: Path, manifest: Manifest) -> None:
         path.write_bytes(manifest.sealed())
         fsync(path)
         fsync(temporary)
+        reach(FaultPoint.CHECKPOINT_SEALED)
         if final.exists():  # an invalid checkpoint of that step, skipped when the run was resumed
             remove(final)
         os.replace(temporary, final)  # noqa: PTH105 - Path.replace would hide that this is the atomic step
         fsync(final.parent)
+    reach(FaultPoint.CHECKPOINT_PUBLISHED)
 
 
 def remove(folder: Path) -> None:

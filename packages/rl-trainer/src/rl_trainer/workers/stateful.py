@@ -12,6 +12,7 @@ from typing import ClassVar
 import msgspec
 
 from rl_protocol import WorkerError
+from rl_protocol.support.fault_points import FaultPoint, reach
 from rl_trainer.checkpoints.checkpoint_folder import FileFacts, durable, writing
 from rl_trainer.checkpoints.resumable import Write
 from rl_trainer.workers.base import Worker
@@ -80,4 +81,5 @@ def _write(root: Path, writes: Mapping[str, Write]) -> SavedFiles:
             folder = root / name
             folder.mkdir(parents=True, exist_ok=True)
             found |= durable(root, write(folder))
+    reach(FaultPoint.STATE_WRITTEN)
     return SavedFiles(files=found)

@@ -20,6 +20,7 @@ from rl_protocol.batch.row_key import RowKey
 from rl_protocol.errors import BatchError, PlaneTimeout
 from rl_protocol.ports import DataPlane, GroupFailure, GroupStatus, Lease, settle
 from rl_protocol.ports.replay import SETTLED_SUFFIX
+from rl_protocol.support.fault_points import FaultPoint, reach
 from rl_transferqueue.consume.prompt_groups import Group, GroupBook, ReplayConfig
 
 __all__ = ["Lease", "ReplayBuffer", "settle"]
@@ -272,6 +273,8 @@ class ReplayBuffer:
             keys = [key for key, tag in zip(rows.keys, rows.tags or (), strict=True) if tag["uid"] in uids]
             if keys:
                 await self._plane.clear(partition, keys)
+            if partition == self._settled:
+                reach(FaultPoint.GROUPS_HALF_CLEARED)
 
     async def _clear_rows(self, where: Mapping[str, Scalar]) -> None:
         """Clear what settled, and then the rows.

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from rl_protocol.errors import ConfigError, OutputError
 from rl_protocol.support.disk_writes import fsync
+from rl_protocol.support.fault_points import FaultPoint, reach
 from rl_transferqueue.journal.journal_index import JournalIndex
 from rl_transferqueue.journal.metadata import Metadata, StoredPut
 from rl_transferqueue.journal.records import ClearRecord, PutRecord, Record, Recovered, RecoveryReport
@@ -80,6 +81,7 @@ class DiskJournal:
     def sync(self) -> None:
         with self._fatal("sync"):
             self._segments.sync()
+            reach(FaultPoint.JOURNAL_PAYLOAD_SYNCED)
             self._metadata.commit(
                 self._new.values(), self._cleared, [put.number for put in self._dead], self._forgotten
             )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from rl_protocol.errors import OutputError, RLError
+from rl_protocol.support.fault_points import FaultPoint, reach
 from rl_transferqueue.journal.disk_journal import open_journal
 from rl_transferqueue.journal.records import ClearRecord, Journal, Record, Recovered
 from rl_transferqueue.transport.event_loop import Reactor
@@ -124,10 +125,12 @@ def _commit(journal: Journal, batch: Sequence[_Entry]) -> list[tuple[_Entry, Out
             outcomes.append((entry, error))
         else:
             outcomes.append((entry, None))
+    reach(FaultPoint.JOURNAL_APPENDED)
     try:
         journal.sync()
     except OutputError as error:
         return [(entry, earlier or error) for entry, earlier in outcomes]
+    reach(FaultPoint.JOURNAL_COMMITTED)
     return outcomes
 
 

@@ -1,0 +1,74 @@
+"""Named points of the code at which a test kills a process; off unless ARMED is in its environment.
+
+The points lie between two steps of a protocol that a crash must not separate. `rl chaos` arms one
+of them for a run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+
+ARMED = "RL_FAULT_POINT"
+"""Environment variable: POINT:PASSES:FILE. The process that reaches the point for that time, the
+first of all processes, makes the file and kills itself."""
+
+
+class FaultPoint(StrEnum):
+    """Where a process can be killed."""
+
+    JOURNAL_APPENDED = "journal appended"
+    """Controller: records are written and not synced."""
+    JOURNAL_PAYLOAD_SYNCED = "payload synced"
+    """Controller: the payload is durable, and the metadata that names it is not."""
+    JOURNAL_COMMITTED = "journal committed"
+    """Controller: records are durable, and nobody has an answer."""
+    SESSIONS_STORED = "sessions stored"
+    """Rollout: trajectories are stored, and their sessions are not settled."""
+    SESSIONS_SETTLED = "sessions settled"
+    """Rollout: sessions are settled, and the driver has no answer."""
+    GROUPS_HALF_CLEARED = "groups half cleared"
+    """Driver: settled sessions of committed groups are cleared, and their trajectories are not."""
+    STATE_WRITTEN = "state written"
+    """Trainer or reward: its files of a checkpoint are durable, and the driver has no answer."""
+    CHECKPOINT_SEALED = "checkpoint sealed"
+    """Driver: the checkpoint is complete, under its hidden name."""
+    CHECKPOINT_PUBLISHED = "checkpoint published"
+    """Driver: the checkpoint has its name, and the rows that it has trained are kept."""
+
+
+class _Armed:
+    def __init__(self, point: FaultPoint, passes: int, file: Path) -> None:
+        self.point = point
+        self.passes = passes
+        self.file = file
+
+
+@cache
+def _armed() -> _Armed | None:
+    if ARMED not in os.environ:
+        return None
+    point, passes, file = os.environ[ARMED].split(":", 2)
+    return _Armed(FaultPoint(point), int(passes), Path(file))
+
+
+def armed_for(point: FaultPoint, passes: int, file: Path) -> dict[str, str]:
+    """The environment that has a process killed when it reaches a point for this time, from 1."""
+    return {ARMED: f"{point}:{passes}:{file}"}
+
+
+def reach(point: FaultPoint) -> None:
+    """Mark a point of the code; kill this process if it is armed."""
+    armed = _armed()
+    if armed is None or armed.point is not point:
+        return
+    armed.passes -= 1
+    if armed.passes == 0:
+        try:
+            armed.file.touch(exist_ok=False)
+        except FileExistsError:
+            return
+        os.kill(os.getpid(), signal.SIGKILL)
