@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import socket
 import struct
 from functools import cache
 from ipaddress import IPv4Address, IPv4Interface
-from pathlib import Path
 from typing import NamedTuple
 
 from rl_protocol.errors import ConfigError
+from rl_protocol.support.host.portable import uses_linux
+from rl_protocol.support.host_identity import boot_and_namespace, this_host
 
 LOOPBACK = "127.0.0.1"
 _GET_ADDRESS, _GET_MASK = 0x8915, 0x891B  # SIOCGIFADDR and SIOCGIFNETMASK of linux/sockios.h
@@ -30,8 +30,7 @@ class NetworkInterface(NamedTuple):
 @cache
 def this_network() -> str:
     """A name that two processes share exactly if they reach each other through loopback."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/net')}"  # noqa: PTH115 - not a path
+    return boot_and_namespace("net") if uses_linux() else this_host()
 
 
 def find_interface(setting: str) -> NetworkInterface:
@@ -84,6 +83,21 @@ def interface_towards(peer: str) -> NetworkInterface:
 
 def interfaces() -> dict[str, IPv4Interface]:
     """The interfaces of this host that have an IPv4 address, by name."""
+    return _ask_linux() if uses_linux() else _ask_psutil()
+
+
+def _ask_psutil() -> dict[str, IPv4Interface]:
+    import psutil  # elsewhere than on Linux a dependency
+
+    found: dict[str, IPv4Interface] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if one.family is socket.AF_INET:
+                found.setdefault(name, IPv4Interface(f"{one.address}/{one.netmask}"))
+    return found
+
+
+def _ask_linux() -> dict[str, IPv4Interface]:
     found: dict[str, IPv4Interface] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for _, name in socket.if_nameindex():

@@ -41,8 +41,13 @@ def temporary_folder(prefix: str, parent: Path | None = None) -> Generator[Path]
         os.close(lock)
 
 
-def owned_folder(prefix: str, parent: Path) -> tuple[Path, int]:
+def owned_folder(prefix: str, parent: Path, swept: str = "") -> tuple[Path, int]:
     """Like `temporary_folder`, but the caller removes the folder.
+
+    Args:
+        prefix: as there.
+        parent: existing folder to create it in.
+        swept: the prefix of the ownerless folders to remove; empty: `prefix`.
 
     Returns:
         The folder, and the file descriptor of its lock, which the caller closes after removing the
@@ -51,7 +56,7 @@ def owned_folder(prefix: str, parent: Path) -> tuple[Path, int]:
     Raises:
         OSError: the folder can't be created.
     """
-    sweep(prefix, parent)
+    sweep(swept or prefix, parent)
     path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     lock = os.open(path, _FOLDER)
     try:

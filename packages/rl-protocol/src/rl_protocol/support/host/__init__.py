@@ -1,0 +1,1 @@
+"""What the system offers: Linux's own way, and a portable one behind the same functions."""
