@@ -21,6 +21,7 @@ from network_helpers import MIB, NO_KEY, SMALL, other_client, rows_of, served
 
 from rl_protocol import BatchData, CapacityTimeout, ConfigError, PlaneLostError, PlaneTimeout, RLError, dense, ragged
 from rl_protocol.errors import WireError
+from rl_protocol.support.host.portable import uses_linux
 from rl_protocol.wire import plan
 from rl_transferqueue import Client, LocalPlane, TransferQueueConfig, check_plane, connect, start_local_plane
 from rl_transferqueue.client.other_host_memory import RemoteMemory
@@ -74,6 +75,7 @@ def test_with_it_the_same_client_does() -> None:
         assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
 
 
+@pytest.mark.skipif(not uses_linux(), reason="pid namespaces are Linux's")
 def test_a_client_in_another_pid_namespace_takes_the_network_by_itself() -> None:
     apart = ["unshare", "--pid", "--fork", "--mount-proc"]
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:

@@ -23,6 +23,7 @@ from pathlib import Path
 from rl_protocol.errors import ConfigError, OutputError
 from rl_protocol.support.disk_writes import fsync
 from rl_protocol.support.fault_points import FaultPoint, reach
+from rl_protocol.support.host.portable import uses_linux
 from rl_transferqueue.journal.journal_index import JournalIndex
 from rl_transferqueue.journal.metadata import Metadata, StoredPut
 from rl_transferqueue.journal.records import ClearRecord, PutRecord, Record, Recovered, RecoveryReport
@@ -295,6 +296,8 @@ def _sync_names_above(folder: Path) -> None:
 
 
 def _check_file_system(folder: Path) -> None:
+    if not uses_linux():
+        return  # the type of a file system is not known
     found = file_system_of(folder.resolve(), Path("/proc/self/mountinfo").read_text())
     if found in NETWORK_FILE_SYSTEMS:
         raise ConfigError(

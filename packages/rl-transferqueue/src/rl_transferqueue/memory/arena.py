@@ -1,8 +1,8 @@
-"""The shared memory of one storage unit, an anonymous file (memfd).
+"""The shared memory of one storage unit (`rl_protocol.support.host.shared_memory`).
 
-A memfd has no name in a file system, so none is left behind when a process is killed, and the size
-of /dev/shm does not matter. A client on the same host maps it through /proc/<pid>/fd/<number>. Its
-pages exist once they are touched.
+On Linux it is an anonymous file (memfd), which has no name in a file system, so none is left behind
+when a process is killed, and the size of /dev/shm does not matter. A client on the same host maps
+it by pid and number. Its pages exist once they are touched.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import weakref
 
 from rl_protocol.errors import DataPlaneError, PlaneLostError
+from rl_protocol.support.host.shared_memory import create_memory, memory_path
 from rl_transferqueue.wire.descriptor import UnitAddress
 from rl_transferqueue.wire.process_liveness import ProcessId
 
@@ -28,7 +29,7 @@ class Arena:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.fd = os.memfd_create("rl-transferqueue", os.MFD_CLOEXEC)
+        self.fd = create_memory("rl-transferqueue")
         os.ftruncate(self.fd, nbytes)
         self.memory = mmap.mmap(self.fd, nbytes)
 
@@ -86,8 +87,8 @@ def map_memory(process: ProcessId, number: int, nbytes: int, *, writable: bool) 
     mapping = _mappings.get((process, number, writable))
     if mapping is not None:
         return mapping
-    path = f"/proc/{process.pid}/fd/{number}"
     try:
+        path = memory_path(process.pid, number)
         fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise PlaneLostError(f"The process of the data plane with pid {process.pid} is gone: {error}.") from error

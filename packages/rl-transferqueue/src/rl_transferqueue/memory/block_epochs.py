@@ -16,6 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from rl_protocol.support.host.shared_memory import create_memory
 from rl_transferqueue.memory.arena import map_memory
 from rl_transferqueue.wire.descriptor import ControllerAddress
 
@@ -50,7 +51,7 @@ class SharedEpochs(Epochs):
 
     def __init__(self, slots: int) -> None:
         self.nbytes = -(-slots * np.dtype(np.int64).itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.fd = os.memfd_create("rl-transferqueue-board", os.MFD_CLOEXEC)
+        self.fd = create_memory("rl-transferqueue-board")
         os.ftruncate(self.fd, self.nbytes)
         super().__init__(slots, mmap.mmap(self.fd, self.nbytes))
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_protocol.batch.columns import AnyArray
+from rl_protocol.support.host.portable import uses_linux
 from rl_transferqueue.memory.anchors import anchored
 
 _POOLED_FROM = 1 << 20
@@ -32,8 +33,9 @@ class _InUse:
 
 def _new(size: int) -> mmap.mmap:
     buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        buffer.madvise(mmap.MADV_HUGEPAGE)
+    if uses_linux():
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            buffer.madvise(mmap.MADV_HUGEPAGE)
     return buffer
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
-import os
 import select
 import time
 from collections.abc import Callable
 
 import zmq
 
+from rl_protocol.support.host.readiness import Poll, poller, yield_processor
 from rl_transferqueue.transport.unix_link import LOOK_S
 
 Source = zmq.Socket[bytes] | int
@@ -42,7 +42,7 @@ class Reactor:
     """
 
     def __init__(self, idle: Callable[[], bool] | None = None) -> None:
-        self._epoll = select.epoll()
+        self._poll: Poll = poller()
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._zmq: dict[int, zmq.Socket[bytes]] = {}
         """ZeroMQ sockets by descriptor.
@@ -65,16 +65,16 @@ class Reactor:
         number = self._number(source)
         if isinstance(source, zmq.Socket):
             self._zmq[number] = source
-        wanted = select.EPOLLOUT if write else select.EPOLLIN
+        wanted = select.POLLOUT if write else select.POLLIN
         if number in self._callbacks:
-            self._epoll.modify(number, wanted)
+            self._poll.modify(number, wanted)
         else:
-            self._epoll.register(number, wanted)
+            self._poll.register(number, wanted)
         self._callbacks[number] = callback
 
     def unwatch(self, source: Source) -> None:
         number = self._number(source)
-        self._epoll.unregister(number)
+        self._poll.unregister(number)
         self._zmq.pop(number, None)
         del self._callbacks[number]
 
@@ -114,13 +114,13 @@ class Reactor:
                 busy = self._idle() if not ready else True
 
     def _ready_now(self) -> list[int]:
-        return [number for number, _ in self._epoll.poll(0)]
+        return [number for number, _ in self._poll.poll(0)]
 
     def _ready(self) -> list[int]:
         """Wait for a ready source or the next timer; polls for a while before it sleeps."""
         while not (ready := self._ready_now()) and time.monotonic() < self._look_until:
-            os.sched_yield()
-        return ready or [number for number, _ in self._epoll.poll(self._until_next_timer())]
+            yield_processor()
+        return ready or [number for number, _ in self._poll.poll(self._until_next_timer())]
 
     @staticmethod
     def _number(source: Source) -> int:

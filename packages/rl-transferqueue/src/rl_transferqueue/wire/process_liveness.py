@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import msgspec
 
 from rl_protocol.errors import PlaneLostError
+from rl_protocol.support.host.process_watch import open_process, start_of
 
 _lifelines: dict[str, int] = {}
 """Plane whose servers are threads of this process -> read end of a pipe that ends with it."""
@@ -18,21 +18,12 @@ class ProcessId(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     pid: int
     start: int
-    """Start time in clock ticks after boot."""
-
-
-def _start_of(pid: int) -> int | None:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    state, *rest = stat.rpartition(")")[2].split()
-    return None if state in "ZX" else int(rest[18])
+    """Its start, in a unit of the platform: `start_of`."""
 
 
 def this_process() -> ProcessId:
     """The calling process."""
-    start = _start_of(os.getpid())
+    start = start_of(os.getpid())
     assert start is not None
     return ProcessId(os.getpid(), start)
 
@@ -43,7 +34,7 @@ def identify(pid: int) -> ProcessId:
     Raises:
         PlaneLostError: no process with that pid runs.
     """
-    start = _start_of(pid)
+    start = start_of(pid)
     if start is None:
         raise PlaneLostError(f"Process {pid} does not run any more.")
     return ProcessId(pid, start)
@@ -57,10 +48,10 @@ def open_pidfd(process: ProcessId, what: str) -> int:
     """
     gone = f"{what} (pid {process.pid}) does not run on this host, or not in this pid namespace."
     try:
-        fd = os.pidfd_open(process.pid)
+        fd = open_process(process.pid)
     except (ProcessLookupError, OverflowError, OSError) as error:
         raise PlaneLostError(f"{gone} {error}") from error
-    if _start_of(process.pid) != process.start:
+    if start_of(process.pid) != process.start:
         os.close(fd)
         raise PlaneLostError(gone)
     return fd
