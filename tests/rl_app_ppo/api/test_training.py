@@ -94,3 +94,14 @@ def test_a_finished_run_is_not_touched(launch, tmp_path, monkeypatch):
     result = launch(AssertionError("it was started"), "trainer.resume_mode=auto")
     assert result.run_folder == tmp_path / "out" / "a"
     assert not (tmp_path / "out").exists()
+
+
+def test_a_finished_run_whose_end_was_cut_removes_its_journal(launch, tmp_path, monkeypatch):
+    from rl_app_ppo.outputs.resume import Start
+    from rl_transferqueue.journal.disk_journal import open_journal
+
+    monkeypatch.setattr(training, "find_start", lambda config, folder: Start(finished=True, notes=["done already"]))
+    with open_journal(tmp_path / "out" / "a" / "journal"):
+        pass
+    launch(AssertionError("it was started"), "trainer.resume_mode=auto")
+    assert list((tmp_path / "out" / "a").iterdir()) == []

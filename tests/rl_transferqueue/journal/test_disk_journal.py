@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import random
 import subprocess
@@ -244,6 +245,64 @@ def test_a_journal_is_removed_with_its_folder_unless_that_has_other_files(tmp_pa
             (tmp_path / "journal" / "mine").touch()
         remove_journal(tmp_path / "journal")
         assert [path.name for path in tmp_path.rglob("*")] == (["journal", "mine"] if other else [])
+
+
+class Cut(BaseException):
+    """The process ends here."""
+
+
+def cut_removal(folder: Path, after: int) -> bool:
+    """Remove a journal, but end before the call number `after` that changes the file system."""
+    calls = itertools.count()
+
+    def cutting(change: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: object, **options: object) -> None:
+            if next(calls) == after:
+                raise Cut
+            change(*args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("unlink", "rmdir", "fsync"):
+            patch.setattr(os, name, cutting(getattr(os, name)))
+        try:
+            remove_journal(folder)
+        except Cut:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("opened_again", [False, True])
+def test_a_removal_that_was_cut_anywhere_is_finished(tmp_path: Path, opened_again: bool) -> None:
+    folder, kept, after = tmp_path / "journal", list[int](), 0
+    while True:
+        with open_journal(folder, SEGMENT) as journal:
+            journal.recover()
+            journal.append([put(1, x=b"a"), put(2, x=b"b" * SEGMENT)])
+            journal.sync()
+        was_cut = cut_removal(folder, after)
+        if was_cut and opened_again:
+            with open_journal(folder, SEGMENT) as journal:
+                report = journal.recover().report
+            assert report.rows_incomplete == ()
+            kept.append(report.rows_kept)
+        remove_journal(folder)
+        assert not folder.exists()
+        if not was_cut:
+            break
+        after += 1
+    assert after >= 6, "the metadata, two segments, their folder, the lock and the folder"
+    assert not kept or kept == [2] + [0] * (after - 1), "rows are there until the metadata is not"
+
+
+def test_a_folder_without_a_journal_is_not_removed(tmp_path: Path) -> None:
+    mine = tmp_path / "segments" / "mine"
+    mine.parent.mkdir()
+    mine.touch()
+    remove_journal(tmp_path)
+    assert mine.exists()
+    remove_journal(tmp_path / "absent")
 
 
 def test_a_check_waits_for_a_process_that_is_ending(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def run_training(
         folder, steps = output_dir.expanduser() / name, config.trainer.total_training_steps
         start = find_start(config, folder)
     if start.finished:
+        _finish_removal(RunFiles(folder=folder.resolve()))
         out.print(Text("\n".join(start.notes)), soft_wrap=True)
         return TrainResult.of(RunFiles(folder=folder.resolve()), steps)
     resume = config.trainer.resume_mode == "auto"
@@ -104,6 +105,16 @@ def run_training(
     out.print(Text(f"{recorder.outcome()} ({time.perf_counter() - began:.0f} s)"), soft_wrap=True)
     screen.paths(files.written())
     return TrainResult.of(files, steps)
+
+
+def _finish_removal(files: RunFiles) -> None:
+    """Remove the journal of a finished run that ended before it had removed its journal.
+
+    One in the folder of transfer_queue.journal_dir stays: it may be of another run by now.
+    """
+    if files.journal.exists():
+        with occupied(files.folder):
+            remove_journal(files.journal)
 
 
 def _print_answers(screen: Screen, samples: Path) -> None:

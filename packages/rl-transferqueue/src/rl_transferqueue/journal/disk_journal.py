@@ -253,16 +253,24 @@ def check_journal(folder: Path, *, wait_s: float = 0.0) -> None:
 def remove_journal(folder: Path) -> None:
     """Remove the files of a journal that no process uses, and its folder if nothing else is there.
 
+    A removal that was cut is finished by the next one; a folder without a journal stays as it is.
+    The metadata goes first, so a journal that is opened in between has no rows, and removes the
+    segments itself. The lock, which marks a folder as that of a journal, goes last.
+
     Raises:
         ConfigError: a process uses it.
         OutputError: a file can't be removed.
     """
     check_journal(folder)
     try:
-        shutil.rmtree(folder / SEGMENTS)
-        for path in [*folder.glob(f"{METADATA}*"), folder / LOCK]:
-            path.unlink()
-        if not any(folder.iterdir()):
+        if (folder / LOCK).exists():
+            for path in sorted(folder.glob(f"{METADATA}*")):  # the database before its log, which is void without it
+                path.unlink()
+            fsync(folder)
+            if (folder / SEGMENTS).exists():
+                shutil.rmtree(folder / SEGMENTS)
+            (folder / LOCK).unlink()
+        if folder.exists() and not any(folder.iterdir()):
             folder.rmdir()
     except OSError as error:
         raise OutputError(f"The journal in {folder} can't be removed: {error}.") from error
