@@ -18,7 +18,7 @@ from rl_protocol import OutputError
 @pytest.mark.timeout(600)
 def test_runs_whose_processes_are_killed_lose_nothing(tmp_path):
     out, path = io.StringIO(), tmp_path / "chaos.json"
-    good = chaos(5, 7, 1, path, Console(file=out, width=200))
+    good = chaos(5, 7, 1, path, Console(file=out, width=200), model=False)
     assert good, out.getvalue()
     report = msgspec.json.decode(path.read_bytes(), type=ChaosReport)
     assert [one.schedule.number for one in report.outcomes] == [1, 2, 3, 4, 5]
@@ -32,10 +32,20 @@ def test_runs_whose_processes_are_killed_lose_nothing(tmp_path):
 @pytest.mark.timeout(1200)
 def test_every_victim_fault_and_point_is_survived(tmp_path):
     out = io.StringIO()
-    assert chaos(2 * len(PLACES), 11, 0, None, Console(file=out, width=200)), out.getvalue()
+    assert chaos(2 * len(PLACES), 11, 0, None, Console(file=out, width=200), model=False), out.getvalue()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_the_whole_application_survives(tmp_path):
+    out, path = io.StringIO(), tmp_path / "chaos.json"
+    assert chaos(6, 11, 0, path, Console(file=out, width=200), model=True), out.getvalue()
+    report = msgspec.json.decode(path.read_bytes(), type=ChaosReport)
+    assert [one.kind for one in report.outcomes] == ["app"] * 6
+    assert all(one.trained for one in report.outcomes)
 
 
 @pytest.mark.slow
 def test_a_report_that_cannot_be_written_is_an_error(tmp_path):
     with pytest.raises(OutputError, match="--json"):
-        chaos(1, 1, 2, tmp_path / "none" / "chaos.json", Console(file=io.StringIO()))
+        chaos(1, 1, 2, tmp_path / "none" / "chaos.json", Console(file=io.StringIO()), model=False)

@@ -12,19 +12,23 @@ from rl_app_ppo.chaos.events import Event
 from rl_app_ppo.chaos.schedule import Schedule
 from rl_app_ppo.chaos.stand_in import ActorState
 
+Kind = Literal["plane", "app"]
+"""plane: journal, data plane, replay buffers and trainer, with a stand-in for the model. app: the
+whole application."""
+
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The count of one run."""
 
-    kind: Literal["plane"]
-    """plane: journal, data plane, replay buffers and trainer with a stand-in for the model."""
+    kind: Kind
     schedule: Schedule
     struck: int
     """Strikes of the schedule that a process was hit by, the first ones."""
     starts: int
     """How often the run was started."""
     acknowledged: int
-    """Prompts whose responses the data plane has acknowledged."""
+    """Prompts whose responses the data plane has acknowledged; of app the responses in its record.
+    """
     trained: int
     """Responses that the final weights were trained on."""
     lost: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
 
@@ -82,39 +83,53 @@ PLACES: tuple[tuple[Victim, Fault] | FaultPoint, ...] = (*CELLS, *_POINTS)
 """Every cell, and every point."""
 
 
-def make_schedule(seed: int, number: int, events: int) -> Schedule:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """How long a run without faults is."""
+
+    events: int
+    """Strikes are at most at the one before this."""
+    spread_s: float
+    """Longest time from an event to its strike."""
+    passes: float
+    """How often it reaches each point, as a share of the runs with the stand-in."""
+
+
+def make_schedule(seed: int, number: int, pace: Pace) -> Schedule:
     """The faults of a run. Every len(PLACES) runs that follow each other have every place once.
 
     Args:
         seed: of all runs.
         number: of the run, from 0.
-        events: that a run without faults writes.
+        pace: of the runs.
     """
     cycle, place = divmod(number, len(PLACES))
     places = list(PLACES)
     random.Random(f"{seed}/{cycle}").shuffle(places)  # noqa: S311 - no secret
     rng = random.Random(f"{seed}/{number}/run")  # noqa: S311 - the same
     chosen = places[place]
-    strikes = _at_point(chosen, rng) if isinstance(chosen, FaultPoint) else _at_events(chosen, events, rng)
+    strikes = _at_point(chosen, pace, rng) if isinstance(chosen, FaultPoint) else _at_events(chosen, pace, rng)
     return Schedule(seed=seed, number=number, max_staleness=(number + cycle) % 2, strikes=strikes)
 
 
-def _at_point(point: FaultPoint, rng: random.Random) -> tuple[Strike, ...]:
+def _at_point(point: FaultPoint, pace: Pace, rng: random.Random) -> tuple[Strike, ...]:
     victim, passes = _POINTS[point]
-    return (Strike(victim=victim, fault=Fault.KILL, point=point, passes=rng.randint(1, passes)),)
+    return (
+        Strike(victim=victim, fault=Fault.KILL, point=point, passes=rng.randint(1, max(1, int(passes * pace.passes)))),
+    )
 
 
-def _at_events(cell: tuple[Victim, Fault], events: int, rng: random.Random) -> tuple[Strike, ...]:
+def _at_events(cell: tuple[Victim, Fault], pace: Pace, rng: random.Random) -> tuple[Strike, ...]:
     """A strike of the cell, and in every fourth run another one."""
     chosen = [cell, *([rng.choice(CELLS)] if rng.random() < 0.25 else [])]
-    moments = sorted(rng.randrange(1, events) for _ in chosen)
+    moments = sorted(rng.randrange(1, pace.events) for _ in chosen)
     return tuple(
         Strike(
             victim=victim,
             fault=fault,
             which=rng.randrange(4),
             event=event,
-            after_s=round(rng.uniform(0.0, 0.01), 6),
+            after_s=round(rng.uniform(0.0, pace.spread_s), 6),
             seconds=round(rng.uniform(0.1, 0.6), 6) if fault is Fault.STOP else 0.0,
         )
         for (victim, fault), event in zip(chosen, moments, strict=True)

@@ -1,0 +1,194 @@
+"""Runs of the whole application, with Ray, at the size of a demo (`runner.Subject`)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+
+from rl_app_ppo.chaos.judge import Counted, Kind
+from rl_app_ppo.chaos.processes import marked
+from rl_app_ppo.chaos.schedule import Pace
+from rl_app_ppo.outputs.run_folder import RunFiles
+from rl_protocol import RLError
+from rl_trainer.checkpoints.checkpoint_folder import newest_whole
+from rl_trainer.record.read_record import read_record
+from rl_transferqueue.launch.server_specs import ServeConfig, UnitSpec
+
+STEPS, BATCH, N, SAVE_FREQ = 4, 4, 2, 2
+PACE = Pace(events=STEPS + 1, spread_s=0.5, passes=0.5)
+_NAME = "run"
+_SERVER = "rl_transferqueue.launch.server_process"
+_WORKER = re.compile(r"worker (\S+) starts as [\w, ]+, process (\d+)")
+_VICTIMS = {"actor": "trainer"}
+"""What a worker is called as a victim, where it has another name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straight:
+    """A run without faults."""
+
+    weights: str
+    """Digest of the final model."""
+    trained: Counter[tuple[int, str, str]]
+    """(step, prompt, response) of its trajectories."""
+
+
+class AppSubject:
+    """`rl train` with a journal, deterministic.
+
+    Args:
+        folder: where the folder of the run is made.
+        max_staleness: see Schedule.
+        straight: what it must train; None: this is the run without faults.
+    """
+
+    kind: Kind = "app"
+    start_s = 300.0
+
+    def __init__(self, folder: Path, max_staleness: int, straight: Straight | None) -> None:
+        self._folder = folder
+        self._max_staleness = max_staleness
+        self._straight = straight
+        self._sockets = Path(tempfile.mkdtemp(prefix="rlc", dir="/tmp"))
+
+    @cached_property
+    def files(self) -> RunFiles:
+        """Those of the run."""
+        return RunFiles(folder=self._folder / _NAME)
+
+    def command(self) -> Sequence[str]:
+        """Start or resume it."""
+        return [
+            str(Path(sys.executable).with_name("rl")),
+            "train",
+            f"trainer.output_dir={self._folder}",
+            f"trainer.run_name={_NAME}",
+            f"trainer.total_training_steps={STEPS}",
+            f"trainer.save_freq={SAVE_FREQ}",
+            f"trainer.samples_per_step={BATCH * N}",
+            "trainer.resume_mode=auto",
+            "trainer.val_before_train=false",
+            "trainer.test_freq=0",
+            "trainer.deterministic=true",
+            "trainer.threads_per_worker=1",
+            "actor.optim.lr=1e-3",
+            "actor.use_kl_loss=false",
+            "data.val_size=4",
+            f"data.train_batch_size={BATCH}",
+            f"actor.ppo_mini_batch_size={BATCH}",
+            f"rollout.n={N}",
+            "rollout.num_workers=1",
+            "placement=separate",
+            "ray.start_timeout_s=200",
+            "transfer_queue.durability=commit",
+            f"async_rl.max_staleness={self._max_staleness}",
+        ]
+
+    def environment(self) -> Mapping[str, str]:
+        """A folder for Ray, whose path is short: those of its sockets have at most 107 bytes."""
+        return {"RAY_TMPDIR": str(self._sockets)}
+
+    def events(self) -> int:
+        """Once the first step can begin, one and the lines of metrics."""
+        try:
+            return 1 + self.files.metrics.read_bytes().count(b"\n")
+        except FileNotFoundError:
+            return 0
+
+    def processes(self, mark: str) -> Mapping[str, int]:
+        """Driver, workers as their logs name them, and the servers of the data plane."""
+        found = dict[str, int]()
+        for log in self.files.logs.glob("*.log"):
+            for line in _WORKER.finditer(log.read_text(errors="replace")):
+                found[_VICTIMS.get(line[1], line[1])] = int(line[2])
+        for pid in marked(mark):
+            words = _words(pid)
+            if _SERVER in words:
+                spec = msgspec.json.decode(words[-1], type=ServeConfig).spec
+                found[f"storage-{spec.index}" if isinstance(spec, UnitSpec) else "controller"] = pid
+            elif len(words) > 2 and words[2] == "train" and Path(words[1]).name == "rl":
+                found["driver"] = pid
+        return found
+
+    def left(self) -> Sequence[str]:
+        """The journal, folders of Ray, and checkpoints that were never published."""
+        files = [*self.files.checkpoints.glob(".*"), *self._sockets.iterdir(), self.files.journal]
+        left = [str(path) for path in files if path.exists()]
+        shutil.rmtree(self._sockets)
+        return left
+
+    def straight(self) -> Straight:
+        """What the finished run has trained.
+
+        Raises:
+            RLError: it has no model.
+        """
+        try:
+            model = (self.files.checkpoint / "model.safetensors").read_bytes()
+        except FileNotFoundError as error:
+            raise RLError(f"The run in {self.files.folder} has not ended: {error}.") from error
+        return Straight(hashlib.sha256(model).hexdigest(), self._trained())
+
+    def count(self) -> Counted:
+        """Compare it with the run without faults.
+
+        Its record lacks the last second of processes that were killed, so responses are lost only
+        of the steps after the checkpoint of the last start; those before are in the weights.
+        """
+        assert self._straight is not None
+        wanted, trained, weights = self._straight.trained, self._trained(), ""
+        with suppress(RLError):
+            weights = self.straight().weights
+        starts = read_record(self.files.record).starts
+        after = starts[-1].after if starts else 0
+        late = [Counter({row: n for row, n in rows.items() if row[0] > after}) for rows in (wanted, trained)]
+        found, _ = newest_whole(self.files.checkpoints)
+        return Counted(
+            acknowledged=trained.total(),
+            trained=trained.total(),
+            lost=(late[0] - late[1]).total(),
+            doubled=(trained - wanted).total(),
+            held=0,
+            went_back=int(found is None or found.manifest.step != STEPS),
+            weights_differ=weights != self._straight.weights,
+        )
+
+    def _trained(self) -> Counter[tuple[int, str, str]]:
+        rows = read_record(self.files.record).trajectories
+        return Counter((row.step, row.prompt, row.response) for row in rows)
+
+
+def run_straight(folder: Path, max_staleness: int) -> Straight:
+    """Run it without faults.
+
+    Raises:
+        RLError: it failed; has what it wrote.
+    """
+    subject = AppSubject(folder, max_staleness, None)
+    environment = {**os.environ, **subject.environment()}
+    done = subprocess.run(
+        subject.command(), capture_output=True, text=True, check=False, timeout=subject.start_s, env=environment
+    )
+    subject.left()
+    if done.returncode:
+        raise RLError(f"A run without faults failed with status {done.returncode}: {done.stderr[-2000:]}")
+    return subject.straight()
+
+
+def _words(pid: int) -> list[str]:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    return []
