@@ -129,8 +129,13 @@ def test_it_is_saved_and_gone_on_with(runs, sighted):
     assert weights[0] != (sighted / "model.safetensors").read_bytes()
 
 
-@pytest.mark.slow
-def test_ppo_with_a_critic_and_a_reference_that_see(tmp_path, mark, make_vision_model, squares):
+SHARDED = ("model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu", "lora.rank=4", "critic.use_lora=true")
+
+
+@pytest.mark.parametrize(
+    "more", [pytest.param((), marks=pytest.mark.slow), pytest.param(SHARDED, marks=pytest.mark.nightly)]
+)
+def test_ppo_with_a_critic_and_a_reference_that_see(tmp_path, mark, make_vision_model, squares, more):
     done = train(
         tmp_path,
         mark,
@@ -141,6 +146,7 @@ def test_ppo_with_a_critic_and_a_reference_that_see(tmp_path, mark, make_vision_
         "actor.use_kl_loss=true",
         "rollout.num_workers=2",
         "trainer.total_training_steps=2",
+        *more,
     )
     assert done.returncode == 0, done.stderr
     last = metrics_of(tmp_path / "run")[-1]

@@ -56,8 +56,7 @@ def test_only_the_models_of_a_step_read_pixels(overrides):
     ("setting", "message"),
     [
         ("rollout.name=vllm", "rollout.name must be hf; got vllm"),
-        ("model_engine=fsdp", "model_engine must be torch; got fsdp"),
-        ("lora.rank=4", "lora.rank must be 0; got 4"),
+        ("model_engine=megatron", "model_engine must be torch or fsdp; got megatron"),
         ("actor.use_remove_padding=true", "actor.use_remove_padding must be False; got True"),
     ],
 )

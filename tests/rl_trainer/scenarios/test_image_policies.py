@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from rl_protocol.ports import GenerationRequest, ImageInput, SamplingParams
 from rl_protocol.rl_columns import PROMPT_SCHEMA
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_trainer import ActorConfig, CriticConfig, LoraConfig, PromptRow, RolloutWorker
+from rl_trainer.backends.token_batch import token_batch
 from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import PolicyOptions, TorchPolicyBackend
 from rl_trainer.config import OptimConfig
+from rl_trainer.config.lora import LINEAR
 from rl_trainer.data.image_columns import image_columns
 from rl_trainer.data.images import Vision
 from rl_trainer.rollout.hf_engine import HFRolloutEngine
@@ -163,8 +166,6 @@ def test_prompt_and_images_must_belong_together(model, prompts, model_path):
         match=r"^load_model.path=\S+ sees images, which can't be joined end to end; set UpdateConfig\.use_remove_padding",
     ):
         TorchPolicyBackend(model, ActorConfig(use_remove_padding=True))
-    with pytest.raises(ConfigError, match=r"trained whole, in one process; got LoraConfig\.rank above 0"):
-        TorchPolicyBackend(model, ActorConfig(), lora=LoraConfig(rank=2))
 
 
 def test_an_update_trains_the_part_that_sees_and_can_be_saved(model, prompts, tmp_path):
@@ -198,6 +199,56 @@ def test_an_update_trains_the_part_that_sees_and_can_be_saved(model, prompts, tm
     found = policy.compute_log_probs(as_batch(asked, fresh), temperature=0.8)["log_probs"]
     for i, one in enumerate(fresh):
         assert found.row(i).tolist() == pytest.approx(one.log_probs, abs=1e-4)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_alone_are_trained_sent_and_saved(model, prompts, tmp_path, dora):
+    lora = LoraConfig(rank=2, alpha=4, use_dora=dora)
+    asked, engine = requests(model, prompts, sessions=1), HFRolloutEngine(model, lora=lora)
+    made = generate(engine, asked)
+    settings = {"ppo_mini_batch_size": 4, "ppo_micro_batch_size": 3, "optim": OptimConfig(lr=1e-2)}
+    policy = TorchPolicyBackend(model, ActorConfig(**settings), lora=lora)
+    old = policy.compute_log_probs(as_batch(asked, made), temperature=0.8)["log_probs"]
+    more = {
+        "response_mask": ragged([[True] * len(one.response_ids) for one in made], "bool"),
+        "old_log_probs": old,
+        "advantages": ragged([[1.0] * len(one.response_ids) for one in made], "float32"),
+    }
+    before = {weight.name: weight.data.copy() for weight in policy.named_weights()}
+    for _ in range(2):
+        policy.update(as_batch(asked, made, **more), temperature=0.8)
+    after = {weight.name: weight.data for weight in policy.named_weights()}
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert changed
+    assert all(name.split(".")[-2] in LINEAR for name in changed)
+    base = policy.compute_reference_log_probs(as_batch(asked, made), temperature=0.8)["log_probs"]
+    assert base.values.tolist() == pytest.approx(old.values.tolist(), abs=1e-5)
+    engine.load_adapter(list(policy.adapter_weights()), 1)
+    fresh = generate(engine, asked)
+    now = policy.compute_log_probs(as_batch(asked, fresh), temperature=0.8)["log_probs"]
+    for i, one in enumerate(fresh):
+        assert now.row(i).tolist() == pytest.approx(one.log_probs, abs=1e-4)
+    policy.save_pretrained(tmp_path / "saved")
+    again = TorchPolicyBackend(model, None, lora=replace(lora, adapter_path=str(tmp_path / "saved")))
+    found = again.compute_log_probs(as_batch(asked, fresh), temperature=0.8)["log_probs"]
+    assert found.values.tolist() == pytest.approx(now.values.tolist(), rel=1e-5)
+
+
+def test_a_blank_image_changes_no_log_prob(model, prompts):
+    """Ranks run the part that sees together, so a batch without images gets a blank one."""
+    text = [one for one in requests(model, prompts, sessions=2) if not one.images]
+    batch = as_batch(text, generate(HFRolloutEngine(model), text))
+    policy = TorchPolicyBackend(model, None)
+    expected = policy.compute_log_probs(batch, temperature=0.8)["log_probs"].values
+    seen = list[int]()
+    policy._model.model.visual.register_forward_hook(lambda *_: seen.append(1))
+    assert policy._facts.blank(1) is None
+    tokens = token_batch(batch, 0, image_token=PIECE, blank=policy._facts.blank(2))
+    with torch.no_grad():
+        scores = tokens.read(policy._model(**tokens.inputs, use_cache=False).logits) / 0.8
+    found = scores.log_softmax(-1).gather(-1, tokens.targets[:, None])[:, 0]
+    assert seen == [1]
+    assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
 
 
 def test_a_critic_sees_them_too(model, prompts):

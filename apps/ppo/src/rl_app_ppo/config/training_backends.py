@@ -92,6 +92,7 @@ TRAINING_BACKENDS: Mapping[str, TrainingBackendSpec] = {
             build="rl_app_ppo.worker.build:build_fsdp",
             verl="actor_rollout_ref.actor.fsdp_config",
             defaults=_PACKED,
+            images=True,
             state="torch",
         ),
         TrainingBackendSpec(

@@ -224,33 +224,27 @@ class Facts:
     """Placeholder tokens, which are never generated."""
     pieces: int
     """Image patches per placeholder token."""
+    patch_numbers: int
+    """Numbers of an image patch."""
 
     @classmethod
     def of(cls, model: Any) -> Facts:
         config, text = model.config, model.config.get_text_config()
         sees = config.model_type in FAMILIES
+        vision = config.vision_config if sees else None
         return cls(
             hidden_size=int(text.hidden_size),
             context=int(text.max_position_embeddings),
             pad_id=int(text.pad_token_id or 0),
             image_token=int(config.image_token_id) if sees else None,
             banned=(int(config.image_token_id), int(config.video_token_id)) if sees else (),
-            pieces=int(config.vision_config.spatial_merge_size) ** 2 if sees else 0,
+            pieces=int(vision.spatial_merge_size) ** 2 if vision else 0,
+            patch_numbers=int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2) if vision else 0,
         )
 
-
-def require_alone(facts: Facts, *, lora: bool, ranks: int) -> None:
-    """Refuse training options that a model with images does not support.
-
-    Raises:
-        ConfigError: adapters; or several ranks, since a rank without images would make the others
-            wait.
-    """
-    if facts.image_token is not None and (lora or ranks > 1):
-        got = "LoraConfig.rank above 0" if lora else f"{ranks} ranks"
-        raise ConfigError(
-            f"A model that sees images is trained whole, in one process; got {got}. Set LoraConfig.rank=0 and FsdpConfig.world_size=1."
-        )
+    def blank(self, ranks: int) -> tuple[int, int] | None:
+        """`token_batch`'s argument: ranks run each layer together, so all must see an image."""
+        return (self.pieces, self.patch_numbers) if self.image_token is not None and ranks > 1 else None
 
 
 def layer_names(model: Any) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -62,6 +63,7 @@ def token_batch(
     packed: bool = False,
     device: torch.device = CPU,
     image_token: int | None = None,
+    blank: tuple[int, int] | None = None,
 ) -> TokenBatch:
     """Join `prompts` and `responses` of every row, with the images of the prompts.
 
@@ -72,6 +74,8 @@ def token_batch(
             not possible with images. Rows may share the tokens of equal prompts.
         device: of the model.
         image_token: placeholder of an image; None: the model reads text only.
+        blank: patches per placeholder, numbers per patch: a batch without images gets a further
+            input row with a blank image, which is not read; None: it gets none.
 
     Raises:
         BatchError: a prompt is empty, so nothing would predict the first response token; or a
@@ -98,6 +102,8 @@ def token_batch(
             "attention_mask": joined.real.long().to(device),
             **({} if image_token is None else _images(batch, joined.ids.numpy(), image_token, device)),
         }
+        if image_token is not None and blank is not None and "pixel_values" not in inputs:
+            inputs = _with_blank(inputs, image_token, *blank)
     return TokenBatch(
         inputs=inputs,
         line=line.to(device),
@@ -134,6 +140,16 @@ def _images(batch: BatchData, ids: IntArray, token: int, device: torch.device) -
     (depth,) = {int(one) for one in batch.ragged(PATCHES + SHAPES_SUFFIX).values[:, 1]}
     patches: AnyArray = batch.ragged(PATCHES).values.reshape(-1, depth)
     return image_inputs(patches, grids, ids, token, device)
+
+
+def _with_blank(inputs: dict[str, torch.Tensor], token: int, pieces: int, numbers: int) -> dict[str, torch.Tensor]:
+    """The inputs with one more row, of a blank image of one placeholder."""
+    ids, mask = (torch.nn.functional.pad(inputs[name], (0, 0, 0, 1)) for name in ("input_ids", "attention_mask"))
+    ids[-1, 0], mask[-1, 0] = token, 1
+    side = math.isqrt(pieces)
+    patches, grid = np.zeros((pieces, numbers), np.float32), np.array([[1, side, side]], np.int64)
+    images = image_inputs(patches, grid, ids.cpu().numpy(), token, ids.device)
+    return {"input_ids": ids, "attention_mask": mask, **images}
 
 
 def image_inputs(

@@ -15,7 +15,7 @@ from rl_trainer.algorithms.losses.aggregate import BatchCounts
 from rl_trainer.algorithms.losses.value_loss import ValueObjective, value_fit
 from rl_trainer.algorithms.metrics import WeightedMeans
 from rl_trainer.backends.forward_passes import ForwardPasses, per_token
-from rl_trainer.backends.loading import Facts, layer_names, require_alone
+from rl_trainer.backends.loading import Facts, layer_names
 from rl_trainer.backends.optimizer import MiniBatchOptimizer
 from rl_trainer.backends.parallel_strategy import ParallelStrategy, PlainStrategy
 from rl_trainer.backends.snapshot import restore, snapshot
@@ -74,7 +74,6 @@ class TorchCriticBackend:
         dora = self._lora is not None and self._lora.use_dora  # begins with the norms of the weights
         language_model, unread = self._strategy.load(Path(path), packed=config.use_remove_padding, whole=dora)
         self._model = ValueModel(language_model).eval()
-        require_alone(self._model.facts, lora=self._lora is not None, ranks=self._strategy.world.size)
         if self._lora is not None:
             from rl_trainer.backends.peft_lora import attach_in_place  # needs the extra `lora`
 
@@ -120,6 +119,7 @@ class TorchCriticBackend:
             packed=self._config.use_remove_padding,
             device=self._strategy.device,
             image_token=self._model.facts.image_token,
+            blank=self._model.facts.blank(self._strategy.world.size),
         )
 
     def _loss(self, micro: BatchData, counts: BatchCounts, means: WeightedMeans) -> torch.Tensor:

@@ -22,7 +22,7 @@ from rl_trainer.algorithms.losses.aggregate import BatchCounts
 from rl_trainer.algorithms.losses.policy_objective import PolicyObjective
 from rl_trainer.algorithms.metrics import WeightedMeans
 from rl_trainer.backends.forward_passes import ForwardPasses, per_token
-from rl_trainer.backends.loading import Facts, layer_names, require_alone
+from rl_trainer.backends.loading import Facts, layer_names
 from rl_trainer.backends.optimizer import MiniBatchOptimizer
 from rl_trainer.backends.output_head import OutputHead
 from rl_trainer.backends.parallel_strategy import ParallelStrategy, PlainStrategy, full_tensor
@@ -92,7 +92,6 @@ class TorchPolicyBackend:
         packed = self._config.use_remove_padding
         self._model, unread = self._strategy.load(self._path, packed=packed, whole=dora)
         self._facts = Facts.of(self._model)
-        require_alone(self._facts, lora=self._lora is not None, ranks=self._strategy.world.size)
         layers = layer_names(self._model)
         if self._lora is not None:
             from rl_trainer.backends.peft_lora import attach  # needs the extra `lora`
@@ -285,6 +284,7 @@ class TorchPolicyBackend:
             packed=self._config.use_remove_padding,
             device=self._strategy.device,
             image_token=self._facts.image_token,
+            blank=self._facts.blank(self._strategy.world.size),
         )
 
     def _columns(
