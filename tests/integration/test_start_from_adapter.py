@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-pytestmark = pytest.mark.slow
 ENGINES = {
     "torch": [],
     "fsdp": ["fsdp.world_size=2", "fsdp.device=cpu"],
@@ -32,7 +31,14 @@ def adapter(base_model, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param("torch", marks=pytest.mark.nightly),
+        pytest.param("fsdp", marks=pytest.mark.nightly),
+        pytest.param("megatron", marks=pytest.mark.slow),
+    ],
+)
 def test_each_engine_continues_it_and_writes_a_merged_model(app, base_model, adapter, engine):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
