@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from rl_trainer.algorithms.metrics import WeightedMeans
 from rl_trainer.backends.forward_passes import ForwardPasses, silent
 from rl_trainer.backends.token_batch import lengths_of
 from rl_trainer.config import OptimConfig
+from rl_trainer.config.lora import LoraConfig
 
 MicroLoss = Callable[[BatchData, BatchCounts, WeightedMeans], torch.Tensor]
 """(micro-batch, sizes of the mini-batch over all ranks, sums for metrics) -> its part of the loss.
@@ -26,6 +28,15 @@ def count(batch: BatchData) -> BatchCounts:
     running = np.concatenate([[0], np.cumsum(mask.values, dtype=np.int64)])
     per_row = running[mask.offsets[1:]] - running[mask.offsets[:-1]]
     return BatchCounts(tokens=int(per_row.sum()), sequences=int((per_row > 0).sum()))
+
+
+def adapter_dropout(model: torch.nn.Module, lora: LoraConfig | None) -> AbstractContextManager[None]:
+    """Context of an update: inputs of the adapters are dropped if their settings say so."""
+    if lora is None or not lora.dropout:
+        return nullcontext()
+    from rl_trainer.backends.peft_lora import dropping  # needs the extra `lora`
+
+    return dropping(model)
 
 
 class MiniBatchOptimizer:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,7 +14,7 @@ from rl_trainer.algorithms.losses.value_loss import ValueObjective, value_fit
 from rl_trainer.algorithms.metrics import WeightedMeans
 from rl_trainer.backends.forward_passes import ForwardPasses, per_token
 from rl_trainer.backends.loading import Facts, layer_names
-from rl_trainer.backends.optimizer import MiniBatchOptimizer
+from rl_trainer.backends.optimizer import MiniBatchOptimizer, adapter_dropout
 from rl_trainer.backends.parallel_strategy import ParallelStrategy, PlainStrategy
 from rl_trainer.backends.snapshot import restore, snapshot
 from rl_trainer.backends.token_batch import TokenBatch, lengths_of, token_batch, value_columns
@@ -94,7 +92,7 @@ class TorchCriticBackend:
         return self.update_local(batch, list(schedule_rows(lengths_of(batch), self._schedule, self._updates)))
 
     def update_local(self, batch: BatchData, mini_batches: Sequence[Sequence[int]]) -> dict[str, float]:
-        with self._dropout():
+        with adapter_dropout(self._model, self._lora):
             found = self._optimizer.run(batch, mini_batches, self._loss)
         self._updates += 1
         return {f"critic/{name}": value for name, value in found.items()} | value_fit(batch, self._strategy.world.total)
@@ -104,13 +102,6 @@ class TorchCriticBackend:
 
     def restore(self, folder: Path) -> None:
         self._updates = restore(self._model, self._optimizer, folder, self._strategy.world)
-
-    def _dropout(self) -> Any:
-        if self._lora is None or not self._lora.dropout:
-            return nullcontext()
-        from rl_trainer.backends.peft_lora import dropping  # needs the extra `lora`
-
-        return dropping(self._model)
 
     def _tokens(self, batch: BatchData) -> TokenBatch:
         return token_batch(

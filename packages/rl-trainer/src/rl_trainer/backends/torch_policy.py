@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from rl_trainer.algorithms.losses.policy_objective import PolicyObjective
 from rl_trainer.algorithms.metrics import WeightedMeans
 from rl_trainer.backends.forward_passes import ForwardPasses, per_token
 from rl_trainer.backends.loading import Facts, layer_names
-from rl_trainer.backends.optimizer import MiniBatchOptimizer
+from rl_trainer.backends.optimizer import MiniBatchOptimizer, adapter_dropout
 from rl_trainer.backends.output_head import OutputHead
 from rl_trainer.backends.parallel_strategy import ParallelStrategy, PlainStrategy, full_tensor
 from rl_trainer.backends.snapshot import restore, snapshot
@@ -155,7 +154,7 @@ class TorchPolicyBackend:
             top = rows[1:-1].t() if columns.top_tokens is not None else None
             return self._objective(rows[0], rows[-1], columns, counts, means, top)
 
-        with self._dropout():
+        with adapter_dropout(self._model, self._lora):
             metrics = optimizer.run(batch, mini_batches, loss)
         self._updates += 1
         return {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
@@ -269,13 +268,6 @@ class TorchPolicyBackend:
         for name, tensor in state.items():
             if self._lora is None or ".lora_" in name:
                 yield name, id(tensor), full_tensor(tensor)
-
-    def _dropout(self) -> Any:
-        if self._lora is None or not self._lora.dropout:
-            return nullcontext()
-        from rl_trainer.backends.peft_lora import dropping  # needs the extra `lora`
-
-        return dropping(self._model)
 
     def _tokens(self, batch: BatchData) -> TokenBatch:
         return token_batch(
