@@ -19,13 +19,16 @@ pytestmark = pytest.mark.numeric
 NAMES = ADVANTAGE_ESTIMATORS.names()
 COMPARING = [name for name in NAMES if ADVANTAGE_ESTIMATORS.get(name).compares]
 # one advantage for all tokens of a session
-GROUP = [name for name in COMPARING if name != "optimal_token_baseline"]
+GROUP = [name for name in COMPARING if name not in ("optimal_token_baseline", "gigpo")]
 STEPWISE = [name for name in NAMES if name not in GROUP]
 OPTIONAL = ("token_rewards", "values", "old_log_probs", "ref_log_prob", "sum_pi_squared", "rollout_is_weights")
 
 
-def inputs(keys, lengths, scores, mask=None, **rest):
-    """Build inputs from `lengths` [N] and flat columns as lists; None where absent."""
+def inputs(keys, lengths, scores, mask=None, tokens=None, generated=None, **rest):
+    """Build inputs from `lengths` [N] and flat columns as lists; None where absent.
+
+    By default all `tokens` are 0 and generated.
+    """
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     arrays = {
         name: np.asarray(value, float) if isinstance(value, list | np.ndarray) else value
@@ -36,6 +39,8 @@ def inputs(keys, lengths, scores, mask=None, **rest):
         offsets=offsets,
         mask=np.ones(int(offsets[-1]), bool) if mask is None else np.asarray(mask, bool),
         scores=np.asarray(scores, float),
+        responses=np.zeros(int(offsets[-1]), int) if tokens is None else np.asarray(tokens, int),
+        generated=np.ones(int(offsets[-1]), bool) if generated is None else np.asarray(generated, bool),
         **arrays,
     )
 
@@ -151,6 +156,47 @@ def test_gdpo_by_hand():
     assert advantages.tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], abs=1e-3)
 
 
+def test_gigpo_by_hand():
+    # Token 7 of the policy, tokens 1 and 2 of the environment:
+    # session 0: 7, 1 -> 7, 2 -> 7 (score 1); session 1: 7, 1 -> 7 (score 0); session 2: 7, 2 -> 7
+    # (score 0). Returns with gamma 0.5: 0.25, 0.5, 1; 0, 0; 0, 0.
+    # First turns: 0.25, 0, 0; turns that answer 1: 0.5, 0; turns that answer 2: 1, 0.
+    tokens = [7, 1, 7, 2, 7, 7, 1, 7, 7, 2, 7]
+    given = {
+        "mask": [token == 7 for token in tokens],
+        "tokens": tokens,
+        "generated": [token == 7 for token in tokens],
+        "gamma": 0.5,
+    }
+    session, first = [2 / 3, -1 / 3, -1 / 3], [1 / 6, -1 / 12, -1 / 12]
+    keys = [("a", 0), ("a", 1), ("a", 2)]
+    advantages, returns = estimate("gigpo", keys, [5, 3, 3], [1, 0, 0], norm_by_std=False, step_coef=2.0, **given)
+    expected = [
+        *(session[0] + 2 * first[0], 0, session[0] + 2 * 0.25, 0, session[0] + 2 * 0.5),
+        *(session[1] + 2 * first[1], 0, session[1] - 2 * 0.25),
+        *(session[2] + 2 * first[2], 0, session[2] - 2 * 0.5),
+    ]
+    assert advantages.tolist() == pytest.approx(expected)
+    assert np.array_equal(advantages, returns)
+    normalized, _ = estimate("gigpo", keys, [5, 3, 3], [1, 0, 0], **given)
+    deviation = math.sqrt(1 / 3) + 1e-6, 0.5 * math.sqrt(0.5) + 1e-6
+    assert normalized[2] == pytest.approx(2 / 3 / deviation[0] + 0.25 / deviation[1])
+
+
+def test_gigpo_without_the_tokens_is_refused():
+    x = dataclasses.replace(inputs([("a", 0)], [1], [1]), responses=None)
+    with pytest.raises(ConfigError, match="adv_estimator=gigpo needs the tokens of the responses"):
+        ADVANTAGE_ESTIMATORS.get("gigpo").estimate(x)
+
+
+def test_gigpo_is_grpo_where_turns_count_nothing():
+    """The states of turns, and their returns, have no part in it with step_coef=0."""
+    rest = {"tokens": [1, 2, 3, 4, 5], "generated": [True, False, True, True, True]}
+    scores, lengths, keys = [1, 0], [3, 2], [("a", 0), ("a", 1)]
+    got, _ = estimate("gigpo", keys, lengths, scores, rest["generated"], step_coef=0.0, **rest)
+    assert got.tolist() == estimate("grpo", keys, lengths, scores, rest["generated"])[0].tolist()
+
+
 def test_optimal_token_baseline_by_hand():
     # pi = 0.5 and sum pi^2 = 0.5 everywhere: each token adds 1 - 1 + 0.5 = 0.5, and session 0's
     # first token with rho = 2 adds 2.
@@ -250,6 +296,19 @@ def oracle(name, x: AdvantageInputs):
     }
     if name in rules:
         on_all(against(score, rules[name]))
+    elif name == "gigpo":
+        of_session = against(score, rules["grpo"])
+        turns = turns_of(x, sessions, lengths)
+        for parts in turns.values():
+            later = 0.0
+            for part in reversed(parts):
+                later = part["return"] = sum(part["rewards"]) + x.gamma * later
+        everywhere = [(s, part) for s, parts in turns.items() for part in parts]
+        for s, part in everywhere:
+            same = [p["return"] for o, p in everywhere if o[0] == s[0] and p["state"] == part["state"]]
+            step = (part["return"] - fmean(same)) / scale(same) if min(same) < max(same) else 0.0
+            for i, t in part["tokens"]:
+                out[i][t] = of_session[s] + x.step_coef * step
     elif name == "raft":
         best = {s: max(score[o] for o in names) for names in groups.values() for s in names}
         on_all({s: float(own > 0 and own == best[s]) for s, own in score.items()})
@@ -286,6 +345,27 @@ def oracle(name, x: AdvantageInputs):
     if name in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"):
         whitened()
     return [v for row in out for v in row]
+
+
+def turns_of(x, sessions, lengths):
+    """Turns with tokens to train on, by session: where they are, their rewards and state."""
+    ids, own = per_row(x.responses, lengths), per_row(x.generated, lengths)
+    found: dict = {}
+    for s, (tokens, rewards, _) in sessions.items():
+        last = None
+        for (i, t), reward in zip(tokens, rewards, strict=True):
+            start = t
+            while start > 0 and own[i][start - 1]:
+                start -= 1
+            seen = start
+            while seen > 0 and not own[i][seen - 1]:
+                seen -= 1
+            if last != (i, start):
+                last = (i, start)
+                found.setdefault(s, []).append({"tokens": [], "rewards": [], "state": ids[i][seen:start].tolist()})
+            found[s][-1]["tokens"].append((i, t))
+            found[s][-1]["rewards"].append(reward)
+    return found
 
 
 def against_the_same_place(values, groups):
@@ -333,11 +413,14 @@ def batches(draw):
     scores = rng.choice([0.0, 1.0, 1.0, 0.3], len(keys))
     log_probs = np.log(rng.uniform(0.05, 0.95, total))
     p = np.exp(log_probs)
+    mask = rng.random(total) < draw(st.sampled_from([1.0, 0.7]))
     return inputs(
         [keys[i] for i in rng.permutation(len(keys))],
         lengths,
         scores,
-        rng.random(total) < draw(st.sampled_from([1.0, 0.7])),
+        mask,
+        rng.integers(0, 2, total),
+        mask | (rng.random(total) < 0.3),
         token_rewards=draw(st.sampled_from([None, -0.1 * rng.random(total)])),
         values=rng.normal(size=total),
         old_log_probs=log_probs,
@@ -349,6 +432,7 @@ def batches(draw):
         component_weights=[1.0, 0.5],
         gamma=draw(st.sampled_from([1.0, 0.9])),
         lam=draw(st.sampled_from([1.0, 0.7, 0.0])),
+        step_coef=draw(st.sampled_from([1.0, 0.5])),
         norm_by_std=draw(st.booleans()),
     )
 
@@ -377,7 +461,10 @@ def test_the_order_of_rows_changes_not_one_bit(name, x, seed):
     order = np.random.default_rng(seed).permutation(len(x.keys))
     lengths = np.diff(x.offsets)
     place = np.concatenate([np.zeros(0, int), *(np.arange(x.offsets[i], x.offsets[i + 1]) for i in order)])
-    moved = {n: None if getattr(x, n) is None else getattr(x, n)[place] for n in (*OPTIONAL, "mask")}
+    moved = {
+        n: None if getattr(x, n) is None else getattr(x, n)[place]
+        for n in (*OPTIONAL, "mask", "responses", "generated")
+    }
     moved |= {n: getattr(x, n)[order] for n in ("scores", "reward_baselines", "reward_components")}
     shuffled = dataclasses.replace(
         x,
@@ -417,7 +504,7 @@ def test_a_session_counts_once_and_its_last_trajectory_is_what_is_scored(name):
     assert several[0] == several[1] == several[2] > several[3]
 
 
-@pytest.mark.parametrize("name", STEPWISE)
+@pytest.mark.parametrize("name", [name for name in STEPWISE if name != "gigpo"])  # a trajectory begins a turn
 def test_a_session_of_several_trajectories_is_one_episode(name):
     """Tokens of the first trajectory get the score of the last one."""
     rng = np.random.default_rng(0)
@@ -497,7 +584,7 @@ def test_a_group_of_one_teaches_nothing(name):
     assert advantages.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", GROUP)
+@pytest.mark.parametrize("name", [*GROUP, "gigpo"])
 def test_equal_scores_teach_exactly_nothing(name):
     """A rounding error in the mean, divided by a tiny deviation, must not become an advantage.
 

@@ -341,6 +341,7 @@ COMBINATIONS = [
     ("maxrl", "dro", {}),
     ("raft", "gpg", {}),
     ("opd", "vanilla", {}),
+    ("gigpo", "vanilla", {"algorithm": {"gamma": 0.9}}),
     ("dr_grpo", "kimi_k15", {}),
     ("rloo", "topr", {}),
     ("grpo", "luspo", {}),

@@ -112,9 +112,12 @@ def _inputs(
         reward_baselines=data.dense(baselines).values.astype(np.float64) if baselines in data else None,
         reward_components=_flat(data, components).reshape(len(data), -1) if components in data else None,
         component_weights=np.array(config.component_weights),
+        responses=data.ragged("responses").values.astype(np.int64),
+        generated=data.ragged("response_mask").values.astype(np.bool_),
         gamma=config.gamma,
         lam=config.lam,
         norm_by_std=config.norm_adv_by_std_in_grpo,
+        step_coef=config.gigpo_step_coef,
     )
 
 

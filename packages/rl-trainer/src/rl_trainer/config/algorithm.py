@@ -81,15 +81,18 @@ class AlgorithmConfig(Options):
         "not generated",
         ge=0,
     )
-    gamma: float = option(1.0, "discount per token", ge=0, le=1, verl=".")
+    gamma: float = option(1.0, "discount per token; gigpo: per turn", ge=0, le=1, verl=".")
     lam: float = option(1.0, "lambda of GAE", ge=0, le=1, needs="trains_critic", verl=".")
     norm_adv_by_std_in_grpo: bool = option(
-        True, "grpo, grpo_passk, gdpo: divide by the standard deviation of the group", verl="."
+        True, "grpo, grpo_passk, gdpo, gigpo: divide by the standard deviation of the group", verl="."
     )
     gdpo_reward_keys: tuple[str, ...] = option(
         (), "gdpo: names of what the reward function returns, such as score,acc", verl="."
     )
     gdpo_reward_weights: tuple[float, ...] = option((), "gdpo: weights of these; empty: all 1", verl=".")
+    gigpo_step_coef: float = option(
+        1.0, "gigpo: weight of a turn's advantage, beside that of its session", ge=0, needs="adv_estimator=gigpo"
+    )
     use_kl_in_reward: bool = option(
         False, "subtract the divergence from the reference policy from each token's reward", verl="."
     )

@@ -14,6 +14,7 @@ from rl_trainer.algorithms.advantages.maxrl import maxrl
 from rl_trainer.algorithms.advantages.opd import opd
 from rl_trainer.algorithms.advantages.opo import opo
 from rl_trainer.algorithms.advantages.optimal_token_baseline import optimal_token_baseline
+from rl_trainer.algorithms.advantages.per_turn.gigpo import gigpo
 from rl_trainer.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
 from rl_trainer.algorithms.advantages.remax import remax
 from rl_trainer.algorithms.advantages.rloo import rloo
@@ -36,6 +37,7 @@ ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry(
         "maxrl": Estimator(maxrl, compares=True),
         "gpg": Estimator(gpg, compares=True),
         "gdpo": Estimator(gdpo, reads=("reward_components",), compares=True),
+        "gigpo": Estimator(gigpo, compares=True),
         "optimal_token_baseline": Estimator(
             optimal_token_baseline, reads=("old_log_probs", "sum_pi_squared"), compares=True
         ),
@@ -60,6 +62,7 @@ __all__ = [
     "dr_grpo",
     "gae",
     "gdpo",
+    "gigpo",
     "gpg",
     "grpo",
     "grpo_passk",

@@ -38,8 +38,11 @@ class AdvantageInputs:
         reward_baselines: [N] score of the greedy response to the same prompt.
         reward_components: [N, K] components of the reward.
         component_weights: [K].
-        gamma, lam: discount per token and lambda of GAE.
+        responses: int64 [T] token ids, observations included.
+        generated: bool [T], true for tokens that the policy generated, also rejected ones.
+        gamma, lam: discount per token (GiGPO: per turn) and lambda of GAE.
         norm_by_std: divide group advantages by the group's standard deviation.
+        step_coef: weight of GiGPO's advantage of a turn.
     """
 
     keys: Sequence[RowKey]
@@ -55,9 +58,12 @@ class AdvantageInputs:
     reward_baselines: FloatArray | None = None
     reward_components: FloatArray | None = None
     component_weights: FloatArray | None = None
+    responses: IntArray | None = None
+    generated: BoolArray | None = None
     gamma: float = 1.0
     lam: float = 1.0
     norm_by_std: bool = True
+    step_coef: float = 1.0
 
     @cached_property
     def episodes(self) -> Episodes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_trainer.algorithms.advantages.episodes import Episodes
-from rl_trainer.algorithms.arrays import BoolArray, FloatArray, sum_by
+from rl_trainer.algorithms.arrays import BoolArray, FloatArray, IntArray, sum_by
 
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation before dividing by it."""
@@ -40,7 +40,12 @@ class GroupStats:
 
 def group_stats(e: Episodes, x: FloatArray) -> GroupStats:
     """Statistics of the sessions' values x [S] within their groups."""
-    g, n, seen = e.group, e.num_groups, e.nonempty
+    return stats_by(e.group, e.nonempty, x)
+
+
+def stats_by(g: IntArray, seen: BoolArray, x: FloatArray) -> GroupStats:
+    """Statistics of the values x [S] within the groups g [S], 0..G-1, of those that are `seen`."""
+    n = int(g.max(initial=-1)) + 1
     size = sum_by(g, seen, n)
     mean = sum_by(g, np.where(seen, x, 0.0), n) / np.maximum(size, 1)
     highest, lowest = np.full(n, -np.inf), np.full(n, np.inf)

@@ -1,0 +1,1 @@
+"""Estimators that compare turns of agents."""
