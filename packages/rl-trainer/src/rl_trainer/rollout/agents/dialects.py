@@ -17,6 +17,8 @@ class Call:
 
     tool: str
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    as_text: bool = False
+    """Whether the values are texts, to be read by the types of the tool's arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class Hermes:
     text.
 
     >>> Hermes().calls('So: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-    [Call(tool='add', arguments={'a': 1})]
+    [Call(tool='add', arguments={'a': 1}, as_text=False)]
     """
 
     markup: Markup = CHATML
@@ -90,7 +92,7 @@ class PlainJSON:
     tool is a final answer.
 
     >>> PlainJSON().calls('{"name": "add"}'), PlainJSON().calls('{"sum": 3}')
-    ([Call(tool='add', arguments={})], [])
+    ([Call(tool='add', arguments={}, as_text=False)], [])
     """
 
     markup: Markup = CHATML

@@ -13,6 +13,7 @@ from typing import Literal
 
 from rl_protocol import ConfigError
 from rl_trainer.data import PromptRow
+from rl_trainer.rollout.agents.dialect_names import dialect_of
 from rl_trainer.rollout.agents.dialects import Answer, Dialect
 from rl_trainer.rollout.agents.tools import Tool, answer
 from rl_trainer.rollout.agents.transcript import Transcript
@@ -55,22 +56,22 @@ class Limits:
 
 
 class ToolAgent:
-    """A session in which the policy can call tools: `SessionKind(ToolAgent([..], Hermes()).run)`.
+    """A session in which the policy can call tools: `SessionKind(ToolAgent([..], "hermes").run)`.
 
     Args:
         tools: the tools; names must differ.
-        dialect: how calls and answers are written.
+        dialect: how calls and answers are written: a name in DIALECTS, or a dialect.
         limits: limits of one session.
 
     Raises:
-        ConfigError: two tools have the same name.
+        ConfigError: two tools have the same name, or there is no such dialect.
     """
 
-    def __init__(self, tools: Sequence[Tool], dialect: Dialect, limits: Limits | None = None) -> None:
+    def __init__(self, tools: Sequence[Tool], dialect: Dialect | str, limits: Limits | None = None) -> None:
         self._tools = {tool.name: tool for tool in tools}
         if len(self._tools) < len(tools):
             raise ConfigError(f"Tools must have different names; got {[tool.name for tool in tools]}.")
-        self._dialect = dialect
+        self._dialect = dialect_of(dialect)
         self._limits = limits or Limits()
 
     async def run(self, row: PromptRow, generate: Generate) -> Sequence[Trajectory]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
+from rl_protocol.errors import UNREADABLE
 from rl_trainer.rollout.agents.dialects import Answer, Call, Malformed
 
 
@@ -60,7 +61,8 @@ async def answer(call: Call | Malformed, tools: Mapping[str, Tool], timeout_s: f
     if tool is None:
         return _failed(f"there is no tool {call.tool!r}; there are {', '.join(tools)}")
     try:
-        arguments = msgspec.convert(dict(call.arguments), tool.arguments)
+        given = _read(call.arguments, tool.arguments) if call.as_text else dict(call.arguments)
+        arguments = msgspec.convert(given, tool.arguments)
     except msgspec.ValidationError as error:
         return _failed(f"{tool.name}: {error}")
     try:
@@ -68,6 +70,22 @@ async def answer(call: Call | Malformed, tools: Mapping[str, Tool], timeout_s: f
             return await _in_thread(lambda: _made(tool, arguments))
     except TimeoutError:
         return _failed(f"{tool.name} took longer than {timeout_s:g} s")
+
+
+def _read(texts: Mapping[str, str], arguments: type[msgspec.Struct]) -> dict[str, Any]:
+    """The values of these texts: as they are where the argument may be a text, else as JSON.
+
+    What is not JSON stays a text, which checking then refuses.
+    """
+    types = {field.encode_name: field.type for field in msgspec.structs.fields(arguments)}
+    values: dict[str, Any] = dict(texts)
+    for name, text in texts.items():
+        try:
+            msgspec.convert(text, types.get(name, Any))
+        except msgspec.ValidationError:
+            with contextlib.suppress(*UNREADABLE, ValueError):
+                values[name] = msgspec.json.decode(text.encode("utf-8", "replace"))
+    return values
 
 
 def _made(tool: Tool, arguments: msgspec.Struct) -> Answer:

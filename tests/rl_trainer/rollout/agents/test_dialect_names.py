@@ -1,0 +1,205 @@
+"""Dialects by name, on calls as models write them and answers as chat templates write them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_protocol import ConfigError
+from rl_trainer.rollout.agents import DIALECTS, Answer, Call, Malformed, ToolAgent
+from rl_trainer.rollout.agents.tools import answer
+
+DALLAS = {"city": "Dallas", "state": "TX", "unit": "fahrenheit"}
+WEATHER = Call("get_current_weather", DALLAS)
+QWEN3_CODER = """I look it up.
+<tool_call>
+<function=get_current_weather>
+<parameter=city>
+Dallas
+</parameter>
+<parameter=state>
+TX
+</parameter>
+<parameter=unit>
+fahrenheit
+</parameter>
+</function>
+</tool_call>"""
+HERMES_JSON = '{"name": "get_current_weather", "arguments": {"city": "Dallas", "state": "TX", "unit": "fahrenheit"}}'
+LLAMA_JSON = HERMES_JSON.replace("arguments", "parameters")
+PYTHON = "get_current_weather(city='Dallas', state='TX', unit='fahrenheit')"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("hermes", f"<tool_call>\n{HERMES_JSON}\n</tool_call>", [WEATHER]),
+        ("qwen3_coder", QWEN3_CODER, [Call(WEATHER.tool, DALLAS, as_text=True)]),
+        ("qwen3_coder", QWEN3_CODER * 2, [Call(WEATHER.tool, DALLAS, as_text=True)] * 2),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=write>\n<parameter=code>\n\nif a < b:\n    pass\n</parameter>\n</function>\n</tool_call>",
+            [Call("write", {"code": "\nif a < b:\n    pass"}, as_text=True)],
+        ),
+        ("qwen3_coder", "<tool_call><function=now></function></tool_call>", [Call("now", as_text=True)]),
+        ("qwen3_coder", "<tool_call><function=now></tool_call>", ["must contain <function=NAME>"]),
+        ("qwen3_coder", "<tool_call><function=now></function>", ["not followed by </tool_call>"]),
+        ("qwen3_coder", "<tool_call><function=now>x</function></tool_call>", ["must contain <parameter=KEY>"]),
+        (
+            "qwen3_coder",
+            "<tool_call><function=now><parameter=a>1</function></tool_call>",
+            ["must be <parameter=KEY>VALUE"],
+        ),
+        ("qwen3_coder", "It is warm.", []),
+        ("llama3_json", LLAMA_JSON, [WEATHER]),
+        ("llama3_json", f"<|python_tag|>{LLAMA_JSON}", [WEATHER]),
+        ("llama3_json", HERMES_JSON, [WEATHER]),
+        ("llama3_json", f"{LLAMA_JSON}; {LLAMA_JSON}", [WEATHER, WEATHER]),
+        ("llama3_json", '{"name": "now", "parameters": {}}', [Call("now")]),
+        ("llama3_json", '{"answer": 3}', []),
+        ("llama3_json", "It is warm.", []),
+        ("llama3_json", LLAMA_JSON[:-1], ["not JSON"]),
+        ("llama3_json", f"{LLAMA_JSON} and", [WEATHER, "not JSON"]),
+        ("llama3_json", '{"name": "now", "parameters": [1]}', ["$.parameters"]),
+        ("mistral", f"[TOOL_CALLS][{HERMES_JSON}]", [WEATHER]),
+        ("mistral", f'[TOOL_CALLS] [{HERMES_JSON[:-1]}, "id": "9Fz0sC3aB"}}]', [WEATHER]),
+        ("mistral", f"Let me see.[TOOL_CALLS][{HERMES_JSON}, {HERMES_JSON}]", [WEATHER, WEATHER]),
+        ("mistral", f"[{HERMES_JSON}]", [WEATHER]),  # decoding left the special token out
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 3.5, "b": 4}', [Call("add", {"a": 3.5, "b": 4})]),
+        ("mistral", '[TOOL_CALLS]add{"a": 1}[TOOL_CALLS]now{}', [Call("add", {"a": 1}), Call("now")]),
+        ("mistral", 'add{"a": 1}now{}', [Call("add", {"a": 1}), Call("now")]),
+        ("mistral", "[TOOL_CALLS]", ["not followed by a call"]),
+        ("mistral", '[TOOL_CALLS]add{"a": ', ["not JSON"]),
+        ("mistral", "[TOOL_CALLS]add", ["a call is NAME{..}"]),
+        ("mistral", "It is warm.", []),
+        ("pythonic", f"[{PYTHON}]", [WEATHER]),
+        ("pythonic", f"<|python_start|>[{PYTHON}, now()]<|python_end|>", [WEATHER, Call("now")]),
+        (
+            "pythonic",
+            "[register_user(name='Doe', age=-9, address={'city': 'SF'}, role=None, passed=true, tags=['a', 1.5])]",
+            [
+                Call(
+                    "register_user",
+                    {
+                        "name": "Doe",
+                        "age": -9,
+                        "address": {"city": "SF"},
+                        "role": None,
+                        "passed": True,
+                        "tags": ["a", 1.5],
+                    },
+                )
+            ],
+        ),
+        ("pythonic", "[files.read(path='a')]", [Call("files.read", {"path": "a"})]),
+        ("pythonic", "[add(1, 2)]", ["arguments must have names"]),
+        ("pythonic", "[add(a=1 + 1)]", ["add: the value of an argument must be a literal"]),
+        ("pythonic", "[add(a=__import__('os').system('true'))]", ["must be a literal"]),
+        ("pythonic", "[add(**{'a': 1})]", ["arguments must have names"]),
+        ("pythonic", "[add(a=1), 3]", [Call("add", {"a": 1}), "is no call"]),
+        ("pythonic", "[add(a=1)", ["no list of calls"]),
+        ("pythonic", "[add(a=1)][0]", ["must be a list of calls"]),
+        ("pythonic", "[add(a={[1]: 2})]", ["must be a literal"]),
+        ("pythonic", r"[grep(pattern='\d+')]", [Call("grep", {"pattern": r"\d+"})]),
+        ("pythonic", "[1, 2]", []),
+        ("pythonic", "It is warm.", []),
+    ],
+)
+def test_calls_are_read_as_the_model_writes_them(name, text, found):
+    calls = DIALECTS[name].calls(text)
+    assert len(calls) == len(found)
+    for call, want in zip(calls, found, strict=True):
+        if isinstance(want, str):
+            assert isinstance(call, Malformed)
+            assert want in call.why
+        else:
+            assert call == want
+
+
+@pytest.mark.parametrize(
+    ("name", "observation"),
+    [
+        (
+            "qwen3_coder",
+            "\n<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\nwarm\n</tool_response>\n"
+            "<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            "llama3_json",
+            '<|start_header_id|>ipython<|end_header_id|>\n\n"3"<|eot_id|>'
+            '<|start_header_id|>ipython<|end_header_id|>\n\n"warm"<|eot_id|>'
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        (
+            "mistral",
+            '[TOOL_RESULTS] {"content": "3", "call_id": "000000000"}[/TOOL_RESULTS]'
+            '[TOOL_RESULTS] {"content": "warm", "call_id": "000000001"}[/TOOL_RESULTS]',
+        ),
+    ],
+)
+def test_answers_look_as_the_chat_templates_write_them(name, observation):
+    assert DIALECTS[name].observation([Answer("3"), Answer("warm")]) == observation
+
+
+FRAGMENTS = (
+    "<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>", ">", "[TOOL_CALLS]",
+    "[ARGS]", "<|python_tag|>", "[add(", "a=", ")]", '{"name":', '"add"', ',"parameters":', "{", "}", "[", "]", '"',
+    ";", "1e999", "\\u", "\\d", "\x00", "add",
+)  # fmt: skip
+HOSTILE = st.one_of(st.text(), st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=3))).map("".join))
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@given(text=HOSTILE)
+def test_no_text_breaks_a_dialect(name, text):
+    assert all(isinstance(one, Call | Malformed) for one in DIALECTS[name].calls(text))
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("text", ["[" * 50_000, '{"name":' * 50_000, "[add(a=" + "[" * 50_000, "add{" * 50_000])
+def test_deep_nesting_breaks_no_dialect(name, text):
+    assert all(isinstance(one, Malformed) for one in DIALECTS[name].calls(text))
+
+
+class Arguments(msgspec.Struct, forbid_unknown_fields=True):
+    text: str
+    count: int = 0
+    ratio: float | None = None
+    exact: bool = False
+    tags: list[str] = []
+
+
+class Show:
+    name, description, arguments = "show", "Shows its arguments.", Arguments
+
+    def call(self, arguments: Any) -> str:
+        return repr(msgspec.structs.astuple(arguments))
+
+
+@pytest.mark.parametrize(
+    ("texts", "told"),
+    [
+        ({"text": "3"}, "('3', 0, None, False, [])"),
+        (
+            {"text": "null", "count": "3", "ratio": "0.5", "exact": "true", "tags": '["a"]'},
+            "('null', 3, 0.5, True, ['a'])",
+        ),
+        ({"text": "x", "count": "three"}, "error: show: Expected `int`, got `str` - at `$.count`"),
+        ({"text": "x", "count": "3.5"}, "error: show: Expected `int`, got `float` - at `$.count`"),
+        ({"text": "x", "more": "3"}, "error: show: Object contains unknown field `more`"),
+    ],
+)
+def test_texts_are_read_by_the_types_of_the_arguments(texts, told):
+    """Calls of `qwen3_coder` say no types."""
+    got = asyncio.run(answer(Call("show", texts, as_text=True), {"show": Show()}, 60.0))
+    assert got.text == told
+
+
+def test_an_unknown_dialect_is_refused():
+    with pytest.raises(ConfigError, match="must be one of hermes, qwen3_coder, llama3_json, mistral, pythonic"):
+        ToolAgent([], "deepseek_v3")
