@@ -14,6 +14,8 @@ from rl_app_ppo.inputs.data import about_validation, open_data, train_order
 from rl_app_ppo.outputs.resume import changes
 from rl_protocol import ConfigError
 from rl_trainer.data.validation_split import hold_out
+from rl_trainer.rollout.agents import Calculator, ToolAgent
+from rl_trainer.rollout.session_turns import SESSIONS
 
 
 @pytest.fixture
@@ -54,6 +56,15 @@ def test_a_tenth_of_the_rows_is_held_out_the_same_in_every_process_and_run(confi
     assert about_validation(config(), data) == (
         "validation: 10 of the 100 rows of data.train_files are held out (data.val_split=0.1)"
     )
+
+
+def test_prompts_describe_the_tools_of_the_session(config, monkeypatch):
+    """The demo's tokenizer has no chat template that could."""
+    monkeypatch.setitem(SESSIONS._built_in, "tools", ToolAgent([Calculator()], "hermes").session)
+    with pytest.raises(
+        ConfigError, match=r"The session has 1 tools to describe in each prompt, but the tokenizer has no"
+    ):
+        open_data(config("rollout.session=tools"), None)
 
 
 def test_shares_count_the_rows_that_are_left_of_each_file(config, files):

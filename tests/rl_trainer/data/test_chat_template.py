@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from rl_protocol import ConfigError, SchemaError
 from rl_trainer.data.chat_template import PromptEncoder
 from rl_trainer.data.prompt_rows import parse_row
+from rl_trainer.rollout.agents import Calculator, described
 
 CONVERSATION = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+2="}]
 
@@ -32,6 +33,39 @@ def test_the_chat_template_gives_what_transformers_gives(tmp_path, where):
     assert ours.ids([expected]) == [
         tokenizer.apply_chat_template(CONVERSATION, add_generation_prompt=True, return_dict=False)
     ]
+
+
+WITH_TOOLS = "{% if tools %}<|tools|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}<{% endif %}" + TEMPLATE
+TOOLS = described(Calculator()), {"type": "function", "function": {"name": "now", "parameters": {}}}
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_tools_are_described_as_transformers_has_them_described(tmp_path, several):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters(), eos_token="<", unk_token="<unk>")
+    tokenizer.chat_template = WITH_TOOLS
+    tokenizer.save_pretrained(tmp_path, save_jinja_files=False)
+    if several:
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        config["chat_template"] = [
+            {"name": "default", "template": TEMPLATE},
+            {"name": "tool_use", "template": WITH_TOOLS},
+        ]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, plain = PromptEncoder.load(tmp_path, TOOLS), PromptEncoder.load(tmp_path)
+    prompt = parse_row(row(prompt=CONVERSATION)).prompt
+    told = {"tokenize": False, "add_generation_prompt": True}
+    assert ours.text(prompt) == tokenizer.apply_chat_template(CONVERSATION, tools=list(TOOLS), **told)
+    assert '"name": "calculator"' in ours.text(prompt)
+    assert plain.text(prompt) == tokenizer.apply_chat_template(CONVERSATION, **told)
+    assert len({one.fingerprint for one in (ours, plain, PromptEncoder.load(tmp_path, TOOLS[:1]))}) == 3
+
+
+@pytest.mark.parametrize(
+    ("template", "why"), [("", "tokenizer has no chat template"), (TEMPLATE, "does not use tools")]
+)
+def test_tools_that_no_template_describes_are_refused(template, why):
+    with pytest.raises(ConfigError, match=f"The session has 2 tools to describe in each prompt, but the .*{why}"):
+        PromptEncoder(characters(), template, tools=TOOLS)
 
 
 @pytest.mark.parametrize("template", ["{{ ''.__class__.__mro__ }}", "{% for %}", "{{ messages.append(1) }}"])

@@ -17,6 +17,7 @@ from rl_trainer import Tokenizer as SessionTokenizer
 from rl_trainer.data.curriculum import NamedCurriculum
 from rl_trainer.data.validation_split import PreparedPrompts, Subset, hold_out
 from rl_trainer.rollout.demonstrations import Demonstrations
+from rl_trainer.rollout.session_turns import SESSIONS
 
 
 class DemoDataset:
@@ -78,8 +79,11 @@ def _from_files(config: AppConfig, model_path: Path | None) -> Mapping[str, Prep
     from rl_trainer.data.prompt_preparation import DataFiles  # imports pyarrow, which the demo does not need
 
     data = config.data
+    tools = SESSIONS.get(config.rollout.session).tools
     encoder = (
-        PromptEncoder.load(model_path) if model_path else PromptEncoder(demo_tokenizer(DEMOS[data.demo].vocabulary))
+        PromptEncoder.load(model_path, tools)
+        if model_path
+        else PromptEncoder(demo_tokenizer(DEMOS[data.demo].vocabulary), tools=tools)
     )
 
     def opened(names: Sequence[str]) -> PreparedPrompts:

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from rl_protocol import ConfigError, SchemaError
 from rl_trainer.data.images import PLACEHOLDER, Vision
 from rl_trainer.data.prompt_rows import Message
-from rl_trainer.data.template_subprocess import Renderer, RunawayTemplateError, check_syntax
+from rl_trainer.data.template_subprocess import Renderer, RunawayTemplateError, template_names
 
 
 class PromptEncoder:
@@ -31,6 +31,11 @@ class PromptEncoder:
         template: its chat template; empty: none.
         special_tokens: name -> text of the special tokens that the template may use.
         vision: how the model sees images, or the reason why it can't.
+        tools: descriptions of tools, in the form of OpenAI's functions, that the template writes
+            into each prompt.
+
+    Raises:
+        ConfigError: there are tools, and no template that writes them.
     """
 
     def __init__(
@@ -39,30 +44,46 @@ class PromptEncoder:
         template: str = "",
         special_tokens: Mapping[str, str] | None = None,
         vision: Vision | str = "the model reads only text",
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
+        if tools and "tools" not in _names(template):
+            raise ConfigError(
+                f"The session has {len(tools)} tools to describe in each prompt, but the {'chat template' if template else 'tokenizer'} "
+                f"{'does not use tools' if template else 'has no chat template'}. Set PromptEncoder.load to a model whose template does, or "
+                "describe the tools in the data and register SessionKind(agent.run)."
+            )
         self.vision = vision
         self._tokenizer = tokenizer
         self._special = dict(special_tokens or {})
-        self._template = _renderer(template, self._special) if template else None
+        self._template = _renderer(template, self._special, tools) if template else None
         self.fingerprint = hashlib.sha256(
             json.dumps(
-                [tokenizer.to_str(), template, sorted(self._special.items()), repr(vision) * isinstance(vision, Vision)]
+                [
+                    *(tokenizer.to_str(), template, sorted(self._special.items())),
+                    repr(vision) * isinstance(vision, Vision),
+                    *tools,
+                ]
             ).encode()
         ).hexdigest()
         """Hash of everything that token ids depend on."""
 
     @classmethod
-    def load(cls, folder: Path) -> PromptEncoder:
+    def load(cls, folder: Path, tools: Sequence[Mapping[str, Any]] = ()) -> PromptEncoder:
         """The tokenizer and chat template of a Hugging Face checkpoint folder.
 
         Raises:
-            ConfigError: a file is missing or can't be read.
+            ConfigError: a file is missing or can't be read, or there are tools that the template
+                does not write.
         """
         try:
             tokenizer = Tokenizer.from_buffer((folder / "tokenizer.json").read_bytes())
             config = _json(folder / "tokenizer_config.json")
             template = folder / "chat_template.jinja"
-            text = template.read_text(encoding="utf-8") if template.exists() else _default(config.get("chat_template"))
+            text = (
+                template.read_text(encoding="utf-8")
+                if template.exists()
+                else _chosen(config.get("chat_template"), with_tools=bool(tools))
+            )
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"The tokenizer in {folder} can't be read: {error}. Save the model's tokenizer there (tokenizer.save_pretrained), or set "
@@ -73,7 +94,7 @@ class PromptEncoder:
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
             if config.get(name)
         }
-        return cls(tokenizer, text, special, Vision.load(folder))
+        return cls(tokenizer, text, special, Vision.load(folder), tools)
 
     def text(self, messages: Sequence[Message]) -> str:
         """The text of a prompt without images.
@@ -121,12 +142,18 @@ class PromptEncoder:
         return [one.ids for one in encoded]
 
 
-def _renderer(template: str, special: Mapping[str, str]) -> Renderer:
+def _names(template: str) -> frozenset[str]:
+    """The names of variables in a template."""
     try:
-        check_syntax(template)
+        return template_names(template)
     except ValueError as error:
         raise ConfigError(f"The chat template of the tokenizer can't be read: {error}.") from error
-    return Renderer(template, {"tools": None, "documents": None, "add_generation_prompt": True, **special})
+
+
+def _renderer(template: str, special: Mapping[str, str], tools: Sequence[Mapping[str, Any]]) -> Renderer:
+    _names(template)  # checks the syntax
+    values = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": True, **special}
+    return Renderer(template, values)
 
 
 def _plain(messages: Sequence[Message], *, images: bool) -> str | SchemaError:
@@ -153,11 +180,13 @@ def _json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def _default(template: object) -> str:
-    """The template called default if the tokenizer has several, else its only one."""
+def _chosen(template: object, *, with_tools: bool) -> str:
+    """The template called default (with tools: tool_use) if the tokenizer has several, else its
+    only one.
+    """
     if isinstance(template, list):
         named: dict[str, str] = {one["name"]: one["template"] for one in template}  # pyright: ignore[reportUnknownVariableType]
-        return named.get("default", "")
+        return named["tool_use"] if with_tools and "tool_use" in named else named.get("default", "")
     return template if isinstance(template, str) else ""
 
 

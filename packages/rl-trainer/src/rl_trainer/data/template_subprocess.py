@@ -32,6 +32,7 @@ from typing import IO, Any, BinaryIO, NoReturn
 import msgspec
 from jinja2 import Template, TemplateError
 from jinja2.ext import loopcontrols
+from jinja2.nodes import Name
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 START_S = 60.0
@@ -111,14 +112,14 @@ class Renderer:
         return self._child
 
 
-def check_syntax(template: str) -> None:
-    """Parse a template without running any of it; only the child compiles it.
+def template_names(template: str) -> frozenset[str]:
+    """Parse a template without running any of it, and return the names of its variables.
 
     Raises:
         ValueError: it does not parse.
     """
     try:
-        _environment().parse(template)
+        return frozenset(name.name for name in _environment().parse(template).find_all(Name))
     except (TemplateError, RecursionError) as error:
         raise ValueError(str(error)) from error
 

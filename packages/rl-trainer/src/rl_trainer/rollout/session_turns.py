@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -117,6 +117,8 @@ class SessionKind:
     """A kind of session. `run` returns at least one trajectory, and the last one is scored."""
 
     run: Callable[[PromptRow, Generate], Awaitable[Sequence[Trajectory]]]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Descriptions of tools that the chat template writes into each prompt of a data file."""
 
 
 async def _single_turn(row: PromptRow, generate: Generate) -> Sequence[Trajectory]:

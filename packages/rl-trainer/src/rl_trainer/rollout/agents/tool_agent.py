@@ -15,9 +15,9 @@ from rl_protocol import ConfigError
 from rl_trainer.data import PromptRow
 from rl_trainer.rollout.agents.dialect_names import dialect_of
 from rl_trainer.rollout.agents.dialects import Answer, Dialect
-from rl_trainer.rollout.agents.tools import Tool, answer
+from rl_trainer.rollout.agents.tools import Tool, answer, described
 from rl_trainer.rollout.agents.transcript import Transcript
-from rl_trainer.rollout.session_turns import Generate, Trajectory
+from rl_trainer.rollout.session_turns import Generate, SessionKind, Trajectory
 from rl_trainer.rollout.trajectory_stats import RolloutStats
 
 Finish = Literal["stop", "turns", "turn_length", "observation_length", "response_length", "abort"]
@@ -56,7 +56,7 @@ class Limits:
 
 
 class ToolAgent:
-    """A session in which the policy can call tools: `SessionKind(ToolAgent([..], "hermes").run)`.
+    """A session in which the policy can call tools: `ToolAgent([..], "hermes").session`.
 
     Args:
         tools: the tools; names must differ.
@@ -73,6 +73,14 @@ class ToolAgent:
             raise ConfigError(f"Tools must have different names; got {[tool.name for tool in tools]}.")
         self._dialect = dialect_of(dialect)
         self._limits = limits or Limits()
+
+    @property
+    def session(self) -> SessionKind:
+        """The session to register, whose tools the chat template describes in each prompt.
+
+        `SessionKind(agent.run)` leaves that to the data.
+        """
+        return SessionKind(self.run, tuple(described(tool) for tool in self._tools.values()))
 
     async def run(self, row: PromptRow, generate: Generate) -> Sequence[Trajectory]:
         """Run one session, which has one trajectory; see SessionKind."""
