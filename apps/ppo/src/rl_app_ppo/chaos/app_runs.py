@@ -145,8 +145,9 @@ class AppSubject:
     def count(self) -> Counted:
         """Compare it with the run without faults.
 
-        Its record lacks the last second of processes that were killed, so responses are lost only
-        of the steps after the checkpoint of the last start; those before are in the weights.
+        Equal weights are of the same responses. Where they differ, the record tells which are
+        missing of the steps after the checkpoint of the last start; it may lack the last second of
+        a process that was killed.
         """
         assert self._straight is not None
         wanted, trained, weights = self._straight.trained, self._trained(), ""
@@ -154,16 +155,17 @@ class AppSubject:
             weights = self.straight().weights
         starts = read_record(self.files.record).starts
         after = starts[-1].after if starts else 0
+        differ = weights != self._straight.weights
         late = [Counter({row: n for row, n in rows.items() if row[0] > after}) for rows in (wanted, trained)]
         found, _ = newest_whole(self.files.checkpoints)
         return Counted(
             acknowledged=trained.total(),
             trained=trained.total(),
-            lost=(late[0] - late[1]).total(),
+            lost=(late[0] - late[1]).total() if differ else 0,
             doubled=(trained - wanted).total(),
             held=0,
             went_back=int(found is None or found.manifest.step != STEPS),
-            weights_differ=weights != self._straight.weights,
+            weights_differ=differ,
         )
 
     def _trained(self) -> Counter[tuple[int, str, str]]:
