@@ -32,7 +32,7 @@ class LocalProcess(RayProcess):
     def _start(self):
         self.started.append(self)
         process = WorkerProcess(self.roles, self.name, self._log_path, self._threads)
-        return SimpleNamespace(call=SimpleNamespace(remote=process.call))
+        return SimpleNamespace(call=SimpleNamespace(remote=process.call), stay=SimpleNamespace(remote=process.stay))
 
     async def ready(self, timeout_s: float) -> None:
         """Nothing to wait for."""

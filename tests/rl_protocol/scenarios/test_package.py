@@ -62,7 +62,8 @@ def test_import_is_quick():
 def test_base_install_has_at_most_three_dependencies():
     requires = importlib.metadata.requires("rl-protocol") or []
     base = [r for r in requires if "extra ==" not in r]
-    assert sorted(re.split(r"[<>=]", r)[0] for r in base) == ["msgspec", "numpy"]
+    assert sorted(re.split(r"[<>=]", r)[0] for r in base) == ["msgspec", "numpy", "psutil"]
+    assert [r for r in base if r.startswith("psutil") and re.search(r"sys_platform != .linux.$", r)]
     assert len(base) <= 3
 
 
