@@ -22,7 +22,7 @@ class Mistral:
     `[TOOL_CALLS]` and `[ARGS]` are special tokens, which decoding leaves out, so calls are also
     found without them, if they are the whole turn. The id of an answer is the place of its call.
 
-    >>> Mistral().calls('[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]')
+    >>> Mistral().calls('[TOOL_CALLS]add[ARGS]{"a": 1}')
     [Call(tool='add', arguments={'a': 1}, as_text=False)]
     """
 
