@@ -22,9 +22,11 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="memfd and pidfd are 
 def _way(request, monkeypatch):
     """Use one way in this process and its children."""
     monkeypatch.setenv(portable.VARIABLE, request.param)
+    portable.uses_linux.cache_clear()
     host_identity.this_host.cache_clear()
     this_network.cache_clear()
     yield
+    portable.uses_linux.cache_clear()
     host_identity.this_host.cache_clear()
     this_network.cache_clear()
 

@@ -75,7 +75,8 @@ class SampleTables:
 
 def _cells(row: TrajectoryRow) -> tuple[Cell, ...]:
     parts = {name: value for name, value in {**row.reward, **row.texts}.items() if name != "score"}
-    trained = [value for value, mask in zip(row.advantages, row.response_mask, strict=False) if mask]
+    advantages = zip(row.advantages, row.response_mask, strict=True) if row.advantages else ()
+    trained = [value for value, mask in advantages if mask]
     return (
         *(row.step, row.key, row.why, row.prompt, row.response, row.ground_truth),
         row.reward.get("score"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 VARIABLE = "RL_PORTABLE"
@@ -13,8 +14,9 @@ SHARED_FOLDER = Path("/tmp")
 """Where the portable facilities keep files: the same for processes with different TMPDIR."""
 
 
+@cache
 def uses_linux() -> bool:
-    """Whether memfd, pidfd, epoll and /proc are used.
+    """Whether memfd, pidfd, epoll and /proc are used; a process decides once.
 
     All processes that share memory must give the same answer: set the variable for all of them.
     """
