@@ -43,9 +43,8 @@ def test_each_engine_continues_it_and_writes_a_merged_model(app, base_model, ada
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    same = ["lora.rank=4", "lora.alpha=8", "lora.use_dora=true", "lora.target_modules=q_proj,down_proj"]
     more = ["lora.merge_on_save=true", "actor.optim.lr=1e-5", "trainer.total_training_steps=1"]
-    done = app(f"model_engine={engine}", f"lora.adapter_path={adapter}", *ENGINES[engine], *same, *more)
+    done = app(f"model_engine={engine}", f"lora.adapter_path={adapter}", *ENGINES[engine], *more)
     assert done.code == 0, done.err
     # The rollout generates with the adapter from the first step: its log-probs are the trainer's.
     (trained,) = done.metrics[1:]

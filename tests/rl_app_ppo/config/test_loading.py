@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import save_file
 
 from rl_app_ppo.cli.main import help_text, main, parse
 from rl_app_ppo.config.full_keys import with_full_keys
@@ -296,3 +299,20 @@ def test_a_setting_may_refer_to_another_whatever_sets_that_later():
 )
 def test_a_run_is_named_after_what_it_does(words, label):
     assert algorithm_label(load_config(words)) == label
+
+
+def test_an_adapter_to_start_from_brings_its_options(tmp_path):
+    layers = [
+        f"base_model.model.model.layers.0.self_attn.{name}_proj.lora_{side}.weight" for name in "qv" for side in "AB"
+    ]
+    save_file({name: np.zeros((2, 2), np.float32) for name in layers}, tmp_path / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "use_dora": True}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    resolved = resolve([f"lora.adapter_path={tmp_path}", "lora.alpha=8"])
+    lora = resolved.config.lora
+    assert (lora.rank, lora.use_dora, lora.target_modules) == (2, True, ("q_proj", "v_proj"))
+    assert resolved.settings["lora.rank"].origin == f"lora.adapter_path={tmp_path}"
+    assert (lora.alpha, resolved.settings["lora.alpha"].origin) == (8, "command line")  # refused before the start
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"^lora\.adapter_path: .*adapter_model\.safetensors is no readable"):
+        resolve([f"lora.adapter_path={tmp_path}"])

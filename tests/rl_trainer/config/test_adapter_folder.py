@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from rl_protocol import ConfigError
-from rl_trainer.config.adapter_folder import check_adapter, read_shapes
+from rl_trainer.config.adapter_folder import adapter_options, check_adapter, read_shapes
 from rl_trainer.config.lora import LoraConfig
 
 FIELDS = {
@@ -46,6 +46,15 @@ def test_an_adapter_that_the_options_would_make_is_accepted(tmp_path):
     assert read_shapes(folder) == {name: {"lora_A": (2, 8), "lora_B": (6, 2)} for name in (Q, V)}
     only_q = folder_of(tmp_path / "q", modules=(Q,))
     check_adapter(options(only_q, target_modules=("q_proj",)), {Q: (6, 8), V: (6, 8)})
+
+
+def test_options_that_are_read_from_an_adapter_are_those_it_was_made_with(tmp_path):
+    folder = folder_of(tmp_path, FIELDS | {"use_rslora": True, "use_dora": None})
+    read = adapter_options(str(folder))
+    assert read == {"rank": 2, "alpha": 4, "use_rslora": True, "target_modules": ["q_proj", "v_proj"]}
+    check_adapter(options(folder, **read | {"target_modules": tuple(read["target_modules"])}), {Q: (6, 8), V: (6, 8)})
+    with pytest.raises(ConfigError, match=r"lora_bias is True"):
+        adapter_options(str(folder_of(tmp_path, FIELDS | {"lora_bias": True})))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Resolve YAML and dotted overrides to an AppConfig.
 
 Precedence, weakest first: defaults of the schema, of `model_engine=...`, of the model's family, of
-`placement=...`, of `algorithm=...`, of each `preset=...` in order, then the file of `--config`,
-then the overrides.
+the adapter of `lora.adapter_path=...`, of `placement=...`, of `algorithm=...`, of each `preset=...`
+in order, then the file of `--config`, then the overrides.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from rl_app_ppo.config.verl_keys.table import describe
 from rl_protocol import ConfigError
 from rl_protocol.support.option_tree import Option, list_options, unmet_need
 from rl_protocol.support.options import build, items
+from rl_trainer.config.adapter_folder import adapter_options
 from rl_trainer.data.model_families import why_padded
 
 _NAMES = (ALGORITHM, "algorithm.name", PRESET)
@@ -161,6 +162,7 @@ def _layers_below(given: Sequence[Source]) -> list[Source]:
     return [
         (f"default of model_engine={engine.name}", _of_models(engine.defaults)),
         *_padding(engine, chosen.get("model.path")),
+        *_of_adapter(chosen.get("lora.adapter_path")),
         *_of_old_log_prob(chosen),
         *_of_generator(str(chosen.get("rollout.name", AppConfig().rollout.name))),
         (why, {"placement": placement, **beside}),
@@ -191,6 +193,13 @@ def _padding(engine: TrainingBackendSpec, model: object) -> list[Source]:
     found = model_type(model) if joins and model and isinstance(model, str) else None
     reason = "" if found is None else why_padded(found)
     return [(f"model.path={model} {reason}", _of_models({"use_remove_padding": False}))] if reason else []
+
+
+def _of_adapter(path: object) -> list[Source]:
+    """The layer with the options that the adapter to start from was made with."""
+    if not path or not isinstance(path, str):
+        return []
+    return [(f"lora.adapter_path={path}", {f"lora.{name}": value for name, value in adapter_options(path).items()})]
 
 
 def _of_generator(name: str) -> list[Source]:

@@ -44,6 +44,27 @@ def check_adapter(config: LoraConfig, matrices: Mapping[str, Shape] | None = Non
     _check_modules(config, read_shapes(folder), matrices)
 
 
+def adapter_options(path: str) -> dict[str, Any]:
+    """Read the values of `LoraConfig` that an adapter was made with.
+
+    Args:
+        path: as `LoraConfig.adapter_path`.
+
+    Returns:
+        rank, alpha, use_rslora, use_dora and target_modules, without those that are at PEFT's
+        defaults. `exclude` depends on the base model: `check_adapter` names modules to exclude.
+
+    Raises:
+        ConfigError: see `check_adapter`.
+    """
+    folder = Path(path).expanduser()
+    fields = _fields(folder, path)
+    _check_kind(fields, folder / CONFIG_FILE)
+    modules = {module.rpartition(".")[2] for module in read_shapes(folder)}
+    kind: dict[str, Any] = {option: fields[field] for field, option in _SAME.items() if fields.get(field)}
+    return kind | {"target_modules": sorted(modules)}
+
+
 def read_shapes(folder: Path) -> dict[str, dict[str, Shape]]:
     """Full module name -> lora_A, lora_B, with DoRA lora_magnitude_vector -> shape of the tensor.
 
@@ -89,7 +110,7 @@ def _fields(folder: Path, given: str) -> dict[str, Any]:
     return cast("dict[str, Any]", fields)
 
 
-def _check_fields(config: LoraConfig, fields: Mapping[str, Any], file: Path) -> None:
+def _check_kind(fields: Mapping[str, Any], file: Path) -> None:
     if fields.get("peft_type") != "LORA":
         raise ConfigError(
             f"LoraConfig.adapter_path: {file} has peft_type={fields.get('peft_type')!r}; adapters of peft_type='LORA' are read."
@@ -98,6 +119,10 @@ def _check_fields(config: LoraConfig, fields: Mapping[str, Any], file: Path) -> 
     if lost is not None:
         field, why = lost
         raise ConfigError(f"LoraConfig.adapter_path: {file}: {field} {why}.")
+
+
+def _check_fields(config: LoraConfig, fields: Mapping[str, Any], file: Path) -> None:
+    _check_kind(fields, file)
     for field, option in _SAME.items():
         theirs, ours = fields.get(field) or 0, getattr(config, option)
         if theirs != ours:
