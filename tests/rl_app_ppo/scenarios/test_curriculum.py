@@ -17,6 +17,7 @@ from rl_app_ppo.inputs.data import open_data, train_order
 from rl_app_ppo.verl_import.convert import import_verl
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
+from rl_trainer.data.curricula.scored_order import ScoredOrder
 
 DIFFICULTIES = [3, 0, 2, 5, 1, 4, 0, 7]
 PACKAGE = """
@@ -44,6 +45,17 @@ easy_first = CurriculumKind(EasyFirst)
 short = CurriculumKind(lambda rows: Says([0, 1]))
 beyond = CurriculumKind(lambda rows: Says(np.arange(len(rows)) + 1))
 halves = CurriculumKind(lambda rows: Says(np.arange(len(rows)) / 2))
+class Weighs:
+    def __init__(self, weights):
+        self.given = weights
+
+    def weights(self, scores):
+        return self.given
+
+by_score = CurriculumKind(lambda rows: Weighs([0.0] * 4 + [1.0] * 4))
+negative = CurriculumKind(lambda rows: Weighs([1.0] * 7 + [-1.0]))
+nothing = CurriculumKind(lambda rows: Weighs([0.0] * 8))
+brief = CurriculumKind(lambda rows: Weighs([1.0]))
 broken = CurriculumKind(lambda rows: type("Broken", (), {"epoch": staticmethod(fails)}))
 bare = EasyFirst
 """
@@ -55,7 +67,7 @@ def config(tmp_path, install_plugins):
 
     DIFFICULTIES holds the difficulty of each row.
     """
-    names = ("easy_first", "short", "beyond", "halves", "broken", "bare")
+    names = ("easy_first", "short", "beyond", "halves", "broken", "bare", "by_score", "negative", "nothing", "brief")
     site = install_plugins("rl_trainer.curricula", **{name: f"someones_curricula:{name}" for name in names})
     (site / "someones_curricula.py").write_text(PACKAGE)
     install_plugins("rl_trainer.curricula", allowed=False, sly="someones_curricula:easy_first")
@@ -111,11 +123,14 @@ def test_rows_can_be_taken_as_they_lie(config):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("hard_first", "data.curriculum must be one of sequential, bare, beyond, "),
+        ("hard_first", "data.curriculum must be one of sequential, target_score, prioritized_replay, bare, beyond, "),
         ("easy_frist", "Did you mean 'easy_first'?"),
         ("sly", "data.curriculum='sly': The plug-in 'sly' (someones_curricula:easy_first of someones2 1.0) is installed but not allowed"),
         ("bare", "data.curriculum='bare': someones_curricula:bare must be a CurriculumKind; got type"),
         ("short", "data.curriculum='short' must return 8 integers for epoch 0, one per row; got int64 of shape (2,)"),
+        ("negative", "must return 8 finite weights after step 0, one per row, none below 0 and one above; got shape (8,), from -1.0 to 1.0"),
+        ("nothing", "none below 0 and one above; got shape (8,), from 0.0 to 0.0"),
+        ("brief", "data.curriculum='brief' must return 8 finite weights after step 0, one per row"),
         ("halves", "got float64 of shape (8,)"),
         ("beyond", "data.curriculum='beyond' must return row numbers from 0 to 7 for epoch 0; got 8"),
         ("broken", "data.curriculum='broken' failed in epoch 0: LookupError: no plan"),
@@ -133,6 +148,29 @@ def test_rows_without_what_the_curriculum_looks_at_are_refused(config):
         match=r"'easy_first' can't be built for these 4000 rows: KeyError: 'difficulty'\. Fix it, or leave",
     ):
         preflight(config("data.curriculum=easy_first", *demo), PluginPolicy())
+
+
+def test_a_package_weighs_rows_by_their_scores(config):
+    """by_score gives rows 4 to 7 a weight."""
+    order = order_of(config("data.curriculum=by_score"))
+    assert isinstance(order, ScoredOrder)
+    assert sorted(order.take(0, 4)) == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("name", ["target_score", "prioritized_replay"])
+def test_built_in_curricula_see_scores_and_sources(config, name):
+    order = order_of(config(f"data.curriculum={name}"))
+    metrics = order.observe(1, dict.fromkeys(order.take(0, 3), (0.5, 0.25)))
+    assert metrics["curriculum/seen_prompts"] == 3
+    assert metrics["curriculum/two_digit_addition/score_mean"] == 0.5
+
+
+def test_a_target_without_its_curriculum_has_no_effect(config):
+    assert config("data.curriculum=target_score", "data.target_score=0.25").data.target_score == 0.25
+    with pytest.raises(ConfigError, match=r"data\.target_score=0\.25 has no effect: .* data\.curriculum=target_score"):
+        config("data.curriculum=prioritized_replay", "data.target_score=0.25")
+    with pytest.raises(ConfigError, match=r"data\.target_score must be finite; got inf"):
+        config("data.curriculum=target_score", "data.target_score=.inf")
 
 
 def test_shares_and_a_curriculum_are_two_answers_to_one_question(config):

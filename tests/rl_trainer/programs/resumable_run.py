@@ -45,6 +45,8 @@ from rl_trainer.backends.torch_critic import TorchCriticBackend
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
 from rl_trainer.checkpoints.checkpoint_folder import newest_whole
 from rl_trainer.config import AsyncConfig
+from rl_trainer.data.curricula.scored import TargetScore
+from rl_trainer.data.curricula.scored_order import ScoredOrder
 from rl_trainer.driver.checkpoint_writer import CheckpointWriter
 from rl_trainer.rewards import InlineScorer
 from rl_trainer.rollout.hf_engine import HFRolloutEngine
@@ -53,11 +55,12 @@ OPTIM = OptimConfig(lr=3e-3, lr_warmup_steps=2, lr_scheduler_type="cosine", lr_d
 SCENARIOS = {
     "gae": {"estimator": "gae", "kl": KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=1e-3, horizon=64)},
     "lora": {"lora": LoraConfig(rank=4, alpha=8, dropout=0.2)},
-    "curriculum": {"curriculum": True},
-    "asynchronous": {"bound": 2},
+    "curriculum": {"curriculum": "odd_first"},
+    "scores": {"curriculum": "target_score"},
+    "asynchronous": {"bound": 2, "curriculum": "target_score"},
 }
-"""Options of `Run`: a critic with adaptive KL control, LoRA with dropout, a curriculum, sampling
-that runs ahead.
+"""Options of `Run`: a critic with adaptive KL control, LoRA with dropout, a curriculum without and
+with scores, sampling that runs ahead.
 
 The dropout draws from the random state of the process.
 """
@@ -127,7 +130,7 @@ class Run:
         kl=None,
         validate=0,
         hooks=None,
-        curriculum=False,
+        curriculum="",
         bound=0,
     ):
         more = {"use_kl_in_reward": True, "kl_ctrl": kl} if kl else {}
@@ -169,7 +172,7 @@ class Run:
                 buffers=self.buffers,
                 workers=workers,
                 weight_sync=self.sync,
-                train_order=PromptOrder(20, 4, 0, OddFirst(data["train"]) if curriculum else None),
+                train_order=order(data["train"], curriculum),
                 validation_size=20,
                 rollout=rollout,
                 actor=actor,
@@ -206,6 +209,12 @@ class Run:
         if self.critic is not None:
             found |= {f"critic/{name}": t.numpy().copy() for name, t in self.critic._model.state_dict().items()}
         return found
+
+
+def order(rows, curriculum):
+    if curriculum == "target_score":
+        return ScoredOrder(["digits"] * 20, 4, 0, TargetScore(), target=0.25)
+    return PromptOrder(20, 4, 0, OddFirst(rows) if curriculum else None)
 
 
 def starts_right(data_source, solution_str, ground_truth, extra_info=None):

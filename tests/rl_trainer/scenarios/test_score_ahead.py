@@ -81,6 +81,8 @@ def test_another_response_under_the_same_key_is_scored():
     assert judge.asked == [["6", "7"], ["5", "8", "9"]]
     assert scores == [5.0, 7.0, 9.0]
     assert result.failed == ("p/2/0",)
+    ((uid, (mean, variance)),) = result.prompt_scores.items()
+    assert (uid, mean, variance) == ("p", 7.0, pytest.approx(8 / 3))  # without the response that failed
 
 
 def test_a_scorer_that_compares_responses_gets_all_in_one_call():

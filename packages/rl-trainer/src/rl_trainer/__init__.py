@@ -17,7 +17,17 @@ from rl_trainer.config import (
 )
 from rl_trainer.config.backends import EngineConfig, FsdpConfig, MegatronConfig, TorchConfig
 from rl_trainer.config.lora import LoraConfig
-from rl_trainer.data import Curriculum, CurriculumKind, Mixture, PromptDataset, PromptOrder, PromptRow
+from rl_trainer.data import (
+    Curriculum,
+    CurriculumKind,
+    Mixture,
+    PromptDataset,
+    PromptOrder,
+    PromptRow,
+    PromptScores,
+    ScoredCurriculum,
+    ScoredOrder,
+)
 from rl_trainer.driver.hooks import Hook
 from rl_trainer.driver.stage_calls import WorkerHandle, Workers
 from rl_trainer.driver.trainer import PPOTrainer
@@ -69,6 +79,7 @@ __all__ = [
     "PromptDataset",
     "PromptOrder",
     "PromptRow",
+    "PromptScores",
     "ReferenceWorker",
     "RewardSettings",
     "RewardWorker",
@@ -76,6 +87,8 @@ __all__ = [
     "RolloutCorrectionConfig",
     "RolloutStats",
     "RolloutWorker",
+    "ScoredCurriculum",
+    "ScoredOrder",
     "SessionKind",
     "StepColumns",
     "StepGraph",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isfinite
 from typing import Literal, TypeVar
 
 from rl_app_ppo.config.loss_parts import check_loss_parts
@@ -73,6 +74,11 @@ class DataConfig(Options):
         "order of prompts; empty: shuffled each epoch, with the shares of train_files",
         plugins="rl_trainer.curricula",
     )
+    target_score: float = option(
+        0.5,
+        "mean score of the prompts that data.curriculum=target_score draws most",
+        needs="curriculum=target_score",
+    )
     prompt_key: str = option(
         "prompt", "field of a row with the prompt: a list of messages, or a text", needs="train_files", verl="."
     )
@@ -122,6 +128,7 @@ class DataConfig(Options):
             f"files without shares with {path}curriculum={self.curriculum!r}, which decides how often a row appears",
             self.train_files,
         )
+        require(isfinite(self.target_score), f"{path}target_score", "finite", self.target_score)
         require(bool(self.prompt_key), f"{path}prompt_key", "the name of a field", self.prompt_key)
 
     def files(self, split: Literal["train", "val"]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from rl_app_ppo.demo.tokenizer import demo_tokenizer
 from rl_app_ppo.inputs.tokenizer import load_tokenizer
 from rl_trainer import Mixture, PromptOrder, PromptRow
 from rl_trainer import Tokenizer as SessionTokenizer
+from rl_trainer.data.curricula.scored_order import ScoredOrder
 from rl_trainer.data.curriculum import NamedCurriculum
 from rl_trainer.data.validation_split import PreparedPrompts, Subset, hold_out
 from rl_trainer.rollout.demonstrations import Demonstrations
@@ -135,9 +136,12 @@ def train_order(config: AppConfig, rows: PreparedPrompts) -> PromptOrder:
     Raises:
         ConfigError: the curriculum or the shares can't be used with these rows.
     """
-    data, curriculum = config.data, None
+    data, seed, curriculum = config.data, config.trainer.seed, None
     if data.curriculum:
         curriculum = NamedCurriculum(data.curriculum, rows)
+        if curriculum.sees_scores:
+            sources = [rows[row].data_source for row in range(len(rows))]
+            return ScoredOrder(sources, data.train_batch_size, seed, curriculum, data.target_score)
     elif shares := data.shares():
         curriculum = Mixture(rows.rows_of_files, shares)
-    return PromptOrder(len(rows), data.train_batch_size, config.trainer.seed, curriculum)
+    return PromptOrder(len(rows), data.train_batch_size, seed, curriculum)

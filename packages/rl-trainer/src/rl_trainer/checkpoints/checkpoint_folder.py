@@ -97,6 +97,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Places in that sequence which were taken for steps that are not done, by step; also those of
     HeldBatches.
     """
+    prompt_order: bytes = b""
+    """`PromptOrder.state`: of a curriculum that sees scores, what it has seen."""
     log_probs_agree: bool = True
     """Whether log-probs of rollout engine and actor agreed in the last step that compared them."""
 

@@ -42,6 +42,8 @@ class HeldBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The trajectories to train on, in order."""
     metrics: dict[str, float]
     """Of its sampling."""
+    scores: dict[str, tuple[float, float]] = {}
+    """Mean and variance of the scores of each prompt, by uid."""
 
     @property
     def uids(self) -> Sequence[str]:

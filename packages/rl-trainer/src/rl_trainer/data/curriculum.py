@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from rl_protocol import ConfigError
 from rl_trainer.config.registry import Registry
+from rl_trainer.data.curricula.prompt_scores import FloatArray, PromptScores
+from rl_trainer.data.curricula.scored import PrioritizedReplay, ScoredCurriculum, TargetScore
 from rl_trainer.data.prompt_rows import PromptDataset
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -110,17 +112,21 @@ class CurriculumKind:
         EASY_FIRST = CurriculumKind(EasyFirst)
     """
 
-    make: Callable[[PromptDataset], Curriculum]
+    make: Callable[[PromptDataset], Curriculum | ScoredCurriculum]
 
 
 CURRICULA = Registry(
     "NamedCurriculum.name",
     "rl_trainer.curricula",
     CurriculumKind,
-    {"sequential": CurriculumKind(lambda rows: Sequential(len(rows)))},
+    {
+        "sequential": CurriculumKind(lambda rows: Sequential(len(rows))),
+        "target_score": CurriculumKind(lambda _: TargetScore()),
+        "prioritized_replay": CurriculumKind(lambda _: PrioritizedReplay()),
+    },
     {},
 )
-"""Curricula by name: entry points of installed packages, and `sequential`."""
+"""Curricula by name: built-in ones, and entry points of installed packages."""
 
 
 class NamedCurriculum:
@@ -145,6 +151,7 @@ class NamedCurriculum:
         Raises:
             ConfigError: the curriculum failed, or did not return one valid row number per row.
         """
+        assert not isinstance(self._curriculum, ScoredCurriculum)
         try:
             order = np.asarray(self._curriculum.epoch(number, rng))
         except Exception as error:  # as above
@@ -159,6 +166,29 @@ class NamedCurriculum:
                 f"NamedCurriculum.name={self._name!r} must return row numbers from 0 to {self._size - 1} for epoch {number}; got {wrong[0]}."
             )
         return order.astype(np.int64, copy=False)
+
+    @property
+    def sees_scores(self) -> bool:
+        """Whether it is a ScoredCurriculum, which has `weights` and no `epoch`."""
+        return isinstance(self._curriculum, ScoredCurriculum)
+
+    def weights(self, scores: PromptScores) -> FloatArray:
+        """[rows] weights, as `ScoredCurriculum.weights`.
+
+        Raises:
+            ConfigError: the curriculum failed, or did not return one weight per row.
+        """
+        assert isinstance(self._curriculum, ScoredCurriculum)
+        try:
+            weights = np.asarray(self._curriculum.weights(scores), np.float64)
+        except Exception as error:  # as above
+            raise self._failed(f"failed after step {scores.now}", error) from error
+        if weights.shape != (self._size,) or not (np.isfinite(weights) & (weights >= 0)).all() or not weights.any():
+            raise ConfigError(
+                f"NamedCurriculum.name={self._name!r} must return {self._size} finite weights after step {scores.now}, one per row, none below 0 "
+                f"and one above; got shape {weights.shape}, from {np.min(weights, initial=np.inf)} to {np.max(weights, initial=-np.inf)}."
+            )
+        return weights
 
     def _failed(self, what: str, error: Exception) -> ConfigError:
         return ConfigError(

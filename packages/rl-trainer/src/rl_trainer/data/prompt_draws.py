@@ -63,7 +63,7 @@ class PromptDraws:
 
     def trained(self, step: int) -> None:
         """Forget the prompts of a step that was trained."""
-        self._drawn.pop(step, None)
+        self._order.trained(self._drawn.pop(step, ()))
 
     @property
     def untrained(self) -> tuple[int, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 import numpy as np
 
 from rl_protocol.support.options import require
@@ -35,3 +37,21 @@ class PromptOrder:
         epochs = {place // self._size for place in wanted}
         orders = {e: self._curriculum.epoch(e, np.random.default_rng((self._seed, e))) for e in epochs}
         return [int(orders[place // self._size][place % self._size]) for place in wanted]
+
+    def trained(self, places: Collection[int]) -> None:
+        """The prompts at these places of the sequence were trained, and are not taken again."""
+
+    def observe(self, step: int, scores: Mapping[int, tuple[float, float]]) -> dict[str, float]:
+        """The rows that a step has trained, with mean and variance of the scores of their
+        responses; returns metrics. Only `ScoredOrder` reads scores.
+        """
+        del step, scores
+        return {}
+
+    @property
+    def state(self) -> bytes:
+        """What a resumed run needs besides the position; empty: nothing."""
+        return b""
+
+    def restore(self, state: bytes) -> None:
+        """Continue from a state."""

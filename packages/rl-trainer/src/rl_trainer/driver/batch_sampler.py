@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -40,6 +40,7 @@ class Sampled:
         prompts: all prompts that were rolled out.
         groups: how many prompts have responses in the data plane.
         metrics: of the turn.
+        scores: mean and variance of the scores of each prompt, by uid, also of filtered ones.
         stopped: whether it was given up while its prompts were generated; there are no rows.
         gap: of a sample of the trajectories, compared while they were scored; None: not compared.
     """
@@ -48,6 +49,7 @@ class Sampled:
     prompts: Sequence[PromptRef]
     groups: int
     metrics: dict[str, float]
+    scores: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     stopped: bool = False
     gap: LogProbGap | None = None
 
@@ -55,6 +57,11 @@ class Sampled:
     def oldest(self) -> int | None:
         """Version of the oldest token; None: there is no row."""
         return min(int(version or 0) for version in self.rows.tag_values("version")) if self.rows else None
+
+    @property
+    def row_scores(self) -> dict[int, tuple[float, float]]:
+        """Mean and variance of the scores of each prompt, by row of the data set."""
+        return {prompt.row: self.scores[prompt.uid] for prompt in self.prompts if prompt.uid in self.scores}
 
     @classmethod
     def joined(cls, parts: Sequence[Sampled]) -> Sampled:
@@ -67,6 +74,7 @@ class Sampled:
             prompts=[prompt for part in parts for prompt in part.prompts],
             groups=sum(part.groups for part in parts),
             metrics=joined_metrics([part.metrics for part in parts]) | rollout_metrics(rows),
+            scores={uid: score for part in parts for uid, score in part.scores.items()},
         )
 
 
@@ -177,6 +185,7 @@ class Sampler:
         decision: Generate | Train | GiveUp = Generate(num_prompts=wanted)
         rows = KVBatchMeta(partition=TRAIN_PARTITION, keys=())
         rounds, generated, groups, failed, truncated = 0, 0, 0, set[str](), 0
+        scores = dict[str, tuple[float, float]]()
 
         def draw(count: int) -> Sequence[PromptRef]:
             fresh = self._next_prompts(turn, len(prompts), count)
@@ -206,9 +215,10 @@ class Sampler:
                 self._compare(clock, step, new),
             )
             failed |= set(scored.failed)
+            scores |= scored.prompt_scores
             metrics |= scored.metrics | {"reward/failures": float(len(failed))}
             if "filter" not in parts.graph:
-                return Sampled(_without(rows, failed), prompts, groups, metrics | clock.seconds, gap=gap)
+                return Sampled(_without(rows, failed), prompts, groups, metrics | clock.seconds, scores, gap=gap)
             if usable := _without(new, failed):
                 kept += await clock.time("filter", self._informative(step, usable.without_tags()))
             decision = next_round(
@@ -225,7 +235,7 @@ class Sampler:
         }
         chosen = set(decision.uids)
         keep = [i for i, key in enumerate(rows.keys) if RowKey.parse(key).uid in chosen]
-        return Sampled(_without(rows.select_rows(keep), failed), prompts, groups, metrics)
+        return Sampled(_without(rows.select_rows(keep), failed), prompts, groups, metrics, scores)
 
     async def _compare(self, clock: Clock, step: int, rows: KVBatchMeta) -> LogProbGap | None:
         """Compare log-probs of rows while they are scored, where the actors have no other work and

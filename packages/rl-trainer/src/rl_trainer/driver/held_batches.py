@@ -74,6 +74,7 @@ class BatchKeeper:
             prompts=tuple((prompt.uid, prompt.row) for prompt in sampled.prompts),
             keys=sampled.rows.keys,
             metrics=sampled.metrics,
+            scores=dict(sampled.scores),
         )
 
     async def restore(self, held: HeldBatches, checkpoint: Path, version: int) -> dict[int, Sampled]:
@@ -127,7 +128,7 @@ class BatchKeeper:
             rows = taken.select_keys([names[key] for key in batch.keys])
         self._sampler.adopt(batch.turn, uids)
         prompts = [PromptRef(uid, row) for uid, row in batch.prompts]
-        return Sampled(rows, prompts, len(uids), dict(batch.metrics))
+        return Sampled(rows, prompts, len(uids), dict(batch.metrics), batch.scores)
 
     async def _call(self, method: str, message: msgspec.Struct) -> None:
         parts = self._parts

@@ -82,6 +82,8 @@ class StepResult:
     actor_updated: bool
     tokens: int
     """Tokens of the trajectories that were trained on, prompts and responses."""
+    scores: Mapping[int, tuple[float, float]]
+    """Of the prompts that were rolled out for it; see `Sampled.row_scores`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,8 @@ class PPOTrainer:
         held = None if recovered.held else held
         drawn = {batch.turn: batch.places for batch in held.batches} if held else None
         self._sampler.draws.restore(state.prompts_taken, state.prompts_untrained, drawn)
+        if state.prompt_order:
+            parts.train_order.restore(state.prompt_order)
         if held is not None:
             self._restored = await self._keeper.restore(held, checkpoint.folder, self._version)
         self._old_log_prob.agree = state.log_probs_agree
@@ -294,6 +298,7 @@ class PPOTrainer:
             critic_updates=self._critic_updates,
             prompts_taken=self._sampler.draws.position,
             prompts_untrained=self._sampler.draws.untrained,
+            prompt_order=self._parts.train_order.state,
             log_probs_agree=self._old_log_prob.agree,
         )
         await writer.begin(state, score, held)
@@ -339,6 +344,9 @@ class PPOTrainer:
         metrics |= result.metrics
         synced, _ = await both(self._update_weights(clock, result), self._kept.trained(step, self._turns))
         metrics |= synced or {}
+        if self._policy.deterministic:
+            await self._batches.sampled()  # the turns that are admitted draw without these scores
+        metrics |= self._parts.train_order.observe(step, result.scores)
         if self._policy.max_staleness:
             admissions = self._admissions()
             metrics |= admissions.metrics(self._counted)
@@ -448,7 +456,8 @@ class PPOTrainer:
             self._sampler.trained(turn)
         self._trained += prepared.groups
         self._sampler.dropped += prepared.sampled.groups - prepared.groups
-        return StepResult(metrics, actor_updated="update_actor" in updated, tokens=prepared.tokens)
+        actor_updated, scores = "update_actor" in updated, prepared.sampled.row_scores
+        return StepResult(metrics, actor_updated=actor_updated, tokens=prepared.tokens, scores=scores)
 
     async def _repeated(self, step: int, work: Callable[[], Awaitable[T]], clear: Callable[[], Awaitable[None]]) -> T:
         """Fill partitions; when a storage unit dies with their rows, clear them and repeat the

@@ -92,6 +92,8 @@ class RewardResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How the reward function failed on the first of them, with file and line of an exception;
     empty: it did not fail.
     """
+    prompt_scores: dict[str, tuple[float, float]] = {}
+    """Mean and variance of the scores of the sessions of each prompt, by uid; in training only."""
 
 
 class ValidationResult(RewardResult, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -131,6 +131,7 @@ class RewardWorker(StatefulWorker):
             metrics=metrics,
             failed=tuple(call.batch.keys[i] for i in failed),
             failure=_examples(failed.values()),
+            prompt_scores=_by_prompt({call.batch.keys[final[i]]: float(scores[k]) for k, i in enumerate(good)}),
         )
         return Output(columns=columns if good else None, rows=good, result=result)
 
@@ -224,6 +225,18 @@ class RewardWorker(StatefulWorker):
 def _scored(outcome: Outcome) -> Scored:
     assert isinstance(outcome, Scored), "failures are handled before"
     return outcome
+
+
+def _by_prompt(scores: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """Mean and variance of the scores of each prompt, from those of its sessions by row key.
+
+    >>> _by_prompt({"a/0/0": 1.0, "a/1/0": 0.0, "b/0/0": 0.5})
+    {'a': (0.5, 0.25), 'b': (0.5, 0.0)}
+    """
+    groups: dict[str, list[float]] = {}
+    for key, score in scores.items():
+        groups.setdefault(RowKey.parse(key).uid, []).append(score)
+    return {uid: (float(np.mean(group)), float(np.var(group))) for uid, group in groups.items()}
 
 
 def _examples(failures: Iterable[Failure]) -> str:
