@@ -97,7 +97,8 @@ def _fields(folder: Path, given: str) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError(
             f"LoraConfig.adapter_path={given!r} must be a PEFT folder; it has no {CONFIG_FILE}. Give a folder that save_pretrained of peft, "
-            "or a run with LoraConfig.rank above 0, has written."
+            "or a run with LoraConfig.rank above 0, has written. `rl-megatron-peft convert` makes one from a Megatron checkpoint, also from verl's "
+            "old adapter_checkpoint."
         )
     if (folder / PICKLED_FILE).exists() and not (folder / WEIGHTS_FILE).exists():
         raise ConfigError(f"LoraConfig.adapter_path: {folder / PICKLED_FILE} {PICKLED}.")
