@@ -18,21 +18,31 @@ def mark():
 
 
 @pytest.fixture(scope="session")
-def calculator_model(make_demo_model):
-    """A model that knows how to call the calculator, but rarely does and mostly guesses."""
+def calculator_models(make_demo_model):
+    """Return a function from the name of a calculator demo to a model that knows how to call the
+    tool, but rarely does and mostly guesses.
+    """
     from rl_app_ppo.demo.demos import DEMOS
     from rl_app_ppo.demo.settings import WarmUpSettings
 
-    demo = DEMOS["calculator"]
-    settings = WarmUpSettings(
-        demo="calculator",
-        careless_share=demo.careless_share,
-        target_probability=demo.target_probability,
-        max_steps=80,
-        check_every=20,
-        validation_size=128,
-    )
-    return make_demo_model(settings)
+    def make(name):
+        settings = WarmUpSettings(
+            demo=name,
+            careless_share=DEMOS[name].careless_share,
+            target_probability=DEMOS[name].target_probability,
+            max_steps=120,
+            check_every=20,
+            validation_size=128,
+        )
+        return make_demo_model(settings)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def calculator_model(calculator_models):
+    """The model of data.demo=calculator."""
+    return calculator_models("calculator")
 
 
 @pytest.fixture

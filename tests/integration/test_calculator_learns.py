@@ -6,15 +6,20 @@ import json
 
 import pytest
 
+from rl_app_ppo.demo.calculator_chats import LLAMA3, QWEN
+
 ACCURACY = "val-core/three_digit_multiplication/acc/mean@1"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_score_rises_because_of_the_tool(app, calculator_model):
+@pytest.mark.parametrize(("demo", "chat"), [("calculator", QWEN), ("calculator_llama3", LLAMA3)])
+def test_the_score_rises_because_of_the_tool(app, calculator_models, demo, chat):
+    """The policy calls the tool in the dialect of its chat template."""
     common = (
         "algorithm=grpo_calculator",
-        f"model.path={calculator_model}",
+        f"data.demo={demo}",
+        f"model.path={calculator_models(demo)}",
         "data.val_size=64",
         "data.train_batch_size=32",
         "trainer.test_freq=0",
@@ -33,10 +38,21 @@ def test_the_score_rises_because_of_the_tool(app, calculator_model):
     samples = [json.loads(line) for line in (done.folder / "samples" / "5.jsonl").read_text().splitlines()]
     for sample in samples:
         if sample["outcome"]["numbers"]["acc"]:
-            factors, product = sample["prompt"].removesuffix("="), sample["ground_truth"]
-            assert sample["response"].endswith(f"{product}={product}")
-            assert sample["response"].startswith(f"?{factors}") or "!=" in sample["response"]
+            assert sample["response"].startswith(chat.call[0])
+            assert sample["response"].endswith(f"\n{sample['ground_truth']}")
+            assert '"description": "Evaluates an arithmetic expression' in sample["prompt"]
 
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_without_the_tool_nothing_is_right(app, calculator_model):
+    common = (
+        "algorithm=grpo_calculator",
+        f"model.path={calculator_model}",
+        "data.val_size=64",
+        "data.train_batch_size=32",
+        "trainer.test_freq=0",
+    )
     alone = app(
         *common, "rollout.session=single_turn", "trainer.run_name=alone", "trainer.total_training_steps=1", timeout=300
     )

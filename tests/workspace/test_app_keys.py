@@ -27,8 +27,7 @@ PARAMETER = re.compile(r"(?<![\w.])([A-Za-z]\w+)\.([a-z]\w*)(?![\w(])")
 WITHOUT_KEY = {
     *("BatchMeta.concat", "BatchMeta.union", "KVBatchMeta.concat"),  # methods
     *("KVBatchMeta.extra_info", "Locate.generations", "WantedPiece.rows"),  # parts of messages
-    "ToolAgent.dialect",  # a package's own code passes it
-    *("Limits.call_timeout_s", "VLLMConfig.adapter", "VLLMConfig.sleep_mode"),  # the app sets them
+    *("VLLMConfig.adapter", "VLLMConfig.sleep_mode"),  # the app sets them
 }
 """Parameters in messages that no option sets."""
 CHECKED = sorted(set(PACKAGES) - {"rl_app_ppo"})

@@ -5,8 +5,8 @@ import asyncio
 import msgspec
 
 from rl_protocol.ports import Generation, SamplingParams
-from rl_trainer import PromptRow, SessionKind, Tokenizer
-from rl_trainer.rollout.agents import Hermes, Limits, ToolAgent
+from rl_trainer import PromptRow, Tokenizer
+from rl_trainer.rollout.agents import Limits, ToolAgent, ToolKind
 from rl_trainer.rollout.session_turns import SessionRef, run_sessions
 
 
@@ -21,7 +21,8 @@ class WordCount:
         return str(len(arguments.text.split()))
 
 
-SESSION = SessionKind(ToolAgent([WordCount()], Hermes(), Limits(turns=4, turn_tokens=256)).run)
+TOOL = ToolKind(WordCount)  # what a package registers
+SESSION = ToolAgent([TOOL.make()], "hermes", Limits(turns=4, turn_tokens=256)).session
 
 
 class Scripted:

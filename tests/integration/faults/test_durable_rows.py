@@ -31,12 +31,12 @@ LOG = "RL_TEST_SESSIONS"
 """Environment variable: the file that `SESSION` appends to."""
 SESSION = """
 import json, os
-from rl_trainer.rollout.session_turns import SESSIONS, SessionKind
+from rl_trainer.rollout.session_turns import SINGLE_TURN, SessionKind
 
 async def run(row, generate):
     with open(os.environ["RL_TEST_SESSIONS"], "ab", buffering=0) as file:
         file.write(json.dumps(list(map(int, row.prompt_ids))).encode() + b"\\n")
-    return await SESSIONS.get("single_turn").run(row, generate)
+    return await SINGLE_TURN.run(row, generate)
 
 KIND = SessionKind(run)
 """

@@ -22,7 +22,8 @@ from rl_protocol.support.trusted_files import trusted_files
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl_trainer.algorithms.losses import POLICY_LOSSES
 from rl_trainer.driver.hooks import HOOKS
-from rl_trainer.rollout.session_turns import SESSIONS
+from rl_trainer.rollout.agents import TOOLS
+from rl_trainer.rollout.session_kinds import SESSIONS
 
 
 @pytest.fixture
@@ -130,6 +131,10 @@ KINDS = {
     ),
     "trainer.hooks": (HOOKS, "from rl_trainer import Hook\nIT = Hook()"),
     "rollout.session": (SESSIONS, "from rl_trainer import SessionKind\nIT = SessionKind(print)"),
+    "rollout.agent.tools": (
+        TOOLS,
+        "from rl_trainer.rollout.agents import Calculator, ToolKind\nIT = ToolKind(Calculator)",
+    ),
 }
 
 

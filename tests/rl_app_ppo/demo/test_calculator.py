@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 
 import pytest
 
 from rl_app_ppo.config.loading import load_config
-from rl_app_ppo.demo.calculator import SESSION, Signs, careless_answer, make_split, score
+from rl_app_ppo.demo.calculator import careless_answer, make_split, score
+from rl_app_ppo.demo.calculator_chats import LLAMA3, QWEN
 from rl_app_ppo.demo.demos import DEMOS, Piece
 from rl_app_ppo.demo.model import build_tokenizer
+from rl_app_ppo.demo.prompts import prompt_ids
 from rl_app_ppo.demo.settings import ModelSettings, WarmUpSettings
 from rl_app_ppo.demo.tokenizer import EOS_ID
 from rl_app_ppo.demo.warmup import right_answers, warm_up
 from rl_app_ppo.inputs.data import open_data
+from rl_app_ppo.inputs.session import session_of
 from rl_app_ppo.inputs.tokenizer import session_tokenizer
 from rl_protocol import ConfigError
 from rl_protocol.ports import Generation, SamplingParams
-from rl_trainer import PromptRow
-from rl_trainer.rollout.agents import Answer, Call, Malformed
-from rl_trainer.rollout.session_turns import SESSIONS, SessionRef, run_sessions
+from rl_trainer.data.chat_template import PromptEncoder
+from rl_trainer.rollout.agents import DIALECTS, Answer, Calculator, Call, described
+from rl_trainer.rollout.agents.dialect_names import dialect_of_template
+from rl_trainer.rollout.session_turns import SessionRef, run_sessions
 
 DEMO = DEMOS["calculator"]
 
@@ -46,34 +51,34 @@ def test_the_split_depends_on_the_seed_and_validation_not_on_the_size_of_trainin
             make_split(0, train_size=train, validation_size=validation)
 
 
-@pytest.mark.parametrize(
-    ("text", "calls"),
-    [
-        ("?384*592", [Call("calculator", {"expression": "384*592"})]),
-        ("?", [Call("calculator", {"expression": ""})]),
-        ("??1", [Call("calculator", {"expression": "?1"})]),
-        ("38?4", [Malformed("a call must be the whole turn")]),
-        ("384592", []),
-        ("", []),
-    ],
-)
-def test_signs(text, calls):
-    assert Signs().calls(text) == calls
+@pytest.mark.parametrize("chat", [QWEN, LLAMA3], ids=lambda chat: chat.dialect)
+def test_a_dialect_reads_the_calls_of_its_model(chat):
+    assert dialect_of_template(chat.template) == chat.dialect
+    assert DIALECTS[chat.dialect].calls(chat.written("384*592")) == [Call("calculator", {"expression": "384*592"})]
+    assert DIALECTS[chat.dialect].calls("384592") == []
 
 
-def test_observations_are_in_the_vocabulary():
-    assert Signs().observation([Answer("227328")]) == "227328="
-    assert Signs().observation([Answer("error: no such thing", failed=True)]) == "!="
+@pytest.mark.parametrize("name", ["calculator", "calculator_llama3"])
+def test_prompts_describe_the_tool_and_only_an_error_is_unknown(name):
+    demo = DEMOS[name]
+    tokenizer = build_tokenizer(demo.vocabulary, demo.template)
+    encoder = PromptEncoder(tokenizer.backend_tokenizer, demo.template, tools=demo.tools)
+    problem = make_split(0, train_size=1, validation_size=0).train
+    (ids,) = prompt_ids(encoder, problem)
+    assert json.dumps(described(Calculator())) in tokenizer.decode(ids)
+    unknown = tokenizer.unk_token_id
+    assert unknown not in [*ids, *(token for piece in demo.right(problem[0]) for token in tokenizer.encode(piece.text))]
+    failed = DIALECTS[dialect_of_template(demo.template)].observation([Answer("error: no such thing", failed=True)])
+    assert tokenizer.encode(failed).count(unknown) == 1
 
 
 @pytest.mark.parametrize(
     ("response", "right"),
     [
-        ("?384*592227328=227328", 1.0),
+        ("call\nanswer\n227328", 1.0),
         ("227328", 1.0),
-        ("?384*592227328=22732", 0.0),
-        ("?384*592227328=", 0.0),
-        ("?38*!=?384*592227328=227328", 1.0),
+        ("call\nanswer\n22732", 0.0),
+        ("227328\n", 0.0),
         ("384592", 0.0),
         ("", 0.0),
     ],
@@ -83,9 +88,13 @@ def test_the_score_is_of_the_last_turn(response, right):
     assert (result["score"], result["acc"]) == (right, right)
 
 
-def test_a_session_of_the_demo_in_its_own_tokens():
-    text = session_tokenizer(build_tokenizer(DEMO.vocabulary).backend_tokenizer)
-    turns = ["?38*", "?384*592", "227328"]
+@pytest.mark.parametrize(("name", "chat"), [("calculator", QWEN), ("calculator_llama3", LLAMA3)])
+def test_a_session_of_the_demo_in_its_own_tokens(name, chat):
+    config = load_config(["algorithm=grpo_calculator", f"data.demo={name}"])
+    text = session_tokenizer(build_tokenizer(chat.vocabulary).backend_tokenizer)
+    row = open_data(config, None)["train"][0]
+    problem = text.decode(row.prompt_ids).partition("=")[0].rpartition("\n")[2]
+    turns = [chat.written("38*"), chat.written(problem), row.ground_truth]
 
     class Scripted:
         weight_version = 0
@@ -94,18 +103,21 @@ def test_a_session_of_the_demo_in_its_own_tokens():
             ids = (*text.encode(turns.pop(0)), EOS_ID)
             return [Generation(response_ids=ids, log_probs=(-1.0,) * len(ids), finish_reason="stop", weight_version=0)]
 
-    row = PromptRow(prompt_ids=tuple(text.encode("384*592=")), data_source="d", ground_truth="227328")
-    sampling = SamplingParams(max_new_tokens=32)
-    ((one,),) = asyncio.run(run_sessions(SESSION, [SessionRef("p", 0, row)], Scripted(), sampling, text))
-    names = [DEMO.vocabulary[token] for token in one.response_ids]
-    assert "".join(names) == "?38*<eos>!=?384*592<eos>227328=227328<eos>"
-    assert [name for name, made in zip(names, one.response_mask, strict=True) if not made] == list("!=227328=")
+    sampling = SamplingParams(max_new_tokens=48)
+    kind = session_of(config, None)
+    ((one,),) = asyncio.run(run_sessions(kind, [SessionRef("p", 0, row)], Scripted(), sampling, text))
+    written = "".join(chat.vocabulary[token] for token in one.response_ids)
+    (failed,) = (DIALECTS[chat.dialect].observation([Answer("<unk>", failed=True)]),)
+    end, told = chat.end, chat.observation(row.ground_truth)
+    assert written == f"{chat.written('38*')}{end}{failed}{chat.written(problem)}{end}{told}{row.ground_truth}{end}"
+    seen = [token for token, made in zip(one.response_ids, one.response_mask, strict=True) if not made]
+    assert "".join(chat.vocabulary[token] for token in seen) == failed + told
     assert (one.stats.turns, one.stats.tool_calls, one.stats.tool_errors, one.stats.finish) == (3, 2, 1, "stop")
+    assert score("d", text.decode(one.response_ids), row.ground_truth)["score"] == 1.0
 
 
 def test_the_preset_fits_together():
     config = load_config(["algorithm=grpo_calculator"])
-    assert SESSIONS.get(config.rollout.session) is SESSION  # installed as an entry point
     data = open_data(config, None)
     assert (len(data["train"]), len(data["val"])) == (4000, 256)
     assert data["val"][0].data_source == "three_digit_multiplication"
@@ -131,7 +143,7 @@ def test_the_warm_up_teaches_turns_and_not_what_the_tool_says():
     written = right_answers(model, tokenizer, problem, DEMO)
     taught = DEMO.right(problem[0])
     assert [piece.observed for piece in taught] == [False, True, False]
-    assert taught[1] == Piece(problem[0].answer + "=", observed=True)
+    assert taught[1] == Piece(QWEN.observation(problem[0].answer), observed=True)
 
     def all_written(one):
         return [Piece(piece.text) for piece in DEMO.right(one)][1:2]

@@ -14,8 +14,6 @@ from rl_app_ppo.inputs.data import about_validation, open_data, train_order
 from rl_app_ppo.outputs.resume import changes
 from rl_protocol import ConfigError
 from rl_trainer.data.validation_split import hold_out
-from rl_trainer.rollout.agents import Calculator, ToolAgent
-from rl_trainer.rollout.session_turns import SESSIONS
 
 
 @pytest.fixture
@@ -58,13 +56,17 @@ def test_a_tenth_of_the_rows_is_held_out_the_same_in_every_process_and_run(confi
     )
 
 
-def test_prompts_describe_the_tools_of_the_session(config, monkeypatch):
-    """The demo's tokenizer has no chat template that could."""
-    monkeypatch.setitem(SESSIONS._built_in, "tools", ToolAgent([Calculator()], "hermes").session)
+def test_a_model_without_a_chat_template_gets_no_tools(config):
+    """The tokenizer of most demos has none."""
+    tools = ("rollout.session=tool_agent", "rollout.agent.tools=[calculator]")
+    with pytest.raises(ConfigError, match=r"AgentConfig\.dialect must be one of hermes.*chat template is missing"):
+        open_data(config(*tools), None)
     with pytest.raises(
         ConfigError, match=r"The session has 1 tools to describe in each prompt, but the tokenizer has no"
     ):
-        open_data(config("rollout.session=tools"), None)
+        open_data(config(*tools, "rollout.agent.dialect=hermes"), None)
+    with pytest.raises(ConfigError, match=r"rollout\.agent\.turns=3 has no effect.*rollout\.session=tool_agent"):
+        config("rollout.agent.turns=3")
 
 
 def test_shares_count_the_rows_that_are_left_of_each_file(config, files):

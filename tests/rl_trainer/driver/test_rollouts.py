@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 from replay_buffers import make_buffers, opened
@@ -15,7 +16,6 @@ from rl_trainer import PromptRow, RolloutWorker, SessionKind, Trajectory
 from rl_trainer.algorithms.staleness_policy import StalenessPolicy
 from rl_trainer.config import ReplayConfig
 from rl_trainer.driver.rollouts import Rollouts, join_rows
-from rl_trainer.rollout.session_turns import SESSIONS
 from rl_trainer.workers.messages import Partition, PromptRef
 
 ROWS = [PromptRow(prompt_ids=(2 + i, 3), data_source="d", ground_truth="") for i in range(8)]
@@ -40,10 +40,10 @@ class Flaky:
 class Hosted:
     """A rollout worker in this process. Its first `failures` calls raise `error`, or never end."""
 
-    def __init__(self, plane, name="rollout-0", error=None, failures=0):
+    def __init__(self, plane, session, name="rollout-0", error=None, failures=0):
         self.name, self.bytes_moved, self.error, self.failures, self.calls = name, 0, error, failures, 0
         self.cancelled = False
-        self._worker = RolloutWorker(plane, BigramEngine(), {"train": ROWS}, "flaky")
+        self._worker = RolloutWorker(plane, BigramEngine(), {"train": ROWS}, SessionKind(session.run))
 
     async def call(self, method, payload, *, timeout_s):
         self.calls += 1
@@ -74,20 +74,20 @@ def inflight(request):
 
 
 @pytest.fixture
-def roll_out(monkeypatch, inflight):
+def roll_out(inflight):
     """Return a function that rolls PROMPTS out.
 
     It returns the result, the prompts drawn as spares, and the rows that are left after the commit.
     """
 
     def run(replay, failing, workers=None):
-        monkeypatch.setitem(SESSIONS._built_in, "flaky", SessionKind(Flaky(failing).run))
         drawn = []
 
         async def main():
             plane = MemoryDataPlane()
             buffers = make_buffers(plane, replay)
-            hosted = workers(plane) if workers else [Hosted(plane)]
+            host = partial(Hosted, plane, Flaky(failing))
+            hosted = workers(host) if workers else [host()]
             rollouts = Rollouts(
                 plane,
                 hosted,
@@ -173,8 +173,8 @@ def lost(inflight):
 
 
 def test_the_prompts_of_a_worker_that_fails_are_rolled_out_again(roll_out, lost):
-    def workers(plane):
-        return [Hosted(plane), Hosted(plane, "rollout-1", WorkerError("rollout-1 is late"), 1)]
+    def workers(host):
+        return [host(), host("rollout-1", WorkerError("rollout-1 is late"), 1)]
 
     result, _, left = roll_out(ReplayConfig(on_failure="refill"), {}, workers)
     assert sessions(result) == {f"s1-{i}": [2, 3] if f"s1-{i}" in lost else [0, 1] for i in range(4)}
@@ -184,8 +184,8 @@ def test_the_prompts_of_a_worker_that_fails_are_rolled_out_again(roll_out, lost)
 
 
 def test_with_fail_the_error_of_a_worker_is_the_error_of_the_run(roll_out):
-    def workers(plane):
-        return [Hosted(plane), Hosted(plane, "rollout-1", WorkerError("rollout-1 is late"), 1)]
+    def workers(host):
+        return [host(), host("rollout-1", WorkerError("rollout-1 is late"), 1)]
 
     with pytest.raises(WorkerError, match="rollout-1 is late"):
         roll_out(ReplayConfig(on_failure="fail"), {}, workers)
@@ -194,8 +194,8 @@ def test_with_fail_the_error_of_a_worker_is_the_error_of_the_run(roll_out):
 def test_a_wrong_configuration_ends_the_run_at_once(roll_out, inflight):
     made = []
 
-    def workers(plane):
-        made.append(Hosted(plane, error=ConfigError("rollout.session must be another"), failures=9))
+    def workers(host):
+        made.append(host(error=ConfigError("rollout.session must be another"), failures=9))
         return made
 
     with pytest.raises(ConfigError, match=r"rollout\.session must be another"):
@@ -206,8 +206,8 @@ def test_a_wrong_configuration_ends_the_run_at_once(roll_out, inflight):
 def test_a_worker_that_hangs_loses_its_leases_and_its_call_is_cancelled(roll_out, lost):
     made = []
 
-    def workers(plane):
-        made.extend([Hosted(plane), Hosted(plane, "rollout-1", failures=1)])
+    def workers(host):
+        made.extend([host(), host("rollout-1", failures=1)])
         return made
 
     result, _, left = roll_out(ReplayConfig(on_failure="refill", lease_s=3.0), {}, workers)

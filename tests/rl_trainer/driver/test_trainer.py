@@ -73,7 +73,7 @@ from rl_trainer.graph.config_checks import check_combination
 from rl_trainer.rewards import Failure, InlineScorer, Scored
 from rl_trainer.rollout.agents import Call, Limits, ToolAgent
 from rl_trainer.rollout.hf_engine import HFRolloutEngine
-from rl_trainer.rollout.session_turns import SESSIONS
+from rl_trainer.rollout.session_turns import SINGLE_TURN
 from rl_trainer.workers.messages import FilterResult, RolloutCall, RolloutResult, StageCall, StageResult
 
 
@@ -171,7 +171,7 @@ class Setup:
         algorithm=None,
         actor=None,
         temperature=1.0,
-        session="single_turn",
+        session=SINGLE_TURN,
         lora=None,
         validate=False,
         validation_size=20,
@@ -373,15 +373,12 @@ def test_every_name_takes_part():
 
 
 @pytest.mark.parametrize(("estimator", "loss", "more"), COMBINATIONS)
-def test_every_estimator_and_loss_trains_on_sessions_of_several_trajectories(
-    model_path, monkeypatch, estimator, loss, more
-):
-    monkeypatch.setitem(SESSIONS._built_in, "two", SessionKind(two_trajectories))
+def test_every_estimator_and_loss_trains_on_sessions_of_several_trajectories(model_path, estimator, loss, more):
     setup = Setup(
         model_path,
         estimator=estimator,
         reward=parts_of_reward,
-        session="two",
+        session=SessionKind(two_trajectories),
         steps=2,
         algorithm=more.get("algorithm"),
         actor={
@@ -419,10 +416,9 @@ class Reversed:
         return "".join("==" if one.failed else one.text for one in answers)
 
 
-def test_what_a_tool_said_is_seen_and_not_trained_on(model_path, monkeypatch):
+def test_what_a_tool_said_is_seen_and_not_trained_on(model_path):
     agent = ToolAgent([Reversed()], Reversed(), Limits(turns=3, turn_tokens=5))
-    monkeypatch.setitem(SESSIONS._built_in, "agent", SessionKind(agent.run))
-    setup = Setup(model_path, session="agent", validate=True, response_length=20)
+    setup = Setup(model_path, session=SessionKind(agent.run), validate=True, response_length=20)
     setup.fit()
     steps = [m for step, m in setup.steps if step]
     for metrics in steps:
@@ -969,10 +965,9 @@ class FailsFirst:
     ],
 )
 @pytest.mark.parametrize("estimator", ["grpo", "remax"])
-def test_a_step_survives_failed_rollouts(model_path, monkeypatch, estimator, policy, count, trained, metric):
+def test_a_step_survives_failed_rollouts(model_path, estimator, policy, count, trained, metric):
     """The sessions of one prompt of the first step fail."""
     (row,) = PromptOrder(20, 8, 0).take(3, 1)
-    monkeypatch.setitem(SESSIONS._built_in, "fails", SessionKind(FailsFirst([row], count).run))
     told, seen = [], []
 
     class Listening(Hook):
@@ -982,7 +977,7 @@ def test_a_step_survives_failed_rollouts(model_path, monkeypatch, estimator, pol
     setup = Setup(
         model_path,
         estimator=estimator,
-        session="fails",
+        session=SessionKind(FailsFirst([row], count).run),
         replay=ReplayConfig(on_failure=policy, max_attempts=2),
         hooks={"listening": Listening()},
     )

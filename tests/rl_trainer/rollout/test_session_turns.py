@@ -24,7 +24,7 @@ from rl_trainer import (
 from rl_trainer.algorithms.advantage_pipeline import AdvantageSettings, estimate_advantages
 from rl_trainer.config import FilterGroupsConfig
 from rl_trainer.rewards import InlineScorer
-from rl_trainer.rollout.session_turns import SESSIONS, SessionKind, SessionRef, Trajectory, run_sessions
+from rl_trainer.rollout.session_turns import SINGLE_TURN, SessionKind, SessionRef, Trajectory, run_sessions
 from rl_trainer.workers.messages import StageCall
 from rl_trainer.workers.scoring import final_rows
 
@@ -61,7 +61,7 @@ def refs(*lengths):
 
 def test_one_turn_is_one_call_for_all_sessions():
     engine = Echo()
-    out = asyncio.run(run_sessions(SESSIONS.get("single_turn"), refs(2, 3), engine, SAMPLING))
+    out = asyncio.run(run_sessions(SINGLE_TURN, refs(2, 3), engine, SAMPLING))
     assert out == [
         [
             Trajectory(
@@ -164,7 +164,7 @@ class Updated:
 
 def test_new_weights_continue_a_response_after_the_tokens_that_it_has():
     engine = Updated(updates=2)
-    ((one,), (other,)) = asyncio.run(run_sessions(SESSIONS.get("single_turn"), refs(2, 3), engine, SAMPLING))
+    ((one,), (other,)) = asyncio.run(run_sessions(SINGLE_TURN, refs(2, 3), engine, SAMPLING))
     assert engine.budgets == [4, 3, 2]
     assert one.response_ids == (2, 13, 24, 24)
     assert other.response_ids == (3, 14, 25, 25)
@@ -175,13 +175,13 @@ def test_new_weights_continue_a_response_after_the_tokens_that_it_has():
 
 def test_an_update_that_comes_with_the_last_token_leaves_a_whole_response():
     sampling = SamplingParams(max_new_tokens=1)
-    ((one,),) = asyncio.run(run_sessions(SESSIONS.get("single_turn"), refs(2), Updated(updates=1), sampling))
+    ((one,),) = asyncio.run(run_sessions(SINGLE_TURN, refs(2), Updated(updates=1), sampling))
     assert (one.response_ids, one.weight_version, one.truncated) == ((2,), 0, True)
 
 
 def test_new_weights_start_a_response_again():
     engine = Updated(updates=2)
-    out = asyncio.run(run_sessions(SESSIONS.get("single_turn"), refs(2), engine, SAMPLING, restart=True))
+    out = asyncio.run(run_sessions(SINGLE_TURN, refs(2), engine, SAMPLING, restart=True))
     assert engine.budgets == [4, 4, 4]
     assert out == [
         [
@@ -251,7 +251,7 @@ def test_an_engine_that_fails_ends_all_sessions(error, message):
 
     async def body():
         async with asyncio.timeout(30):
-            await run_sessions(SESSIONS.get("single_turn"), refs(1, 1, 1), Broken(), SAMPLING)
+            await run_sessions(SINGLE_TURN, refs(1, 1, 1), Broken(), SAMPLING)
 
     with pytest.raises(RolloutError, match=message):
         asyncio.run(body())

@@ -20,7 +20,6 @@ from rl_trainer import PromptRow, RolloutWorker, SessionKind, Tokenizer, Traject
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
 from rl_trainer.rollout.demonstrations import Demonstrations
 from rl_trainer.rollout.hf_engine import HFRolloutEngine
-from rl_trainer.rollout.session_turns import SESSIONS
 from rl_trainer.workers.messages import Partition, RolloutCall
 
 ROWS = [
@@ -226,7 +225,7 @@ def test_an_answer_that_is_missing_or_too_long_is_named():
         lost.answer(row)
 
 
-def test_the_runs_of_an_empty_response_are_empty(monkeypatch):
+def test_the_runs_of_an_empty_response_are_empty():
     silent = Trajectory(response_ids=(), response_mask=(), log_probs=(), weight_version=3)
     assert silent.runs == ()
 
@@ -235,12 +234,11 @@ def test_the_runs_of_an_empty_response_are_empty(monkeypatch):
 
     async def body():
         plane, row = MemoryDataPlane(), PromptRow(prompt_ids=(2, 3), data_source="d", ground_truth="")
-        worker = RolloutWorker(plane, BigramEngine(), {"train": [row]}, session="silence")
+        worker = RolloutWorker(plane, BigramEngine(), {"train": [row]}, SessionKind(silence))
         partition = Partition(name="train", split="train", step=0, n=1, sampling=SamplingParams(max_new_tokens=3))
         await worker.rollout(RolloutCall(partition=partition, prompts=leased({"p": 0})))
         return await plane.get(await plane.list_rows("train"), ["rollout_versions"])
 
-    monkeypatch.setitem(SESSIONS._built_in, "silence", SessionKind(silence))
     assert asyncio.run(body()).ragged("rollout_versions").row(0).shape == (0, 2)
 
 

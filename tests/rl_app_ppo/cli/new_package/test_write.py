@@ -52,8 +52,8 @@ def test_the_setting_of_the_readme_takes_names_from_the_group_of_the_entry_point
     groups = {option.key: option.spec.plugins for option in list_options(AppConfig)}
     for kind, one in KINDS.items():
         readme = (write_package(kind, names(kind), tmp_path) / "README.md").read_text()
-        (setting,) = re.findall(r"^rl train (\S+)$", readme, re.M)
-        key, _, value = setting.partition("=")
+        (settings,) = re.findall(r"^rl train (?!--trust)(.+)$", readme, re.M)
+        key, _, value = settings.split()[-1].partition("=")
         assert (groups[key], value.strip("[]")) == (one.group, names(kind))
 
 
@@ -61,14 +61,14 @@ def test_the_setting_of_the_readme_takes_names_from_the_group_of_the_entry_point
 def test_the_file_works_where_it_lies_as_the_readme_says(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     readme = (write_package(kind, names(kind), Path()) / "README.md").read_text()
-    found = re.findall(r"^rl train --trust (\S+) (\S+)=(\S+)$", readme, re.M)
+    found = re.findall(r"^rl train --trust (\S+) (\S+ )?(\S+)=(\S+)$", readme, re.M)
     if kind == "loss":  # its function has a module of its own
         assert not found
         return
-    ((file, key, value),) = found
+    ((file, before, key, value),) = found
     trust(Path(file))
     load_object(value.strip("[]"), key)
-    load_config([f"{key}={value}"])
+    load_config([*before.split(), f"{key}={value}"])
 
 
 @pytest.mark.slow

@@ -11,8 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_protocol import ConfigError
-from rl_trainer.rollout.agents import DIALECTS, Answer, Call, Malformed, ToolAgent
+from rl_trainer.config import RolloutConfig
+from rl_trainer.config.agent import DIALECT_NAMES
+from rl_trainer.rollout.agents import DIALECTS, AgentConfig, Answer, Call, Malformed, ToolAgent
+from rl_trainer.rollout.agents.dialect_names import dialect_of_template
+from rl_trainer.rollout.agents.named import configured_agent
 from rl_trainer.rollout.agents.tools import answer
+from rl_trainer.rollout.session_kinds import session_kind
+from rl_trainer.rollout.session_turns import SINGLE_TURN
 
 DALLAS = {"city": "Dallas", "state": "TX", "unit": "fahrenheit"}
 WEATHER = Call("get_current_weather", DALLAS)
@@ -198,6 +204,58 @@ def test_texts_are_read_by_the_types_of_the_arguments(texts, told):
     """Calls of `qwen3_coder` say no types."""
     got = asyncio.run(answer(Call("show", texts, as_text=True), {"show": Show()}, 60.0))
     assert got.text == told
+
+
+def test_every_dialect_can_be_an_option():
+    assert tuple(DIALECTS) == DIALECT_NAMES
+    with pytest.raises(ConfigError, match=r"dialect must be one of auto, hermes, .*; got 'hermmes'.*'hermes'"):
+        AgentConfig(dialect="hermmes")
+
+
+QWEN = '<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call>'
+TOLD = {
+    "hermes": QWEN,
+    "qwen3_coder": "<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>",
+    "llama3_json": """Environment: ipython\\n{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}""",
+    "mistral": "{{- '[TOOL_CALLS][' }}",
+    "pythonic": "[func_name1(params_name1=params_value1), func_name2(params)]",
+}
+"""What chat templates of each dialect's models have."""
+
+
+def test_the_chat_template_tells_the_dialect():
+    assert {name: dialect_of_template(text) for name, text in TOLD.items()} == {name: name for name in DIALECTS}
+    agent = configured_agent(AgentConfig(tools=("calculator",)), QWEN)
+    assert [one["function"]["name"] for one in agent.session.tools] == ["calculator"]
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("", "is missing"),
+        ("{{ messages }}", "tells none"),
+        ("<tool_call>{name}\n<arg_key>", "tells none"),  # GLM
+        (QWEN + TOLD["mistral"], "fits hermes and mistral"),
+    ],
+)
+def test_a_template_that_tells_no_dialect_or_several_is_refused(template, why):
+    with pytest.raises(ConfigError, match=rf"AgentConfig\.dialect must be .* got auto, .* template {why}"):
+        dialect_of_template(template)
+
+
+def test_an_agent_needs_known_tools():
+    with pytest.raises(ConfigError, match=r"AgentConfig\.tools must name at least one .*calculator"):
+        configured_agent(AgentConfig(), QWEN)
+    with pytest.raises(ConfigError, match=r"AgentConfig\.tools must be one of calculator; got 'calc'.*'calculator'"):
+        configured_agent(AgentConfig(tools=("calc",)), QWEN)
+
+
+def test_the_session_tool_agent_follows_from_the_settings():
+    config = RolloutConfig(session="tool_agent", agent=AgentConfig(tools=("calculator",), dialect="mistral"))
+    assert [one["function"]["name"] for one in session_kind(config, "").tools] == ["calculator"]
+    assert session_kind(RolloutConfig(), "") is SINGLE_TURN
+    with pytest.raises(ConfigError, match="single_turn"):
+        session_kind(RolloutConfig(session="single_turn_agent"), "")
 
 
 def test_an_unknown_dialect_is_refused():

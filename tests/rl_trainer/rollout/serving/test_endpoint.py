@@ -23,7 +23,6 @@ from rl_protocol.testing.bigram_model import CONTEXT, WEIGHT, BigramEngine, init
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_trainer import PromptRow, RolloutWorker
 from rl_trainer.rollout.serving import Endpoint, EndpointConfig, agent_session, over_engine
-from rl_trainer.rollout.session_turns import SESSIONS
 from rl_trainer.workers.messages import Partition, RolloutCall
 
 KEY = "k" * 32
@@ -422,7 +421,7 @@ complete(prompt + [4], max_tokens=2)             # the context was reset
 """An agent that knows only its URL and key."""
 
 
-def test_an_agent_in_a_process_of_its_own_drives_a_rollout_and_its_tokens_land_in_the_data_plane(monkeypatch):
+def test_an_agent_in_a_process_of_its_own_drives_a_rollout_and_its_tokens_land_in_the_data_plane():
     prompts = [(2, 3), (4,)]
 
     async def agent(row, base_url, key):
@@ -435,11 +434,10 @@ def test_an_agent_in_a_process_of_its_own_drives_a_rollout_and_its_tokens_land_i
     async def body():
         sampling = SamplingParams(max_new_tokens=6, ignore_eos=True, seed=5)
         kind = agent_session(agent, model="bigram", context=CONTEXT, sampling=sampling)
-        monkeypatch.setitem(SESSIONS._built_in, "agent", kind)
         plane, engine = MemoryDataPlane(), Gated()
         engine.new_weights(9)
         data = [PromptRow(prompt_ids=ids, data_source="d", ground_truth="") for ids in prompts]
-        worker = RolloutWorker(plane, engine, {"train": data}, "agent")
+        worker = RolloutWorker(plane, engine, {"train": data}, kind)
         partition = Partition(name=TRAIN_PARTITION, split="train", step=1, n=1, sampling=sampling)
         call = RolloutCall(partition=partition, prompts=leased({"p0": 0, "p1": 1}))
         async with asyncio.timeout(DEADLINE_S):

@@ -47,7 +47,6 @@ from rl_trainer.data.model_families import why_padded
 from rl_trainer.driver.hooks import named_hooks
 from rl_trainer.rewards import parse_terms
 from rl_trainer.rewards.scorer_toml import RewardModelConfig, is_scorer_toml, read_scorer_toml
-from rl_trainer.rollout.session_turns import SESSIONS
 from rl_transferqueue import check_plane
 
 
@@ -64,7 +63,6 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
     """
     graph = build_graph(config.algorithm, config.actor)
     check_rewards(config.reward)
-    SESSIONS.get(config.rollout.session)
     sync = check_sync(config.checkpoint_engine, plugins, one_process=rollout_in_actor(config.placement))
     check_installed(logger_names(config.trainer.logger))
     named_hooks(config.trainer.hooks)

@@ -1,23 +1,19 @@
 """The demo task with a tool: products such as "384*592=", beyond a model this small.
 
-    prompt 384*592=   policy ?384*592   observation 227328=   policy 227328
-
-Each turn of the policy ends with the end of sequence; `?` begins a call, and `!=` answers a
-malformed one. All factors are between 317 and 999, so every product has six digits. The careless
-answer writes the factors side by side, which is never right: without the tool no response scores.
+The chat template describes the calculator in the prompt. The policy calls it in the dialect of its
+chat template (`calculator_chats`), is told 227328, and answers 227328. All factors are between 317
+and 999, so every product has six digits. The careless answer writes the factors side by side,
+which is never right: without the tool no response scores.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from rl_app_ppo.demo.addition import Problem, Split
 from rl_protocol import ConfigError
-from rl_trainer import SessionKind
-from rl_trainer.rollout.agents import Answer, Calculator, Call, Limits, Malformed, ToolAgent
 
-CALL, FAILED, NEXT = "?", "!", "="
 SMALLEST, LARGEST = 317, 999
 DATA_SOURCE = "three_digit_multiplication"
 
@@ -51,24 +47,8 @@ def careless_answer(problem: Problem) -> str:
 
 
 def expression(problem: Problem) -> str:
-    """The call of the calculator that solves the problem."""
-    return problem.prompt.removesuffix(NEXT)
-
-
-class Signs:
-    """A dialect of single characters, for a vocabulary without words; see the module docstring."""
-
-    def calls(self, text: str) -> Sequence[Call | Malformed]:
-        if CALL not in text:
-            return []
-        before, _, asked = text.partition(CALL)
-        return [Malformed("a call must be the whole turn") if before else Call("calculator", {"expression": asked})]
-
-    def observation(self, answers: Sequence[Answer]) -> str:
-        return "".join((FAILED if answer.failed else answer.text) + NEXT for answer in answers)
-
-
-SESSION = SessionKind(ToolAgent([Calculator()], Signs(), Limits(turns=3, turn_tokens=10, observation_tokens=16)).run)
+    """The expression whose value is the answer."""
+    return problem.prompt.removesuffix("=")
 
 
 def score(
@@ -78,11 +58,12 @@ def score(
 
     Args:
         data_source: ignored.
-        solution_str: all turns and observations; the last turn is what follows the last "=".
+        solution_str: all turns and observations; the last turn is what follows the last line break,
+            with which a chat template opens it.
         ground_truth: `Problem.answer`.
         extra_info: ignored.
     """
     del data_source, extra_info
-    last = solution_str.rpartition(NEXT)[2]
+    last = solution_str.rpartition("\n")[2]
     right = float(last == ground_truth)
     return {"score": right, "acc": right, "pred": last}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rl_app_ppo.demo import addition, calculator
 from rl_app_ppo.demo.addition import Problem, Split
+from rl_app_ppo.demo.calculator_chats import LLAMA3, QWEN, TOOL, Chat
 from rl_app_ppo.demo.tokenizer import VOCABULARY
 
 
@@ -42,14 +43,34 @@ class Demo:
     """The wrong response that the warm-up teaches and training removes."""
     vocabulary: tuple[str, ...] = VOCABULARY
     """Tokens by id; those of VOCABULARY come first."""
+    template: str = ""
+    """Chat template of the model; empty: prompts are plain text."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Descriptions of the tools in the prompts of the warm-up."""
     careless_share: float
     target_probability: float
     """Mix and end of the warm-up; see WarmUpSettings."""
 
 
-def _with_the_tool(problem: Problem) -> Sequence[Piece]:
-    call = Piece(calculator.CALL + calculator.expression(problem))
-    return [call, Piece(problem.answer + calculator.NEXT, observed=True), Piece(problem.answer)]
+def _with_calculator(chat: Chat) -> Demo:
+    """The task for a model that talks so."""
+
+    def right(problem: Problem) -> Sequence[Piece]:
+        call = Piece(chat.written(calculator.expression(problem)))
+        return [call, Piece(chat.observation(problem.answer), observed=True), Piece(problem.answer)]
+
+    return Demo(
+        title=f"products of three-digit numbers with a calculator as a tool, called in the dialect {chat.dialect} (384*592= is answered by 227328)",
+        data_source=calculator.DATA_SOURCE,
+        make_split=calculator.make_split,
+        right=right,
+        careless=lambda problem: [Piece(calculator.careless_answer(problem))],
+        vocabulary=chat.vocabulary,
+        template=chat.template,
+        tools=(TOOL,),
+        careless_share=0.8,
+        target_probability=0.14,
+    )
 
 
 DEMOS: Mapping[str, Demo] = {
@@ -72,14 +93,6 @@ DEMOS: Mapping[str, Demo] = {
         careless_share=0.75,
         target_probability=0.43,
     ),
-    "calculator": Demo(
-        title="products of three-digit numbers with a calculator as a tool (384*592= is answered by 227328)",
-        data_source=calculator.DATA_SOURCE,
-        make_split=calculator.make_split,
-        right=_with_the_tool,
-        careless=lambda problem: [Piece(calculator.careless_answer(problem))],
-        vocabulary=(*VOCABULARY, "*", calculator.CALL, calculator.FAILED),
-        careless_share=0.8,
-        target_probability=0.14,
-    ),
+    "calculator": _with_calculator(QWEN),
+    "calculator_llama3": _with_calculator(LLAMA3),
 }

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from rl_app_ppo.demo.settings import ModelSettings
-from rl_app_ppo.demo.tokenizer import BOS, BOS_ID, EOS, EOS_ID, PAD, PAD_ID, UNK, VOCABULARY, demo_tokenizer
+from rl_app_ppo.demo.tokenizer import BOS, BOS_ID, EOS_ID, PAD, PAD_ID, UNK, VOCABULARY, demo_tokenizer
 
 
 def model_config(settings: ModelSettings, vocabulary_size: int = len(VOCABULARY)) -> Qwen2Config:
@@ -40,14 +40,18 @@ def fresh_model(settings: ModelSettings, seed: int, vocabulary_size: int = len(V
         return Qwen2ForCausalLM(model_config(settings, vocabulary_size))
 
 
-def build_tokenizer(vocabulary: Sequence[str] = VOCABULARY) -> PreTrainedTokenizerFast:
-    """`demo_tokenizer` with special tokens and left padding, as transformers saves it."""
-    return PreTrainedTokenizerFast(
+def build_tokenizer(vocabulary: Sequence[str] = VOCABULARY, template: str = "") -> PreTrainedTokenizerFast:
+    """`demo_tokenizer` with special tokens, chat template and left padding, as transformers saves
+    it.
+    """
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=demo_tokenizer(vocabulary),
         pad_token=PAD,
         bos_token=BOS,
-        eos_token=EOS,
+        eos_token=vocabulary[EOS_ID],
         unk_token=UNK,
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
+    tokenizer.chat_template = template or None
+    return tokenizer

@@ -21,9 +21,11 @@ from rl_app_ppo.demo.addition import Problem
 from rl_app_ppo.demo.cache import UNFINISHED, entry_path, is_whole, publish
 from rl_app_ppo.demo.demos import DEMOS, Demo, Piece
 from rl_app_ppo.demo.model import build_tokenizer, fresh_model
+from rl_app_ppo.demo.prompts import prompt_ids
 from rl_app_ppo.demo.settings import WarmUpSettings, content_hash
 from rl_app_ppo.demo.tokenizer import EOS_ID, PAD_ID
 from rl_protocol.support.temporary_folders import sweep
+from rl_trainer.data.chat_template import PromptEncoder
 
 __all__ = [
     "OnStep",
@@ -60,7 +62,7 @@ def warm_up(settings: WarmUpSettings, on_step: OnStep | None = None) -> WarmUpRe
     """
     demo, sizes = DEMOS[settings.demo], {"train_size": settings.train_size, "validation_size": settings.validation_size}
     split = demo.make_split(settings.data_seed, **sizes)
-    tokenizer = build_tokenizer(demo.vocabulary)
+    tokenizer = build_tokenizer(demo.vocabulary, demo.template)
     targets = _Targets.encode(tokenizer, demo, split.train)
     probe = split.train[: settings.validation_size]
     model = fresh_model(settings.model, settings.seed, len(demo.vocabulary)).train()
@@ -107,7 +109,7 @@ def right_answers(
     Greedy generation yields a response if and only if the model, given the response, prefers each
     of its taught tokens.
     """
-    prompts = _encode(tokenizer, [p.prompt for p in problems])
+    prompts = _prompts(tokenizer, demo, problems)
     responses = _Responses.encode(tokenizer, [demo.right(p) for p in problems])
     logits, taught = _response_logits(model, prompts, responses.tokens), responses.taught
     chosen = torch.log_softmax(logits, dim=-1).gather(-1, responses.tokens[..., None]).squeeze(-1)
@@ -159,7 +161,7 @@ class _Targets:
         right = _Responses.encode(tokenizer, [demo.right(p) for p in problems])
         careless = _Responses.encode(tokenizer, [demo.careless(p) for p in problems])
         width = max(right.tokens.shape[1], careless.tokens.shape[1])
-        return cls(_encode(tokenizer, [p.prompt for p in problems]), right.wider(width), careless.wider(width))
+        return cls(_prompts(tokenizer, demo, problems), right.wider(width), careless.wider(width))
 
     def draw(self, draw: np.random.Generator, settings: WarmUpSettings) -> tuple[torch.Tensor, _Responses]:
         """Draw prompts [B, P] and responses [B, A], of which `careless_share` are careless."""
@@ -185,7 +187,8 @@ def cached_base_model(cache_dir: Path, settings: WarmUpSettings, on_step: OnStep
         result = warm_up(settings, on_step)
         with _no_progress_bars():
             result.model.save_pretrained(folder)
-        build_tokenizer(DEMOS[settings.demo].vocabulary).save_pretrained(folder)
+        demo = DEMOS[settings.demo]
+        build_tokenizer(demo.vocabulary, demo.template).save_pretrained(folder)
         return {"accuracy": result.accuracy, "content_hash": content_hash(settings)}
 
     publish(entry, fill)
@@ -204,9 +207,11 @@ def _no_progress_bars() -> Generator[None]:
             logging.enable_progress_bar()
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.Tensor:
-    """[B, P] int64 ids of texts of equal length."""
-    return torch.tensor([tokenizer.encode(text) for text in texts])
+def _prompts(tokenizer: PreTrainedTokenizerFast, demo: Demo, problems: Sequence[Problem]) -> torch.Tensor:
+    """[B, P] int64 ids of the prompts, which have equal lengths."""
+    return torch.tensor(
+        prompt_ids(PromptEncoder(tokenizer.backend_tokenizer, demo.template, tools=demo.tools), problems)
+    )
 
 
 def _ids(tokenizer: PreTrainedTokenizerFast, piece: Piece) -> list[int]:

@@ -46,8 +46,7 @@ from rl_trainer.driver.checkpoint_writer import CheckpointWriter
 from rl_trainer.driver.hooks import Hook, named_hooks
 from rl_trainer.rewards import parse_terms
 from rl_trainer.rewards.loading import written_at
-from rl_trainer.rollout.agents import ToolAgent
-from rl_trainer.rollout.session_turns import SESSIONS
+from rl_trainer.rollout.session_kinds import TOOL_AGENT
 from rl_trainer.workers.columns import PARTITIONS
 from rl_transferqueue import LocalPlane, connect, start_local_plane
 from rl_transferqueue.consume import prompt_groups
@@ -96,7 +95,7 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
         loggers = logger_names(config.trainer.logger)
         warnings = TrainingWarnings(
             screen.note,
-            tools=_has_tools(config),
+            tools=config.rollout.session == TOOL_AGENT,
             reward_log=files.logs / "reward.log",
             reward="reward.function="
             + ", ".join(written_at(term.name) for term in parse_terms(config.reward.function)),
@@ -347,9 +346,3 @@ def _plane_servers(plane: LocalPlane) -> dict[int, str]:
     names = {controller: "The controller of the data plane"}
     names |= {pid: f"Storage unit {i} of the data plane" for i, pid in enumerate(units)}
     return {pid: name for pid, name in names.items() if pid != os.getpid()}  # an in-process plane has none
-
-
-def _has_tools(config: AppConfig) -> bool:
-    """Whether the session is a ToolAgent; other sessions can't be asked for their tools."""
-    run = SESSIONS.get(config.rollout.session).run
-    return isinstance(getattr(run, "__self__", None), ToolAgent)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING, Any
 
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.demo.addition import Problem
 from rl_app_ppo.demo.demos import DEMOS
 from rl_app_ppo.demo.tokenizer import demo_tokenizer
+from rl_app_ppo.inputs.session import session_of
 from rl_app_ppo.inputs.tokenizer import load_tokenizer
 from rl_trainer import Mixture, PromptOrder, PromptRow
 from rl_trainer import Tokenizer as SessionTokenizer
@@ -18,16 +19,18 @@ from rl_trainer.data.curricula.scored_order import ScoredOrder
 from rl_trainer.data.curriculum import NamedCurriculum
 from rl_trainer.data.validation_split import PreparedPrompts, Subset, hold_out
 from rl_trainer.rollout.demonstrations import Demonstrations
-from rl_trainer.rollout.session_turns import SESSIONS
+
+if TYPE_CHECKING:
+    from rl_trainer.data.chat_template import PromptEncoder
 
 
 class DemoDataset:
     """PromptDataset of a demo task."""
 
-    def __init__(self, problems: Sequence[Problem], tokenizer: Tokenizer, data_source: str) -> None:
+    def __init__(self, problems: Sequence[Problem], prompts: Sequence[Sequence[int]], data_source: str) -> None:
         self._rows = [
-            PromptRow(prompt_ids=tuple(tokenizer.encode(p.prompt).ids), data_source=data_source, ground_truth=p.answer)
-            for p in problems
+            PromptRow(prompt_ids=tuple(ids), data_source=data_source, ground_truth=p.answer)
+            for p, ids in zip(problems, prompts, strict=True)
         ]
 
     def __len__(self) -> int:
@@ -66,26 +69,40 @@ def open_data(config: AppConfig, model_path: Path | None) -> Mapping[str, Prepar
     if data.train_files:
         return _from_files(config, model_path)
     demo = DEMOS[data.demo]
-    tokenizer = load_tokenizer(model_path) if model_path else demo_tokenizer(demo.vocabulary)
+    encode = _demo_prompts(config, model_path)
     split = demo.make_split(data.seed, train_size=data.train_size, validation_size=data.val_size)
     return {
-        "train": DemoDataset(split.train, tokenizer, demo.data_source),
-        "val": DemoDataset(split.validation, tokenizer, demo.data_source),
+        "train": DemoDataset(split.train, encode(split.train), demo.data_source),
+        "val": DemoDataset(split.validation, encode(split.validation), demo.data_source),
     }
 
 
+def _demo_prompts(config: AppConfig, model_path: Path | None) -> Callable[[Sequence[Problem]], Sequence[Sequence[int]]]:
+    """Encodes the prompts of problems: in a chat if the demo has one, else as plain text."""
+    demo, tools = DEMOS[config.data.demo], session_of(config, model_path).tools
+    if demo.template or tools:
+        from rl_app_ppo.demo.prompts import prompt_ids  # imports jinja2, which plain text does not need
+
+        return partial(prompt_ids, _encoder(config, model_path, tools))
+    tokenizer = load_tokenizer(model_path) if model_path else demo_tokenizer(demo.vocabulary)
+    return lambda problems: [one.ids for one in tokenizer.encode_batch([problem.prompt for problem in problems])]
+
+
+def _encoder(config: AppConfig, model_path: Path | None, tools: Sequence[Mapping[str, Any]]) -> PromptEncoder:
+    from rl_trainer.data.chat_template import PromptEncoder  # imports jinja2
+
+    if model_path:
+        return PromptEncoder.load(model_path, tools)
+    demo = DEMOS[config.data.demo]
+    return PromptEncoder(demo_tokenizer(demo.vocabulary), demo.template, tools=tools)
+
+
 def _from_files(config: AppConfig, model_path: Path | None) -> Mapping[str, PreparedPrompts]:
-    from rl_trainer.data.chat_template import PromptEncoder
     from rl_trainer.data.prompt_files import open_files
     from rl_trainer.data.prompt_preparation import DataFiles  # imports pyarrow, which the demo does not need
 
     data = config.data
-    tools = SESSIONS.get(config.rollout.session).tools
-    encoder = (
-        PromptEncoder.load(model_path, tools)
-        if model_path
-        else PromptEncoder(demo_tokenizer(DEMOS[data.demo].vocabulary), tools=tools)
-    )
+    encoder = _encoder(config, model_path, session_of(config, model_path).tools)
 
     def opened(names: Sequence[str]) -> PreparedPrompts:
         files = DataFiles(

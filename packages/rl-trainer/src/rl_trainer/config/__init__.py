@@ -4,6 +4,7 @@ Types are plain, so that any YAML reader can fill them.
 """
 
 from rl_trainer.config.actor import ActorConfig, PolicyLossConfig
+from rl_trainer.config.agent import AgentConfig, Limits
 from rl_trainer.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControlConfig, OverlongConfig
 from rl_trainer.config.async_rl import AsyncConfig
 from rl_trainer.config.critic import CriticConfig, CriticOptimConfig
@@ -15,12 +16,14 @@ from rl_trainer.config.rollout_correction import RolloutCorrectionConfig
 
 __all__ = [
     "ActorConfig",
+    "AgentConfig",
     "AlgorithmConfig",
     "AsyncConfig",
     "CriticConfig",
     "CriticOptimConfig",
     "FilterGroupsConfig",
     "KLControlConfig",
+    "Limits",
     "LoopConfig",
     "OptimConfig",
     "OverlongConfig",

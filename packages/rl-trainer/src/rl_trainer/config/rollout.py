@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rl_protocol.ports import SamplingParams
 from rl_protocol.support.options import Options, group, option
+from rl_trainer.config.agent import AgentConfig
 
 ROUTERS = ("even", "least_loaded", "prefix_sticky")
 
@@ -37,6 +38,7 @@ class RolloutConfig(Options):
     top_k: int = option(0, "sample from this many most likely tokens; 0: all", ge=0)
     response_length: int = option(512, "most tokens per response", ge=1, verl=(".", "data.max_response_length"))
     session: str = option("single_turn", "how a session runs", plugins="rl_trainer.sessions")
+    agent: AgentConfig = group(AgentConfig, "the policy calls tools", needs="session=tool_agent")
     ignore_eos: bool = option(False, "do not stop at the end-of-sequence token", verl=".")
     max_batch_size: int = option(512, "responses generated side by side in one replica", ge=1, resume="free")
     dtype: str = option(

@@ -50,7 +50,7 @@ class PromptEncoder:
             raise ConfigError(
                 f"The session has {len(tools)} tools to describe in each prompt, but the {'chat template' if template else 'tokenizer'} "
                 f"{'does not use tools' if template else 'has no chat template'}. Set PromptEncoder.load to a model whose template does, or "
-                "describe the tools in the data and register SessionKind(agent.run)."
+                "register a session of your own, and describe its tools in the data."
             )
         self.vision = vision
         self._tokenizer = tokenizer
@@ -77,18 +77,9 @@ class PromptEncoder:
         """
         try:
             tokenizer = Tokenizer.from_buffer((folder / "tokenizer.json").read_bytes())
-            config = _json(folder / "tokenizer_config.json")
-            template = folder / "chat_template.jinja"
-            text = (
-                template.read_text(encoding="utf-8")
-                if template.exists()
-                else _chosen(config.get("chat_template"), with_tools=bool(tools))
-            )
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"The tokenizer in {folder} can't be read: {error}. Save the model's tokenizer there (tokenizer.save_pretrained), or set "
-                "PromptEncoder.load to a folder that has one."
-            ) from error
+            raise _unreadable(folder, error) from error
+        config, text = _tokenizer_config(folder), read_template(folder, with_tools=bool(tools))
         special = {
             name: _content(config[name])
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -140,6 +131,36 @@ class PromptEncoder:
         """Token ids of prompts. Without a template, the tokenizer adds special tokens."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=self._template is None)
         return [one.ids for one in encoded]
+
+
+def read_template(folder: Path, *, with_tools: bool) -> str:
+    """The chat template of a Hugging Face checkpoint folder, for prompts with or without tools;
+    empty: it has none.
+
+    Raises:
+        ConfigError: a file can't be read.
+    """
+    file = folder / "chat_template.jinja"
+    try:
+        if file.exists():
+            return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise _unreadable(folder, error) from error
+    return _chosen(_tokenizer_config(folder).get("chat_template"), with_tools=with_tools)
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    try:
+        return _json(folder / "tokenizer_config.json")
+    except (OSError, ValueError) as error:
+        raise _unreadable(folder, error) from error
+
+
+def _unreadable(folder: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"The tokenizer in {folder} can't be read: {error}. Save the model's tokenizer there (tokenizer.save_pretrained), or set "
+        "PromptEncoder.load to a folder that has one."
+    )
 
 
 def _names(template: str) -> frozenset[str]:

@@ -1,6 +1,6 @@
 """Sessions turn a prompt into trajectories.
 
-`single_turn` is built in; packages can install other kinds (tools, several agents, context resets).
+`rl_trainer.rollout.session_kinds` has the kinds by name.
 
 All sessions of a call run concurrently. Their requests are sent to the engine once every running
 session waits for it, so what is generated depends neither on timing nor on order.
@@ -20,7 +20,6 @@ import msgspec
 from rl_protocol import ConfigError, RLError, RolloutError
 from rl_protocol.ports import Generation, GenerationRequest, ImageInput, RolloutEngine, SamplingParams
 from rl_trainer.asyncio_tasks import gather_or_cancel
-from rl_trainer.config.registry import Registry
 from rl_trainer.data import PromptRow
 from rl_trainer.rollout.partial_generation import generate_turn
 from rl_trainer.rollout.token_versions import VersionRuns, check_runs, joined_runs
@@ -118,7 +117,7 @@ class SessionKind:
 
     run: Callable[[PromptRow, Generate], Awaitable[Sequence[Trajectory]]]
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Descriptions of tools that the chat template writes into each prompt of a data file."""
+    """Descriptions of tools that the chat template writes into each prompt."""
 
 
 async def _single_turn(row: PromptRow, generate: Generate) -> Sequence[Trajectory]:
@@ -127,9 +126,7 @@ async def _single_turn(row: PromptRow, generate: Generate) -> Sequence[Trajector
     return [Trajectory.of(*parts[:-1], msgspec.structs.replace(parts[-1], finish_reason=finish))]
 
 
-SESSIONS = Registry(
-    "RolloutConfig.session", "rl_trainer.sessions", SessionKind, {"single_turn": SessionKind(_single_turn)}, {}
-)
+SINGLE_TURN = SessionKind(_single_turn)
 
 
 @dataclass(frozen=True, slots=True)

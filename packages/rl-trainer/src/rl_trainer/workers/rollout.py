@@ -17,7 +17,7 @@ from rl_trainer.asyncio_tasks import gather_or_cancel
 from rl_trainer.data import PromptDataset, PromptRow
 from rl_trainer.data.image_columns import ImageReader, image_columns
 from rl_trainer.rollout.demonstrations import Demonstrations
-from rl_trainer.rollout.session_turns import SESSIONS, SessionRef, Tokenizer, Trajectory, run_sessions
+from rl_trainer.rollout.session_turns import SINGLE_TURN, SessionKind, SessionRef, Tokenizer, Trajectory, run_sessions
 from rl_trainer.rollout.trajectory_stats import FULL
 from rl_trainer.workers.base import Worker
 from rl_trainer.workers.columns import NEWEST_VERSION, ROW_TAG, TASK_COLUMNS, TRAINER_SCHEMA, TRUNCATED, StepColumns
@@ -31,7 +31,7 @@ class RolloutWorker(Worker):
         plane: where trajectories go.
         engine: generates responses.
         datasets: prompts by split.
-        session: name of the kind of session.
+        session: the kind of session.
         tokenizer: the policy's tokenizer, for sessions that read or write text.
         images: reads the images of prompts, for a policy that sees images.
         demonstrations: reads the data's answers, one of which is the last response to each training
@@ -47,7 +47,7 @@ class RolloutWorker(Worker):
         plane: DataPlane,
         engine: RolloutEngine,
         datasets: Mapping[str, PromptDataset],
-        session: str = "single_turn",
+        session: SessionKind = SINGLE_TURN,
         tokenizer: Tokenizer | None = None,
         images: ImageReader | None = None,
         *,
@@ -62,7 +62,7 @@ class RolloutWorker(Worker):
         self._demonstrations = demonstrations
         self._engine = engine
         self._datasets = datasets
-        self._session = SESSIONS.get(session)
+        self._session = session
         self._tokenizer = tokenizer
         self._images = images
         self._restart = restart

@@ -43,10 +43,10 @@ KINDS: Mapping[str, Kind] = {
         use="reward.function=my_plugin",
     ),
     "tool": Kind(
-        description="A session in which the policy may call a tool.",
-        group="rl_trainer.sessions",
-        object="SESSION",
-        use="rollout.session=my_plugin",
+        description="A tool that the policy may call.",
+        group="rl_trainer.tools",
+        object="TOOL",
+        use="rollout.session=tool_agent rollout.agent.tools=[my_plugin]",
     ),
     "estimator": Kind(
         description="An advantage estimator.",

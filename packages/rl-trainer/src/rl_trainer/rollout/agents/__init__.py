@@ -1,18 +1,22 @@
 """Sessions with several turns and tools: the agent loop, dialects and tools."""
 
+from rl_trainer.config import AgentConfig, Limits
 from rl_trainer.rollout.agents.calculator import Calculator
 from rl_trainer.rollout.agents.dialect_names import DIALECTS
 from rl_trainer.rollout.agents.dialects import CHATML, Answer, Call, Dialect, Hermes, Malformed, Markup, PlainJSON
 from rl_trainer.rollout.agents.llama import Llama3JSON, Pythonic
 from rl_trainer.rollout.agents.mistral import Mistral
+from rl_trainer.rollout.agents.named import TOOLS, ToolKind
 from rl_trainer.rollout.agents.qwen3_coder import Qwen3Coder
-from rl_trainer.rollout.agents.tool_agent import Limits, ToolAgent
+from rl_trainer.rollout.agents.tool_agent import ToolAgent
 from rl_trainer.rollout.agents.tools import Tool, described
 from rl_trainer.rollout.agents.transcript import Transcript
 
 __all__ = [
     "CHATML",
     "DIALECTS",
+    "TOOLS",
+    "AgentConfig",
     "Answer",
     "Calculator",
     "Call",
@@ -28,6 +32,7 @@ __all__ = [
     "Qwen3Coder",
     "Tool",
     "ToolAgent",
+    "ToolKind",
     "Transcript",
     "described",
 ]

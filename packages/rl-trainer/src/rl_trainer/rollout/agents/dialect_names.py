@@ -1,10 +1,12 @@
-"""Dialects by the names that vLLM gives its parsers of tool calls (`--tool-call-parser`)."""
+"""Dialects by name, and the one that a chat template tells."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from rl_protocol import ConfigError
+from rl_protocol.support.options import nearest
 from rl_trainer.rollout.agents.dialects import Dialect, Hermes
 from rl_trainer.rollout.agents.llama import Llama3JSON, Pythonic
 from rl_trainer.rollout.agents.mistral import Mistral
@@ -18,6 +20,30 @@ DIALECTS: Mapping[str, Dialect] = {
     "pythonic": Pythonic(),
 }
 
+_MARKS: Mapping[str, re.Pattern[str]] = {
+    "hermes": re.compile(r"<tool_call>(?!.*(<function=|<arg_key>))", re.DOTALL),
+    "qwen3_coder": re.compile(r"<function="),
+    "llama3_json": re.compile(r"ipython.*[\"']parameters[\"']:", re.DOTALL),
+    "mistral": re.compile(r"\[TOOL_CALLS\]"),
+    "pythonic": re.compile(r"\[func_name1\("),
+}
+"""What the chat templates of a dialect's models tell or show the model."""
+
+
+def dialect_of_template(template: str) -> str:
+    """Name of the dialect in which a chat template writes calls.
+
+    Raises:
+        ConfigError: the template does not tell, or tells several.
+    """
+    found = [name for name, mark in _MARKS.items() if mark.search(template)]
+    if len(found) == 1:
+        return found[0]
+    what = f"fits {' and '.join(found)}" if found else "tells none" if template else "is missing"
+    raise ConfigError(
+        f"AgentConfig.dialect must be one of {', '.join(DIALECTS)}; got auto, and the model's chat template {what}."
+    )
+
 
 def dialect_of(given: Dialect | str) -> Dialect:
     """The dialect itself, or the one of this name.
@@ -28,5 +54,7 @@ def dialect_of(given: Dialect | str) -> Dialect:
     if not isinstance(given, str):
         return given
     if given not in DIALECTS:
-        raise ConfigError(f"ToolAgent.dialect must be one of {', '.join(DIALECTS)}, or a Dialect; got {given!r}.")
+        raise ConfigError(
+            f"AgentConfig.dialect must be one of {', '.join(DIALECTS)}; got {given!r}.{nearest(given, DIALECTS)}"
+        )
     return DIALECTS[given]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from rl_protocol import ConfigError
+from rl_trainer.config import Limits
 from rl_trainer.data import PromptRow
 from rl_trainer.rollout.agents.dialect_names import dialect_of
 from rl_trainer.rollout.agents.dialects import Answer, Dialect
@@ -25,34 +25,6 @@ Finish = Literal["stop", "turns", "turn_length", "observation_length", "response
 many observation tokens; a trajectory that was too long; a turn that was aborted too often. A
 call in a turn that was cut off is not made.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of one session. rollout.response_length bounds all of it, observations included.
-
-    Sessions whose next turns have equal limits are generated in one batch: most of them with
-    `turn_tokens`, few without.
-    """
-
-    turns: int = 8
-    """Most turns of the policy."""
-    turn_tokens: int = 0
-    """Most tokens of one turn; 0: what is left of the response."""
-    observation_tokens: int = 0
-    """Most tokens of all observations; 0: what is left of the response."""
-    answer_chars: int = 4096
-    """Most characters of one answer; the rest is cut off."""
-    call_timeout_s: float = 10.0
-    """Most seconds of one call."""
-
-    def __post_init__(self) -> None:
-        least = {"turns": 1, "turn_tokens": 0, "observation_tokens": 0, "answer_chars": 1}
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise ConfigError(f"Limits.{name} must be at least {bound}; got {getattr(self, name)}.")
-        if self.call_timeout_s <= 0:
-            raise ConfigError(f"Limits.call_timeout_s must be greater than 0; got {self.call_timeout_s}.")
 
 
 class ToolAgent:

@@ -1,0 +1,29 @@
+"""The kind of session of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.demo.demos import DEMOS
+from rl_trainer.rollout.session_kinds import TOOL_AGENT, session_kind
+from rl_trainer.rollout.session_turns import SessionKind
+
+
+def session_of(config: AppConfig, model_path: Path | None) -> SessionKind:
+    """The kind of session of a run.
+
+    Args:
+        config: the configuration of the run.
+        model_path: folder of the model; None: the demo model, which need not exist yet.
+
+    Raises:
+        ConfigError: there is no such kind, or its tools or dialect can't be used with the model.
+    """
+    if config.rollout.session != TOOL_AGENT:
+        return session_kind(config.rollout, template="")
+    if model_path is None:
+        return session_kind(config.rollout, DEMOS[config.data.demo].template)
+    from rl_trainer.data.chat_template import read_template  # jinja2, which other sessions do not need
+
+    return session_kind(config.rollout, read_template(model_path, with_tools=True))
