@@ -84,6 +84,7 @@ class Process:
 
     async def restart(self) -> None:
         self.close()
+        await asyncio.sleep(0)  # as a start takes time, others may run meanwhile
         self._start()
 
     async def call(self, method: str, payload: bytes, *, timeout_s: float) -> bytes:
@@ -202,9 +203,12 @@ def test_a_version_that_the_only_replica_died_of_goes_to_the_one_in_its_place(ru
         run.processes[0].deaths = [f"weights.{phase}"]
         assert await run.update(2) == ("rollout-0",)
         assert await run.generate() == ["row by 3 with 2"]
-        run.processes[0].deaths = ["weights.receive", "weights.receive"]
+        run.processes[0].deaths = ["weights.receive"] * 2
+        assert await run.update(3) == ("rollout-0",)
+        assert await run.generate() == ["row by 5 with 3"]
+        run.processes[0].deaths = ["weights.receive"] * (RESTARTS + 1)
         with pytest.raises(WeightSyncError, match="rollout-0"):
-            await run.update(3)
+            await run.update(4)
 
     asyncio.run(steps())
 
@@ -243,6 +247,43 @@ def test_one_that_dies_while_it_catches_up_is_replaced_again(run):
         await run.update(1)
         run.processes[0].deaths = ["rollout", "weights.activate"]
         assert (await run.generate())[0] == "row by 3 with 1"
+
+    asyncio.run(steps())
+
+
+def test_calls_that_wait_while_it_dies_share_one_new_process(run):
+    """Regression: each of them killed the process that another had just started."""
+
+    async def steps() -> None:
+        await run.update(1)
+        process, replica = run.processes[0], run.replicas[0]
+        process.deaths = ["rollout"]
+        calls = [replica.call("rollout", b"%d" % i, timeout_s=9) for i in range(3)]
+        assert await asyncio.gather(*calls) == [b"%d by 2 with 1" % i for i in range(3)]
+        assert process.started == 2
+
+    asyncio.run(steps())
+
+
+def test_a_late_error_of_the_former_process_is_no_loss_of_the_new_one(run):
+    async def steps() -> None:
+        await run.update(1)
+        process, replica, late = run.processes[0], run.replicas[0], asyncio.Event()
+
+        async def call(method: str, payload: bytes, *, timeout_s: float) -> bytes:
+            if payload == b"late" and process.started == 1:
+                await late.wait()
+                raise WorkerDiedError("Worker rollout-0 died during rollout: it was killed.")
+            return await type(process).call(process, method, payload, timeout_s=timeout_s)
+
+        process.call = call
+        waiting = asyncio.create_task(replica.call("rollout", b"late", timeout_s=9))
+        await asyncio.sleep(0)
+        process.deaths = ["rollout"]
+        assert await replica.call("rollout", b"row", timeout_s=9) == b"row by 2 with 1"
+        late.set()
+        assert await waiting == b"late by 2 with 1"
+        assert (process.started, replica.lost) == (2, False)
 
     asyncio.run(steps())
 

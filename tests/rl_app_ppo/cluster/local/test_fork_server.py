@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
+import time
 
+from rl_app_ppo.cluster.local import fork_client
 from rl_app_ppo.cluster.local.fork_server import ForkServer
+from rl_app_ppo.cluster.lost_processes import fate
+from rl_app_ppo.watchdog.stacks import descendants
 
 WAITS = "import os, select\nselect.select([0], [], [])\nos._exit(7)\n"
 """A module whose import lasts until the driver closes its end."""
@@ -17,3 +23,23 @@ def test_one_that_serves_no_worker_yet_is_ended_in_the_middle_of_its_imports(tmp
     fork_server.close()
     fork_server.close()
     assert fork_server._process.returncode == -signal.SIGKILL
+
+
+def test_a_worker_that_is_still_starting_ends_with_it(tmp_path):
+    """Regression: it made the folder of the run's Ray again after the run had removed it."""
+    starting = tmp_path / "starting"
+    worker = tmp_path / "worker.py"
+    worker.write_text(f"import pathlib, time\npathlib.Path({str(starting)!r}).mkdir()\ntime.sleep(600)\n")
+    requests = tmp_path / "fork"
+    fork_server = ForkServer([])
+    fork_server.listen(requests)
+    subprocess.run([sys.executable, "-I", "-S", fork_client.__file__, str(requests), str(worker)], check=True)
+    deadline = time.monotonic() + 60
+    while not starting.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (pid,) = descendants(fork_server.pid)
+    fork_server.close()
+    while not fate(pid):
+        assert time.monotonic() < deadline, "the worker runs"
+        time.sleep(0.01)

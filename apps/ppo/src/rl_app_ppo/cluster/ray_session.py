@@ -116,6 +116,7 @@ async def ray_session(
             if not trainer.profile_steps:
                 stack.enter_context(environment({TASK_EVENTS: os.environ.get(TASK_EVENTS, "0")}))
             folder = stack.enter_context(private_folder())
+            stack.callback(fork_server.close)  # a worker that is still starting would make the folder again
         ended = threading.Event()
         starting = _in_thread(partial(_start, config.address, folder, fork_server, stack, ended), ended)
         # If it is late or cancelled, stop it once it has started. A call of Ray can't be stopped.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
 from rl_ckpt_engine import CheckpointEngineManager, ReceiverEndpoint, remote
-from rl_protocol import WeightSyncError, WorkerDiedError
+from rl_protocol import RLError, WeightSyncError, WorkerDiedError
 from rl_protocol.ports import Memory, WeightSyncReport
 from rl_rollout_vllm import EngineDiedError
 from rl_trainer import WorkerHandle
@@ -33,9 +34,9 @@ class Restartable(WorkerHandle, Protocol):
 class Replica:
     """WorkerHandle of a rollout worker that is replaced when it is lost.
 
-    Before a call a lost replica gets a new process, and the manager sends it the current weights. A
-    call during which the process dies is repeated: its responses are generated again. One that
-    gets no new process is taken out of the weight sync.
+    Before a call a lost replica gets a new process, and the manager sends it the current weights.
+    Calls during which the process dies are repeated: their responses are generated again. All of
+    them wait for the same new process. A replica that gets none is taken out of the weight sync.
 
     Args:
         worker: the process.
@@ -53,7 +54,12 @@ class Replica:
         self._manager = manager
         self._can_start = can_start
         self._died = False
+        self._error: RLError | None = None
+        """Of its death; None: it lives, or was quarantined by the manager."""
         self._restarts = 0
+        self._processes = 1
+        """Started so far: tells the end of the current process from that of an earlier one."""
+        self._replacing = asyncio.Lock()
 
     @property
     def name(self) -> str:
@@ -84,14 +90,13 @@ class Replica:
             WeightSyncError: the last new process could not get the current weights.
         """
         while True:
+            await self.replace_lost()
+            called = self._processes
             try:
-                await self.replace_lost()
                 answer = await self._worker.call(method, payload, timeout_s=timeout_s)
             except (WorkerDiedError, EngineDiedError, WeightSyncError) as error:
-                if self._restarts == RESTARTS or not self._can_start():
-                    self._retire()
-                    raise
-                self._lose(error)
+                if called == self._processes:
+                    self._lose(error)
             else:
                 self._restarts = 0
                 return answer
@@ -100,20 +105,33 @@ class Replica:
         """If the replica is lost, start a new process and send it the committed version.
 
         Raises:
-            WorkerDiedError: no process can start, because a server of Ray is lost.
+            WorkerDiedError: no process can start, because a server of Ray is lost; or the last new
+                one died.
+            EngineDiedError: the engine of the last new process died.
+            WeightSyncError: the last new process could not get the weights.
             WorkerError: the process did not start.
-            WeightSyncError: it could not get the weights.
         """
-        if not self.lost:
-            return
-        if not self._can_start():
-            raise WorkerDiedError(f"Rollout worker {self.name} is lost and gets no new process: Ray does not run.")
+        async with self._replacing:
+            while self.lost:
+                await self._replace()
+
+    async def _replace(self) -> None:
+        if self._restarts == RESTARTS or not self._can_start():
+            self._retire()
+            raise self._error or WorkerDiedError(
+                f"Rollout worker {self.name} is lost and gets no new process: Ray does not run."
+            )
         self._restarts += 1
         _log.warning("Rollout worker %s gets a new process, %d of %d in a row.", self.name, self._restarts, RESTARTS)
-        await self._worker.restart()
-        if self._manager is not None:
-            await self._manager.add_receiver(remote(ReceiverEndpoint, self._worker))
-        self._died = False
+        try:
+            await self._worker.restart()
+            self._processes += 1
+            if self._manager is not None:
+                await self._manager.add_receiver(remote(ReceiverEndpoint, self._worker))
+        except (WorkerDiedError, EngineDiedError, WeightSyncError) as error:
+            self._lose(error)
+        else:
+            self._died, self._error = False, None
 
     def _retire(self) -> None:
         """Send the replica no more weights: it gets no new process."""
@@ -122,8 +140,8 @@ class Replica:
             manager.remove_receiver(self.name)
 
     def _lose(self, error: WorkerDiedError | EngineDiedError | WeightSyncError) -> None:
-        self._died = True
-        if self._manager is not None:
+        self._died, self._error = True, error
+        if self._manager is not None and self.name in self._manager.receivers:
             self._manager.quarantine(self.name, error.message.rstrip("."))
         else:
             _log.warning("%s", error)

@@ -51,7 +51,7 @@ class ForkServer:
                 self._serves = True
 
     def close(self) -> None:
-        """End the process; safe to call twice."""
+        """End the process and the workers that still run; safe to call twice."""
         if not self._serves:  # as after a refused configuration, for which its imports would be waited for
             self._process.kill()
         self._control.close()

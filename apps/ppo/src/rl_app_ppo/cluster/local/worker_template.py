@@ -2,7 +2,8 @@
 
 It starts with the run, and imports what workers need while the driver checks the configuration and
 starts Ray. Arguments: names of modules. Standard input is a socket, on which it receives the
-socket for requests of `fork_client`; it ends when the driver closes the other end.
+socket for requests of `fork_client`; it ends, with its workers, when the driver closes the other
+end.
 
 It imports no Ray, which reads variables of a worker when it is loaded.
 """
@@ -20,6 +21,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rl_app_ppo.cluster.local.fork_client import LENGTH, STANDARD
 
@@ -67,6 +69,17 @@ def main(modules: Sequence[str]) -> None:
         request.answer.close()
         for descriptor in request.descriptors:
             os.close(descriptor)
+    requests.close()
+    _kill_workers()
+
+
+def _kill_workers() -> None:
+    """End the workers that have not ended with Ray.
+
+    One that is still starting would notice its end late, after it has made Ray's folder again.
+    """
+    for pid in map(int, Path("/proc/thread-self/children").read_text().split()):
+        os.kill(pid, signal.SIGKILL)  # not reused: only this thread's children can end meanwhile
 
 
 def _read(requests: socket.socket) -> Request:
