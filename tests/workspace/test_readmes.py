@@ -202,6 +202,16 @@ def test_keys_in_the_prose_are_options():
     assert sorted(named - known) == []
 
 
+def test_estimators_and_losses_in_the_prose_are_there():
+    rows = (ROOT / "apps/ppo/OPTIONS.md").read_text()
+    for key in ("adv_estimator", "loss_mode"):
+        (listed,) = re.findall(rf"^\| `[\w.]+\.{key}` \|.*?: ([a-z_0-9, ]+);", rows, flags=re.MULTILINE)
+        prose = [re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL) for path in READMES]
+        named = {name for text in prose for name in re.findall(rf"{key}=([a-z_0-9]+)(?![\w.:])", text)}
+        assert len(named) > 4
+        assert sorted(named - {*listed.split(", "), "my_estimator", "my_loss"}) == []  # those of a guide
+
+
 def test_pictures_are_there_and_small():
     """tests/helpers/pictures.py makes those of a run."""
     shown = {
