@@ -47,7 +47,7 @@ def scoring(kl_coef=0.0, policy_loss=None, **algorithm):
 def test_the_divergence_is_taken_from_the_reward_where_asked():
     meta, data = batch_with_reference()
     settings = scoring(use_kl_in_reward=True, kl_coef=0.1, norm_adv_by_std_in_grpo=False)
-    columns, metrics, _ = estimate_advantages(meta, data, settings)
+    columns, metrics, *_ = estimate_advantages(meta, data, settings)
     # k1 is 1 on each token of the first response, so its reward is 1 - 0.2 and the group's mean is
     # 0.4
     assert columns.ragged("advantages").values.tolist() == pytest.approx([0.4, 0.4, -0.4])
@@ -60,7 +60,7 @@ def test_the_divergence_is_taken_from_the_reward_where_asked():
 
 def test_the_divergence_is_only_reported_where_it_is_part_of_the_loss():
     meta, data = batch_with_reference()
-    _, metrics, _ = estimate_advantages(meta, data, scoring())
+    _, metrics, *_ = estimate_advantages(meta, data, scoring())
     assert metrics["critic/rewards/mean"] == pytest.approx(0.5)
     assert metrics["actor/ref_kl"] == pytest.approx(2 / 3)
 
@@ -87,7 +87,7 @@ def mismatched(*log_ratios):
 
 def test_what_is_rejected_has_no_part_in_any_baseline():
     correction = RolloutCorrectionConfig(rollout_rs=("token_k1",), rollout_rs_threshold=("2.0",))
-    columns, metrics, _ = estimate_advantages(
+    columns, metrics, *_ = estimate_advantages(
         *mismatched(0.0, 0.1, 3.0), scoring(adv_estimator="dr_grpo", rollout_correction=correction)
     )
     assert columns.ragged("loss_mask").values.tolist() == [True, True, False]
@@ -98,7 +98,7 @@ def test_what_is_rejected_has_no_part_in_any_baseline():
 
 def test_importance_weights_are_written_and_reported():
     correction = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold="2.0")
-    columns, metrics, _ = estimate_advantages(
+    columns, metrics, *_ = estimate_advantages(
         *mismatched(0.0, np.log(1.5), 3.0), scoring(rollout_correction=correction)
     )
     assert columns.ragged("rollout_is_weights").values.tolist() == pytest.approx([1.0, 1.5, 2.0])
@@ -110,7 +110,7 @@ def test_a_batch_in_which_everything_is_rejected_gives_zeros_and_no_nan():
     correction = RolloutCorrectionConfig(
         rollout_rs=("token_k2",), rollout_rs_threshold=("1e-9",), rollout_is="sequence"
     )
-    columns, metrics, _ = estimate_advantages(*mismatched(1.0, 1.0, 1.0), scoring(rollout_correction=correction))
+    columns, metrics, *_ = estimate_advantages(*mismatched(1.0, 1.0, 1.0), scoring(rollout_correction=correction))
     assert columns.ragged("advantages").values.tolist() == [0.0, 0.0, 0.0]
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0
     assert all(np.isfinite(value) for value in metrics.values())
@@ -119,7 +119,7 @@ def test_a_batch_in_which_everything_is_rejected_gives_zeros_and_no_nan():
 @pytest.mark.parametrize(("loss", "count"), [("kl_cov", 1), ("clip_cov", 1), ("vanilla", None)])
 def test_tokens_are_chosen_for_the_losses_that_want_them(loss, count):
     policy_loss = PolicyLossConfig(loss_mode=loss, clip_cov_lb=-10)
-    columns, _, _ = estimate_advantages(*mismatched(0.0, 0.5, 1.0), scoring(policy_loss=policy_loss))
+    columns, *_ = estimate_advantages(*mismatched(0.0, 0.5, 1.0), scoring(policy_loss=policy_loss))
     assert (columns.ragged("chosen_tokens").values.sum() if "chosen_tokens" in columns else None) == count
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_protocol import BatchError, ConfigError, RowKey
-from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, whiten
+from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, role_baselines, whiten
 
 pytestmark = pytest.mark.numeric
 
@@ -24,10 +24,10 @@ STEPWISE = [name for name in NAMES if name not in GROUP]
 OPTIONAL = ("token_rewards", "values", "old_log_probs", "ref_log_prob", "sum_pi_squared", "rollout_is_weights")
 
 
-def inputs(keys, lengths, scores, mask=None, tokens=None, generated=None, **rest):
+def inputs(keys, lengths, scores, mask=None, tokens=None, generated=None, roles=None, role_means=None, **rest):
     """Build inputs from `lengths` [N] and flat columns as lists; None where absent.
 
-    By default all `tokens` are 0 and generated.
+    By default all `tokens` are 0 and generated, and there is one role without a mean.
     """
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     arrays = {
@@ -41,6 +41,8 @@ def inputs(keys, lengths, scores, mask=None, tokens=None, generated=None, **rest
         scores=np.asarray(scores, float),
         responses=np.zeros(int(offsets[-1]), int) if tokens is None else np.asarray(tokens, int),
         generated=np.ones(int(offsets[-1]), bool) if generated is None else np.asarray(generated, bool),
+        roles=["game"] * len(keys) if roles is None else roles,
+        role_means=role_means or {},
         **arrays,
     )
 
@@ -183,6 +185,24 @@ def test_gigpo_by_hand():
     assert normalized[2] == pytest.approx(2 / 3 / deviation[0] + 0.25 / deviation[1])
 
 
+def test_rae_by_hand():
+    """The dealer's mean is 0.5, then 0.5 * 0.5 + 0.5 * 1, then half of it; the guest's is 0."""
+    x = inputs(
+        [("a", 0), ("b", 0), ("c", 0)],
+        [2, 1, 1],
+        [1, 0.8, 0],
+        roles=["poker/dealer", "poker/guest", "poker/dealer"],
+        role_means={"poker/dealer": 0.5, "chess": 0.3},
+        role_decay=0.5,
+    )
+    advantages, returns = ADVANTAGE_ESTIMATORS.get("rae").estimate(x)
+    assert advantages.tolist() == [0.5, 0.5, 0.8, -0.75]
+    assert np.array_equal(advantages, returns)
+    assert role_baselines(x)[1] == {"poker/dealer": 0.375, "poker/guest": 0.4, "chess": 0.3}
+    with pytest.raises(ConfigError, match="adv_estimator=rae needs the roles of the prompts"):
+        ADVANTAGE_ESTIMATORS.get("rae").estimate(dataclasses.replace(x, roles=None))
+
+
 def test_gigpo_without_the_tokens_is_refused():
     x = dataclasses.replace(inputs([("a", 0)], [1], [1]), responses=None)
     with pytest.raises(ConfigError, match="adv_estimator=gigpo needs the tokens of the responses"):
@@ -309,6 +329,14 @@ def oracle(name, x: AdvantageInputs):
             step = (part["return"] - fmean(same)) / scale(same) if min(same) < max(same) else 0.0
             for i, t in part["tokens"]:
                 out[i][t] = of_session[s] + x.step_coef * step
+    elif name == "rae":
+        means, baselines = dict(x.role_means), {}
+        for s in sorted(sessions):
+            role = x.roles[sessions[s][2]]
+            baselines[s] = means.get(role, 0.0)
+            if sessions[s][0]:
+                means[role] = x.role_decay * baselines[s] + (1 - x.role_decay) * score[s]
+        on_all({s: score[s] - baselines[s] for s in sessions})
     elif name == "raft":
         best = {s: max(score[o] for o in names) for names in groups.values() for s in names}
         on_all({s: float(own > 0 and own == best[s]) for s, own in score.items()})
@@ -421,6 +449,9 @@ def batches(draw):
         mask,
         rng.integers(0, 2, total),
         mask | (rng.random(total) < 0.3),
+        [["dealer", "guest"][i] for i in rng.integers(0, 2, len(keys))],
+        {"dealer": 0.2},
+        role_decay=0.9,
         token_rewards=draw(st.sampled_from([None, -0.1 * rng.random(total)])),
         values=rng.normal(size=total),
         old_log_probs=log_probs,
@@ -466,6 +497,7 @@ def test_the_order_of_rows_changes_not_one_bit(name, x, seed):
         for n in (*OPTIONAL, "mask", "responses", "generated")
     }
     moved |= {n: getattr(x, n)[order] for n in ("scores", "reward_baselines", "reward_components")}
+    moved["roles"] = [x.roles[i] for i in order]
     shuffled = dataclasses.replace(
         x,
         keys=[x.keys[i] for i in order],

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rl_protocol import BatchData, KVBatchMeta, dense, ragged
+from rl_protocol import BatchData, KVBatchMeta, ObjectColumn, dense, ragged
 from rl_trainer import ActorConfig, AlgorithmConfig, build_graph, step_columns
 from rl_trainer.algorithms.advantage_pipeline import AdvantageSettings, estimate_advantages
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
@@ -86,6 +86,8 @@ def responses(groups=3, n=4, seed=0):
             "reward_baselines": dense(rng.random(len(lengths)).astype(np.float32)),
             "scores": dense(rng.random(len(lengths)).astype(np.float32)),
             "acc": dense(rng.random(len(lengths)).astype(np.float32)),
+            "data_source": ObjectColumn.from_values(["game"] * len(lengths)),
+            "extra_info": ObjectColumn.from_values([{"role": "ab"[i % 2]} for i in range(len(lengths))]),
         }
     )
     return KVBatchMeta(partition="train", keys=tuple(f"{g}/{s}/0" for g in range(groups) for s in range(n))), data
@@ -102,11 +104,11 @@ def test_an_answer_changes_no_advantage_and_no_metric_of_the_responses(name):
     given = np.array([int(key.split("/")[1]) == n - 1 for key in meta.keys])
     lengths = data.ragged("responses").lengths
     column = {"demonstration": ragged([[g] * size for g, size in zip(given, lengths, strict=True)], "bool")}
-    mixed, metrics, _ = estimate_advantages(
+    mixed, metrics, *_ = estimate_advantages(
         meta, BatchData({**data.columns, **column}), settings(**algorithm, sft_coef=0.5)
     )
     others = np.flatnonzero(~given).tolist()
-    alone, expected, _ = estimate_advantages(meta.select_rows(others), data.select_rows(others), settings(**algorithm))
+    alone, expected, *_ = estimate_advantages(meta.select_rows(others), data.select_rows(others), settings(**algorithm))
     kept = mixed.select_rows(others)
     assert kept.ragged("advantages").values.tolist() == alone.ragged("advantages").values.tolist()
     assert not mixed.select_rows(np.flatnonzero(given).tolist()).ragged("advantages").values.any()
@@ -122,7 +124,7 @@ def test_answers_alone_have_no_reward():
     given = {"demonstration": ragged([[True] * size for size in lengths], "bool")}
     names = ("prompts", "responses", "response_mask", "scores", "acc")
     data = BatchData({**{name: data[name] for name in names}, **given})
-    columns, metrics, _ = estimate_advantages(meta, data, dataclasses.replace(settings(), algorithm=SFT))
+    columns, metrics, *_ = estimate_advantages(meta, data, dataclasses.replace(settings(), algorithm=SFT))
     assert columns.ragged("ce_weights").values.tolist() == [1.0] * int(lengths.sum())
     assert "critic/score/mean" not in metrics
     assert metrics["demonstration/score/max"] == pytest.approx(float(data.dense("scores").values.max()))

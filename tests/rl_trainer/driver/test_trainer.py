@@ -342,6 +342,7 @@ COMBINATIONS = [
     ("raft", "gpg", {}),
     ("opd", "vanilla", {}),
     ("gigpo", "vanilla", {"algorithm": {"gamma": 0.9}}),
+    ("rae", "vanilla", {"algorithm": {"rae_decay": 0.5}}),
     ("dr_grpo", "kimi_k15", {}),
     ("rloo", "topr", {}),
     ("grpo", "luspo", {}),

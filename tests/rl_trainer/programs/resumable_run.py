@@ -54,13 +54,14 @@ from rl_trainer.rollout.hf_engine import HFRolloutEngine
 OPTIM = OptimConfig(lr=3e-3, lr_warmup_steps=2, lr_scheduler_type="cosine", lr_decay_steps=30, min_lr_ratio=0.1)
 SCENARIOS = {
     "gae": {"estimator": "gae", "kl": KLControlConfig(type="adaptive", kl_coef=0.5, target_kl=1e-3, horizon=64)},
+    "rae": {"estimator": "rae"},
     "lora": {"lora": LoraConfig(rank=4, alpha=8, dropout=0.2)},
     "curriculum": {"curriculum": "odd_first"},
     "scores": {"curriculum": "target_score"},
     "asynchronous": {"bound": 2, "curriculum": "target_score"},
 }
-"""Options of `Run`: a critic with adaptive KL control, LoRA with dropout, a curriculum without and
-with scores, sampling that runs ahead.
+"""Options of `Run`: a critic with adaptive KL control, means of roles, LoRA with dropout, a
+curriculum without and with scores, sampling that runs ahead.
 
 The dropout draws from the random state of the process.
 """

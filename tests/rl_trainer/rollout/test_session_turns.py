@@ -337,7 +337,7 @@ def test_batch_metrics_count_a_session_once():
         kl_coef=0.0,
         rng=np.random.default_rng(0),
     )
-    out, metrics, _ = estimate_advantages(KVBatchMeta(partition="train", keys=keys), BatchData(columns), scoring)
+    out, metrics, *_ = estimate_advantages(KVBatchMeta(partition="train", keys=keys), BatchData(columns), scoring)
     assert metrics["critic/score/mean"] == 0.5
     a = out.ragged("advantages")
     assert a.row(0).tolist() == [a.row(1)[0]] * 2 == [-a.row(2)[0]] * 2

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from rl_protocol import BatchData, KVBatchMeta, RaggedColumn, RowKey
-from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
+from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, role_baselines
 from rl_trainer.algorithms.arrays import BoolArray, FloatArray, IntArray, row_sums
 from rl_trainer.algorithms.covariance_tokens import clip_cov_tokens, kl_cov_tokens
 from rl_trainer.algorithms.kl import kl_penalty
@@ -31,6 +31,7 @@ class AdvantageSettings:
         response_length: largest number of tokens of a response, for response_length/clip_ratio.
         kl_coef: weight of the KL penalty in the reward at this step.
         rng: source of random token selections.
+        role_means: running mean of the scores of each role before this step.
     """
 
     algorithm: AlgorithmConfig
@@ -38,6 +39,7 @@ class AdvantageSettings:
     response_length: int
     kl_coef: float
     rng: np.random.Generator
+    role_means: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 class Estimates(NamedTuple):
@@ -48,6 +50,8 @@ class Estimates(NamedTuple):
     metrics: dict[str, float]
     reward_kl: float | None
     """Mean divergence from the reference per token, nats; None: the reward includes none."""
+    role_means: Mapping[str, float]
+    """Running mean of the scores of each role after this step."""
 
 
 def estimate_advantages(batch: KVBatchMeta, data: BatchData, settings: AdvantageSettings) -> Estimates:
@@ -65,7 +69,7 @@ def estimate_advantages(batch: KVBatchMeta, data: BatchData, settings: Advantage
     mask, weights, metrics = _corrected(data, generated, config.rollout_correction)
     scores = data.dense("scores").values.astype(np.float64)
     penalty, reward_kl, kl_metrics = _kl_penalty(data, mask, settings)
-    inputs = _inputs(batch, data, config, mask=mask, token_rewards=penalty, weights=weights)
+    inputs = _inputs(batch, data, settings, mask=mask, token_rewards=penalty, weights=weights)
     advantages, returns = _estimate(inputs, config)
     columns = {
         "advantages": RaggedColumn(advantages.astype(np.float32), offsets, "float32"),
@@ -84,20 +88,22 @@ def estimate_advantages(batch: KVBatchMeta, data: BatchData, settings: Advantage
     metrics |= kl_metrics | batch_metrics(data, mask, rewards, advantages, returns, settings.response_length, final)
     metrics |= _equal_groups([inputs.keys[row].uid for row in final], scores[final])
     metrics |= stats("demonstration/score", scores[demonstrations])
-    return Estimates(BatchData(columns), metrics, reward_kl)
+    role_means = settings.role_means if inputs.roles is None else role_baselines(inputs)[1]
+    metrics |= {f"critic/role_mean/{role}": mean for role, mean in role_means.items()}
+    return Estimates(BatchData(columns), metrics, reward_kl, role_means)
 
 
 def _inputs(
     batch: KVBatchMeta,
     data: BatchData,
-    config: AlgorithmConfig,
+    settings: AdvantageSettings,
     *,
     mask: BoolArray,
     token_rewards: FloatArray | None,
     weights: FloatArray | None,
 ) -> AdvantageInputs:
     """What the advantage estimator gets of the batch."""
-    baselines, components = "reward_baselines", "reward_components"
+    config, baselines, components = settings.algorithm, "reward_baselines", "reward_components"
     return AdvantageInputs(
         keys=[RowKey.parse(key) for key in batch.keys],
         offsets=data.ragged("responses").offsets,
@@ -114,11 +120,20 @@ def _inputs(
         component_weights=np.array(config.component_weights),
         responses=data.ragged("responses").values.astype(np.int64),
         generated=data.ragged("response_mask").values.astype(np.bool_),
+        roles=_roles(data) if "extra_info" in data else None,
+        role_means=settings.role_means,
+        role_decay=config.rae_decay,
         gamma=config.gamma,
         lam=config.lam,
         norm_by_std=config.norm_adv_by_std_in_grpo,
         step_coef=config.gigpo_step_coef,
     )
+
+
+def _roles(data: BatchData) -> Sequence[str]:
+    """[N] data source and role of each trajectory, such as poker/dealer; poker without a role."""
+    facts = zip(data.objects("data_source").values(), data.objects("extra_info").values(), strict=True)
+    return [f"{source}/{extra['role']}" if "role" in extra else source for source, extra in facts]
 
 
 def _estimate(inputs: AdvantageInputs, config: AlgorithmConfig) -> tuple[FloatArray, FloatArray]:

@@ -93,6 +93,13 @@ class AlgorithmConfig(Options):
     gigpo_step_coef: float = option(
         1.0, "gigpo: weight of a turn's advantage, beside that of its session", ge=0, needs="adv_estimator=gigpo"
     )
+    rae_decay: float = option(
+        0.95,
+        "rae: part of a role's mean score that stays when a response is added",
+        ge=0,
+        lt=1,
+        needs="adv_estimator=rae",
+    )
     use_kl_in_reward: bool = option(
         False, "subtract the divergence from the reference policy from each token's reward", verl="."
     )

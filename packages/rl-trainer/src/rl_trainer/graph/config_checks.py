@@ -8,8 +8,12 @@ from rl_trainer.algorithms.losses import POLICY_LOSSES
 from rl_trainer.algorithms.old_log_prob import starts_from_rollout
 from rl_trainer.config import ActorConfig, AlgorithmConfig, AsyncConfig
 from rl_trainer.config.rollout_correction import SECOND_MOMENT
+from rl_trainer.workers.columns import TASK_COLUMNS
 
-WRITABLE = ("values", "old_log_probs", "ref_log_prob", "sum_pi_squared", "reward_components", "reward_baselines")
+WRITABLE = (
+    *("values", "old_log_probs", "ref_log_prob", "sum_pi_squared", "reward_components", "reward_baselines"),
+    *TASK_COLUMNS,
+)
 """Columns beyond scores and masks that an estimator can read."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from rl_protocol import BatchData, RowKey, dense
@@ -22,10 +24,11 @@ FAILURE_TAG = "reward_failure"
 
 
 class AdvantageStages:
-    """The stages `filter`, `baseline` and `adv`, and the KL coefficient that `adv` adapts.
+    """The stages `filter`, `baseline` and `adv`, and what `adv` adapts from step to step.
 
     Attributes:
         kl_coef: weight of the divergence in the reward of the next step.
+        role_means: running mean of the scores of each role.
 
     Args:
         record: records trajectories with their advantages; None: none.
@@ -43,8 +46,10 @@ class AdvantageStages:
         self.columns = columns
         self._settings = settings
         self.kl_coef = settings.algorithm.kl_ctrl.kl_coef
-        self._kl_before = 0, self.kl_coef
-        """(step, its coefficient) of the last call of `adv`, since a step can be repeated."""
+        self.role_means: Mapping[str, float] = {}
+        self._before = 0, self.kl_coef, self.role_means
+        """(step, its coefficient and means) of the last call of `adv`, since a step can be
+        repeated."""
 
     @tqbridge(reads=lambda step: step.filter)
     async def filter(self, data: BatchData, call: StageCall) -> FilterResult:
@@ -109,17 +114,19 @@ class AdvantageStages:
         statistics.
         """
         settings = self._settings
-        if self._kl_before[0] == call.step:
-            self.kl_coef = self._kl_before[1]
-        self._kl_before = call.step, self.kl_coef
+        if self._before[0] == call.step:
+            _, self.kl_coef, self.role_means = self._before
+        self._before = call.step, self.kl_coef, self.role_means
         advantages = AdvantageSettings(
             algorithm=settings.algorithm,
             policy_loss=settings.policy_loss,
             response_length=settings.response_length,
             kl_coef=self.kl_coef,
             rng=np.random.default_rng((settings.seed, call.step)),
+            role_means=self.role_means,
         )
         made = estimate_advantages(call.batch, data, advantages)
+        self.role_means = made.role_means
         columns = made.columns.select_fields(declaration(self.adv, self.columns).writes)
         if self._record is not None and self._record.due(call.batch, call.step):
             await self._record.write(call.batch, call.step, data, columns)

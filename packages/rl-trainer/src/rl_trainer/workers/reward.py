@@ -41,6 +41,7 @@ STATE = "worker.json"
 
 class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kl_coef: float
+    role_means: dict[str, float] = {}
 
 
 class RewardWorker(StatefulWorker):
@@ -193,7 +194,7 @@ class RewardWorker(StatefulWorker):
         return await self._row_files.put(call)
 
     def copy_state(self, part: str) -> Mapping[str, Write]:
-        state = _State(kl_coef=self._advantages.kl_coef)
+        state = _State(kl_coef=self._advantages.kl_coef, role_means=dict(self._advantages.role_means))
 
         def write(folder: Path) -> Sequence[Path]:
             (folder / STATE).write_bytes(msgspec.json.encode(state))
@@ -203,7 +204,7 @@ class RewardWorker(StatefulWorker):
 
     def take_state(self, folder: Path) -> None:
         state = msgspec.json.decode((folder / STATE).read_bytes(), type=_State)
-        self._advantages.kl_coef = state.kl_coef
+        self._advantages.kl_coef, self._advantages.role_means = state.kl_coef, state.role_means
 
     async def _with_prompts(self, data: BatchData, batch: KVBatchMeta, *, logged: bool) -> BatchData:
         """The columns, and the prompts if samples are logged or the reward function reads them."""

@@ -14,6 +14,7 @@ from rl_trainer.algorithms.advantages.maxrl import maxrl
 from rl_trainer.algorithms.advantages.opd import opd
 from rl_trainer.algorithms.advantages.opo import opo
 from rl_trainer.algorithms.advantages.optimal_token_baseline import optimal_token_baseline
+from rl_trainer.algorithms.advantages.per_role.rae import rae, role_baselines
 from rl_trainer.algorithms.advantages.per_turn.gigpo import gigpo
 from rl_trainer.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
 from rl_trainer.algorithms.advantages.remax import remax
@@ -38,6 +39,7 @@ ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry(
         "gpg": Estimator(gpg, compares=True),
         "gdpo": Estimator(gdpo, reads=("reward_components",), compares=True),
         "gigpo": Estimator(gigpo, compares=True),
+        "rae": Estimator(rae, reads=("data_source", "extra_info")),
         "optimal_token_baseline": Estimator(
             optimal_token_baseline, reads=("old_log_probs", "sum_pi_squared"), compares=True
         ),
@@ -70,10 +72,12 @@ __all__ = [
     "opd",
     "opo",
     "optimal_token_baseline",
+    "rae",
     "raft",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",
     "rloo",
+    "role_baselines",
     "whiten",
 ]

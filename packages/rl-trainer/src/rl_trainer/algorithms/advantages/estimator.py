@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
@@ -40,6 +40,9 @@ class AdvantageInputs:
         component_weights: [K].
         responses: int64 [T] token ids, observations included.
         generated: bool [T], true for tokens that the policy generated, also rejected ones.
+        roles: [N] data source and role of each trajectory; None: the estimator does not read them.
+        role_means: running mean of the scores of each role before this batch.
+        role_decay: part of a running mean that stays when a session is added.
         gamma, lam: discount per token (GiGPO: per turn) and lambda of GAE.
         norm_by_std: divide group advantages by the group's standard deviation.
         step_coef: weight of GiGPO's advantage of a turn.
@@ -60,6 +63,9 @@ class AdvantageInputs:
     component_weights: FloatArray | None = None
     responses: IntArray | None = None
     generated: BoolArray | None = None
+    roles: Sequence[str] | None = None
+    role_means: Mapping[str, float] = field(default_factory=dict[str, float])
+    role_decay: float = 0.95
     gamma: float = 1.0
     lam: float = 1.0
     norm_by_std: bool = True
