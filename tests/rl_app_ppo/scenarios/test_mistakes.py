@@ -115,6 +115,7 @@ MISTAKES = [
     (["algorithm=sft", "rollout.n=1", "data.answer_key=solution"], ["data.answer_key='solution'", "got None", "that has ground_truth"]),
     (["algorithm=sft"], ["rollout.n must be 1 with algorithm.rl_coef=0", "got 4"]),
     (["algorithm.sft_coef=1", "rollout.temperature=0.7"], ["rollout.temperature must be 1 with algorithm.sft_coef", "got 0.7"]),
+    (["algorithm.echo_coef=1"], ["algorithm.echo_coef must be 0 with rollout.session=single_turn", "got 1"]),
     (["algorithm.sft_coef=1", "algorithm.adv_estimator=gae"], ["algorithm.adv_estimator=gae", "algorithm.sft_coef=1"]),
     (["algorithm=opd"], ["reference.path must be the teacher's checkpoint folder", "got ''"]),
     (["algorithm=opd", "reference.path=gone"], ["reference.path='gone'", "hf download gone"]),

@@ -12,19 +12,20 @@ from rl_trainer import ActorConfig, AlgorithmConfig, build_graph, step_columns
 from rl_trainer.algorithms.advantage_pipeline import AdvantageSettings, estimate_advantages
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl_trainer.algorithms.loss_parts import part_weights
-from rl_trainer.config import PolicyLossConfig
+from rl_trainer.config import PolicyLossConfig, RolloutCorrectionConfig
 
 KL = ActorConfig(use_kl_loss=True)
 SFT = AlgorithmConfig(rl_coef=0.0, sft_coef=1.0)
-GIVEN = np.array([False, False, True])
+GIVEN = np.array([False, False, True, False])
+OBSERVED = np.array([False, False, False, True])
 
 
 def test_the_weights_by_hand():
-    weights = part_weights(GIVEN, AlgorithmConfig(rl_coef=0.5, sft_coef=2.0))
+    weights = part_weights(GIVEN, OBSERVED, AlgorithmConfig(rl_coef=0.5, sft_coef=2.0, echo_coef=0.25))
     assert {name: values.tolist() for name, values in weights.items()} == {
-        "rl_weights": [0.5, 0.5, 0.0],
-        "ce_weights": [0.0, 0.0, 2.0],
-        "ref_kl_weights": [1.0, 1.0, 0.0],
+        "rl_weights": [0.5, 0.5, 0.0, 0.0],
+        "ce_weights": [0.0, 0.0, 2.0, 0.25],
+        "ref_kl_weights": [1.0, 1.0, 0.0, 0.0],
     }
     assert {values.dtype.name for values in weights.values()} == {"float32"}
 
@@ -37,6 +38,7 @@ def test_the_weights_by_hand():
         (AlgorithmConfig(sft_coef=0.1), KL, ("rl_weights", "ce_weights", "ref_kl_weights")),
         (AlgorithmConfig(rl_coef=2.0), ActorConfig(), ("rl_weights",)),
         (SFT, ActorConfig(), ("ce_weights",)),
+        (AlgorithmConfig(echo_coef=0.1), KL, ("rl_weights", "ce_weights", "ref_kl_weights")),
     ],
 )
 def test_a_weight_that_is_the_same_for_all_tokens_has_no_column(algorithm, actor, columns):
@@ -116,6 +118,30 @@ def test_an_answer_changes_no_advantage_and_no_metric_of_the_responses(name):
     for about in ("critic/score/mean", "critic/acc/mean", "critic/advantages/max", "training/rollout_probs_diff_mean"):
         assert metrics[about] == expected[about]
     assert metrics["demonstration/score/mean"] == pytest.approx(float(data.dense("scores").values[given].mean()))
+
+
+def test_observations_are_trained_on_and_change_no_advantage():
+    """Every second token of a response is an observation."""
+    meta, data = responses()
+    mask = ragged([[i % 2 == 0 for i in range(size)] for size in data.ragged("responses").lengths], "bool")
+    data = BatchData({**data.columns, "response_mask": mask})
+    without, expected, *_ = estimate_advantages(meta, data, settings())
+    columns, metrics, *_ = estimate_advantages(meta, data, settings(echo_coef=0.25))
+    assert columns.ragged("advantages").values.tolist() == without.ragged("advantages").values.tolist()
+    assert metrics == expected
+    assert columns.ragged("loss_mask").values.all()
+    assert without.ragged("loss_mask").values.tolist() == mask.values.tolist()
+    assert columns.ragged("ce_weights").values.tolist() == [0.0 if own else 0.25 for own in mask.values]
+    assert columns.ragged("rl_weights").values.tolist() == mask.values.astype(float).tolist()
+
+
+def test_rejected_tokens_are_no_observations():
+    meta, data = responses()
+    data = BatchData({**data.columns, "rollout_log_probs": data["old_log_probs"]})
+    correction = RolloutCorrectionConfig(rollout_rs=("token_k1",), rollout_rs_threshold=("2.0_3.0",))
+    columns, *_ = estimate_advantages(meta, data, settings(echo_coef=1.0, rollout_correction=correction))
+    assert not columns.ragged("loss_mask").values.any()
+    assert not columns.ragged("ce_weights").values.any()
 
 
 def test_answers_alone_have_no_reward():

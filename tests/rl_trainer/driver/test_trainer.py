@@ -351,6 +351,16 @@ COMBINATIONS = [
 ]
 
 
+def test_observations_of_an_agent_are_learned(model_path, monkeypatch):
+    """Token 13 of the environment begins the second trajectory of each session."""
+    monkeypatch.setitem(SESSIONS._built_in, "two", SessionKind(two_trajectories))
+    setup = Setup(model_path, session="two", steps=4, algorithm={"echo_coef": 1.0})
+    setup.fit()
+    losses = [m["actor/ce_loss"] for _, m in setup.steps]
+    assert losses[-1] < losses[0]
+    assert losses[0] == pytest.approx(np.log(15), rel=0.2)  # of a random model with as many tokens
+
+
 def documented():
     """Yield patterns of the metric names in docs/metrics.md.
 

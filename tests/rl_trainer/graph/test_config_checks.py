@@ -56,6 +56,8 @@ SFT = {"rl_coef": 0.0, "sft_coef": 1.0}
         ({**SFT, "use_kl_in_reward": True}, 1, r"rl_coef=0 .* for which AlgorithmConfig\.use_kl_in_reward=true is"),
         ({"sft_coef": 0.5}, 2, r"RolloutConfig\.n must be at least 3 .*sft_coef above 0 makes one the data's"),
         ({"sft_coef": 0.5, "adv_estimator": "gae"}, 8, r"sft_coef=0\.5 adds an answer .*adv_estimator=gae would take"),
+        ({"echo_coef": 0.5, "adv_estimator": "gae"}, 8, r"echo_coef=0\.5 adds tokens .*adv_estimator=gae"),
+        ({"echo_coef": 0.5, "old_log_prob": "rollout"}, 8, r"echo_coef=0\.5 adds tokens .*old_log_prob=rollout"),
         ({"sft_coef": 0.5, "old_log_prob": "rollout"}, 8, r"which AlgorithmConfig\.old_log_prob=rollout would take"),
         (
             {"sft_coef": 0.5, "filter_groups": FilterGroupsConfig(enable=True)},

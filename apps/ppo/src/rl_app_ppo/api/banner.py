@@ -52,6 +52,8 @@ def _losses(config: AppConfig) -> str:
         parts.append(f"advantages {algorithm.adv_estimator}, {weight}loss {config.actor.policy_loss.loss_mode}")
     if algorithm.sft_coef:
         parts.append(f"{algorithm.sft_coef:g} x cross-entropy of the data's answers ({config.data.answer_key})")
+    if algorithm.echo_coef:
+        parts.append(f"{algorithm.echo_coef:g} x cross-entropy of observations")
     return " + ".join(parts)
 
 

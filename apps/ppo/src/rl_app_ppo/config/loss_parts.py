@@ -30,8 +30,14 @@ def check_loss_parts(config: AppConfig, path: str) -> None:
         config.reference.path,
     )
     require(
-        config.rollout.temperature == 1 or not config.demonstrates,
+        not algorithm.echo_coef or config.rollout.session != "single_turn",
+        f"{path}algorithm.echo_coef",
+        "0 with rollout.session=single_turn, whose responses have no observations",
+        algorithm.echo_coef,
+    )
+    require(
+        config.rollout.temperature == 1 or not (config.demonstrates or algorithm.echo_coef),
         f"{path}rollout.temperature",
-        "1 with algorithm.sft_coef above 0: log-probs are those of the policy at this temperature, and so is the cross-entropy",
+        "1 with algorithm.sft_coef or echo_coef above 0: log-probs are those of the policy at this temperature, and so is the cross-entropy",
         config.rollout.temperature,
     )

@@ -66,6 +66,7 @@ def estimate_advantages(batch: KVBatchMeta, data: BatchData, settings: Advantage
     """
     config, offsets = settings.algorithm, data.ragged("responses").offsets
     generated, given = _generated(data)
+    observed = ~(generated | given) & bool(config.echo_coef)
     mask, weights, metrics = _corrected(data, generated, config.rollout_correction)
     scores = data.dense("scores").values.astype(np.float64)
     penalty, reward_kl, kl_metrics = _kl_penalty(data, mask, settings)
@@ -74,10 +75,10 @@ def estimate_advantages(batch: KVBatchMeta, data: BatchData, settings: Advantage
     columns = {
         "advantages": RaggedColumn(advantages.astype(np.float32), offsets, "float32"),
         "returns": RaggedColumn(returns.astype(np.float32), offsets, "float32"),
-        "loss_mask": RaggedColumn(mask | given, offsets, "bool"),
+        "loss_mask": RaggedColumn(mask | given | observed, offsets, "bool"),
     }
-    if config.sft_coef or config.rl_coef != 1:
-        weighted = part_weights(given, config)
+    if config.sft_coef or config.echo_coef or config.rl_coef != 1:
+        weighted = part_weights(given, observed, config)
         columns |= {name: RaggedColumn(values, offsets, "float32") for name, values in weighted.items()}
     if weights is not None:
         columns["rollout_is_weights"] = RaggedColumn(weights.astype(np.float32), offsets, "float32")

@@ -1,8 +1,9 @@
 """The parts of a token's loss, and their weights: rl, ce and ref_kl.
 
 `rl` is the policy loss, `ce` the cross-entropy of the token, and `ref_kl` the divergence from the
-reference policy. Tokens that the data gave (demonstrations) have the part `ce`, all others have
-`rl` and `ref_kl`. A part whose weight is the same for all tokens needs no column.
+reference policy. Tokens that the data gave (demonstrations), and those that the environment of an
+agent gave (observations) where they are trained on, have the part `ce`; all others have `rl` and
+`ref_kl`. A part whose weight is the same for all tokens needs no column.
 """
 
 from __future__ import annotations
@@ -23,31 +24,44 @@ class LossParts:
 
     Attributes:
         rl: the policy loss, and so advantages.
-        ce: the cross-entropy of demonstrations.
+        demonstrations: their cross-entropy.
+        observations: their cross-entropy.
         columns: weights that differ between tokens.
     """
 
     rl: bool
-    ce: bool
+    demonstrations: bool
+    observations: bool
     columns: tuple[str, ...]
 
 
 def loss_parts(algorithm: AlgorithmConfig, actor: ActorConfig) -> LossParts:
     """The parts of a run with these settings."""
-    rl, ce = algorithm.rl_coef > 0, algorithm.sft_coef > 0
+    rl, demonstrations, observations = algorithm.rl_coef > 0, algorithm.sft_coef > 0, algorithm.echo_coef > 0
+    ce = demonstrations or observations
     weighted = {
         "rl_weights": rl and (ce or algorithm.rl_coef != 1),
         "ce_weights": ce,
         "ref_kl_weights": actor.use_kl_loss and ce,
     }
-    return LossParts(rl=rl, ce=ce, columns=tuple(name for name, needed in weighted.items() if needed))
+    return LossParts(
+        rl=rl,
+        demonstrations=demonstrations,
+        observations=observations,
+        columns=tuple(name for name, needed in weighted.items() if needed),
+    )
 
 
-def part_weights(demonstration: BoolArray, algorithm: AlgorithmConfig) -> Mapping[str, npt.NDArray[np.float32]]:
-    """The weights [T] of each part; `demonstration` [T] is true for tokens that the data gave."""
-    given = demonstration.astype(np.float32)
+def part_weights(
+    demonstration: BoolArray, observation: BoolArray, algorithm: AlgorithmConfig
+) -> Mapping[str, npt.NDArray[np.float32]]:
+    """The weights [T] of each part; `demonstration` and `observation` [T] are true for tokens that
+    the data and the environment gave.
+    """
+    given, observed = demonstration.astype(np.float32), observation.astype(np.float32)
+    own = 1 - given - observed
     return {
-        "rl_weights": np.float32(algorithm.rl_coef) * (1 - given),
-        "ce_weights": np.float32(algorithm.sft_coef) * given,
-        "ref_kl_weights": 1 - given,
+        "rl_weights": np.float32(algorithm.rl_coef) * own,
+        "ce_weights": np.float32(algorithm.sft_coef) * given + np.float32(algorithm.echo_coef) * observed,
+        "ref_kl_weights": own,
     }

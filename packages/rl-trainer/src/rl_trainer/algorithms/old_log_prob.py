@@ -82,6 +82,8 @@ def recompute_reason(algorithm: AlgorithmConfig) -> str:
         return f"AlgorithmConfig.adv_estimator={algorithm.adv_estimator} reads sum_pi_squared of that pass"
     if algorithm.sft_coef:
         return "AlgorithmConfig.sft_coef trains on answers of the data, which no rollout engine generated"
+    if algorithm.echo_coef:
+        return "AlgorithmConfig.echo_coef trains on observations, which no rollout engine generated"
     for name in ("rollout_is", "rollout_rs"):
         if getattr(algorithm.rollout_correction, name):
             return f"RolloutCorrectionConfig.{name} compares them with those of the rollout engine"

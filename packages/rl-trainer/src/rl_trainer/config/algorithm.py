@@ -81,6 +81,12 @@ class AlgorithmConfig(Options):
         "not generated",
         ge=0,
     )
+    echo_coef: float = option(
+        0.0,
+        "weight of the cross-entropy of what tools and environments answer, in the responses of agents: the policy also learns what follows "
+        "from its actions",
+        ge=0,
+    )
     gamma: float = option(1.0, "discount per token; gigpo: per turn", ge=0, le=1, verl=".")
     lam: float = option(1.0, "lambda of GAE", ge=0, le=1, needs="trains_critic", verl=".")
     norm_adv_by_std_in_grpo: bool = option(

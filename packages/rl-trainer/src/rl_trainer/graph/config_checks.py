@@ -61,6 +61,7 @@ def _check_parts(algorithm: AlgorithmConfig, actor: ActorConfig, rollout_n: int)
     reads = ADVANTAGE_ESTIMATORS.get(algorithm.adv_estimator).reads
     if not algorithm.rl_coef:
         _check_without_policy_loss(algorithm, actor, rollout_n, reads)
+    _check_observations(algorithm, reads)
     if not algorithm.sft_coef:
         return
     refused = {
@@ -74,6 +75,20 @@ def _check_parts(algorithm: AlgorithmConfig, actor: ActorConfig, rollout_n: int)
             raise ConfigError(
                 f"AlgorithmConfig.sft_coef={algorithm.sft_coef:g} adds an answer of the data to the responses of each prompt, which {setting} "
                 "would take for a generated one; set another value, or sft_coef=0."
+            )
+
+
+def _check_observations(algorithm: AlgorithmConfig, reads: tuple[str, ...]) -> None:
+    """Check what trained observations can't be combined with."""
+    refused = {
+        f"the critic of AlgorithmConfig.adv_estimator={algorithm.adv_estimator}": "values" in reads,
+        f"AlgorithmConfig.old_log_prob={algorithm.old_log_prob}": starts_from_rollout(algorithm.old_log_prob),
+    }
+    for setting, given in refused.items():
+        if given and algorithm.echo_coef:
+            raise ConfigError(
+                f"AlgorithmConfig.echo_coef={algorithm.echo_coef:g} adds tokens of the environment to the loss, which {setting} would take for "
+                "generated ones; set another value, or echo_coef=0."
             )
 
 
@@ -93,7 +108,7 @@ def _check_without_policy_loss(
                 f"AlgorithmConfig.rl_coef=0 computes no policy loss and no advantages, for which {setting} is; leave it at its default, or set "
                 "rl_coef above 0."
             )
-    if not algorithm.sft_coef and not actor.use_kl_loss:
+    if not (algorithm.sft_coef or algorithm.echo_coef) and not actor.use_kl_loss:
         raise ConfigError(
             "AlgorithmConfig.rl_coef=0 leaves nothing to train on; set AlgorithmConfig.sft_coef above 0, or ActorConfig.use_kl_loss=true."
         )

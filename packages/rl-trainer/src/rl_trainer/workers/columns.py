@@ -52,7 +52,7 @@ _BETWEEN_STAGES = (
         kind="ragged",
         dtype="bool",
         writer="adv",
-        meaning="response_mask without what the rollout correction rejects",
+        meaning="response_mask without what the rollout correction rejects, with observations that are trained on",
     ),
     ColumnSpec(
         name="rollout_is_weights",
@@ -163,7 +163,8 @@ class StepColumns:
         reference: log-probs of the reference policy.
         reference_loss: the same, if the policy loss reads them.
         reference_top: the most probable tokens of the reference, which the policy update reads.
-        rejected: the mask of the rollout correction.
+        rejected: the mask of losses where it is not `response_mask`: without what the rollout
+            correction rejects, with observations that are trained on.
         weights: importance weights of the rollout correction.
         chosen: tokens that the policy loss treats differently.
         versions: of the weights that generated each token, for interpolated old log-probs.
@@ -234,11 +235,11 @@ def step_columns(algorithm: AlgorithmConfig, actor: ActorConfig, *, images: bool
         reference=reference,
         reference_loss=reference if actor.use_kl_loss and not actor.kl_loss_topk else (),
         reference_top=REFERENCE_TOP if actor.use_kl_loss and actor.kl_loss_topk else (),
-        rejected=("loss_mask",) if correction.rollout_rs and not from_engine else (),
+        rejected=("loss_mask",) if parts.observations or (correction.rollout_rs and not from_engine) else (),
         weights=("rollout_is_weights",) if correction.rollout_is and not from_engine else (),
         chosen=("chosen_tokens",) if loss.chooses else (),
         versions=("rollout_versions",) if mode == "interpolate" else (),
-        demonstration=("demonstration",) if parts.ce else (),
+        demonstration=("demonstration",) if parts.demonstrations else (),
         part_weights=parts.columns,
     )
     if not parts.rl:
