@@ -61,3 +61,90 @@ def test_without_the_tool_nothing_is_right(app, calculator_model):
     assert [m[ACCURACY] for m in lines if ACCURACY in m] == [0.0, 0.0]
     assert max(m["critic/score/max"] for m in lines[1:]) == 0.0
     assert not any("num_turns/mean" in m for m in lines)
+
+
+CHECKED = """
+import msgspec
+from rl_trainer.rollout.agents import Calculator, InteractionKind, ToolKind
+
+
+class Scaled(Calculator):
+    name = "calculator"
+
+    def __init__(self, factor=1):
+        self.factor = factor
+
+    def call(self, arguments, offset=0):
+        return str(int(super().call(arguments)) * self.factor + offset)
+
+
+class Once:
+    def __init__(self, question):
+        self.question = question
+
+    def reply(self, text):
+        question, self.question = self.question, None
+        return question
+
+
+TOOL, USER = ToolKind(Scaled), InteractionKind(Once)
+"""
+
+
+@pytest.mark.slow
+def test_rows_in_verls_format_choose_agent_arguments_and_interaction(app, calculator_model, tmp_path):
+    """`tools_kwargs`, `interaction_kwargs` and `agent_name` reach the sessions of a run."""
+    (tmp_path / "own.py").write_text(CHECKED)
+    kwargs = {"calculator": {"create_kwargs": {"factor": 10}, "execute_kwargs": {"offset": 3}}}
+    rows = [
+        {
+            "data_source": "d",
+            "prompt": [{"role": "user", "content": f"{factor}*512="}],
+            "reward_model": {"ground_truth": str(factor * 512)},
+            "agent_name": ("tool_agent", "single_turn_agent")[i % 2],
+            "extra_info": {
+                "need_tools_kwargs": i % 2 == 0,
+                "tools_kwargs": kwargs if i % 2 == 0 else None,
+                "interaction_kwargs": {"name": "own.py:USER", "question": "512*512="},
+            },
+        }
+        for i, factor in enumerate(range(400, 416))
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    command = (
+        f"model.path={calculator_model}",
+        "data.train_files=rows.jsonl",
+        "data.val_size=512",  # of the demo, which is not used
+        "data.val_files=rows.jsonl",
+        "rollout.val_kwargs.n=8",
+        "rollout.val_kwargs.temperature=1.0",
+        "reward.function=calculator",
+        "rollout.session=tool_agent",
+        "rollout.agent.tools=[own.py:TOOL]",
+        "rollout.response_length=48",
+        "data.train_batch_size=16",
+        "trainer.total_training_steps=1",
+    )
+    refused = app(*command, "--trust", "own.py")
+    assert refused.code == 2
+    assert (
+        "Row 1 of the train data: extra_info.interaction_kwargs.name must be in rollout.agent.interactions"
+        in refused.err
+    )
+    done = app(*command, "rollout.agent.interactions=[own.py:USER]", "--trust", "own.py")
+    assert done.code == 0, done.err
+    samples = [json.loads(line) for line in (done.folder / "samples" / "1.jsonl").read_text().splitlines()]
+    scaled = questions = 0
+    for sample in samples:
+        factor = int(sample["prompt"].partition("*512=")[0].rpartition("\n")[2])
+        with_tools = factor % 2 == 0
+        assert ("Tools:" in sample["prompt"]) == with_tools
+        response = sample["response"]
+        called = QWEN.written(f"{factor}*512")
+        scaled += with_tools and response.startswith(
+            f"{called}\n<|im_start|>user\n<tool_response>\n{factor * 5120 + 3}\n"
+        )
+        questions += "\n<|im_start|>user\n512*512=\n<|im_start|>assistant\n" in response
+        assert with_tools or "<|im_start|>user" not in response
+    assert scaled
+    assert questions

@@ -22,7 +22,7 @@ class WordCount:
 
 
 TOOL = ToolKind(WordCount)  # what a package registers
-SESSION = ToolAgent([TOOL.make()], "hermes", Limits(turns=4, turn_tokens=256)).session
+SESSION = ToolAgent([TOOL], "hermes", Limits(turns=4, turn_tokens=256)).session
 
 
 class Scripted:

@@ -38,6 +38,7 @@ python3 -m verl.trainer.main_ppo \
     trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15 $@
 """
 """verl's example of GRPO on GSM8K: names and values."""
+MULTI_TURN = "actor_rollout_ref.rollout.multi_turn.enable"
 CRITIC_LORA = "actor_rollout_ref.model.lora_rank=4 critic.model.lora_rank=4"
 
 
@@ -103,6 +104,25 @@ def test_the_example_of_gsm8k_loses_nothing_and_is_accepted(accepted, monkeypatc
     assert (config.trainer.save_freq, config.trainer.test_freq, config.trainer.logger) == (20, 5, ("console", "wandb"))
 
 
+def test_a_tool_agent_keeps_its_limits_and_dialect(imported):
+    group = "actor_rollout_ref.rollout.multi_turn"
+    text = f"{group}.enable=True {group}.format=llama3_json {group}.max_assistant_turns=5 {group}.max_tool_response_length=99"
+    found = imported(text)
+    settings = {
+        key: value for key, value in found.settings.items() if key.startswith(("rollout.agent", "rollout.session"))
+    }
+    assert settings == {
+        "rollout.session": "tool_agent",
+        "rollout.agent.dialect": "llama3_json",
+        "rollout.agent.turns": 5,
+        "rollout.agent.answer_chars": 99,
+    }
+    assert (
+        imported("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent").settings["rollout.session"]
+        == "tool_agent"
+    )
+
+
 def test_the_report_names_the_reward_the_devices_and_what_has_no_effect(convert):
     _, comments, _ = convert(GSM8K.replace("$HOME", "/h").replace("nnodes=1", "nnodes=2"))
     assert not any(line.startswith("# lost") for line in comments)
@@ -151,7 +171,10 @@ def test_no_setting_of_an_algorithm_of_ours_stands_in_for_verls(algorithm):
         ("+algorithm.my_trick=1", "no such key in verl 0.9.1"),
         ("+actor_rollout_ref.actor.optim.override_optimizer_config.foreach=True", "AdamW has no such setting"),
         ("actor_rollout_ref.actor.optim.optimizer=SGD", "AdamW is the optimizer"),
-        ("actor_rollout_ref.rollout.multi_turn.enable=True", "rollout.session"),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop=mine", "set rollout.session to a session"),
+        ("actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml", "register each tool as a ToolKind"),
+        (f"{MULTI_TURN}=True {MULTI_TURN[:-6]}max_parallel_calls=4", "all calls of a turn are made"),
+        (f"{MULTI_TURN}=True {MULTI_TURN[:-6]}format=gpt-oss", "gpt-oss is not supported"),
         ("actor_rollout_ref.rollout.do_sample=False", "greedy samples"),
         ("actor_rollout_ref.actor.qat.enable=True", "not quantized"),
         ("distillation.enabled=True", "reference.path with algorithm=opd"),

@@ -71,6 +71,39 @@ def test_files_are_read_in_order_and_the_prompt_may_have_another_name(tmp_path, 
     assert "".join(text_of(data[i]) for i in range(6)) == "450123"
 
 
+TOOL = {"type": "function", "function": {"name": "clock", "parameters": {}}}
+
+
+def test_a_row_chooses_its_agent_and_only_a_tool_agent_reads_of_tools(tmp_path):
+    template = "{% if tools %}{{ tools[0].function.name }} {% endif %}{{ messages[0].content }}"
+    encoder = PromptEncoder(characters(), template, tools=[TOOL])
+    names = [None, "tool_agent", "single_turn_agent"]
+    path = write_jsonl(tmp_path / "a.jsonl", [row("1+1=", agent_name=name) for name in names])
+    data = open_files(files(path, session="tool_agent"), encoder, tmp_path / "cache")
+    assert [(data[i].agent, text_of(data[i])) for i in range(3)] == [
+        ("", "clock 1+1="),
+        ("tool_agent", "clock 1+1="),
+        ("single_turn_agent", "1+1="),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("session", "agent", "why"),
+    [
+        ("single_turn", "tool_agent", "must be single_turn_agent .*; set RolloutConfig.session=tool_agent"),
+        ("tool_agent", "swe_agent", "must be single_turn_agent or tool_agent .* got 'swe_agent'"),
+        ("mine", "single_turn_agent", "must be mine with RolloutConfig.session=mine"),
+    ],
+)
+def test_an_agent_that_the_run_has_not_is_refused(tmp_path, encoder, session, agent, why):
+    path = write_jsonl(tmp_path / "a.jsonl", [row(), row(agent_name=agent)])
+    with pytest.raises(ConfigError, match=f"row 2: agent_name {why}"):
+        open_files(files(path, session=session), encoder, tmp_path / "cache")
+    for name, known in (("single_turn", "single_turn_agent"), ("mine", "mine")):
+        path = write_jsonl(tmp_path / "a.jsonl", [row(agent_name=known)])
+        assert len(open_files(files(path, session=name), encoder, tmp_path / "cache")) == 1
+
+
 def test_a_ground_truth_that_is_no_string_is_json():
     assert parse_row(row(reward_model={"ground_truth": {"target": 24, "numbers": [1, 2]}})).ground_truth == (
         '{"target":24,"numbers":[1,2]}'

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models
 
 from rl_protocol import ConfigError, SchemaError
 from rl_trainer.data import template_subprocess
-from rl_trainer.data.chat_template import PromptEncoder
+from rl_trainer.data.chat_template import Conversation, PromptEncoder
 from rl_trainer.data.prompt_rows import Message
 
 HELLO = [Message(role="user", content="hello")]
@@ -78,7 +78,7 @@ def test_one_that_does_not_end_for_one_prompt_answers_the_others(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(template_subprocess, "RENDER_S", 1.0)
         with pytest.raises(ConfigError, match="more than 1 s"):
-            mixed.texts([(HELLO, False), ([Message(role="user", content="loop")], False)])
+            mixed.texts([Conversation(HELLO), Conversation([Message(role="user", content="loop")])])
     assert mixed.text(HELLO) == "ok"
 
 
@@ -104,7 +104,7 @@ def test_what_is_no_template_is_refused_when_it_is_read():
 def test_the_process_serves_many_batches_and_ends_with_the_encoder(new_children):
     many = encoder("<{{ messages[0]['content'] }}|{{ add_generation_prompt }}>")
     assert new_children() == []  # no process starts before it is needed
-    rows = [([Message(role="user", content=str(n))], False) for n in range(500)]
+    rows = [Conversation([Message(role="user", content=str(n))]) for n in range(500)]
     for _ in range(3):
         assert many.texts(rows) == [f"<{n}|True>" for n in range(500)]
     (child,) = new_children()

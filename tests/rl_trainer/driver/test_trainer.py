@@ -71,7 +71,7 @@ from rl_trainer.driver.batch_queue import BatchQueue
 from rl_trainer.driver.hooks import Hook
 from rl_trainer.graph.config_checks import check_combination
 from rl_trainer.rewards import Failure, InlineScorer, Scored
-from rl_trainer.rollout.agents import Call, Limits, ToolAgent
+from rl_trainer.rollout.agents import Call, Limits, ToolAgent, ToolKind
 from rl_trainer.rollout.hf_engine import HFRolloutEngine
 from rl_trainer.rollout.session_turns import SINGLE_TURN
 from rl_trainer.workers.messages import FilterResult, RolloutCall, RolloutResult, StageCall, StageResult
@@ -428,7 +428,7 @@ class Reversed:
 
 
 def test_what_a_tool_said_is_seen_and_not_trained_on(model_path):
-    agent = ToolAgent([Reversed()], Reversed(), Limits(turns=3, turn_tokens=5))
+    agent = ToolAgent([ToolKind(Reversed)], Reversed(), Limits(turns=3, turn_tokens=5))
     setup = Setup(model_path, session=SessionKind(agent.run), validate=True, response_length=20)
     setup.fit()
     steps = [m for step, m in setup.steps if step]

@@ -12,7 +12,7 @@ from rl_protocol import BatchData, ragged
 from rl_protocol.ports import SamplingParams
 from rl_trainer import PromptRow, SessionKind, Tokenizer
 from rl_trainer.backends.torch_policy import TorchPolicyBackend
-from rl_trainer.rollout.agents import Call, Limits, ToolAgent
+from rl_trainer.rollout.agents import Call, Limits, ToolAgent, ToolKind
 from rl_trainer.rollout.hf_engine import HFRolloutEngine
 from rl_trainer.rollout.session_turns import SessionRef, run_sessions
 
@@ -47,7 +47,7 @@ def played(model_path):
         SessionRef(f"p{i}", 0, PromptRow(prompt_ids=ids, data_source="d", ground_truth=""))
         for i, ids in enumerate(prompts)
     ]
-    kind = SessionKind(ToolAgent([Always()], Always(), Limits(turns=4, turn_tokens=12)).run)
+    kind = SessionKind(ToolAgent([ToolKind(Always)], Always(), Limits(turns=4, turn_tokens=12)).run)
     sampling = SamplingParams(max_new_tokens=56, temperature=1.0)
     sessions = asyncio.run(run_sessions(kind, refs, HFRolloutEngine(model_path), sampling, LOSSY))
     return prompts, [one for (one,) in sessions]

@@ -26,6 +26,7 @@ from rl_trainer.rollout.agents import (
     Malformed,
     PlainJSON,
     ToolAgent,
+    ToolKind,
     Transcript,
     described,
 )
@@ -352,7 +353,9 @@ class Scripted:
 
 
 def agent(**limits):
-    return SessionKind(ToolAgent([Tool(lambda a: "ok" * a.seconds)], Questions(), Limits(**limits)).run)
+    return SessionKind(
+        ToolAgent([ToolKind(lambda: Tool(lambda a: "ok" * a.seconds))], Questions(), Limits(**limits)).run
+    )
 
 
 def play(kind, engine, length=40, tokenizer=LETTERS):
@@ -496,7 +499,7 @@ def test_log_probs_are_those_of_the_policy_at_the_same_places():
         observation = staticmethod(lambda answers: "".join(one.text for one in answers))
 
     tokenizer = Tokenizer(encode=lambda text: [2 + ord(letter) % 6 for letter in text], decode=lambda ids: "same")
-    kind = SessionKind(ToolAgent([Tool(lambda a: "abc")], Echo(), Limits(turns=4, turn_tokens=8)).run)
+    kind = SessionKind(ToolAgent([ToolKind(lambda: Tool(lambda a: "abc"))], Echo(), Limits(turns=4, turn_tokens=8)).run)
     refs = [
         SessionRef(f"p{i}", 0, PromptRow(prompt_ids=(2 + i % 6,), data_source="d", ground_truth="")) for i in range(32)
     ]
@@ -518,7 +521,7 @@ def test_log_probs_are_those_of_the_policy_at_the_same_places():
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="different names"):
-        ToolAgent([Calculator(), Calculator()], Hermes())
+        ToolAgent([ToolKind(Calculator)] * 2, Hermes())
     for name, value in (("turns", 0), ("turn_tokens", -1), ("answer_chars", 0), ("call_timeout_s", 0.0)):
         with pytest.raises(ConfigError, match=rf"^{name} must be"):
             Limits(**{name: value})

@@ -36,6 +36,7 @@ from rl_app_ppo.demo.demos import DEMOS
 from rl_app_ppo.demo.settings import ModelSettings
 from rl_app_ppo.demo.tokenizer import demo_tokenizer
 from rl_app_ppo.inputs.data import check_answers, open_data, train_order
+from rl_app_ppo.inputs.session import check_rows, session_of
 from rl_app_ppo.inputs.tokenizer import load_tokenizer, session_tokenizer, vision_of
 from rl_app_ppo.outputs.metric_sinks import check_installed, logger_names
 from rl_app_ppo.outputs.run_journal import check_kept_rows
@@ -85,6 +86,7 @@ def preflight(config: AppConfig, plugins: PluginPolicy) -> StepGraph:
     config.generator.check_model(described, config.rollout)
     _check_demo(config, path)
     data = open_data(config, path)
+    check_rows(session_of(config, path), data)
     train_order(config, data["train"]).rows(0)  # raises if the curriculum can't order these rows
     for rows in data.values():
         if len(rows):

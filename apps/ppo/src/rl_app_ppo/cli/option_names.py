@@ -16,7 +16,7 @@ from rl_trainer.algorithms.losses import POLICY_LOSSES
 from rl_trainer.data.curriculum import CURRICULA
 from rl_trainer.driver.hooks import HOOKS
 from rl_trainer.rewards.loading import reward_names
-from rl_trainer.rollout.agents import TOOLS
+from rl_trainer.rollout.agents import INTERACTIONS, TOOLS
 from rl_trainer.rollout.session_kinds import SESSIONS
 from rl_transferqueue.backends import backend_names
 
@@ -28,6 +28,7 @@ PLUGINS: Mapping[str, Callable[[], Iterable[str]]] = {
     "rl_trainer.rewards": reward_names,
     "rl_trainer.sessions": SESSIONS.names,
     "rl_trainer.tools": TOOLS.names,
+    "rl_trainer.interactions": INTERACTIONS.names,
     "rl_app_ppo.rollout_engines": ROLLOUT_ENGINES.names,
     "rl_app_ppo.sinks": lambda: (CONSOLE, *SINKS.names()),
     "rl_ckpt_engine.backends": lambda: CheckpointEngineRegistry().names(),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rl_app_ppo.demo.addition import Problem
 from rl_protocol import SchemaError
-from rl_trainer.data.chat_template import PromptEncoder
+from rl_trainer.data.chat_template import Conversation, PromptEncoder
 from rl_trainer.data.prompt_rows import Message
 
 
@@ -17,7 +17,7 @@ def prompt_ids(encoder: PromptEncoder, problems: Sequence[Problem]) -> list[list
         SchemaError: the chat template rejects one.
     """
     texts: list[str] = []
-    for text in encoder.texts([([Message(role="user", content=problem.prompt)], False) for problem in problems]):
+    for text in encoder.texts([Conversation([Message(role="user", content=problem.prompt)]) for problem in problems]):
         if isinstance(text, SchemaError):
             raise text
         texts.append(text)

@@ -41,12 +41,12 @@ from rl_protocol import WorkerDiedError
 from rl_protocol.ports import DataPlane, MetricSink
 from rl_protocol.support.temporary_folders import temporary_folder
 from rl_trainer import PPOTrainer, StepGraph, TrainerParts, Workers
+from rl_trainer.data.prompt_rows import TOOL_AGENT
 from rl_trainer.data.validation_split import PreparedPrompts
 from rl_trainer.driver.checkpoint_writer import CheckpointWriter
 from rl_trainer.driver.hooks import Hook, named_hooks
 from rl_trainer.rewards import parse_terms
 from rl_trainer.rewards.loading import written_at
-from rl_trainer.rollout.session_kinds import TOOL_AGENT
 from rl_trainer.workers.columns import PARTITIONS
 from rl_transferqueue import LocalPlane, connect, start_local_plane
 from rl_transferqueue.consume import prompt_groups

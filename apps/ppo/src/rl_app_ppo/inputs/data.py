@@ -111,6 +111,7 @@ def _from_files(config: AppConfig, model_path: Path | None) -> Mapping[str, Prep
             max_prompt_length=data.max_prompt_length,
             filter_overlong_prompts=data.filter_overlong_prompts,
             on_bad_row="skip" if data.on_bad_row == "skip" else "error",
+            session=config.rollout.session,
         )
         return open_files(files, encoder, Path(config.model.cache_dir).expanduser())
 

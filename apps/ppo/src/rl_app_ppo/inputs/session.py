@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.demo.demos import DEMOS
-from rl_trainer.rollout.session_kinds import TOOL_AGENT, session_kind
+from rl_protocol import ConfigError
+from rl_trainer.data import PromptDataset
+from rl_trainer.data.prompt_rows import TOOL_AGENT
+from rl_trainer.rollout.session_kinds import session_kind
 from rl_trainer.rollout.session_turns import SessionKind
 
 
@@ -27,3 +31,19 @@ def session_of(config: AppConfig, model_path: Path | None) -> SessionKind:
     from rl_trainer.data.chat_template import read_template  # jinja2, which other sessions do not need
 
     return session_kind(config.rollout, read_template(model_path, with_tools=True))
+
+
+def check_rows(kind: SessionKind, data: Mapping[str, PromptDataset]) -> None:
+    """Check that sessions of this kind can run every row.
+
+    Raises:
+        ConfigError: one can't; names it.
+    """
+    if kind.check is None:
+        return
+    for split, rows in data.items():
+        for number in range(len(rows)):
+            try:
+                kind.check(rows[number])
+            except ConfigError as error:
+                raise ConfigError(f"Row {number + 1} of the {split} data: {error}") from error

@@ -34,6 +34,11 @@ class AgentConfig(Limits):
     """Tools that the policy can call, and how."""
 
     tools: tuple[str, ...] = option((), "tools that the policy can call", plugins="rl_trainer.tools")
+    interactions: tuple[str, ...] = option(
+        (),
+        "what interaction_kwargs of a row may name, to reply to turns that call no tool",
+        plugins="rl_trainer.interactions",
+    )
     dialect: str = option(
         AUTO,
         "how calls and answers are written; auto: as the model's chat template tells",

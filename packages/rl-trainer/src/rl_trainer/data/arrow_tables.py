@@ -27,6 +27,7 @@ _PROMPTS = pa.schema(
         ("ground_truth", pa.string()),
         ("extra_info", pa.binary()),
         ("images", pa.list_(pa.string())),
+        ("agent", pa.string()),
     ]
 )
 

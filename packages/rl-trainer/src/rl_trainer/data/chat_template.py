@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,17 @@ from rl_protocol import ConfigError, SchemaError
 from rl_trainer.data.images import PLACEHOLDER, Vision
 from rl_trainer.data.prompt_rows import Message
 from rl_trainer.data.template_subprocess import Renderer, RunawayTemplateError, template_names
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A prompt to write."""
+
+    messages: Sequence[Message]
+    images: bool = False
+    """PLACEHOLDER in a message stands for an image, and becomes what the template writes for it."""
+    tools: bool = True
+    """Whether the encoder's tools are described in it."""
 
 
 class PromptEncoder:
@@ -55,7 +67,8 @@ class PromptEncoder:
         self.vision = vision
         self._tokenizer = tokenizer
         self._special = dict(special_tokens or {})
-        self._template = _renderer(template, self._special, tools) if template else None
+        self._tools = list(tools) or None
+        self._template = _renderer(template, self._special) if template else None
         self.fingerprint = hashlib.sha256(
             json.dumps(
                 [
@@ -94,27 +107,27 @@ class PromptEncoder:
             SchemaError: the template rejects it, or there are several messages and no template.
             ConfigError: the template exceeds its time or memory limit.
         """
-        (text,) = self.texts([(messages, False)])
+        (text,) = self.texts([Conversation(messages)])
         if isinstance(text, SchemaError):
             raise text
         return text
 
-    def texts(self, prompts: Sequence[tuple[Sequence[Message], bool]]) -> list[str | SchemaError]:
+    def texts(self, prompts: Sequence[Conversation]) -> list[str | SchemaError]:
         """The text of each prompt, or the error for a prompt that can't be rendered.
-
-        Args:
-            prompts: pairs of messages and whether the prompt has images. With images, PLACEHOLDER
-                in a message stands for one and is replaced by what the template writes for an
-                image.
 
         Raises:
             ConfigError: the template exceeds its time or memory limit.
         """
         if self._template is None:
-            return [_plain(messages, images=images) for messages, images in prompts]
+            return [_plain(one.messages, images=one.images) for one in prompts]
         conversations = [
-            [{"role": m.role, "content": _parts(m.content) if images else m.content} for m in messages]
-            for messages, images in prompts
+            {
+                "messages": [
+                    {"role": m.role, "content": _parts(m.content) if one.images else m.content} for m in one.messages
+                ],
+                "tools": self._tools if one.tools else None,
+            }
+            for one in prompts
         ]
         try:
             rendered = self._template.render(conversations)
@@ -171,10 +184,9 @@ def _names(template: str) -> frozenset[str]:
         raise ConfigError(f"The chat template of the tokenizer can't be read: {error}.") from error
 
 
-def _renderer(template: str, special: Mapping[str, str], tools: Sequence[Mapping[str, Any]]) -> Renderer:
+def _renderer(template: str, special: Mapping[str, str]) -> Renderer:
     _names(template)  # checks the syntax
-    values = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": True, **special}
-    return Renderer(template, values)
+    return Renderer(template, {"documents": None, "add_generation_prompt": True, **special})
 
 
 def _plain(messages: Sequence[Message], *, images: bool) -> str | SchemaError:

@@ -24,7 +24,7 @@ from rl_trainer.data.prompt_rows import PromptRow
 
 logger = logging.getLogger(__name__)
 _UNFINISHED = ".unfinished-"
-FORMAT = 5
+FORMAT = 6
 """Version of the preparation; increase it when equal files and settings give another result."""
 _READERS = {".csv": "from_csv", ".json": "from_json"}
 """Other kinds of files, and the method of `datasets.Dataset` that reads them."""
@@ -64,6 +64,7 @@ class FilePrompts:
             ground_truth=fields["ground_truth"],
             extra_info=msgspec.msgpack.decode(fields["extra_info"]),
             images=tuple(str(self._images / name) for name in fields["images"]),
+            agent=fields["agent"],
         )
 
 
@@ -106,7 +107,7 @@ def _publish(folder: Path, files: DataFiles, encoder: PromptEncoder) -> None:
 def _fingerprint(files: DataFiles, encoder: PromptEncoder) -> str:
     """Hash of everything that prepared prompts depend on; of files, the path, size and time."""
     seen: list[object] = [FORMAT, encoder.fingerprint, files.prompt_key, files.max_prompt_length]
-    seen += [files.filter_overlong_prompts, files.on_bad_row]
+    seen += [files.filter_overlong_prompts, files.on_bad_row, files.session]
     for path in files.paths:
         seen += [str(path.resolve()), *_state(path)]
     return hashlib.sha256(msgspec.json.encode(seen)).hexdigest()

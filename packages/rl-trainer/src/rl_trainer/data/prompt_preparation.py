@@ -15,9 +15,9 @@ from rl_protocol import ConfigError, SchemaError
 from rl_protocol.errors import UNREADABLE
 from rl_trainer.data.arrow_tables import BATCH_ROWS, parquet_rows, prompt_writer, saved_rows
 from rl_trainer.data.bad_rows import ROW_FORMAT, BadRows
-from rl_trainer.data.chat_template import PromptEncoder
+from rl_trainer.data.chat_template import Conversation, PromptEncoder
 from rl_trainer.data.images import FAMILIES, CheckedImage, Vision, check_images, parse_images
-from rl_trainer.data.prompt_rows import Message, VerlRow, parse_row
+from rl_trainer.data.prompt_rows import SINGLE_TURN_AGENT, Message, VerlRow, check_agent, parse_row
 
 IMAGES = "images"
 """Folder of the images that rows hold as bytes, beside the prepared rows."""
@@ -35,6 +35,8 @@ class DataFiles:
     filter_overlong_prompts: bool = True
     """Drop longer prompts; otherwise they are bad rows."""
     on_bad_row: Literal["error", "skip"] = "error"
+    session: str = "single_turn"
+    """Name of the session of the run, which must be able to run each row's `agent_name`."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +97,12 @@ def _why_none(report: Report, files: DataFiles, tally: _Tally) -> str:
 
 def _encoded(batch: Sequence[_Usable], encoder: PromptEncoder, tally: _Tally) -> Iterator[tuple[_Usable, list[int]]]:
     """Rows with their token ids, except those that the chat template rejects."""
-    texts = encoder.texts([(one.prompt, bool(one.image_tokens)) for one in batch])
+    texts = encoder.texts(
+        [
+            Conversation(one.prompt, images=bool(one.image_tokens), tools=one.fields["agent"] != SINGLE_TURN_AGENT)
+            for one in batch
+        ]
+    )
     written: list[tuple[_Usable, str]] = []
     for one, text in zip(batch, texts, strict=True):
         if isinstance(text, SchemaError):
@@ -152,6 +159,7 @@ def _usable(files: DataFiles, encoder: PromptEncoder, tally: _Tally, folder: Pat
                     if isinstance(raw, SchemaError):
                         raise raw
                     row = parse_row(raw, files.prompt_key)
+                    check_agent(row.agent_name or "", files.session)
                     images, counts = _images(row, encoder, path, place)
                     fields = _stored(row)
                 except SchemaError as error:
@@ -220,7 +228,7 @@ def _stored(row: VerlRow) -> dict[str, Any]:
         truth, extra = row.ground_truth, msgspec.msgpack.encode(row.extra_info or {})
     except (TypeError, OverflowError, RecursionError) as error:
         raise SchemaError(f"ground_truth or extra_info can't be stored: {error}") from error
-    return {"data_source": row.data_source, "ground_truth": truth, "extra_info": extra}
+    return {"data_source": row.data_source, "ground_truth": truth, "extra_info": extra, "agent": row.agent_name or ""}
 
 
 def _raw_rows(path: Path) -> Iterator[tuple[int, Any]]:

@@ -3,9 +3,10 @@
     {"prompt": [{"role": "user", "content": "What is 2+3?"}], "data_source": "sums",
      "reward_model": {"ground_truth": "5"}, "extra_info": {"index": 0}}
 
-The prompt may also be a text, which is then the only message, from the user. A row may have
-`images`; its prompt then contains `<image>` once for each (`rl_trainer.data.images`). Other columns
-are ignored, except `videos`, which must be empty.
+The prompt may also be a text, which is then the only message, from the user. `agent_name` chooses
+how the row's sessions run (`check_agent`). A row may have `images`; its prompt then contains
+`<image>` once for each (`rl_trainer.data.images`). Other columns are ignored, except `videos`,
+which must be empty.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class PromptRow:
     """Further facts for the reward function: anything that JSON can express."""
     images: tuple[str, ...] = ()
     """Paths of its images, in order; `prompt_ids` has one image token for every piece of them."""
+    agent: str = ""
+    """verl's name of the agent that runs its sessions; empty: that of the run."""
 
 
 class PromptDataset(Protocol):
@@ -65,6 +68,7 @@ class VerlRow(msgspec.Struct, frozen=True, kw_only=True):
     data_source: str
     reward_model: RewardModel
     extra_info: dict[str, Any] | None = None
+    agent_name: str | None = None
     images: Any = None
     videos: Any = None
 
@@ -109,3 +113,24 @@ def _missing(missing: tuple[str, ...], found: tuple[str, ...], prompt_key: str) 
     named = ", ".join(f"{name} (DataFiles.prompt_key)" if name == prompt_key else name for name in missing)
     listed = f"{', '.join(found[:_LISTED])}{', ...' if len(found) > _LISTED else ''}" or "none"
     return MissingFieldsError(f"missing fields: {named}; fields found: {listed}", missing=missing, found=found)
+
+
+SINGLE_TURN_AGENT, TOOL_AGENT = "single_turn_agent", "tool_agent"
+"""verl's names of agents."""
+
+
+def check_agent(name: str, session: str) -> None:
+    """Check that a run with RolloutConfig.session=`session` can run rows of this `agent_name`.
+
+    `single_turn` and `tool_agent` run rows of single_turn_agent, `tool_agent` also those of
+    tool_agent, and every session those of its own name.
+
+    Raises:
+        SchemaError: it can't.
+    """
+    known = {"single_turn": (SINGLE_TURN_AGENT,), TOOL_AGENT: (SINGLE_TURN_AGENT, TOOL_AGENT)}.get(session, (session,))
+    if name and name not in known:
+        remedy = f"; set RolloutConfig.session={name}" if name == TOOL_AGENT else ""
+        raise SchemaError(
+            f"agent_name must be {' or '.join(known)} with RolloutConfig.session={session}; got {name!r}{remedy}"
+        )

@@ -74,7 +74,7 @@ class Renderer:
 
     Args:
         template: source of the template.
-        values: variables of the template besides `messages`.
+        values: variables of the template besides those of each conversation.
     """
 
     def __init__(self, template: str, values: Mapping[str, object]) -> None:
@@ -83,8 +83,9 @@ class Renderer:
         self._lock = threading.Lock()
         self._end = weakref.finalize(self, lambda: None)
 
-    def render(self, conversations: Sequence[object]) -> list[str | Refused]:
-        """The text of each conversation, or why the template rejects it.
+    def render(self, conversations: Sequence[Mapping[str, object]]) -> list[str | Refused]:
+        """The text of each conversation, given as variables of the template, or why the template
+        rejects it.
 
         Raises:
             RunawayTemplateError: the template exceeded a limit. The message says which.
@@ -207,17 +208,17 @@ def main() -> None:
     answers.flush()
     while call := _message(calls):
         flushed = time.monotonic()
-        for messages in msgspec.msgpack.decode(call):
-            _write(answers, msgspec.msgpack.encode(_rendered(compiled, messages, values)))
+        for conversation in msgspec.msgpack.decode(call):
+            _write(answers, msgspec.msgpack.encode(_rendered(compiled, {**values, **conversation})))
             if time.monotonic() - flushed > _FLUSH_S:  # the parent limits the time between answers
                 answers.flush()
                 flushed = time.monotonic()
         answers.flush()
 
 
-def _rendered(template: Template, messages: object, values: Mapping[str, Any]) -> _Answer:
+def _rendered(template: Template, values: Mapping[str, Any]) -> _Answer:
     try:
-        text = template.render(messages=messages, **values)
+        text = template.render(values)
     except MemoryError:
         return Exhausted(f"it took more than {MEMORY_MB} MiB of memory")
     except TemplateError as error:

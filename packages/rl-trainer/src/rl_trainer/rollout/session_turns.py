@@ -118,6 +118,8 @@ class SessionKind:
     run: Callable[[PromptRow, Generate], Awaitable[Sequence[Trajectory]]]
     tools: tuple[Mapping[str, Any], ...] = ()
     """Descriptions of tools that the chat template writes into each prompt."""
+    check: Callable[[PromptRow], None] | None = None
+    """Raises ConfigError for a row that it can't run; None: it runs any."""
 
 
 async def _single_turn(row: PromptRow, generate: Generate) -> Sequence[Trajectory]:

@@ -43,6 +43,9 @@ BY_DATA_SOURCE = (
     "compares its text"
 )
 
+TOOLS = "register each tool as a ToolKind (docs/guides/tool.md), and name them in rollout.agent.tools"
+"""Why files of tools are not read: they name classes of verl's kind."""
+
 
 def one_of(key: str, known: Mapping[str, str]) -> Convert:
     """`known` are verl's values -> ours."""
@@ -485,3 +488,9 @@ def trainer_mode(value: Value, verl: Verl) -> Answer:
         {BOUND: bound} | (ahead if bound else {}),
         always=True,
     )
+
+
+def agent_loop(value: Value, _: Verl) -> Answer:
+    """The agent of rows without `agent_name`."""
+    known = {"single_turn_agent": {}, "tool_agent": {"rollout.session": "tool_agent"}}
+    return known.get(value, Lost("set rollout.session to a session that an installed package offers"))

@@ -50,13 +50,20 @@ class Dialect(Protocol):
         """The answers, at least one, with all text between the end of that turn and the next."""
         ...
 
+    def message(self, text: str) -> str:
+        """A message of the user, with all text between the end of a turn and the next."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """The markup around answers in a chat model's format, after the end of the policy's turn."""
+    """The markup around a message in a chat model's format, after the end of the policy's turn."""
 
     opening: str
     closing: str
+
+    def around(self, text: str) -> str:
+        return self.opening + text + self.closing
 
 
 CHATML = Markup(opening="\n<|im_start|>user\n", closing="<|im_end|>\n<|im_start|>assistant\n")
@@ -83,7 +90,10 @@ class Hermes:
 
     def observation(self, answers: Sequence[Answer]) -> str:
         told = [f"<tool_response>\n{answer.text}\n</tool_response>" for answer in answers]
-        return self.markup.opening + "\n".join(told) + self.markup.closing
+        return self.markup.around("\n".join(told))
+
+    def message(self, text: str) -> str:
+        return self.markup.around(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +121,10 @@ class PlainJSON:
         return [_converted(part) for part in parts]
 
     def observation(self, answers: Sequence[Answer]) -> str:
-        return self.markup.opening + "\n".join(answer.text for answer in answers) + self.markup.closing
+        return self.markup.around("\n".join(answer.text for answer in answers))
+
+    def message(self, text: str) -> str:
+        return self.markup.around(text)
 
 
 class _Written(msgspec.Struct, frozen=True):

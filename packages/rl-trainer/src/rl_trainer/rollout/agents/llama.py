@@ -21,11 +21,21 @@ _NAMES = {"true": True, "false": False, "null": None}
 
 def llama_observation(answers: Sequence[Answer]) -> str:
     """Each answer as a message of the role ipython, as JSON, as Llama's chat templates write it."""
-    told = [
-        f"<|start_header_id|>ipython<|end_header_id|>\n\n{json.dumps(answer.text, ensure_ascii=False)}<|eot_id|>"
-        for answer in answers
-    ]
-    return "".join(told) + "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    told = [_message("ipython", json.dumps(answer.text, ensure_ascii=False)) for answer in answers]
+    return "".join(told) + _head("assistant")
+
+
+def llama_message(text: str) -> str:
+    """A message of the role user."""
+    return _message("user", text) + _head("assistant")
+
+
+def _message(role: str, text: str) -> str:
+    return f"{_head(role)}{text}<|eot_id|>"
+
+
+def _head(role: str) -> str:
+    return f"<|start_header_id|>{role}<|end_header_id|>\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +67,9 @@ class Llama3JSON:
     def observation(self, answers: Sequence[Answer]) -> str:
         return llama_observation(answers)
 
+    def message(self, text: str) -> str:
+        return llama_message(text)
+
 
 @dataclass(frozen=True, slots=True)
 class Pythonic:
@@ -87,6 +100,9 @@ class Pythonic:
 
     def observation(self, answers: Sequence[Answer]) -> str:
         return llama_observation(answers)
+
+    def message(self, text: str) -> str:
+        return llama_message(text)
 
 
 _DECODER = json.JSONDecoder()

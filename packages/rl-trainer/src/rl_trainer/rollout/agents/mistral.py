@@ -43,6 +43,9 @@ class Mistral:
         ]
         return "".join(f"[TOOL_RESULTS] {one}[/TOOL_RESULTS]" for one in told)
 
+    def message(self, text: str) -> str:
+        return f"[INST] {text}[/INST]"
+
 
 def _named(text: str) -> list[Call | Malformed]:
     """Calls of the form NAME{..}, one after the other."""

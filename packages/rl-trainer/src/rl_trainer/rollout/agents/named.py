@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from rl_protocol import ConfigError
 from rl_trainer.config import AgentConfig
 from rl_trainer.config.agent import AUTO
 from rl_trainer.config.registry import Registry
 from rl_trainer.rollout.agents.calculator import Calculator
-from rl_trainer.rollout.agents.dialect_names import dialect_of, dialect_of_template
+from rl_trainer.rollout.agents.dialect_names import dialect_of_template
+from rl_trainer.rollout.agents.interactions import INTERACTIONS
 from rl_trainer.rollout.agents.tool_agent import ToolAgent
-from rl_trainer.rollout.agents.tools import Tool
-
-
-@dataclass(frozen=True)
-class ToolKind:
-    """A tool as packages register it: `TOOL = ToolKind(Calculator)`."""
-
-    make: Callable[[], Tool]
-    """Makes the tool."""
-
+from rl_trainer.rollout.agents.tools import ToolKind
 
 TOOLS = Registry("AgentConfig.tools", "rl_trainer.tools", ToolKind, {"calculator": ToolKind(Calculator)}, {})
 
@@ -41,4 +30,5 @@ def configured_agent(config: AgentConfig, template: str) -> ToolAgent:
             f"AgentConfig.tools must name at least one tool for this session; there are {', '.join(TOOLS.names())}."
         )
     dialect = dialect_of_template(template) if config.dialect == AUTO else config.dialect
-    return ToolAgent([TOOLS.get(name).make() for name in config.tools], dialect_of(dialect), config)
+    interactions = {name: INTERACTIONS.get(name) for name in config.interactions}
+    return ToolAgent([TOOLS.get(name) for name in config.tools], dialect, config, interactions)

@@ -26,7 +26,10 @@ class Qwen3Coder:
 
     def observation(self, answers: Sequence[Answer]) -> str:
         told = [f"<tool_response>\n{answer.text}\n</tool_response>\n" for answer in answers]
-        return self.markup.opening + "".join(told) + self.markup.closing
+        return self.markup.around("".join(told))
+
+    def message(self, text: str) -> str:
+        return self.markup.around(text)
 
 
 def _call(part: str) -> Call | Malformed:

@@ -6,24 +6,24 @@ Token ids go in and come out; see `Transcript`. An answer is encoded once, when 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from rl_protocol import ConfigError
 from rl_trainer.config import Limits
 from rl_trainer.data import PromptRow
 from rl_trainer.rollout.agents.dialect_names import dialect_of
 from rl_trainer.rollout.agents.dialects import Answer, Dialect
-from rl_trainer.rollout.agents.tools import Tool, answer, described
+from rl_trainer.rollout.agents.environment import Environment, OpenEnvironment
+from rl_trainer.rollout.agents.interactions import InteractionKind
+from rl_trainer.rollout.agents.tools import ToolKind
 from rl_trainer.rollout.agents.transcript import Transcript
 from rl_trainer.rollout.session_turns import Generate, SessionKind, Trajectory
 from rl_trainer.rollout.trajectory_stats import RolloutStats
 
 Finish = Literal["stop", "turns", "turn_length", "observation_length", "response_length", "abort"]
-"""Why a session ended: with an answer; a call after the last turn; a turn that was too long; too
-many observation tokens; a trajectory that was too long; a turn that was aborted too often. A
-call in a turn that was cut off is not made.
+"""Why a session ended: with an answer; a call or a reply due after the last turn; a turn that was
+too long; too many observation tokens; a trajectory that was too long; a turn that was aborted too
+often. A call in a turn that was cut off is not made.
 """
 
 
@@ -34,15 +34,21 @@ class ToolAgent:
         tools: the tools; names must differ.
         dialect: how calls and answers are written: a name in DIALECTS, or a dialect.
         limits: limits of one session.
+        interactions: by name, what a row's `interaction_kwargs` may choose to reply to turns
+            without a call.
 
     Raises:
         ConfigError: two tools have the same name, or there is no such dialect.
     """
 
-    def __init__(self, tools: Sequence[Tool], dialect: Dialect | str, limits: Limits | None = None) -> None:
-        self._tools = {tool.name: tool for tool in tools}
-        if len(self._tools) < len(tools):
-            raise ConfigError(f"Tools must have different names; got {[tool.name for tool in tools]}.")
+    def __init__(
+        self,
+        tools: Sequence[ToolKind],
+        dialect: Dialect | str,
+        limits: Limits | None = None,
+        interactions: Mapping[str, InteractionKind] | None = None,
+    ) -> None:
+        self._environment = Environment(tools, interactions or {})
         self._dialect = dialect_of(dialect)
         self._limits = limits or Limits()
 
@@ -52,35 +58,48 @@ class ToolAgent:
 
         `SessionKind(agent.run)` leaves that to the data.
         """
-        return SessionKind(self.run, tuple(described(tool) for tool in self._tools.values()))
+        return SessionKind(self.run, self._environment.described, self._environment.check)
 
     async def run(self, row: PromptRow, generate: Generate) -> Sequence[Trajectory]:
         """Run one session, which has one trajectory; see SessionKind."""
-        limits, tokenizer = self._limits, generate.tokenizer
-        transcript = Transcript(row.prompt_ids, generate)
+        limits, transcript = self._limits, Transcript(row.prompt_ids, generate)
         turns = told = 0
         answers: list[Answer] = []
         finish: Finish | None = None
-        while finish is None:
-            turn = await transcript.turn(limits.turn_tokens)
-            turns += 1
-            if turn.finish_reason != "stop":
-                finish = _cut_off(turn.finish_reason, transcript.left)
-                break
-            calls = self._dialect.calls(tokenizer.decode(turn.response_ids))
-            if not calls or turns == limits.turns:
-                finish = "turns" if calls else "stop"
-                break
-            now = await asyncio.gather(*(answer(call, self._tools, limits.call_timeout_s) for call in calls))
-            answers += now
-            ids = tokenizer.encode(self._dialect.observation([self._shortened(one) for one in now]))
-            told += len(ids)
-            finish = self._no_room(told, transcript.left - len(ids))
-            if finish is None:
-                transcript.observe(ids)
+        async with self._environment.open(row, limits.call_timeout_s) as environment:
+            while finish is None:
+                turn = await transcript.turn(limits.turn_tokens)
+                turns += 1
+                if turn.finish_reason != "stop":
+                    finish = _cut_off(turn.finish_reason, transcript.left)
+                    break
+                text = generate.tokenizer.decode(turn.response_ids)
+                calls = self._dialect.calls(text)
+                if turns == limits.turns:
+                    finish = "turns" if calls or environment.interaction else "stop"
+                    break
+                now = await environment.answers(calls)
+                answers += now
+                said = self._observation(now) if now else await self._reply(environment, text)
+                if said is None:
+                    finish = "stop"
+                    break
+                ids = generate.tokenizer.encode(said)
+                told += len(ids)
+                finish = self._no_room(told, transcript.left - len(ids))
+                if finish is None:
+                    transcript.observe(ids)
         errors = sum(one.failed for one in answers)
         stats = RolloutStats(turns=turns, tool_calls=len(answers), tool_errors=errors, finish=finish)
         return [transcript.trajectory(stats)]
+
+    def _observation(self, answers: Sequence[Answer]) -> str:
+        return self._dialect.observation([self._shortened(one) for one in answers])
+
+    async def _reply(self, environment: OpenEnvironment, text: str) -> str | None:
+        """The next message of the user, with all text between the turns; None: there is none."""
+        reply = await environment.reply(text)
+        return None if reply is None else self._dialect.message(reply)
 
     def _shortened(self, one: Answer) -> Answer:
         most = self._limits.answer_chars

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import msgspec
 
 from rl_protocol.errors import UNREADABLE
 from rl_trainer.rollout.agents.dialects import Answer, Call, Malformed
+from rl_trainer.rollout.agents.threads import in_thread
 
 
 class Tool(Protocol):
@@ -37,9 +38,22 @@ class Tool(Protocol):
         """Type of the arguments, which are checked against it. The policy sees its JSON schema."""
         ...
 
-    def call(self, arguments: Any) -> str:
-        """Answer these arguments, of the type `arguments`. May raise any exception."""
+    @property
+    def call(self) -> Callable[..., str]:
+        """Answers arguments of the type `arguments`, given in the first place; by name it gets the
+        row's execute_kwargs. May raise any exception.
+        """
         ...
+
+
+@dataclass(frozen=True)
+class ToolKind:
+    """A tool as packages register it: `TOOL = ToolKind(Calculator)`."""
+
+    make: Callable[..., Tool]
+    """Makes the tool of one session, from the row's create_kwargs. Without arguments it makes one
+    that is only described.
+    """
 
 
 def described(tool: Tool) -> dict[str, Any]:
@@ -53,8 +67,20 @@ def described(tool: Tool) -> dict[str, Any]:
     }
 
 
-async def answer(call: Call | Malformed, tools: Mapping[str, Tool], timeout_s: float) -> Answer:
-    """Make the call. An invalid call or a failing tool gives an error as answer."""
+async def answer(
+    call: Call | Malformed,
+    tools: Mapping[str, Tool],
+    timeout_s: float,
+    row: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Answer:
+    """Make the call. An invalid call or a failing tool gives an error as answer.
+
+    Args:
+        call: what the policy wrote.
+        tools: name -> tool of the session.
+        timeout_s: longest duration of the call.
+        row: name of a tool -> arguments that the row gives to each of its calls.
+    """
     if isinstance(call, Malformed):
         return _failed(call.why)
     tool = tools.get(call.tool)
@@ -65,9 +91,10 @@ async def answer(call: Call | Malformed, tools: Mapping[str, Tool], timeout_s: f
         arguments = msgspec.convert(given, tool.arguments)
     except msgspec.ValidationError as error:
         return _failed(f"{tool.name}: {error}")
+    more = (row or {}).get(call.tool, {})
     try:
         async with asyncio.timeout(timeout_s):
-            return await _in_thread(lambda: _made(tool, arguments))
+            return await in_thread(lambda: _made(tool, arguments, more))
     except TimeoutError:
         return _failed(f"{tool.name} took longer than {timeout_s:g} s")
 
@@ -88,9 +115,9 @@ def _read(texts: Mapping[str, str], arguments: type[msgspec.Struct]) -> dict[str
     return values
 
 
-def _made(tool: Tool, arguments: msgspec.Struct) -> Answer:
+def _made(tool: Tool, arguments: msgspec.Struct, more: Mapping[str, Any]) -> Answer:
     try:
-        text = cast(object, tool.call(arguments))  # tools may ignore their declared return type
+        text = cast(object, tool.call(arguments, **more))  # tools may ignore their declared return type
     except Exception as error:  # noqa: BLE001 - user code: an exception is the answer to that call
         return _failed(f"{tool.name}: {type(error).__name__}: {error}")
     if not isinstance(text, str):
@@ -100,23 +127,3 @@ def _made(tool: Tool, arguments: msgspec.Struct) -> Answer:
 
 def _failed(why: str) -> Answer:
     return Answer(f"error: {why}", failed=True)
-
-
-async def _in_thread(work: Callable[[], Answer]) -> Answer:
-    """The result of `work`, run in a daemon thread: one that hangs neither blocks others nor the
-    exit.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Answer] = loop.create_future()
-
-    def settle(result: Answer) -> None:
-        if not done.done():
-            done.set_result(result)
-
-    def run() -> None:
-        result = work()
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the wait
-            loop.call_soon_threadsafe(settle, result)
-
-    threading.Thread(target=run, name="tool", daemon=True).start()
-    return await done

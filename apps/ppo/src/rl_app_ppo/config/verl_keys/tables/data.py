@@ -46,7 +46,7 @@ ENTRIES: tuple[Entry, ...] = (
     unsupported("images are cut as the model's folder says", "data.mm_processor_kwargs.*"),
     only("data.image_key", "images", why="the column of images is named images"),
     no_effect("there is no video and no audio", "data.video_key data.audio_key"),
-    unsupported("set rollout.session to a session with its tools", "data.tool_config_path data.function_tool_path"),
+    unsupported(conversions.TOOLS, "data.tool_config_path data.function_tool_path"),
     no_effect(
         _LOADING,
         """gen_batch_size val_batch_size dataloader_num_workers filter_overlong_prompts_workers return_raw_input_ids return_raw_chat

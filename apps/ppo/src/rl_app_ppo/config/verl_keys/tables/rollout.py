@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rl_app_ppo.config.verl_keys import conversions
-from rl_app_ppo.config.verl_keys.conversions import ROLLOUT
+from rl_app_ppo.config.verl_keys.conversions import ROLLOUT, TOOLS
 from rl_app_ppo.config.verl_keys.key_entries import Entry, converted, no_effect, only, unsupported
+from rl_trainer.config.agent import DIALECT_NAMES
 
 _ENGINE = "the rollout engine's own settings are not passed on"
 _LAYOUT = "rollout.num_workers replicas of rollout.tensor_model_parallel_size processes generate"
 _SESSION = "set rollout.session to a session that an installed package offers"
 _QUEUE = "the data plane is always used, on this host"
+
+
+def _multi_turn(group: str) -> Iterator[Entry]:
+    on = f"{group}.enable"
+    yield converted(on, "rollout.session", lambda value, _: {"rollout.session": "tool_agent"} if value else {})
+    yield converted(
+        f"{group}.format",
+        "rollout.agent.dialect",
+        conversions.one_of("rollout.agent.dialect", {name: name for name in DIALECT_NAMES}),
+        needs=on,
+    )
+    yield converted(
+        f"{group}.max_assistant_turns", "rollout.agent.turns", lambda value, _: {"rollout.agent.turns": value}, needs=on
+    )
+    yield converted(
+        f"{group}.max_tool_response_length",
+        "rollout.agent.answer_chars",
+        lambda value, _: {"rollout.agent.answer_chars": value},
+        needs=on,
+    )
+    yield unsupported(
+        "the end of a long answer is cut off, as with left", f"{group}.tool_response_truncate_side", needs=on
+    )
+    yield unsupported("all calls of a turn are made", f"{group}.max_parallel_calls", needs=on)
+    yield unsupported("rollout.agent.turns limits the turns of the policy", f"{group}.max_user_turns", needs=on)
+    yield unsupported(TOOLS, f"{group}.tool_config_path {group}.function_tool_path", needs=on)
+    yield no_effect(
+        "the tokens of a turn are kept, and never encoded again",
+        "use_inference_chat_template tokenization_sanity_check_mode",
+        prefix=f"{group}.",
+    )
+    yield unsupported("rollout.n sessions start from each prompt", f"{group}.num_repeat_rollouts", needs=on)
+
 
 ENTRIES: tuple[Entry, ...] = (
     converted(f"{ROLLOUT}.name", "rollout.name", conversions.rollout_name),
@@ -62,8 +98,8 @@ ENTRIES: tuple[Entry, ...] = (
     unsupported("there is no multi-token prediction", f"{ROLLOUT}.mtp.*", needs=f"{ROLLOUT}.mtp.enable"),
     unsupported("the routing of experts is not replayed", f"{ROLLOUT}.enable_rollout_routing_replay"),
     only(f"{ROLLOUT}.over_sample_rate", 0, why="as many responses are generated as are trained on"),
-    unsupported(_SESSION, f"{ROLLOUT}.multi_turn.*", needs=f"{ROLLOUT}.multi_turn.enable"),
-    only(f"{ROLLOUT}.agent.default_agent_loop", "single_turn_agent", why=_SESSION),
+    *_multi_turn(f"{ROLLOUT}.multi_turn"),
+    converted(f"{ROLLOUT}.agent.default_agent_loop", "rollout.session", conversions.agent_loop),
     unsupported(_SESSION, "agent_loop_config_path custom_async_server.*", prefix=f"{ROLLOUT}.agent."),
     # -- weight synchronization
     converted(f"{ROLLOUT}.checkpoint_engine.backend", "checkpoint_engine.backend", conversions.sync_backend),
