@@ -13,6 +13,7 @@ import pytest
 from rl_protocol.ports import Generation, SamplingParams
 from rl_protocol.testing.bigram_model import BigramEngine
 from rl_trainer import PromptRow, Tokenizer
+from rl_trainer.rollout.agents import ToolAgent
 from rl_trainer.rollout.serving import FolderChatTokenizer
 from rl_trainer.rollout.session_turns import SessionRef, run_sessions
 
@@ -60,7 +61,7 @@ def play(kind, engine):
 
 def test_a_tool(run_block):
     call = '<tool_call>{"name": "weather", "arguments": {"city": "Bergen"}}</tool_call>'
-    (said,) = play(run_block("agents.md", 0)["AGENT"], Saying(call, "sunny"))
+    (said,) = play(ToolAgent([run_block("agents.md", 0)["TOOL"]], "hermes").session, Saying(call, "sunny"))
     assert said.startswith(call)
     assert "Sunny in Bergen." in said
     assert said.endswith("sunny")
