@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,14 @@ def test_an_armed_process_is_killed_at_that_pass(
     assert run(armed_for(point, passes, file)) == wanted
     assert file.exists() == (wanted[0] != 0)
     assert run(armed_for(point, passes, file)) == (0, 3)  # only the first process that reaches it
+
+
+def test_a_slow_process_sleeps_at_that_pass_and_all_later_ones(tmp_path: Path) -> None:
+    file = tmp_path / "reached"
+    began = time.monotonic()
+    assert run(armed_for(FaultPoint.JOURNAL_APPENDED, 2, file, seconds=0.3)) == (0, 3)
+    assert time.monotonic() - began >= 0.6
+    assert file.exists()
+    file.unlink()
+    assert run(armed_for(FaultPoint.JOURNAL_APPENDED, 4, file, seconds=0.3)) == (0, 3)
+    assert not file.exists()

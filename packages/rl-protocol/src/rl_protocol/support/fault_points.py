@@ -1,4 +1,5 @@
-"""Named points of the code at which a test kills a process; off unless ARMED is in its environment.
+"""Named points of the code at which a test kills or delays a process; off unless ARMED is in its
+environment.
 
 The points lie between two steps of a protocol that a crash must not separate. `rl chaos` arms one
 of them for a run.
@@ -8,17 +9,19 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
 
 ARMED = "RL_FAULT_POINT"
-"""Environment variable: POINT:PASSES:FILE. The process that reaches the point for that time, the
-first of all processes, makes the file and kills itself."""
+"""Environment variable: POINT:PASSES:SECONDS:FILE. A process that reaches the point for that time
+makes the file. With 0 seconds it kills itself, the first of all processes; with more it sleeps as
+long, then and whenever it reaches the point again."""
 
 
 class FaultPoint(StrEnum):
-    """Where a process can be killed."""
+    """Where a process can be killed or delayed."""
 
     JOURNAL_APPENDED = "journal appended"
     """Controller: records are written but not synced."""
@@ -41,9 +44,10 @@ class FaultPoint(StrEnum):
 
 
 class _Armed:
-    def __init__(self, point: FaultPoint, passes: int, file: Path) -> None:
+    def __init__(self, point: FaultPoint, passes: int, seconds: float, file: Path) -> None:
         self.point = point
         self.passes = passes
+        self.seconds = seconds
         self.file = file
 
 
@@ -51,22 +55,33 @@ class _Armed:
 def _armed() -> _Armed | None:
     if ARMED not in os.environ:
         return None
-    point, passes, file = os.environ[ARMED].split(":", 2)
-    return _Armed(FaultPoint(point), int(passes), Path(file))
+    point, passes, seconds, file = os.environ[ARMED].split(":", 3)
+    return _Armed(FaultPoint(point), int(passes), float(seconds), Path(file))
 
 
-def armed_for(point: FaultPoint, passes: int, file: Path) -> dict[str, str]:
-    """The environment that has a process killed when it reaches a point for this time, from 1."""
-    return {ARMED: f"{point}:{passes}:{file}"}
+def armed_for(point: FaultPoint, passes: int, file: Path, *, seconds: float = 0.0) -> dict[str, str]:
+    """The environment that has a process killed, or delayed, when it reaches a point.
+
+    Args:
+        point: of the code.
+        passes: at which time, from 1.
+        file: made then.
+        seconds: how long it sleeps at this and all later times; 0: it is killed.
+    """
+    return {ARMED: f"{point}:{passes}:{seconds}:{file}"}
 
 
 def reach(point: FaultPoint) -> None:
-    """Mark a point of the code; kill this process if it is armed."""
+    """Mark a point of the code; kill or delay this process if it is armed."""
     armed = _armed()
     if armed is None or armed.point is not point:
         return
     armed.passes -= 1
-    if armed.passes == 0:
+    if armed.seconds:
+        if armed.passes <= 0:
+            armed.file.touch()
+            time.sleep(armed.seconds)
+    elif armed.passes == 0:
         try:
             armed.file.touch(exist_ok=False)
         except FileExistsError:
