@@ -10,7 +10,7 @@ from rich.console import Console
 
 from rl_app_ppo.chaos.command import chaos
 from rl_app_ppo.chaos.report import ChaosReport
-from rl_app_ppo.chaos.schedule import PLACES
+from rl_app_ppo.chaos.schedule import CELLS
 from rl_protocol import OutputError
 
 
@@ -32,7 +32,7 @@ def test_runs_whose_processes_are_killed_lose_nothing(tmp_path):
 @pytest.mark.timeout(1200)
 def test_every_victim_fault_and_point_is_survived(tmp_path):
     out = io.StringIO()
-    assert chaos(2 * len(PLACES), 11, 0, None, Console(file=out, width=200), model=False), out.getvalue()
+    assert chaos(4 * len(CELLS), 11, 0, None, Console(file=out, width=200), model=False, at_a_time=2), out.getvalue()
 
 
 @pytest.mark.nightly

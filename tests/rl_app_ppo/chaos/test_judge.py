@@ -59,6 +59,19 @@ DEFECTS = {
     "rows are left": Wrong(held=3, lines=[*GOOD[:-1], *events(("end", 3))]),
     "the weights went back": Wrong(went_back=1, lines=[*GOOD[:-1], *events(("version", 0))]),
     "old weights generated": Wrong(went_back=1, lines=[*GOOD[:7], *events(("rollout", 0, "b")), *GOOD[8:]]),
+    "only a damaged checkpoint had its training": Wrong(
+        lines=[*GOOD[:5], *events(("damaged", 0), ("begin", 0), ("rollout", 0, "a")), *GOOD[6:]]
+    ),
+    "more than the damaged checkpoint was lost": Wrong(
+        lost=1,
+        lines=[*GOOD[:5], *events(("damaged", 0), ("begin", 0), ("rollout", 0, "a"), ("rollout", 0, "a")), *GOOD[6:]],
+    ),
+    "the journal dropped a damaged row": Wrong(
+        lines=[*GOOD[:3], *events(("damaged", 0), ("begin", 0), ("dropped", 1), ("rollout", 0, "a")), *GOOD[3:]]
+    ),
+    "the journal dropped a row that nobody damaged": Wrong(
+        lost=1, lines=[*GOOD[:3], *events(("begin", 0), ("dropped", 1), ("rollout", 0, "a")), *GOOD[3:]]
+    ),
     "a published checkpoint was not used": Wrong(went_back=1, lines=[*GOOD[:5], *events(("begin", 0)), *GOOD[6:]]),
 }
 

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from rl_app_ppo.chaos.judge import Outcome
-from rl_app_ppo.chaos.report import cells, summarize
+from rl_app_ppo.chaos.report import cells, read_report, summarize, write_report
 from rl_app_ppo.chaos.schedule import Fault, Schedule, Strike, Victim
+from rl_protocol import ConfigError
 
 
 def outcome(*cells, struck=None, **wrong):
@@ -18,7 +19,7 @@ def outcome(*cells, struck=None, **wrong):
     good = Outcome(
         kind="plane",
         schedule=Schedule(seed=1, number=0, max_staleness=0, strikes=strikes),
-        struck=len(strikes) if struck is None else struck,
+        struck=tuple(range(len(strikes))) if struck is None else struck,
         starts=1,
         acknowledged=4,
         trained=8,
@@ -46,6 +47,18 @@ def test_a_run_fails_by_anything_that_is_wrong(wrong):
 
 def test_only_strikes_that_hit_are_in_the_matrix():
     kill, stop = (Victim.DRIVER, Fault.KILL), (Victim.TRAINER, Fault.STOP)
-    runs, failed = cells([outcome(kill), outcome(kill, stop, struck=1, lost=2), outcome(stop)])
+    runs, failed = cells([outcome(kill), outcome(stop, kill, struck=(1,), lost=2), outcome(stop)])
     assert runs == {kill: 2, stop: 1}
     assert failed == {kill: 1}
+
+
+def test_a_report_is_continued_only_with_its_seed(tmp_path):
+    path = tmp_path / "chaos.json"
+    assert read_report(path, 1) == []
+    write_report(path, summarize(1, [outcome((Victim.DRIVER, Fault.KILL))]))
+    assert read_report(path, 1) == [outcome((Victim.DRIVER, Fault.KILL))]
+    with pytest.raises(ConfigError, match="seed 1, got --seed 2"):
+        read_report(path, 2)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="no report"):
+        read_report(path, 1)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from rl_app_ppo.chaos.schedule import CELLS, PLACES, Fault, Pace, make_schedule
+from collections import Counter
+
+from rl_app_ppo.chaos.schedule import CELLS, Fault, Pace, make_schedule
 from rl_protocol.support.fault_points import FaultPoint
 
 PACE = Pace(events=60, spread_s=0.01, passes=1.0)
+CYCLES = 4
 
 
 def test_a_seed_gives_the_same_faults_again_and_another_seed_others():
@@ -14,15 +17,31 @@ def test_a_seed_gives_the_same_faults_again_and_another_seed_others():
     assert [run.strikes for run in one] != [run.strikes for run in other]
 
 
-def test_every_cell_is_struck_once_per_cycle_at_moments_that_a_run_reaches():
-    runs = [make_schedule(5, number, PACE) for number in range(2 * len(PLACES))]
-    for cycle in (runs[: len(PLACES)], runs[len(PLACES) :]):
-        assert {(strike.victim, strike.fault) for run in cycle for strike in run.strikes if not strike.point} == {
-            *CELLS
-        }
-        assert sorted(strike.point for run in cycle for strike in run.strikes if strike.point) == sorted(FaultPoint)
-    strikes = [strike for run in runs for strike in run.strikes if not strike.point]
-    assert all(1 <= strike.event < 60 for strike in strikes)
-    assert all((strike.seconds > 0) == (strike.fault is Fault.STOP) for strike in strikes)
+def test_every_cell_is_struck_in_each_cycle_at_moments_that_a_run_reaches():
+    runs = [make_schedule(5, number, PACE) for number in range(CYCLES * len(CELLS))]
+    for start in range(0, len(runs), len(CELLS)):
+        cycle = runs[start : start + len(CELLS)]
+        assert {(strike.victim, strike.fault) for run in cycle for strike in run.strikes} == {*CELLS}
+    strikes = [strike for run in runs for strike in run.strikes]
+    assert all(1 <= strike.event < 60 for strike in strikes if not strike.point)
+    lasting = (Fault.STOP, Fault.SLOW_DISK)
+    assert all(
+        (strike.seconds > 0) == (strike.fault in lasting) for strike in strikes if strike.fault is not Fault.FULL_DISK
+    )
+    assert {strike.seconds > 0 for strike in strikes if strike.fault is Fault.FULL_DISK} == {True, False}
     assert all(list(run.strikes) == sorted(run.strikes, key=lambda strike: strike.event) for run in runs)
     assert {run.max_staleness for run in runs} == {0, 1}
+
+
+def test_some_cycles_kill_a_process_at_every_point_and_slow_every_sync():
+    runs = [make_schedule(5, number, PACE) for number in range(CYCLES * len(CELLS))]
+    at = Counter((strike.fault, strike.point) for run in runs for strike in run.strikes if strike.point)
+    assert {point for fault, point in at if fault is Fault.KILL} == {*FaultPoint}
+    assert sum(count for (fault, _), count in at.items() if fault is Fault.SLOW_DISK) == 3 * CYCLES
+    assert {fault for fault, _ in at} == {Fault.KILL, Fault.SLOW_DISK}
+
+
+def test_the_application_has_each_cell_three_times_in_120_runs():
+    strikes = [strike for number in range(120) for strike in make_schedule(22, number, PACE).strikes]
+    runs = Counter((strike.victim, strike.fault) for strike in strikes)
+    assert min(runs[cell] for cell in CELLS) >= 3

@@ -20,7 +20,8 @@ import msgspec
 
 from rl_app_ppo.chaos.judge import Counted, Kind
 from rl_app_ppo.chaos.processes import marked
-from rl_app_ppo.chaos.schedule import Pace
+from rl_app_ppo.chaos.schedule import Fault, Pace
+from rl_app_ppo.chaos.strikes import flip_byte, flippable
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_protocol import RLError
 from rl_trainer.checkpoints.checkpoint_folder import newest_whole
@@ -53,19 +54,21 @@ class AppSubject:
         folder: where the folder of the run is made.
         max_staleness: see Schedule.
         straight: what it must train; None: this is the run without faults.
+        save_freq: steps between checkpoints.
     """
 
     kind: Kind = "app"
     start_s = 300.0
 
-    def __init__(self, folder: Path, max_staleness: int, straight: Straight | None) -> None:
+    def __init__(self, folder: Path, max_staleness: int, straight: Straight | None, save_freq: int = SAVE_FREQ) -> None:
         self._folder = folder
         self._max_staleness = max_staleness
         self._straight = straight
+        self._save_freq = save_freq
         self._sockets = Path(tempfile.mkdtemp(prefix="rlc", dir="/tmp"))
 
     @cached_property
-    def files(self) -> RunFiles:
+    def run_files(self) -> RunFiles:
         """Those of the run."""
         return RunFiles(folder=self._folder / _NAME)
 
@@ -77,7 +80,7 @@ class AppSubject:
             f"trainer.output_dir={self._folder}",
             f"trainer.run_name={_NAME}",
             f"trainer.total_training_steps={STEPS}",
-            f"trainer.save_freq={SAVE_FREQ}",
+            f"trainer.save_freq={self._save_freq}",
             f"trainer.samples_per_step={BATCH * N}",
             "trainer.resume_mode=auto",
             "trainer.val_before_train=false",
@@ -104,14 +107,14 @@ class AppSubject:
     def events(self) -> int:
         """Once the first step can begin, one and the lines of metrics."""
         try:
-            return 1 + self.files.metrics.read_bytes().count(b"\n")
+            return 1 + self.run_files.metrics.read_bytes().count(b"\n")
         except FileNotFoundError:
             return 0
 
     def processes(self, mark: str) -> Mapping[str, int]:
         """Driver, workers as their logs name them, and the servers of the data plane."""
         found = dict[str, int]()
-        for log in self.files.logs.glob("*.log"):
+        for log in self.run_files.logs.glob("*.log"):
             for line in _WORKER.finditer(log.read_text(errors="replace")):
                 found[_VICTIMS.get(line[1], line[1])] = int(line[2])
         for pid in marked(mark):
@@ -123,9 +126,20 @@ class AppSubject:
                 found["driver"] = pid
         return found
 
+    def files(self, fault: Fault) -> Sequence[Path]:
+        """Segments of the journal, or the newest of several checkpoints: a run whose only one is
+        damaged is refused."""
+        if fault is Fault.FLIP_CHECKPOINT and len([*self.run_files.checkpoints.glob("step-*")]) < 2:
+            return []
+        return flippable(fault, self.run_files.journal, self.run_files.checkpoints)
+
+    def flip(self, fault: Fault, which: int) -> bool:
+        """Change a byte."""
+        return flip_byte(self.files(fault), which)
+
     def left(self) -> Sequence[str]:
         """The journal, folders of Ray, and checkpoints that were never published."""
-        files = [*self.files.checkpoints.glob(".*"), *self._sockets.iterdir(), self.files.journal]
+        files = [*self.run_files.checkpoints.glob(".*"), *self._sockets.iterdir(), self.run_files.journal]
         left = [str(path) for path in files if path.exists()]
         shutil.rmtree(self._sockets)
         return left
@@ -137,9 +151,9 @@ class AppSubject:
             RLError: it has no model.
         """
         try:
-            model = (self.files.checkpoint / "model.safetensors").read_bytes()
+            model = (self.run_files.checkpoint / "model.safetensors").read_bytes()
         except FileNotFoundError as error:
-            raise RLError(f"The run in {self.files.folder} has not ended: {error}.") from error
+            raise RLError(f"The run in {self.run_files.folder} has not ended: {error}.") from error
         return Straight(hashlib.sha256(model).hexdigest(), self._trained())
 
     def count(self) -> Counted:
@@ -153,11 +167,11 @@ class AppSubject:
         wanted, trained, weights = self._straight.trained, self._trained(), ""
         with suppress(RLError):
             weights = self.straight().weights
-        starts = read_record(self.files.record).starts
+        starts = read_record(self.run_files.record).starts
         after = starts[-1].after if starts else 0
         differ = weights != self._straight.weights
         late = [Counter({row: n for row, n in rows.items() if row[0] > after}) for rows in (wanted, trained)]
-        found, _ = newest_whole(self.files.checkpoints)
+        found, _ = newest_whole(self.run_files.checkpoints)
         return Counted(
             acknowledged=trained.total(),
             trained=trained.total(),
@@ -169,7 +183,7 @@ class AppSubject:
         )
 
     def _trained(self) -> Counter[tuple[int, str, str]]:
-        rows = read_record(self.files.record).trajectories
+        rows = read_record(self.run_files.record).trajectories
         return Counter((row.step, row.prompt, row.response) for row in rows)
 
 

@@ -1,69 +1,104 @@
-"""`rl chaos`: runs with faults, one after the other, and their report."""
+"""`rl chaos`: runs with faults, several at a time, and their report."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from rl_app_ppo.chaos import app_runs, plane_runs
-from rl_app_ppo.chaos.app_runs import Straight
-from rl_app_ppo.chaos.judge import Outcome
-from rl_app_ppo.chaos.report import matrix, points, summarize
-from rl_app_ppo.chaos.runner import Runner
-from rl_app_ppo.chaos.schedule import make_schedule
-from rl_protocol import OutputError
+from rl_app_ppo.chaos.app_runs import PACE as APP_PACE
+from rl_app_ppo.chaos.app_runs import SAVE_FREQ, AppSubject, Straight, run_straight
+from rl_app_ppo.chaos.judge import Kind, Outcome
+from rl_app_ppo.chaos.plane_runs import PACE as PLANE_PACE
+from rl_app_ppo.chaos.plane_runs import PlaneSubject
+from rl_app_ppo.chaos.report import ChaosReport, matrix, points, read_report, summarize, write_report
+from rl_app_ppo.chaos.runner import Runner, Subject
+from rl_app_ppo.chaos.schedule import Fault, Schedule, make_schedule
+from rl_protocol import ConfigError
+
+PACES = {"plane": PLANE_PACE, "app": APP_PACE}
 
 
-def chaos(runs: int, seed: int, first: int, json: Path | None, out: Console, *, model: bool) -> bool:
+def chaos(
+    runs: int, seed: int, first: int, json: Path | None, out: Console, *, model: bool, at_a_time: int = 1
+) -> bool:
     """Run schedules of a seed, print each and the matrix; returns whether nothing was lost.
 
     Args:
         runs: how many.
         seed: decides all faults.
         first: number of the first of them; a schedule depends on seed and number alone.
-        json: where to write the report.
+        json: where to write the report, after each run. Those that it has already are not repeated.
         out: where to print.
         model: run the whole application; otherwise a stand-in takes the place of the model.
+        at_a_time: runs at once.
 
     Raises:
+        ConfigError: the report has other runs.
         OutputError: the report can't be written.
         RLError: the application fails without faults.
     """
+    kind: Kind = "app" if model else "plane"
+    wanted = [make_schedule(seed, number, PACES[kind]) for number in range(first, first + runs)]
+    outcomes = read_report(json, seed) if json is not None else []
+    missing = _missing(wanted, outcomes, kind)
     folder = Path(tempfile.mkdtemp(prefix="rl-chaos-"))
-    outcomes: list[Outcome] = []
-    straights = dict[int, Straight]()
-    for number in range(first, first + runs):
-        schedule = make_schedule(seed, number, app_runs.PACE if model else plane_runs.PACE)
-        place, staleness = folder / str(number), schedule.max_staleness
-        if model and staleness not in straights:
-            out.print(Text("a run without faults, to compare with"))
-            straights[staleness] = app_runs.run_straight(folder / f"straight-{staleness}", staleness)
-        subject = (
-            app_runs.AppSubject(place, staleness, straights[staleness])
-            if model
-            else plane_runs.PlaneSubject(place, staleness)
-        )
-        outcome = Runner(subject, schedule, place).run()
-        outcomes.append(outcome)
-        out.print(Text(described(outcome), style="" if outcome.good else "red"), soft_wrap=True)
-        if outcome.good:
-            shutil.rmtree(place)
-    report = summarize(seed, outcomes)
     if json is not None:
-        _write(json, msgspec.json.format(msgspec.json.encode(report), indent=1))
-    out.print(matrix(outcomes))
-    out.print(points(outcomes))
+        write_report(json, summarize(seed, outcomes))
+    straights = {one: _straight(folder, one, out) for one in sorted({run.max_staleness for run in missing}) if model}
+    with ThreadPoolExecutor(at_a_time) as pool:
+        started = [pool.submit(_run, schedule, folder, straights) for schedule in missing]
+        for ended in as_completed(started):
+            outcomes.append(ended.result())
+            out.print(Text(described(outcomes[-1]), style="" if outcomes[-1].good else "red"), soft_wrap=True)
+            if json is not None:
+                write_report(json, summarize(seed, outcomes))
+    return _conclude(summarize(seed, outcomes), folder, out)
+
+
+def _missing(wanted: Sequence[Schedule], outcomes: Sequence[Outcome], kind: Kind) -> list[Schedule]:
+    """The schedules that no outcome is of.
+
+    Raises:
+        ConfigError: an outcome has another schedule of the same number.
+    """
+    there = {one.schedule.number: one.schedule for one in outcomes if one.kind == kind}
+    if changed := [run.number for run in wanted if there.get(run.number, run) != run]:
+        raise ConfigError(f"The report of --json has run {changed[0]} with other faults; give another file.")
+    return [run for run in wanted if run.number not in there]
+
+
+def _straight(folder: Path, max_staleness: int, out: Console) -> Straight:
+    out.print(Text("a run without faults, to compare with"))
+    return run_straight(folder / f"straight-{max_staleness}", max_staleness)
+
+
+def _run(schedule: Schedule, folder: Path, straights: dict[int, Straight]) -> Outcome:
+    place, staleness = folder / str(schedule.number), schedule.max_staleness
+    subject: Subject = PlaneSubject(place, staleness)
+    if staleness in straights:
+        flips = any(strike.fault is Fault.FLIP_CHECKPOINT for strike in schedule.strikes)
+        subject = AppSubject(place, staleness, straights[staleness], 1 if flips else SAVE_FREQ)
+    outcome = Runner(subject, schedule, place).run()
+    if outcome.good:
+        shutil.rmtree(place)
+    return outcome
+
+
+def _conclude(report: ChaosReport, folder: Path, out: Console) -> bool:
+    out.print(matrix(report.outcomes))
+    out.print(points(report.outcomes))
     out.print(Text(str(report.summary)), soft_wrap=True)
-    if report.summary.failed:
+    if any(folder.iterdir()) and report.summary.failed:
         out.print(Text(f"the folders of the failed runs are in {folder}"), soft_wrap=True)
-        return False
-    shutil.rmtree(folder)
-    return True
+    else:
+        shutil.rmtree(folder)
+    return not report.summary.failed
 
 
 def described(outcome: Outcome) -> str:
@@ -71,7 +106,7 @@ def described(outcome: Outcome) -> str:
     schedule = outcome.schedule
     faults = ", ".join(
         f"{one.fault.value} of {one.victim.value} at {one.point or 'event'} {one.passes or one.event}"
-        for one in schedule.strikes[: outcome.struck]
+        for one in outcome.strikes
     )
     mode = "asynchronous" if schedule.max_staleness else "synchronous"
     line = f"run {schedule.number}, {mode}: {faults or 'not struck'}; {outcome.starts} starts, {outcome.seconds:.1f} s"
@@ -80,12 +115,3 @@ def described(outcome: Outcome) -> str:
     counts = f"{outcome.lost} lost, {outcome.doubled} doubled, {outcome.held} held, {outcome.went_back} went back"
     facts = [counts, *(["hung"] if outcome.hung else []), *(f"left: {one}" for one in outcome.left), outcome.failure]
     return "\n  ".join([line, *filter(None, facts)])
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        path.write_bytes(content + b"\n")
-    except OSError as error:
-        raise OutputError(
-            f"The report can't be written to {path}, {error.strerror}; give --json another file."
-        ) from error

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from rl_app_ppo.chaos.events import Event
-from rl_app_ppo.chaos.schedule import Schedule
+from rl_app_ppo.chaos.schedule import Schedule, Strike
 from rl_app_ppo.chaos.stand_in import ActorState
 
 Kind = Literal["plane", "app"]
@@ -22,8 +22,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Kind
     schedule: Schedule
-    struck: int
-    """Strikes of the schedule that a process was hit by, the first ones."""
+    struck: tuple[int, ...]
+    """Places in the schedule of the strikes that hit something."""
     starts: int
     """How often the run was started."""
     acknowledged: int
@@ -53,6 +53,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         counts = self.lost + self.doubled + self.held + self.went_back
         return not (counts or self.hung or self.left or self.failure)
 
+    @property
+    def strikes(self) -> Sequence[Strike]:
+        """Those that hit something."""
+        return [self.schedule.strikes[place] for place in self.struck]
+
 
 class Counted(msgspec.Struct, frozen=True, kw_only=True):
     """What the events of a run and its final state say."""
@@ -69,6 +74,9 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True):
 def count(events: Sequence[Event], final: ActorState | None, wanted: ActorState) -> Counted:
     """Count what a run has done.
 
+    A changed byte may cost what only the changed file had: prompts that were trained between the
+    newest whole checkpoint and the changed one, and rows that the journal dropped.
+
     Args:
         events: of all its processes, the oldest first.
         final: state of the trainer in the last checkpoint; None: there is none.
@@ -77,15 +85,26 @@ def count(events: Sequence[Event], final: ActorState | None, wanted: ActorState)
     final = final if final is not None else ActorState()
     have, want = (Counter(row for step in state.trained for row in step) for state in (final, wanted))
     acknowledged, again = set[str](), 0
+    saved, excused, damaged = 0, 0, False
     for event in events:
-        if event.kind == "acknowledged":
-            acknowledged.update(event.uids)
-        elif event.kind == "rollout":
-            again += len(acknowledged.intersection(event.uids))
+        match event.kind:
+            case "acknowledged":
+                acknowledged.update(event.uids)
+            case "rollout":
+                again += len(acknowledged.intersection(event.uids))
+            case "saved":
+                saved = max(saved, event.number)
+            case "damaged":
+                excused += sum(len({row for row, _ in step}) for step in wanted.trained[event.number : saved])
+                saved, damaged = event.number, True
+            case "dropped":
+                excused += event.number if damaged else 0
+            case _:
+                pass
     return Counted(
         acknowledged=len(acknowledged),
         trained=have.total(),
-        lost=(want - have).total() + again,
+        lost=(want - have).total() + max(0, again - excused),
         doubled=(have - want).total(),
         held=sum(event.number for event in events if event.kind == "end"),
         went_back=_went_back(events),
@@ -99,6 +118,8 @@ def _went_back(events: Sequence[Event]) -> int:
     for event in events:
         if event.kind == "saved":
             saved = max(saved, event.number)
+        elif event.kind == "damaged":
+            saved = event.number
         elif event.kind == "begin":
             back += event.number < saved
             version = event.number

@@ -89,6 +89,8 @@ async def _run(run: PlaneRun, events: EventLog, sockets: dict[str, Path]) -> Non
     async with AsyncExitStack() as stack:
         local = stack.enter_context(await asyncio.to_thread(start_local_plane, settings))
         _name_servers(local, events)
+        if local.recovery is not None and local.recovery.rows_incomplete:
+            events.write(Event(kind="dropped", name="driver", number=local.recovery.rows_incomplete))
         plane = await connect(local.descriptor)
         stack.push_async_callback(plane.close)
         handles = {name: await _connect(name, path, local, stack) for name, path in sockets.items()}

@@ -1,15 +1,12 @@
-"""The processes of a run, found by a variable of their environment, and faults of them."""
+"""The processes of a run, found by a variable of their environment."""
 
 from __future__ import annotations
 
-import os
-import signal
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-
-from rl_app_ppo.chaos.schedule import Fault
 
 MARK = "RL_CHAOS_RUN"
 """Environment variable that every process of a run inherits."""
@@ -52,31 +49,17 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def strike(pids: Sequence[int], fault: Fault, seconds: float) -> int:
-    """Have a fault happen to processes at once; returns how many of them were there.
-
-    All are stopped first, so that none sees the end of another.
-    """
-    hit = [pid for pid in pids if send(pid, signal.SIGSTOP)] if len(pids) > 1 or fault is Fault.STOP else list(pids)
-    if fault is Fault.STOP:
-        time.sleep(seconds)
-    last = {Fault.KILL: signal.SIGKILL, Fault.TERMINATE: signal.SIGTERM, Fault.STOP: signal.SIGCONT}[fault]
-    hit = [pid for pid in hit if send(pid, last)]
-    if fault is Fault.TERMINATE and len(pids) > 1:
-        for pid in hit:
-            send(pid, signal.SIGCONT)
-    return len(hit)
-
-
-def send(pid: int, what: int) -> bool:
-    """Send a signal; returns whether the process was there."""
-    try:
-        os.kill(pid, what)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def shared_memory() -> set[str]:
     """Names of the files in shared memory."""
     return {path.name for path in SHARED_MEMORY.iterdir()}
+
+
+def unused(names: set[str]) -> set[str]:
+    """Those of these files in shared memory that no process has mapped: others may be of programs
+    beside the run."""
+    mapped: set[str] = set()
+    if names:
+        for path in Path("/proc").glob("[0-9]*/maps"):
+            with suppress(*_GONE):
+                mapped.update(re.findall(rf"{SHARED_MEMORY}/(\S+)", path.read_text(errors="replace")))
+    return {name for name in names - mapped if (SHARED_MEMORY / name).exists()}

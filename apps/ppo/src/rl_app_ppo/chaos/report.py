@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 from rich.table import Table
 
 from rl_app_ppo.chaos.judge import Outcome
-from rl_app_ppo.chaos.schedule import Fault, Victim
+from rl_app_ppo.chaos.schedule import CELLS, Fault, Victim
+from rl_protocol import ConfigError
+from rl_protocol.errors import UNREADABLE
+from rl_protocol.support.disk_writes import write_errors
 from rl_protocol.support.fault_points import FaultPoint
 
 
@@ -42,6 +46,37 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: tuple[Outcome, ...]
 
 
+def read_report(path: Path, seed: int) -> list[Outcome]:
+    """The runs that `--json` has written before; none: there is no file.
+
+    Raises:
+        ConfigError: it is no such file, or of another seed.
+    """
+    if not path.exists():
+        return []
+    try:
+        report = msgspec.json.decode(path.read_bytes(), type=ChaosReport)
+    except (*UNREADABLE, OSError) as error:
+        raise ConfigError(f"--json {path} is no report of runs: {error}; give another file.") from error
+    if report.summary.seed != seed:
+        raise ConfigError(
+            f"--json {path} has runs of seed {report.summary.seed}, got --seed {seed}; give another file."
+        )
+    return list(report.outcomes)
+
+
+def write_report(path: Path, report: ChaosReport) -> None:
+    """Replace the file.
+
+    Raises:
+        OutputError: it can't be written.
+    """
+    with write_errors(path, what="The report", remedy="Give --json another file."):
+        new = path.with_name(f".{path.name}.new")
+        new.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+        new.replace(path)
+
+
 def summarize(seed: int, outcomes: Sequence[Outcome]) -> ChaosReport:
     """The report of all runs of a seed."""
     summary = Summary(
@@ -62,7 +97,7 @@ def cells(outcomes: Sequence[Outcome]) -> tuple[Counter[tuple[Victim, Fault]], C
     """Runs that were struck by victim and fault, and those of them that failed."""
     runs, failed = Counter[tuple[Victim, Fault]](), Counter[tuple[Victim, Fault]]()
     for one in outcomes:
-        struck = {(strike.victim, strike.fault) for strike in one.schedule.strikes[: one.struck]}
+        struck = {(strike.victim, strike.fault) for strike in one.strikes}
         runs.update(struck)
         failed.update(struck if not one.good else ())
     return runs, failed
@@ -72,7 +107,7 @@ def points(outcomes: Sequence[Outcome]) -> Table:
     """Runs per point of the code that a process was killed at; red as in `matrix`."""
     runs, failed = Counter[FaultPoint | None](), Counter[FaultPoint | None]()
     for one in outcomes:
-        reached = {strike.point for strike in one.schedule.strikes[: one.struck]}
+        reached = {strike.point for strike in one.strikes if strike.fault is Fault.KILL}
         runs.update(reached)
         failed.update(reached if not one.good else ())
     table = Table("killed at", "runs")
@@ -87,12 +122,14 @@ def _cell(runs: int, failed: int) -> str:
 
 
 def matrix(outcomes: Sequence[Outcome]) -> Table:
-    """Runs per victim and fault; red where there are none, or where one failed."""
+    """Runs per victim and fault; red where there are none, or where one failed. A dash: no such
+    fault."""
     runs, failed = cells(outcomes)
     table = Table("victim", *(fault.value for fault in Fault))
     for victim in Victim:
         row = [victim.value]
         for fault in Fault:
-            row.append(_cell(runs[victim, fault], failed[victim, fault]))
+            cell = victim, fault
+            row.append(_cell(runs[cell], failed[cell]) if cell in CELLS else "-")
         table.add_row(*row)
     return table

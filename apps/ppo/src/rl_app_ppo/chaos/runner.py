@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Protocol
 
 from rl_app_ppo.chaos.judge import Counted, Kind, Outcome
-from rl_app_ppo.chaos.processes import MARK, POLL_S, describe, marked, send, shared_memory, strike, wait_until
-from rl_app_ppo.chaos.schedule import Schedule, Strike, Victim
-from rl_protocol.support.fault_points import ARMED, armed_for
+from rl_app_ppo.chaos.processes import MARK, POLL_S, describe, marked, shared_memory, unused, wait_until
+from rl_app_ppo.chaos.schedule import FLIPS, Fault, Schedule, Strike, Victim
+from rl_app_ppo.chaos.strikes import send, strike
+from rl_protocol.support.fault_points import armed_for
 
 _GONE_S = 30.0
 """Longest time in which all processes end once the driver has ended."""
@@ -50,6 +51,14 @@ class Subject(Protocol):
         """Process ids by name, VICTIM or VICTIM-NUMBER; `mark` is the value of MARK."""
         ...
 
+    def files(self, fault: Fault) -> Sequence[Path]:
+        """Those of which the fault, one of FLIPS, changes a byte; none: it can't strike yet."""
+        ...
+
+    def flip(self, fault: Fault, which: int) -> bool:
+        """Change a byte of them while no process is there; returns whether there was one."""
+        ...
+
     def left(self) -> Sequence[str]:
         """Files of a finished run that should not be there."""
         ...
@@ -75,8 +84,11 @@ class Runner:
         self._log = folder / "run.log"
         self._reached = folder / "reached"
         self._mark = uuid.uuid4().hex
-        self._strikes = list(schedule.strikes)
-        self._struck = 0
+        self._ahead = dict(enumerate(schedule.strikes))
+        """By place in the schedule."""
+        self._struck: list[int] = []
+        self._hits = 0
+        """Processes that had a fault."""
         self._failure = ""
 
     def run(self) -> Outcome:
@@ -86,10 +98,10 @@ class Runner:
         starts, code, hung = 0, None, False
         while code != 0 and not hung and not self._failure and starts < _MOST_STARTS:
             starts += 1
-            before = self._struck
+            before = self._hits
             code = self._start()
             hung = code is None
-            if code and self._struck == before:
+            if code and self._hits == before:
                 self._failure = f"start {starts} failed without a fault, status {code}: {self._tail()}"
         left = self._left(memory)
         counted = self._subject.count()
@@ -98,7 +110,7 @@ class Runner:
         return Outcome(
             kind=self._subject.kind,
             schedule=self._schedule,
-            struck=self._struck,
+            struck=tuple(self._struck),
             starts=starts,
             acknowledged=counted.acknowledged,
             trained=counted.trained,
@@ -114,8 +126,10 @@ class Runner:
 
     def _start(self) -> int | None:
         """Start the driver and strike; returns its status, or None if it hangs."""
-        environment = {**os.environ, **self._subject.environment(), **self._armed(), MARK: self._mark}
+        armed = self._take_armed()
+        environment = {**os.environ, **self._subject.environment(), **self._armed(armed), MARK: self._mark}
         environment["TMPDIR"] = str(self._temporary)
+        flips: list[int] = []
         with self._log.open("ab") as log:
             driver = subprocess.Popen(
                 self._subject.command(),
@@ -127,39 +141,64 @@ class Runner:
             )
         deadline = time.monotonic() + self._subject.start_s
         while driver.poll() is None and time.monotonic() < deadline:
-            if self._strikes and self._subject.events() >= self._strikes[0].event:
-                self._hit(self._strikes.pop(0))
+            if (place := self._due()) is not None:
+                planned = self._ahead.pop(place)
+                time.sleep(planned.after_s)
+                hits = strike(self._pids(planned), planned)
+                self._note(hits, place if planned.fault not in FLIPS else None)
+                flips += [place] if hits and planned.fault in FLIPS else []
             time.sleep(POLL_S)
-        self._struck += ARMED in environment and self._reached.exists()
+        if armed is not None:
+            self._note(self._reached.exists(), armed)
         ended = driver.poll() is not None and wait_until(lambda: not marked(self._mark), _GONE_S)
         if not ended:
             for pid in marked(self._mark):
                 send(pid, signal.SIGKILL)
             driver.wait()
+        for place in flips:
+            planned = self._schedule.strikes[place]
+            self._note(self._subject.flip(planned.fault, planned.which), place)
         return driver.returncode if ended else None
 
-    def _armed(self) -> dict[str, str]:
-        """Environment of the next start: the first one has the point of the schedule."""
-        if not self._strikes or self._strikes[0].point is None:
-            return {}
-        planned = self._strikes.pop(0)
-        assert planned.point is not None
-        return armed_for(planned.point, planned.passes, self._reached)
+    def _take_armed(self) -> int | None:
+        """Place of the strike at a point, which the first start has; None: there is none."""
+        place = next((place for place, planned in self._ahead.items() if planned.point is not None), None)
+        if place is not None:
+            del self._ahead[place]
+        return place
 
-    def _hit(self, planned: Strike) -> None:
-        time.sleep(planned.after_s)
+    def _armed(self, place: int | None) -> dict[str, str]:
+        planned = self._schedule.strikes[place] if place is not None else None
+        if planned is None or planned.point is None:
+            return {}
+        return armed_for(planned.point, planned.passes, self._reached, seconds=planned.seconds)
+
+    def _due(self) -> int | None:
+        """The next strike, if this is its moment."""
+        place = min(self._ahead, default=None)
+        if place is None or self._subject.events() < self._ahead[place].event:
+            return None
+        fault = self._ahead[place].fault
+        return place if fault not in FLIPS or self._subject.files(fault) else None
+
+    def _note(self, hits: int, place: int | None) -> None:
+        self._hits += hits
+        if hits and place is not None:
+            self._struck.append(place)
+
+    def _pids(self, planned: Strike) -> Sequence[int]:
+        if planned.victim is Victim.ALL and planned.fault is not Fault.FULL_DISK:
+            return marked(self._mark)
+        running = self._subject.processes(self._mark)
         if planned.victim is Victim.ALL:
-            pids = marked(self._mark)
-        else:
-            running = self._subject.processes(self._mark)
-            names = sorted(name for name in running if name.partition("-")[0] == planned.victim)
-            pids = [running[names[planned.which % len(names)]]] if names else []
-        self._struck += bool(strike(pids, planned.fault, planned.seconds))
+            return list(running.values())
+        names = sorted(name for name in running if name.partition("-")[0] == planned.victim)
+        return [running[names[planned.which % len(names)]]] if names else []
 
     def _left(self, memory: set[str]) -> tuple[str, ...]:
         """What the run has left behind."""
         files = [*map(str, self._temporary.glob("rl-*")), *self._subject.left()]
-        files += [f"/dev/shm/{name}" for name in sorted(shared_memory() - memory)]
+        files += [f"/dev/shm/{name}" for name in sorted(unused(shared_memory() - memory))]
         return (*map(describe, marked(self._mark)), *files)
 
     def _tail(self) -> str:

@@ -32,6 +32,20 @@ class Fault(StrEnum):
     TERMINATE = "SIGTERM"
     STOP = "SIGSTOP"
     """It is stopped, and continued after some time."""
+    FULL_DISK = "full disk"
+    """Its writes to files fail, for some time or until it ends."""
+    SLOW_DISK = "slow disk"
+    """Each of its syncs at a point of the code takes longer."""
+    CUT = "closed connection"
+    """One of its connections to other processes is shut down."""
+    FLIP_SEGMENT = "byte of a segment"
+    """All are killed, and one of the last bytes of the journal's payload is changed."""
+    FLIP_CHECKPOINT = "byte of a checkpoint"
+    """All are killed, and a byte of the newest checkpoint is changed."""
+
+
+FLIPS = (Fault.FLIP_SEGMENT, Fault.FLIP_CHECKPOINT)
+_SIGNALS = (Fault.KILL, Fault.TERMINATE, Fault.STOP)
 
 
 class Strike(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,17 +54,19 @@ class Strike(msgspec.Struct, frozen=True, kw_only=True):
     victim: Victim
     fault: Fault
     which: int = 0
-    """Of several processes of this kind; taken modulo their number."""
+    """Of several processes of this kind, of the connections of one, or of the bytes; taken modulo
+    their number."""
     event: int = 0
     """Strikes once the run has written this many events, counted over its restarts."""
     point: FaultPoint | None = None
     """Strikes there instead, in the first start of the run."""
     passes: int = 0
-    """At which time that the processes of the kind reach the point, from 1."""
+    """At which time that the processes of the kind reach the point, from 1; SLOW_DISK: also at all
+    later times."""
     after_s: float = 0.0
     """Seconds after that event."""
     seconds: float = 0.0
-    """How long the process is stopped; for STOP."""
+    """How long the process is stopped, its disk is full (0: until it ends), or each sync takes."""
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +81,15 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     """In the order of their events."""
 
 
-CELLS = tuple(product(Victim, Fault))
-"""Every victim with every fault."""
+CELLS: tuple[tuple[Victim, Fault], ...] = (
+    *product(Victim, _SIGNALS),
+    *product((Victim.CONTROLLER, Victim.TRAINER, Victim.DRIVER, Victim.ALL), (Fault.FULL_DISK,)),
+    *product((Victim.CONTROLLER, Victim.TRAINER, Victim.DRIVER), (Fault.SLOW_DISK,)),
+    *product([victim for victim in Victim if victim is not Victim.ALL], (Fault.CUT,)),
+    *product((Victim.ALL,), FLIPS),
+)
+"""Every victim with every fault that it can have: only these write files of the run, and files are
+changed while no process is there."""
 _POINTS = {
     FaultPoint.JOURNAL_APPENDED: (Victim.CONTROLLER, 100),
     FaultPoint.JOURNAL_PAYLOAD_SYNCED: (Victim.CONTROLLER, 100),
@@ -79,8 +102,12 @@ _POINTS = {
     FaultPoint.CHECKPOINT_PUBLISHED: (Victim.DRIVER, 3),
 }
 """The process that reaches each point, and how often it does at least in a run without faults."""
-PLACES: tuple[tuple[Victim, Fault] | FaultPoint, ...] = (*CELLS, *_POINTS)
-"""Every cell, and every point."""
+_SYNCS = {
+    Victim.CONTROLLER: (FaultPoint.JOURNAL_APPENDED, FaultPoint.JOURNAL_PAYLOAD_SYNCED),
+    Victim.TRAINER: (FaultPoint.STATE_WRITTEN,),
+    Victim.DRIVER: (FaultPoint.CHECKPOINT_SEALED, FaultPoint.CHECKPOINT_PUBLISHED),
+}
+"""Where the syncs of a process lie."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,41 +123,64 @@ class Pace:
 
 
 def make_schedule(seed: int, number: int, pace: Pace) -> Schedule:
-    """The faults of a run. Every len(PLACES) runs that follow each other have every place once.
+    """The faults of a run. Every len(CELLS) runs that follow each other have every cell once.
+
+    From one such cycle to the next, a process with points is killed once at an event, then at one
+    of its points after the other.
 
     Args:
         seed: of all runs.
         number: of the run, from 0.
         pace: of the runs.
     """
-    cycle, place = divmod(number, len(PLACES))
-    places = list(PLACES)
-    random.Random(f"{seed}/{cycle}").shuffle(places)  # noqa: S311 - no secret
+    cycle, place = divmod(number, len(CELLS))
+    order = list(CELLS)
+    random.Random(f"{seed}/{cycle}").shuffle(order)  # noqa: S311 - no secret
     rng = random.Random(f"{seed}/{number}/run")  # noqa: S311 - the same
-    chosen = places[place]
-    strikes = _at_point(chosen, pace, rng) if isinstance(chosen, FaultPoint) else _at_events(chosen, pace, rng)
+    victim, fault = order[place]
+    point = _point(victim, fault, cycle)
+    strikes = (
+        (_at_point(victim, fault, point, pace, rng),) if point is not None else _at_events((victim, fault), pace, rng)
+    )
     return Schedule(seed=seed, number=number, max_staleness=(number + cycle) % 2, strikes=strikes)
 
 
-def _at_point(point: FaultPoint, pace: Pace, rng: random.Random) -> tuple[Strike, ...]:
-    victim, passes = _POINTS[point]
-    return (
-        Strike(victim=victim, fault=Fault.KILL, point=point, passes=rng.randint(1, max(1, int(passes * pace.passes)))),
-    )
+def _point(victim: Victim, fault: Fault, cycle: int) -> FaultPoint | None:
+    """Where a fault strikes in a cycle; None: at an event."""
+    if fault is Fault.SLOW_DISK:
+        return _SYNCS[victim][cycle % len(_SYNCS[victim])]
+    if fault is not Fault.KILL:
+        return None
+    points = [None, *(point for point, (reached_by, _) in _POINTS.items() if reached_by is victim)]
+    return points[cycle % len(points)]
+
+
+def _at_point(victim: Victim, fault: Fault, point: FaultPoint, pace: Pace, rng: random.Random) -> Strike:
+    passes = rng.randint(1, max(1, int(_POINTS[point][1] * pace.passes)))
+    seconds = round(rng.uniform(0.01, 0.05), 6) if fault is Fault.SLOW_DISK else 0.0
+    return Strike(victim=victim, fault=fault, point=point, passes=passes, seconds=seconds)
 
 
 def _at_events(cell: tuple[Victim, Fault], pace: Pace, rng: random.Random) -> tuple[Strike, ...]:
     """A strike of the cell, and in every fourth run another one."""
-    chosen = [cell, *([rng.choice(CELLS)] if rng.random() < 0.25 else [])]
+    others = [other for other in CELLS if other[1] is not Fault.SLOW_DISK]
+    chosen = [cell, *([rng.choice(others)] if rng.random() < 0.25 else [])]
     moments = sorted(rng.randrange(1, pace.events) for _ in chosen)
     return tuple(
         Strike(
             victim=victim,
             fault=fault,
-            which=rng.randrange(4),
+            which=-rng.randrange(1, 1 << 10) if fault is Fault.FLIP_SEGMENT else rng.randrange(1 << 20),
             event=event,
             after_s=round(rng.uniform(0.0, pace.spread_s), 6),
-            seconds=round(rng.uniform(0.1, 0.6), 6) if fault is Fault.STOP else 0.0,
+            seconds=_lasts(fault, rng),
         )
         for (victim, fault), event in zip(chosen, moments, strict=True)
     )
+
+
+def _lasts(fault: Fault, rng: random.Random) -> float:
+    """Seconds of a fault; every second full disk stays full."""
+    if fault is Fault.STOP or (fault is Fault.FULL_DISK and rng.random() < 0.5):
+        return round(rng.uniform(0.1, 0.6), 6)
+    return 0.0

@@ -288,13 +288,16 @@ def _chaos(
     runs: Annotated[int, typer.Option(min=1, help="Runs.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Decides what is struck, how and when.")] = 0,
     first: Annotated[int, typer.Option(min=0, help="Number of the first run; a failed one says its own.")] = 0,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report of all runs.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a report after each run; those that it has are skipped.")
+    ] = None,
+    at_a_time: Annotated[int, typer.Option(min=1, help="Runs at once.")] = 1,
     without_model: Annotated[
         bool, typer.Option("--without-model", help="A stand-in takes the place of models and Ray; ten times faster.")
     ] = False,
 ) -> None:
-    """Kill processes of small runs; exit code 1 if anything is lost."""
-    if not chaos(runs, seed, first, json, _out(), model=not without_model):
+    """Disturb processes, disks and connections of small runs; exit code 1 if anything is lost."""
+    if not chaos(runs, seed, first, json, _out(), model=not without_model, at_a_time=at_a_time):
         raise typer.Exit(1)
 
 
