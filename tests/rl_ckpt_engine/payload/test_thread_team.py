@@ -14,7 +14,7 @@ from rl_ckpt_engine.payload.thread_team import ThreadTeam
 def test_a_team_does_each_piece_of_work_once_and_answers_in_order(
     processors: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(processors)))
+    monkeypatch.setattr("rl_ckpt_engine.payload.thread_team.usable_cores", lambda: processors)
     done: list[int] = []
     with ThreadTeam() as team:
         assert team.map(lambda number: done.append(number) or number * 2, count) == [2 * n for n in range(count)]
@@ -25,7 +25,7 @@ def test_a_team_does_each_piece_of_work_once_and_answers_in_order(
 def test_a_team_has_a_thread_for_each_of_the_first_processors(
     processors: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(processors)))
+    monkeypatch.setattr("rl_ckpt_engine.payload.thread_team.usable_cores", lambda: processors)
     together, workers = threading.Barrier(threads), set[int]()
 
     def work(number: int) -> None:
@@ -39,7 +39,7 @@ def test_a_team_has_a_thread_for_each_of_the_first_processors(
 
 
 def test_an_error_in_any_thread_is_raised_when_all_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr("rl_ckpt_engine.payload.thread_team.usable_cores", lambda: 4)
     running = threading.Semaphore(0)
 
     def work(number: int) -> int:

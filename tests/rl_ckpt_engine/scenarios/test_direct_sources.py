@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -166,6 +165,6 @@ def test_no_memory_left_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> Non
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(memfd, "allocate", full)
     with pytest.raises(WeightSyncError, match=r"no memory for 4 tensors.*No space left"):
         ShmEngine().room(LAYOUT)

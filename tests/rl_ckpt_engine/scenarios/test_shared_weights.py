@@ -25,6 +25,9 @@ from rl_ckpt_engine.engines.one_host.shm_copy import ShmCopyEngine
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
 from rl_protocol.ports import WeightCapabilities
+from rl_protocol.support.host.portable import uses_linux
+
+linux_only = pytest.mark.skipif(not uses_linux(), reason="only Linux has seals and memory without a name")
 
 T = 120.0
 
@@ -222,6 +225,7 @@ for change in (lambda: os.pwrite(fd, b"?", 4096), lambda: mmap.mmap(fd, 8192)):
 """
 
 
+@linux_only
 @pytest.mark.parametrize("lends", [True, False], ids=["adopted", "copied"])
 def test_weights_cannot_change_between_verification_and_use(lends: bool) -> None:
     source, sink = Source(model(1)), Borrower() if lends else Sink(model(0))

@@ -140,3 +140,41 @@ os.waitpid(child, 0)
     assert said_by(code) == "0"
     os.close(fds[0])
     os.close(fds[1])
+
+
+def test_memory_of_a_killed_process_is_not_found():
+    owner = child(
+        "import sys\nfrom rl_protocol.support.host.shared_memory import *\nprint(create_memory('x'), flush=True)\nsys.stdin.read()"
+    )
+    assert owner.stdout is not None
+    number = int(owner.stdout.readline())
+    owner.send_signal(signal.SIGKILL)
+    owner.communicate(timeout=60)
+    with pytest.raises(FileNotFoundError):
+        shared_memory.memory_path(owner.pid, number).stat()
+
+
+def test_closed_memory_is_freed():
+    fd = shared_memory.create_memory("test")
+    shared_memory.allocate(fd, 0, mmap.PAGESIZE + 1)
+    path = shared_memory.memory_path(os.getpid(), fd)
+    assert path.stat().st_size == mmap.PAGESIZE + 1
+    shared_memory.close_memory(fd)
+    with pytest.raises(FileNotFoundError):
+        path.stat()
+
+
+def test_a_process_ends_with_its_parent():
+    """Its code would run for a minute."""
+    inner = "import time; from rl_protocol.support.host.this_process import *; end_with_parent(); print(flush=True); time.sleep(60)"
+    parent = child(
+        f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {inner!r}]).pid, flush=True); input()"
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert parent.stdout.readline() == "\n"
+    ended = process_watch.open_process(pid)
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate(timeout=60)
+    assert readable(ended, 60)
+    os.close(ended)

@@ -11,11 +11,15 @@ import msgspec
 import pytest
 
 from rl_ckpt_engine import Manifest
+from rl_ckpt_engine.engines.base import memfd
 from rl_ckpt_engine.engines.base.memfd import PAYLOAD_START, SlotPlacement
 from rl_ckpt_engine.engines.one_host.sender_memory import ShmMember
 from rl_ckpt_engine.engines.one_host.shm import ShmEngine
 from rl_ckpt_engine.testing import assert_same, make_weights
 from rl_protocol.errors import WeightSyncError
+from rl_protocol.support.host.portable import uses_linux
+
+linux_only = pytest.mark.skipif(not uses_linux(), reason="only Linux has seals and memory without a name")
 
 
 def sent(version: int = 1) -> tuple[ShmEngine, ShmEngine, Manifest]:
@@ -85,6 +89,7 @@ def test_overwriting_during_verification_is_noticed() -> None:
         asyncio.run(race())
 
 
+@linux_only
 def test_memory_is_reused_and_has_no_name() -> None:
     sender, _, manifest = sent(1)
     seen = {placement(manifest)}
@@ -96,6 +101,7 @@ def test_memory_is_reused_and_has_no_name() -> None:
     assert Path(f"/proc/self/fd/{placement(manifest).fd}").readlink().name.startswith("memfd:")
 
 
+@linux_only
 def test_memory_can_not_be_shrunk_under_a_reader() -> None:
     owner, _, manifest = sent()
     with pytest.raises(PermissionError):
@@ -126,6 +132,7 @@ def test_number_that_now_means_another_file_is_refused(tmp_path: Path) -> None:
         refused(receiver, resealed(manifest, fd=file.fileno(), inode=inode), "sealed|can't be opened")
 
 
+@linux_only
 @pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_SHRINK], ids=["none", "may still be written"])
 def test_unsealed_memory_is_refused(seals: int) -> None:
     _sender, receiver, manifest = sent()
@@ -158,7 +165,7 @@ def test_no_memory_left_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> Non
     sender.abort()
     larger = make_weights([(4,), (5_000,), (60_000,)])
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
+        patch.setattr(memfd, "allocate", full)
         with pytest.raises(WeightSyncError, match="No space left on device"):
             asyncio.run(sender.send_weights(larger, 1, timeout_s=60))
     for weights in (make_weights([(100,)]), larger, make_weights([(100,)])):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Self, TypeVar
+
+from rl_protocol.support.host.this_process import usable_cores
 
 MAX_THREADS = 4
 """More threads do not copy faster: a few cores saturate the memory bandwidth."""
@@ -26,7 +27,7 @@ class ThreadTeam:
     """
 
     def __init__(self) -> None:
-        self._helpers = min(MAX_THREADS, len(os.sched_getaffinity(0))) - 1
+        self._helpers = min(MAX_THREADS, usable_cores()) - 1
         self._pool = ThreadPoolExecutor(max(1, self._helpers), "rl-ckpt-team")
 
     def __enter__(self) -> Self:

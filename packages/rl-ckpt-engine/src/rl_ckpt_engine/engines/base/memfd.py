@@ -10,6 +10,9 @@
 * Memory that readers map MUST be sealed against new writers before the header is COMPLETE. From
   then on only the writer's existing mapping can change it, and that one is read-only until the
   version is withdrawn. So the bytes that a reader uses are those it verified.
+
+Elsewhere than on Linux the memory is a file of this user alone, without seals: processes of this
+user could shrink or change it.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ import numpy.typing as npt
 from rl_ckpt_engine.payload.manifest import Manifest, aligned
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
+from rl_protocol.support.host.portable import uses_linux
+from rl_protocol.support.host.shared_memory import allocate, close_memory, create_memory
 
 PAYLOAD_START = 4096
 _HEADER = struct.Struct("<8sQQ16s16s8x")
@@ -62,7 +67,7 @@ class Slot:
 
     def __init__(self) -> None:
         self._fd = _memory()
-        self._close = weakref.finalize(self, os.close, self._fd)
+        self._close = weakref.finalize(self, close_memory, self._fd)
         self._readable = False
         self._bytes: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self._allocated = 0
@@ -139,7 +144,7 @@ class Slot:
         if size > self._bytes.nbytes:
             self._map(max(size, 2 * self._bytes.nbytes))
         if size > self._allocated:
-            os.posix_fallocate(self._fd, self._allocated, size - self._allocated)
+            allocate(self._fd, self._allocated, size - self._allocated)
             self._allocated = size
 
     def _map(self, length: int) -> None:
@@ -193,7 +198,7 @@ class SealedSlot(Slot):
         for array in (*self._lent, self._bytes):
             array.flags.writeable = False
         self._lent = []
-        if not self._sealed:
+        if not self._sealed and uses_linux():
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
             self._sealed = True
         super().complete(manifest)
@@ -213,7 +218,7 @@ class SealedSlot(Slot):
         self._close()
         self._fd, self._bytes, self._allocated, self._sealed = larger._fd, larger._bytes, larger._allocated, False
         larger._close.detach()
-        self._close = weakref.finalize(self, os.close, self._fd)
+        self._close = weakref.finalize(self, close_memory, self._fd)
 
 
 class Mapping:
@@ -261,8 +266,9 @@ def gone(path: str, error: OSError) -> WeightSyncError:
 
 def _memory() -> int:
     """Create memory that can't shrink; returns its file descriptor."""
-    fd = os.memfd_create("rl_ckpt_engine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    fd = create_memory("rl_ckpt_engine", sealing=True)
+    if uses_linux():
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     return fd
 
 
@@ -293,7 +299,7 @@ def _check_file(fd: int, path: str, inode: int, size: int) -> None:
             f"{path} is no longer the memory of the manifest; the sender was replaced. A new sync is needed."
         )
     wanted = fcntl.F_SEAL_SHRINK | _F_SEAL_FUTURE_WRITE
-    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted != wanted:
+    if uses_linux() and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted != wanted:
         raise WeightSyncError(
             f"{path} is not sealed against shrinking and new writers, so this version of engine 'shm' did not create it. Run sender and "
             "receivers with the same version of rl-ckpt-engine."

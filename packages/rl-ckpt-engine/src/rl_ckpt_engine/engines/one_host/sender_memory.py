@@ -20,6 +20,7 @@ from rl_ckpt_engine.engines.contract import TensorSpec
 from rl_ckpt_engine.payload.manifest import Manifest, decode_struct
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
+from rl_protocol.support.host.shared_memory import memory_path
 from rl_protocol.support.host_identity import this_host
 
 
@@ -106,11 +107,12 @@ class SenderMemory:
         """The mapping of the sender's slot. The path is checked each time to detect a dead
         sender."""
         placement = _placement(manifest)
-        path = f"/proc/{_member(manifest.sender).pid}/fd/{placement.fd}"
+        pid = _member(manifest.sender).pid
         try:
+            path = str(memory_path(pid, placement.fd))
             inode = Path(path).stat().st_ino
         except OSError as error:
-            raise gone(path, error) from error
+            raise gone(str(error.filename or f"of process {pid}"), error) from error
         mapping = self._mappings.get(placement.fd)
         if mapping is None or mapping.inode != inode or mapping.nbytes < manifest.payload_nbytes:
             mapping = self._mappings[placement.fd] = Mapping(path, placement.inode, manifest.payload_nbytes)

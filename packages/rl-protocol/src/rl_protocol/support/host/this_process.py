@@ -1,0 +1,49 @@
+"""Limits of this process: the life of its parent, its address space and its cores."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+
+from rl_protocol.support.host.portable import uses_linux
+
+EVERY_S = 0.25
+"""How often the portable way looks whether the parent has ended."""
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Kill this process when its parent ends: the kernel does it on Linux, elsewhere a thread."""
+    if uses_linux():
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_kill_after, args=(os.getppid(),), name="parent-watch", daemon=True).start()
+
+
+def limit_memory(nbytes: int, *, further: bool = False) -> None:
+    """Limit the address space of this process; only Linux can, elsewhere nothing happens.
+
+    Args:
+        nbytes: its size.
+        further: in addition to the present size.
+    """
+    if uses_linux():
+        if further:
+            nbytes += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
+
+
+def usable_cores() -> int:
+    """The cores that this process may run on; where a system has no such limit, all."""
+    return len(os.sched_getaffinity(0)) if uses_linux() else os.cpu_count() or 1
+
+
+def _kill_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(EVERY_S)
+    os.kill(os.getpid(), signal.SIGKILL)
