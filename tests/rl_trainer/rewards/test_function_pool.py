@@ -14,6 +14,7 @@ import psutil
 import pytest
 from reward_samples import samples, scores, write
 
+from rl_protocol.support.host.portable import uses_linux
 from rl_trainer.rewards import (
     Failure,
     ScorerPool,
@@ -247,13 +248,14 @@ def test_late_calls_release_their_slots_within_bounds_and_lateness_follows_the_m
 @pytest.mark.slow
 def test_each_kind_of_misbehaviour_is_the_failure_of_its_sample_and_of_no_other(tmp_path):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    texts = [text for bad in EXPECTED for text in (bad, "fine")]
+    bad_ones = [bad for bad in EXPECTED if bad != "memory" or uses_linux()]  # only Linux limits it
+    texts = [text for bad in bad_ones for text in (bad, "fine")]
     # long enough for a process that exits on a slow machine; calls that hang wait concurrently
     outcomes = asyncio.run(pooled(write(tmp_path, HOSTILE), texts, timeout_s=15.0))
-    assert scores(outcomes) == [one for expected in EXPECTED.values() for one in (expected, 1.0)]
+    assert scores(outcomes) == [one for bad in bad_ones for one in (EXPECTED[bad], 1.0)]
     messages = {text: one.message for text, one in zip(texts, outcomes, strict=True) if isinstance(one, Failure)}
     assert messages["raise"] == "raised ValueError: not today"
-    assert messages["memory"].startswith("raised MemoryError")
+    assert messages.get("memory", "raised MemoryError").startswith("raised MemoryError")
     assert messages["loop"] == "did not return within 15 s (ScorerPool.timeout_s)"
     _no_process_of(tmp_path, before)
 

@@ -12,12 +12,10 @@ the next one.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import resource
 import select
-import signal
 import struct
 import subprocess
 import sys
@@ -26,7 +24,6 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import IO, Any, BinaryIO, NoReturn
 
 import msgspec
@@ -34,6 +31,8 @@ from jinja2 import Template, TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.nodes import Name
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from rl_protocol.support.host.this_process import end_with_parent, limit_memory
 
 START_S = 60.0
 """Time limit for the child to start and to compile the template."""
@@ -46,7 +45,6 @@ MOST_CHARACTERS = 2**26
 _LENGTH = struct.Struct("<I")
 _BUFFER_BYTES = 1 << 16
 _FLUSH_S = 0.05
-_PR_SET_PDEATHSIG = 1
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -190,13 +188,11 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 # -- runs in the child
 def main() -> None:
     """Render until stdin ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     calls, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", buffering=_BUFFER_BYTES)
     os.dup2(2, 1)  # only answers go to the former stdout
     template, values = msgspec.msgpack.decode(_message(calls))
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + (MEMORY_MB << 20)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    limit_memory(MEMORY_MB << 20, further=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         compiled = _environment().from_string(template)

@@ -18,6 +18,7 @@ import msgspec
 
 from rl_protocol import ConfigError
 from rl_protocol.errors import UNREADABLE
+from rl_protocol.support.host.process_watch import open_process
 from rl_trainer.rewards.function_process import LENGTH, Hello
 from rl_trainer.rewards.functions import Form, timed_out
 from rl_trainer.rewards.scorer import Failure, Outcome, Sample
@@ -47,8 +48,8 @@ class _ScorerProcess:
         self._loop = asyncio.get_running_loop()
         self._ended = self._loop.create_future()
         """Done when the process has ended; the socket stays open while a fork of it lives."""
-        self._pidfd = os.pidfd_open(process.pid)
-        self._loop.add_reader(self._pidfd, self._end)
+        self._end_fd = open_process(process.pid)
+        self._loop.add_reader(self._end_fd, self._end)
         self.form: Form = "single"
         self.where = ""
 
@@ -114,8 +115,8 @@ class _ScorerProcess:
         return await self._reader.readexactly(length)
 
     def _end(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
+        self._loop.remove_reader(self._end_fd)
+        os.close(self._end_fd)
         self._ended.set_result(None)
 
 
@@ -166,7 +167,7 @@ class ScorerPool:
             name: of the function; see `rl_trainer.rewards.loading`.
             workers: number of concurrent calls, not counting late ones.
             timeout_s: time limit of a call.
-            memory_mb: limit of the address space of each process, MiB.
+            memory_mb: limit of the address space of each process, MiB; only Linux has it.
 
         Raises:
             ConfigError: the function can't be loaded.

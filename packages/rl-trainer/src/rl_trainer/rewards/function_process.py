@@ -7,7 +7,6 @@ goes to stderr. The process ends when the parent does.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
@@ -19,13 +18,13 @@ from typing import Any, BinaryIO
 import msgspec
 
 from rl_protocol import ConfigError
+from rl_protocol.support.host.this_process import end_with_parent, limit_memory
 from rl_protocol.support.stack_dumps import dump_at_signal
 from rl_trainer.rewards.functions import Form, form_of, place_of, run
 from rl_trainer.rewards.loading import load_reward
 from rl_trainer.rewards.scorer import Outcome, Sample
 
 LENGTH = struct.Struct("<I")
-_PR_SET_PDEATHSIG = 1
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,9 +38,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 def main() -> None:
     """Serve until the socket closes."""
     name, timeout_s, memory_mb = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (memory_mb * 2**20, memory_mb * 2**20))
+    limit_memory(memory_mb << 20)
     dump_at_signal()
     connection = os.dup(0)  # a descriptor that programs started by the function do not inherit
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
