@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from rl_app_ppo.worker.cores import cores_of_each
@@ -11,5 +9,5 @@ from rl_app_ppo.worker.cores import cores_of_each
 
 @pytest.mark.parametrize(("processes", "threads"), [(1, 6), (2, 3), (4, 1), (6, 1), (7, 1)])
 def test_processes_that_compute_together_share_the_cores(monkeypatch, processes, threads):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    monkeypatch.setattr("rl_app_ppo.worker.cores.usable_cores", lambda: 6)
     assert cores_of_each(processes) == threads

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 from typing import ClassVar
 
 import msgspec
@@ -55,7 +54,7 @@ class Threads(Worker):
 @pytest.mark.parametrize(("threads", "seen"), [(0, [6, 2, 2, 6]), (1, [1, 1, 1, 1])])
 def test_a_stage_computes_with_the_cores_that_the_stages_beside_it_leave(monkeypatch, tmp_path, threads, seen):
     """trainer.threads_per_worker=0; a call that says nothing about cores changes nothing."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    monkeypatch.setattr("rl_app_ppo.worker.cores.usable_cores", lambda: 6)
     batch = KVBatchMeta(partition="train", keys=("p/0/0",))
     calls = [
         ("update_actor", StageCall(step=1, batch=batch, side_by_side=1)),

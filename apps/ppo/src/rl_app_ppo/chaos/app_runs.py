@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from rl_app_ppo.chaos.judge import Counted, Kind
 from rl_app_ppo.chaos.processes import marked
@@ -205,6 +206,6 @@ def run_straight(folder: Path, max_staleness: int) -> Straight:
 
 
 def _words(pid: int) -> list[str]:
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    with suppress(psutil.Error):
+        return psutil.Process(pid).cmdline()
     return []

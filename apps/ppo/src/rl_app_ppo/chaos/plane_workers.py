@@ -18,6 +18,7 @@ from rl_app_ppo.worker.call_socket import CallServer, Connection
 from rl_protocol import BatchData, KVBatchMeta, RLError, Tag, WorkerDiedError, WorkerError, dense, errors, ragged
 from rl_protocol.ports import DataPlane, SessionResult, settle
 from rl_protocol.rl_columns import prompt_partition
+from rl_protocol.support.host.process_watch import open_process
 from rl_trainer.checkpoints.resumable import Write
 from rl_trainer.workers.base import Worker
 from rl_trainer.workers.columns import ROW_TAG
@@ -224,7 +225,7 @@ def serve(run: PlaneRun, name: str, socket: Path) -> None:
 
 
 async def _serve(run: PlaneRun, name: str, socket: Path) -> None:
-    ended, parent = asyncio.Event(), os.pidfd_open(os.getppid())
+    ended, parent = asyncio.Event(), open_process(os.getppid())
     asyncio.get_running_loop().add_reader(parent, ended.set)
     events = EventLog(run.events_file)
     events.write(Event(kind="process", name=name, number=os.getpid()))

@@ -8,34 +8,29 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 MARK = "RL_CHAOS_RUN"
 """Environment variable that every process of a run inherits."""
 SHARED_MEMORY = Path("/dev/shm")
 POLL_S = 0.002
-_GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
+_ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 def marked(mark: str) -> list[int]:
     """Ids of the processes with this value of MARK that run, or are stopped."""
-    wanted = f"{MARK}={mark}".encode()
     found: list[int] = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            with suppress(*_GONE):
-                if wanted in (folder / "environ").read_bytes().split(b"\0") and _runs(folder):
-                    found.append(int(folder.name))
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has just ended, or belongs to another user
+            if process.environ().get(MARK) == mark and process.status() not in _ENDED:
+                found.append(process.pid)
     return found
-
-
-def _runs(folder: Path) -> bool:
-    return (folder / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
 def describe(pid: int) -> str:
     """Id and command of a process."""
-    with suppress(*_GONE):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        return f"process {pid}: {command[:160].strip()}"
+    with suppress(psutil.Error):
+        return f"process {pid}: {' '.join(psutil.Process(pid).cmdline())[:160].strip()}"
     return f"process {pid}"
 
 
@@ -50,8 +45,8 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def shared_memory() -> set[str]:
-    """Names of the files in shared memory."""
-    return {path.name for path in SHARED_MEMORY.iterdir()}
+    """Names of the files in shared memory; none where a system has no such folder."""
+    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
 
 
 def unused(names: set[str]) -> set[str]:
@@ -60,6 +55,6 @@ def unused(names: set[str]) -> set[str]:
     mapped: set[str] = set()
     if names:
         for path in Path("/proc").glob("[0-9]*/maps"):
-            with suppress(*_GONE):
+            with suppress(FileNotFoundError, PermissionError, ProcessLookupError):
                 mapped.update(re.findall(rf"{SHARED_MEMORY}/(\S+)", path.read_text(errors="replace")))
     return {name for name in names - mapped if (SHARED_MEMORY / name).exists()}

@@ -21,6 +21,7 @@ from rl_app_ppo.outputs.resume import find_start
 from rl_app_ppo.outputs.run_folder import check_new
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError, OutputError
+from rl_protocol.support.host.this_process import usable_cores
 
 _GIB = 2**30
 _SHM = Path("/dev/shm")
@@ -77,7 +78,7 @@ def findings(config: AppConfig, plugins: PluginPolicy) -> Iterator[Finding]:
 def _torch() -> Finding:
     import torch
 
-    cores, used = os.cpu_count() or 1, len(os.sched_getaffinity(0))
+    cores, used = os.cpu_count() or 1, usable_cores()
     shown = f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {used} of {cores} cores"
     return Finding("torch", "ok", shown)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import psutil
 
 from rl_app_ppo.checks.role_memory import lasting_bytes
 from rl_app_ppo.config.placement import Role, shares_weights, worker_groups
@@ -192,10 +193,7 @@ def check_plane_size(config: AppConfig, needed: int) -> None:
 
 def available_bytes() -> int:
     """Memory available to new processes, bytes."""
-    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("every Linux since 3.14 has MemAvailable")
+    return psutil.virtual_memory().available
 
 
 def _gib(size: int) -> str:

@@ -7,11 +7,13 @@ import os
 import signal
 from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from rl_app_ppo.cluster.ray_actor import reason_of
 from rl_protocol import ConfigError, HangError, OutputError, RLError, WorkerDiedError
+from rl_protocol.support.host.portable import uses_linux
 
 NOTICE_S = 30.0
 """Longer than Ray needs to notice that a host is lost."""
@@ -88,31 +90,36 @@ def _places(error: BaseException) -> list[str]:
 
 def fate(pid: int) -> str:
     """How a process ended, or that it is stopped; empty while it runs."""
-    try:
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # not a child of this process, or it has been waited for elsewhere
-        ended = None
-    if ended is not None:
+    if ended := _end_of_child(pid):
         killed = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
         return (
             f"was killed by {signal.Signals(ended.si_status).name}" if killed else f"ended with code {ended.si_status}"
         )
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
+        state = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
         return "is gone"
-    if state in "ZX":  # its parent has not waited for it
+    if state in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):  # its parent has not waited for it
         return "has ended"
-    return "is stopped (SIGSTOP, or a debugger): SIGCONT lets it run" if state in "Tt" else ""
+    stopped = state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return "is stopped (SIGSTOP, or a debugger): SIGCONT lets it run" if stopped else ""
 
 
 def ray_servers() -> dict[int, str]:
     """Process id -> description of the Ray servers that this process has started."""
     found: dict[int, str] = {}
-    for children in Path("/proc/self/task").glob("*/children"):
-        for pid in map(int, children.read_text().split()):
-            with suppress(FileNotFoundError, ProcessLookupError):  # a child that has just ended
-                command = Path(f"/proc/{pid}/comm").read_text().strip()
-                if command in RAY_SERVERS:
-                    found[pid] = RAY_SERVERS[command]
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # a child that has just ended
+            if (command := child.name()) in RAY_SERVERS:
+                found[child.pid] = RAY_SERVERS[command]
     return found
+
+
+def _end_of_child(pid: int) -> os.waitid_result | None:
+    """How a child of this process ended, which stays to be waited for; macOS does not tell."""
+    if not uses_linux():
+        return None
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # not a child of this process, or it has been waited for elsewhere
+        return None

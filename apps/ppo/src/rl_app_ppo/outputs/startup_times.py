@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 EVERY_S = 4.0
 """Seconds between two lines."""
@@ -16,10 +16,9 @@ EVERY_S = 4.0
 
 def command_age() -> float:
     """Seconds since the command of this process was given: its start, or that of its `uv run`."""
-    pid = os.getppid() if Path(f"/proc/{os.getppid()}/comm").read_text().strip() == "uv" else os.getpid()
-    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    started = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # field 22, starttime in ticks since boot
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    this = psutil.Process()
+    parent = this.parent()
+    return time.time() - (parent if parent and parent.name() == "uv" else this).create_time()
 
 
 @dataclass(eq=False, slots=True)

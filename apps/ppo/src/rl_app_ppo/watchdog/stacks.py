@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import CoroutineType, FrameType
 
+import psutil
+
 from rl_protocol.support.stack_dumps import DUMP
 
 _WAIT_S = 1.0
@@ -67,7 +69,10 @@ def dumped_stacks(pids: Iterable[int], logs: Path) -> Mapping[str, str]:
 
 
 def catches_dump(pid: int) -> bool:
-    """Whether a process of this host has a handler of DUMP, so that the signal does not end it."""
+    """Whether a process of this host has a handler of DUMP, so that the signal does not end it.
+
+    False where only the process itself could say so, elsewhere than on Linux.
+    """
     with suppress(FileNotFoundError, ProcessLookupError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
@@ -77,12 +82,9 @@ def catches_dump(pid: int) -> bool:
 
 def descendants(pid: int) -> list[int]:
     """All processes that a process of this host has started, and theirs."""
-    found: list[int] = []
-    with suppress(FileNotFoundError, ProcessLookupError):
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            for child in map(int, children.read_text().split()):
-                found += [child, *descendants(child)]
-    return found
+    with suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []
 
 
 def _after(path: Path, size: int) -> str:

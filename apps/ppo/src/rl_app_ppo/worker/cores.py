@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
+from rl_protocol.support.host.this_process import usable_cores
 
 
 def cores_of_each(processes: int) -> int:
     """Compute threads of each of `processes` that share the cores of this process; at least 1."""
-    return max(1, len(os.sched_getaffinity(0)) // processes)
+    return max(1, usable_cores() // processes)

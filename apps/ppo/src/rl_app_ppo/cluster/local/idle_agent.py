@@ -5,23 +5,25 @@ neither, and Ray's own take two seconds of CPU time at the start.
 """
 
 import os
-import select
 import sys
+import time
 from pathlib import Path
 
 NO_PORT = "-1"
 """What Ray's agents write for a service that they do not offer."""
+EVERY_S = 0.5
+"""How often it looks whether the raylet has ended."""
 
 
 def main(session: str, node: str, *services: str) -> None:
     """Write the port of each service in the session's folder; end when the raylet has ended."""
-    raylet = os.pidfd_open(os.getppid())
+    raylet = int(os.environ["RAY_RAYLET_PID"])
     for service in services:
         unfinished = Path(session, f"unfinished_{service}")
         unfinished.write_text(NO_PORT)
         unfinished.rename(Path(session, f"{service}_{node}"))
-    if os.getppid() == int(os.environ["RAY_RAYLET_PID"]):  # else it ended before the pidfd was opened
-        select.select([raylet], [], [])
+    while os.getppid() == raylet:
+        time.sleep(EVERY_S)
 
 
 if __name__ == "__main__":
