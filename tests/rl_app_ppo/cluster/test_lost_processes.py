@@ -13,6 +13,7 @@ import pytest
 
 from rl_app_ppo.cluster.lost_processes import fate, named_losses, named_remote_losses
 from rl_protocol import ConfigError, PlaneTimeout, RLError, WorkerDiedError, WorkerError
+from rl_protocol.support.host.portable import uses_linux
 
 
 @pytest.fixture
@@ -23,6 +24,9 @@ def child():
     yield process
     process.kill()
     process.communicate()
+
+
+KILLED = "was killed by SIGKILL" if uses_linux() else "has ended"
 
 
 def until(pid, what):
@@ -48,7 +52,7 @@ def failed(child, what):
 
 def test_a_killed_process_is_named(child):
     child.send_signal(signal.SIGKILL)
-    failed(child, "was killed by SIGKILL")
+    failed(child, KILLED)
     assert child.wait(60) == -signal.SIGKILL  # the parent can still reap it
     assert fate(child.pid) == "is gone"
 
@@ -66,14 +70,14 @@ def test_a_stopped_process_is_named(child):
 def test_one_that_ended_is_named_with_its_code(child):
     child.stdin.close()
     child.stdin = None
-    failed(child, "ended with code 3")
+    failed(child, "ended with code 3" if uses_linux() else "has ended")
 
 
 def test_other_errors_stay_what_they_are(child):
     with pytest.raises(PlaneTimeout, match=r"^slow$"), named_losses({child.pid: "The controller"}):
         raise PlaneTimeout("slow")
     child.kill()
-    until(child.pid, "killed")
+    until(child.pid, KILLED)
     with pytest.raises(ConfigError, match=r"^a setting$"), named_losses({child.pid: "The controller"}):
         raise ConfigError("a setting")
 

@@ -9,6 +9,7 @@ import threading
 import time
 
 from rl_app_ppo.outputs.startup_times import Startup
+from rl_protocol.support.host.portable import uses_linux
 
 
 def test_a_start_says_which_phase_is_under_way_also_while_it_blocks():
@@ -49,7 +50,8 @@ def test_the_age_of_a_command_is_that_of_its_process():
     code = "import time; from rl_app_ppo.outputs.startup_times import command_age; print(command_age())"
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert 0 < float(done.stdout) < time.monotonic() - began + 0.02  # the kernel counts in ticks of 0.01 s
+    unit_s = 0.01 if uses_linux() else 1.0
+    assert 0 <= float(done.stdout) < time.monotonic() - began + 2 * unit_s
 
 
 def test_the_newest_phase_is_said_while_phases_overlap():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -10,15 +11,16 @@ from dataclasses import dataclass
 
 import psutil
 
+from rl_protocol.support.host.process_watch import age_of
+
 EVERY_S = 4.0
 """Seconds between two lines."""
 
 
 def command_age() -> float:
     """Seconds since the command of this process was given: its start, or that of its `uv run`."""
-    this = psutil.Process()
-    parent = this.parent()
-    return time.time() - (parent if parent and parent.name() == "uv" else this).create_time()
+    parent = psutil.Process().parent()
+    return age_of(parent.pid if parent and parent.name() == "uv" else os.getpid()) or 0.0
 
 
 @dataclass(eq=False, slots=True)

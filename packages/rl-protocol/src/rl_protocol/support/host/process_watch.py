@@ -28,6 +28,17 @@ def start_of(pid: int) -> int | None:
     return _start_in_proc(pid) if uses_linux() else _start_by_psutil(pid)
 
 
+def age_of(pid: int) -> float | None:
+    """Seconds since a process started, elsewhere than on Linux to within a second; None: it does
+    not run."""
+    start = start_of(pid)
+    if start is None:
+        return None
+    if uses_linux():
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - start / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.time() - start / 1000)
+
+
 def open_process(pid: int) -> int:
     """A file descriptor that becomes readable when the process ends; the caller closes it.
 
