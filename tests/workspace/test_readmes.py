@@ -13,7 +13,9 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from rl_app_ppo.cli.main import main
@@ -238,6 +240,13 @@ def test_a_command_of_the_app_resolves(place: str, words: list[str], tmp_path: P
         shutil.copy(example, tmp_path)
     (tmp_path / "outputs" / "<run>").mkdir(parents=True)
     (tmp_path / "outputs" / "<run>" / "config.yaml").write_text("rollout: {n: 4}\n")
+    adapter = tmp_path / "outputs" / "RUN" / "checkpoint"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "lora_alpha": 16}')
+    save_file(
+        {f"base_model.model.layers.0.q_proj.lora_{side}.weight": np.zeros((8, 8)) for side in "AB"},
+        adapter / "adapter_model.safetensors",
+    )
     words = [
         word for word in words if word not in ("--plan", ">") and not word.startswith("run.")
     ]  # no config.json here

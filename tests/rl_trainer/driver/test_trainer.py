@@ -351,10 +351,9 @@ COMBINATIONS = [
 ]
 
 
-def test_observations_of_an_agent_are_learned(model_path, monkeypatch):
+def test_observations_of_an_agent_are_learned(model_path):
     """Token 13 of the environment begins the second trajectory of each session."""
-    monkeypatch.setitem(SESSIONS._built_in, "two", SessionKind(two_trajectories))
-    setup = Setup(model_path, session="two", steps=4, algorithm={"echo_coef": 1.0})
+    setup = Setup(model_path, session=SessionKind(two_trajectories), steps=4, algorithm={"echo_coef": 1.0})
     setup.fit()
     losses = [m["actor/ce_loss"] for _, m in setup.steps]
     assert losses[-1] < losses[0]
