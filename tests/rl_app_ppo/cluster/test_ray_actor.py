@@ -126,6 +126,35 @@ def test_a_process_of_another_host_or_with_a_long_path_is_called_through_ray(tmp
     assert asyncio.run(body(7, tmp_path / ("long" * 40))) == b"through Ray"
 
 
+def test_a_process_that_closes_its_connection_and_lives_is_killed(tmp_path, monkeypatch, caplog):
+    """Nothing could call it again, and a call would wait for its deadline."""
+
+    async def call(role, method, payload):
+        if method == "last":
+            process._connection.close()
+            await asyncio.Event().wait()
+        return payload
+
+    class Process(RayProcess):
+        def _start(self):
+            return Served(call)
+
+    monkeypatch.setattr(ray_actor, "_END_S", 0.05)
+    monkeypatch.setattr(ray_actor.ray, "kill", lambda actor: actor.died.set())
+    process = Process(["reward"], "judge", tmp_path / "judge.log", 1)
+    process.pid, worker = 7, RayWorker(process, "reward", "judge")
+
+    async def body() -> None:
+        await process.connect(tmp_path)
+        calls = [worker.call("last", b"", timeout_s=60.0) for _ in range(2)]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert [str(answer).startswith("Worker judge died during last") for answer in answers] == [True, True]
+        process.actor.listening.close()
+
+    asyncio.run(body())
+    assert "Worker judge has closed its connection and lives; it is killed." in caplog.text
+
+
 def test_a_process_of_another_host_that_dies_is_named_with_its_host(tmp_path):
     class Process(RayProcess):
         def _start(self):

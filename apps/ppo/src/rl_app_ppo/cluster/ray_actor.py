@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
@@ -24,11 +25,14 @@ from rl_app_ppo.worker.process import WorkerProcess
 from rl_protocol import RLError, WorkerDiedError, WorkerError
 from rl_protocol.support.rendezvous import RendezvousAddress
 
+_log = logging.getLogger(__name__)
 _FAILURES = (RayTaskError, RayActorError, UnserializableException, TimeoutError)
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _actor_class: Any = ray.remote(WorkerProcess)
 _LONGEST_PATH = 107
 """Bytes of the path of a Unix socket."""
+_END_S = 5.0
+"""How long a process that has closed its connection may live before it is killed."""
 
 
 class RayProcess:
@@ -158,7 +162,7 @@ class RayProcess:
 
     async def call(self, role: Role, method: str, payload: bytes) -> bytes:
         """Call the worker of a role; use it within `errors`."""
-        end = self.end
+        end, actor = self.end, self.actor
         if self._connection is None or end is None:
             answer = self.actor.call.remote(role, method, payload)
             try:
@@ -170,6 +174,10 @@ class RayProcess:
         try:
             answer = await self._connection.call(role, method, payload)
         except ConnectionResetError:
+            await asyncio.wait([end], timeout=_END_S)
+            if not end.done():
+                _log.warning("Worker %s has closed its connection and lives; it is killed.", self.name)
+                ray.kill(actor)
             return await asyncio.shield(end)  # raises why the process has ended
         if answer.payload is None:
             return await self.actor.raise_error.remote(answer.number)
