@@ -94,6 +94,8 @@ class DurableReplayBuffer(RuleBasedStateMachine):
                 rows = self.loop.run_until_complete(self.plane.list_rows("p", where={"uid": uid}))
                 assert len(rows.keys) == SIZE, (uid, rows.keys)
         self.gone |= self.unknown - found.keys()
+        for uid in self.unknown & unsettled.keys():  # a cut discard may have removed rows of settled sessions
+            self.settled[uid] = set(range(SIZE)) - set(unsettled[uid])
         self.there, self.unknown, self.taken = set(found), set(), set()
         self.leases = {uid: lease for uid, lease in self.leases.items() if found.get(uid) == "running"}
 
