@@ -296,7 +296,7 @@ def _chaos(
         bool, typer.Option("--without-model", help="A stand-in takes the place of models and Ray; ten times faster.")
     ] = False,
 ) -> None:
-    """Disturb processes, disks and connections of small runs; exit code 1 if anything is lost."""
+    """Disturb small runs; exit code 1 if anything is lost."""
     if not chaos(runs, seed, first, json, _out(), model=not without_model, at_a_time=at_a_time):
         raise typer.Exit(1)
 
