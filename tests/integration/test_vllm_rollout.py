@@ -154,7 +154,8 @@ def test_adapters_of_megatron_are_served_and_an_engine_that_is_killed_is_replace
     assert run.returncode == 0, (out, err)
     log = (folder / "logs" / "driver.log").read_text()
     assert "Receiver rollout-0 is quarantined: " in log
-    assert "The process of the vLLM engine is gone" in log
+    # it generated when it was killed, or it got weights
+    assert "The process of the vLLM engine is gone" in log or "a load failed midway" in log
     assert "Rollout worker rollout-0 gets a new process, 1 of 3 in a row." in log
     trained = [line for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if line["step"]]
     assert [m["weight_sync/version"] for m in trained] == list(range(1, steps + 1))
