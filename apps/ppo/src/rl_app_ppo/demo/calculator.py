@@ -1,9 +1,9 @@
 """The demo task with a tool: products such as "384*592=", beyond a model this small.
 
 The chat template describes the calculator in the prompt. The policy calls it in the dialect of its
-chat template (`calculator_chats`), is told 227328, and answers 227328. All factors are between 317
-and 999, so every product has six digits. The careless answer writes the factors side by side,
-which is never right: without the tool no response scores.
+chat template (`calculator_chats`), reads the result 227328, and repeats it as its answer. All
+factors are between 317 and 999, so every product has six digits. The careless answer writes the
+factors side by side, which is never right: without the tool no response scores.
 """
 
 from __future__ import annotations
