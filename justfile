@@ -41,6 +41,10 @@ test *ARGS:
 test-narrow *ARGS:
     ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 {{ dev }} pytest -q {{ two }} -m "numeric and {{ everyday }}" "$@"
 
+# everyday tests on what macOS has too: no memfd, pidfd, prctl or /proc
+test-portable *ARGS:
+    RL_PORTABLE=1 {{ dev }} pytest -q {{ two }} "$@"
+
 # slow tests: engines, chaos, clean installs, each benchmark in its tiny mode
 test-slow *ARGS:
     {{ dev }} --group bench pytest -q {{ two }} -m slow "$@"
