@@ -56,6 +56,24 @@ DEFECTS = {
     "an acknowledged prompt was generated again": Wrong(
         lost=1, lines=[*GOOD[:3], *events(("rollout", 0, "a")), *GOOD[3:]]
     ),
+    "responses came once their call was given up": Wrong(
+        lines=[
+            *GOOD[:2],
+            *events(("failed", 0, "a", "b"), ("acknowledged", 0, "a"), ("rollout", 0, "a", "b")),
+            *GOOD[2:],
+        ]
+    ),
+    "responses that came before are generated again": Wrong(
+        lost=1, lines=[*GOOD[:3], *events(("failed", 0, "a", "b"), ("rollout", 0, "a")), *GOOD[3:]]
+    ),
+    "responses to a prompt that was given up once are generated a third time": Wrong(
+        lost=1,
+        lines=[
+            *GOOD[:2],
+            *events(("failed", 0, "a"), ("rollout", 0, "a"), ("acknowledged", 0, "a"), ("rollout", 0, "a")),
+            *GOOD[3:],
+        ],
+    ),
     "rows are left": Wrong(held=3, lines=[*GOOD[:-1], *events(("end", 3))]),
     "the weights went back": Wrong(went_back=1, lines=[*GOOD[:-1], *events(("version", 0))]),
     "old weights generated": Wrong(went_back=1, lines=[*GOOD[:7], *events(("rollout", 0, "b")), *GOOD[8:]]),

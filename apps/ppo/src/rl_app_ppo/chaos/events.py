@@ -9,7 +9,18 @@ from typing import Literal
 import msgspec
 
 Kind = Literal[
-    "process", "begin", "rollout", "acknowledged", "scored", "trained", "version", "saved", "damaged", "dropped", "end"
+    "process",
+    "begin",
+    "rollout",
+    "acknowledged",
+    "failed",
+    "scored",
+    "trained",
+    "version",
+    "saved",
+    "damaged",
+    "dropped",
+    "end",
 ]
 
 
@@ -19,7 +30,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     What `number` is depends on the kind: of a process its id; of `begin` and `saved` the step of
     the checkpoint; of `damaged`, a changed byte, the step of the newest whole checkpoint; of
     `dropped` the rows that the journal found damaged; of `trained` the step; of `version` that of
-    the weights; of `end` the rows that are left.
+    the weights; of `end` the rows that are left. `failed` are prompts whose rollout the driver has
+    given up.
     """
 
     kind: Kind

@@ -74,8 +74,10 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True):
 def count(events: Sequence[Event], final: ActorState | None, wanted: ActorState) -> Counted:
     """Count what a run has done.
 
-    A changed byte may cost what only the changed file had: prompts that were trained between the
-    newest whole checkpoint and the changed one, and rows that the journal dropped.
+    What a rollout process stores once the driver has given its call up comes too late, and its
+    prompts are generated again. A changed byte may cost what only the changed file had: prompts
+    that were trained between the newest whole checkpoint and the changed one, and rows that the
+    journal dropped.
 
     Args:
         events: of all its processes, the oldest first.
@@ -84,14 +86,17 @@ def count(events: Sequence[Event], final: ActorState | None, wanted: ActorState)
     """
     final = final if final is not None else ActorState()
     have, want = (Counter(row for step in state.trained for row in step) for state in (final, wanted))
-    acknowledged, again = set[str](), 0
+    acknowledged, failed, again = set[str](), set[str](), 0
     saved, excused, damaged = 0, 0, False
     for event in events:
         match event.kind:
             case "acknowledged":
-                acknowledged.update(event.uids)
+                acknowledged.update(set(event.uids) - failed)
+            case "failed":
+                failed.update(set(event.uids) - acknowledged)
             case "rollout":
                 again += len(acknowledged.intersection(event.uids))
+                failed.difference_update(event.uids)
             case "saved":
                 saved = max(saved, event.number)
             case "damaged":

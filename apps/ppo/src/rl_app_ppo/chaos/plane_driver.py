@@ -21,7 +21,7 @@ from rl_app_ppo.chaos.events import Event, EventLog
 from rl_app_ppo.chaos.plane_workers import Handle, Weights, role_of, serve
 from rl_app_ppo.chaos.stand_in import PROMPTS, PlaneRun
 from rl_app_ppo.worker.call_socket import Connection
-from rl_protocol import RLError, WorkerDiedError
+from rl_protocol import DataLostError, RLError, WorkerDiedError
 from rl_protocol.ports import ReplayBuffer as ReplayBufferPort
 from rl_protocol.ports import WeightSyncReport
 from rl_protocol.support.temporary_folders import temporary_folder
@@ -43,6 +43,7 @@ from rl_trainer.config import AsyncConfig
 from rl_trainer.driver.checkpoint_writer import CheckpointWriter
 from rl_trainer.driver.trainer_parts import KeepRows
 from rl_trainer.workers.columns import PARTITIONS
+from rl_trainer.workers.messages import RolloutCall
 from rl_transferqueue import Client, LocalPlane, TransferQueueConfig, connect, start_local_plane
 from rl_transferqueue.consume import prompt_groups
 from rl_transferqueue.consume.replay_buffer import ReplayBuffer
@@ -93,7 +94,7 @@ async def _run(run: PlaneRun, events: EventLog, sockets: dict[str, Path]) -> Non
             events.write(Event(kind="dropped", name="driver", number=local.recovery.rows_incomplete))
         plane = await connect(local.descriptor)
         stack.push_async_callback(plane.close)
-        handles = {name: await _connect(name, path, local, stack) for name, path in sockets.items()}
+        handles = {name: await _connect(name, path, local, events, stack) for name, path in sockets.items()}
         trainer = PPOTrainer(await _parts(run, events, plane, handles, stack))
         await trainer.resume(checkpoint)
         await trainer.fit()
@@ -109,7 +110,7 @@ def _name_servers(local: LocalPlane, events: EventLog) -> None:
         events.write(Event(kind="process", name=name, number=pid))
 
 
-async def _connect(name: str, path: Path, local: LocalPlane, stack: AsyncExitStack) -> Handle:
+async def _connect(name: str, path: Path, local: LocalPlane, events: EventLog, stack: AsyncExitStack) -> Handle:
     """Connect to a worker process, and have it connect to the data plane.
 
     Raises:
@@ -125,7 +126,7 @@ async def _connect(name: str, path: Path, local: LocalPlane, stack: AsyncExitSta
                 raise WorkerDiedError(f"{name} did not listen within {_CALL_S:g} s: {error}.") from None
         await asyncio.sleep(_POLL_S)
     stack.callback(connection.close)
-    handle = Handle(name, connection)
+    handle = Handle(name, connection) if role_of(name) != "rollout" else _RolloutHandle(name, connection, events)
     await handle.call("connect", local.descriptor.to_json().encode(), timeout_s=_CALL_S)
     return handle
 
@@ -173,6 +174,25 @@ class _Saved(Hook):
     def on_checkpoint_end(self, step: int, folder: Path) -> None:
         del folder
         self._events.write(Event(kind="saved", name="driver", number=step))
+
+
+class _RolloutHandle(Handle):
+    """Notes the prompts of calls that the driver gives up."""
+
+    def __init__(self, name: str, connection: Connection, events: EventLog) -> None:
+        super().__init__(name, connection)
+        self._events = events
+
+    async def call(self, method: str, payload: bytes, *, timeout_s: float) -> bytes:
+        """Run a handler of the worker; see the port."""
+        try:
+            return await super().call(method, payload, timeout_s=timeout_s)
+        except RLError as error:
+            if method == "rollout" and not isinstance(error, DataLostError):
+                prompts = msgspec.msgpack.decode(payload, type=RolloutCall).prompts
+                uids = tuple(prompt.lease.uid for prompt in prompts)
+                self._events.write(Event(kind="failed", name=self.name, uids=uids))
+            raise
 
 
 class _WeightSync:
