@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,29 +11,48 @@ from rich.console import Console
 
 from rl_app_ppo.chaos.command import chaos
 from rl_app_ppo.chaos.report import ChaosReport
-from rl_app_ppo.chaos.schedule import CELLS
+from rl_app_ppo.chaos.schedule import PLANE_CELLS, Fault
 from rl_protocol import OutputError
+
+SEED = 22
+
+
+def report_of(path: Path) -> ChaosReport:
+    return msgspec.json.decode(path.read_bytes(), type=ChaosReport)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_runs_whose_processes_are_killed_lose_nothing(tmp_path):
     out, path = io.StringIO(), tmp_path / "chaos.json"
-    good = chaos(5, 7, 1, path, Console(file=out, width=200), model=False)
+    good = chaos(30, SEED, 0, path, Console(file=out, width=200), model=False, at_a_time=2)
     assert good, out.getvalue()
-    report = msgspec.json.decode(path.read_bytes(), type=ChaosReport)
-    assert [one.schedule.number for one in report.outcomes] == [1, 2, 3, 4, 5]
-    assert [one.trained for one in report.outcomes] == [48] * 5
-    assert sum(one.starts for one in report.outcomes) > 5
-    assert report.summary.runs == 5
+    outcomes = report_of(path).outcomes
+    assert sorted(one.schedule.number for one in outcomes) == [*range(30)]
+    assert [one.trained for one in outcomes] == [48] * 30
+    assert sum(one.starts for one in outcomes) > 40  # most faults end a run
+    assert {one.schedule.max_staleness for one in outcomes} == {0, 1}
     assert "0 lost, 0 doubled, 0 held, 0 went back, 0 hung, 0 left behind" in out.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_application_survives_a_byte_of_weights_and_two_other_faults(tmp_path):
+    out, path = io.StringIO(), tmp_path / "chaos.json"
+    assert chaos(3, SEED, 16, path, Console(file=out, width=200), model=True), out.getvalue()
+    outcomes = report_of(path).outcomes
+    assert [one.kind for one in outcomes] == ["app"] * 3
+    assert all(one.trained for one in outcomes)
+    assert Fault.FLIP_WEIGHTS in {strike.fault for one in outcomes for strike in one.strikes}
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_every_victim_fault_and_point_is_survived(tmp_path):
     out = io.StringIO()
-    assert chaos(4 * len(CELLS), 11, 0, None, Console(file=out, width=200), model=False, at_a_time=2), out.getvalue()
+    assert chaos(4 * len(PLANE_CELLS), 11, 0, None, Console(file=out, width=200), model=False, at_a_time=2), (
+        out.getvalue()
+    )
 
 
 @pytest.mark.nightly

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from rl_app_ppo.chaos.schedule import Fault, Strike, Victim
-from rl_app_ppo.chaos.strikes import cut_connection, flip_byte, flippable, limit_files, send, strike
+from rl_app_ppo.chaos.strikes import cut_connection, flip_byte, flippable, limit_files, narrow_connections, send, strike
 
 CHILD = """
 import socket, sys
@@ -20,7 +20,9 @@ client = socket.socket(socket.AF_UNIX)
 client.connect(sys.argv[1])
 pair = socket.socketpair()
 print("up", flush=True)
-sys.stdin.readline()
+if sys.stdin.readline().strip() == "buffer":
+    print(client.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF), flush=True)
+    sys.stdin.readline()
 try:
     Path(sys.argv[2]).write_text("x")
     print("written", flush=True)
@@ -34,6 +36,7 @@ def child(tmp_path):
     server = socket.socket(socket.AF_UNIX)
     server.bind(str(tmp_path / "s"))
     server.listen()
+    server.settimeout(60)
     command = [sys.executable, "-c", CHILD, str(tmp_path / "s"), str(tmp_path / "file")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         connection, _ = server.accept()
@@ -49,6 +52,16 @@ def test_a_connection_is_cut_while_its_process_lives(child):
     process, connection = child
     assert cut_connection(process.pid, 5)
     assert connection.recv(1) == b""
+    assert process.communicate("\n", timeout=60)[0] == "written\n"
+
+
+def test_a_slow_connection_takes_little_at_a_time_and_its_process_goes_on(child):
+    process, _ = child
+    slow = Strike(victim=Victim.ROLLOUT, fault=Fault.SLOW_LINK, seconds=0.1)
+    assert strike([process.pid], slow) == 1
+    process.stdin.write("buffer\n")
+    process.stdin.flush()
+    assert int(process.stdout.readline()) < 8192  # the default has 26 times as much
     assert process.communicate("\n", timeout=60)[0] == "written\n"
 
 
@@ -76,6 +89,7 @@ def test_a_process_that_has_ended_is_not_struck(child):
     assert not send(process.pid, signal.SIGKILL)
     assert not limit_files(process.pid, 0)
     assert not cut_connection(process.pid, 0)
+    assert not narrow_connections(process.pid)
 
 
 def test_one_byte_before_the_zeros_at_the_end_changes(tmp_path):

@@ -22,6 +22,15 @@ for _ in range(3):
 """
 
 
+FLIPPED = """
+from rl_protocol.support.fault_points import FaultPoint, reach
+for _ in range(3):
+    weights = bytearray(4)
+    reach(FaultPoint.WEIGHTS_SENT, memoryview(weights))
+    print(sum(map(bool, weights)), flush=True)
+"""
+
+
 def run(environment: dict[str, str]) -> tuple[int, int]:
     """Return the exit status and how often the program got past its first point."""
     done = subprocess.run(
@@ -61,3 +70,14 @@ def test_a_slow_process_sleeps_at_that_pass_and_all_later_ones(tmp_path: Path) -
     file.unlink()
     assert run(armed_for(FaultPoint.JOURNAL_APPENDED, 4, file, seconds=0.3)) == (0, 3)
     assert not file.exists()
+
+
+def test_one_byte_changes_at_that_pass_once_in_all_processes(tmp_path: Path) -> None:
+    def flipped() -> list[str]:
+        armed = armed_for(FaultPoint.WEIGHTS_SENT, 2, tmp_path / "reached", flips=True)
+        command = [sys.executable, "-c", FLIPPED]
+        return subprocess.check_output(command, env={**os.environ, **armed}, text=True, timeout=60).split()
+
+    assert flipped() == ["0", "1", "0"]
+    assert (tmp_path / "reached").exists()
+    assert flipped() == ["0", "0", "0"]

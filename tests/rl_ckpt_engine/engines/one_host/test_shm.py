@@ -17,6 +17,7 @@ from rl_ckpt_engine.engines.one_host.sender_memory import ShmMember
 from rl_ckpt_engine.engines.one_host.shm import ShmEngine
 from rl_ckpt_engine.testing import assert_same, make_weights
 from rl_protocol.errors import WeightSyncError
+from rl_protocol.support.fault_points import FaultPoint
 from rl_protocol.support.host.portable import uses_linux
 
 linux_only = pytest.mark.skipif(not uses_linux(), reason="only Linux has seals and memory without a name")
@@ -54,6 +55,17 @@ def test_flipped_byte_names_the_tensor() -> None:
     byte = os.pread(placement(manifest).fd, 1, at)[0]
     poke(sender, at, bytes([byte ^ 1]))
     refused(receiver, manifest, "'w1' of version 1 arrived damaged")
+
+
+def test_a_byte_that_a_fault_point_changes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flip(point: FaultPoint, memory: memoryview) -> None:
+        assert (point, len(memory)) == (FaultPoint.WEIGHTS_SENT, 400)  # 100 float32
+        memory[200] ^= 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memfd, "reach", flip)
+        _, receiver, manifest = sent()
+    refused(receiver, manifest, "'w0' of version 1 arrived damaged")
 
 
 def test_padding_is_not_part_of_any_tensor() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -21,16 +22,17 @@ import psutil
 
 from rl_app_ppo.chaos.judge import Counted, Kind
 from rl_app_ppo.chaos.processes import marked
-from rl_app_ppo.chaos.schedule import Fault, Pace
+from rl_app_ppo.chaos.schedule import APP_CELLS, Fault, Pace
 from rl_app_ppo.chaos.strikes import flip_byte, flippable
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_protocol import RLError
 from rl_trainer.checkpoints.checkpoint_folder import newest_whole
 from rl_trainer.record.read_record import read_record
+from rl_trainer.record.record_rows import TrajectoryRow
 from rl_transferqueue.launch.server_specs import ServeConfig, UnitSpec
 
 STEPS, BATCH, N, SAVE_FREQ = 4, 4, 2, 2
-PACE = Pace(events=STEPS + 1, spread_s=0.5, passes=0.5)
+PACE = Pace(events=STEPS + 1, spread_s=0.5, passes=0.5, cells=APP_CELLS)
 _NAME = "run"
 _SERVER = "rl_transferqueue.launch.server_process"
 _WORKER = re.compile(r"worker (\S+) starts as [\w, ]+, process (\d+)")
@@ -66,6 +68,7 @@ class AppSubject:
         self._max_staleness = max_staleness
         self._straight = straight
         self._save_freq = save_freq
+        self._flipped = False
         self._sockets = Path(tempfile.mkdtemp(prefix="rlc", dir="/tmp"))
 
     @cached_property
@@ -136,6 +139,7 @@ class AppSubject:
 
     def flip(self, fault: Fault, which: int) -> bool:
         """Change a byte."""
+        self._flipped = self._flipped or fault is Fault.FLIP_CHECKPOINT
         return flip_byte(self.files(fault), which)
 
     def left(self) -> Sequence[str]:
@@ -162,16 +166,19 @@ class AppSubject:
 
         Equal weights are of the same responses. Where they differ, the record tells which are
         missing of the steps after the checkpoint of the last start; it may lack the last second of
-        a process that was killed.
+        a process that was killed. A start goes back if the checkpoint before it was newer, unless a
+        byte of that was changed; a trajectory, if its weights are older than max_staleness allows.
         """
         assert self._straight is not None
         wanted, trained, weights = self._straight.trained, self._trained(), ""
         with suppress(RLError):
             weights = self.straight().weights
-        starts = read_record(self.run_files.record).starts
-        after = starts[-1].after if starts else 0
+        record = read_record(self.run_files.record)
+        starts = [0, *(start.after for start in record.starts)]
+        back = sum(after < before for before, after in pairwise(starts)) if not self._flipped else 0
+        back += sum(_oldest(row) < row.step - 1 - self._max_staleness for row in record.trajectories)
         differ = weights != self._straight.weights
-        late = [Counter({row: n for row, n in rows.items() if row[0] > after}) for rows in (wanted, trained)]
+        late = [Counter({row: n for row, n in rows.items() if row[0] > starts[-1]}) for rows in (wanted, trained)]
         found, _ = newest_whole(self.run_files.checkpoints)
         return Counted(
             acknowledged=trained.total(),
@@ -179,7 +186,7 @@ class AppSubject:
             lost=(late[0] - late[1]).total() if differ else 0,
             doubled=(trained - wanted).total(),
             held=0,
-            went_back=int(found is None or found.manifest.step != STEPS),
+            went_back=back + int(found is None or found.manifest.step != STEPS),
             weights_differ=differ,
         )
 
@@ -203,6 +210,11 @@ def run_straight(folder: Path, max_staleness: int) -> Straight:
     if done.returncode:
         raise RLError(f"A run without faults failed with status {done.returncode}: {done.stderr[-2000:]}")
     return subject.straight()
+
+
+def _oldest(row: TrajectoryRow) -> int:
+    """The oldest weights that generated a trajectory."""
+    return min(version for version, _ in row.versions)
 
 
 def _words(pid: int) -> list[str]:

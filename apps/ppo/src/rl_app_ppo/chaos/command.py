@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -50,15 +50,36 @@ def chaos(
     folder = Path(tempfile.mkdtemp(prefix="rl-chaos-"))
     if json is not None:
         write_report(json, summarize(seed, outcomes))
-    straights = {one: _straight(folder, one, out) for one in sorted({run.max_staleness for run in missing}) if model}
-    with ThreadPoolExecutor(at_a_time) as pool:
-        started = [pool.submit(_run, schedule, folder, straights) for schedule in missing]
-        for ended in as_completed(started):
-            outcomes.append(ended.result())
-            out.print(Text(described(outcomes[-1]), style="" if outcomes[-1].good else "red"), soft_wrap=True)
-            if json is not None:
-                write_report(json, summarize(seed, outcomes))
+    for outcome in run_each(missing, kind, folder, out, at_a_time):
+        outcomes.append(outcome)
+        if json is not None:
+            write_report(json, summarize(seed, outcomes))
     return _conclude(summarize(seed, outcomes), folder, out)
+
+
+def run_each(
+    schedules: Sequence[Schedule], kind: Kind, folder: Path, out: Console, at_a_time: int = 1
+) -> Iterator[Outcome]:
+    """Run schedules, print each, and yield how it ended as soon as it has.
+
+    Args:
+        schedules: of the runs.
+        kind: of all of them.
+        folder: exists; those of failed runs stay in it.
+        out: where to print.
+        at_a_time: runs at once.
+
+    Raises:
+        RLError: the application fails without faults.
+    """
+    modes = sorted({run.max_staleness for run in schedules}) if kind == "app" else []
+    straights = {one: _straight(folder, one, out) for one in modes}
+    with ThreadPoolExecutor(at_a_time) as pool:
+        started = [pool.submit(_run, schedule, folder, straights) for schedule in schedules]
+        for ended in as_completed(started):
+            outcome = ended.result()
+            out.print(Text(described(outcome), style="" if outcome.good else "red"), soft_wrap=True)
+            yield outcome
 
 
 def _missing(wanted: Sequence[Schedule], outcomes: Sequence[Outcome], kind: Kind) -> list[Schedule]:

@@ -11,14 +11,14 @@ import msgspec
 from rl_app_ppo.chaos.events import Event, EventLog, read_events
 from rl_app_ppo.chaos.judge import Counted, Kind, count
 from rl_app_ppo.chaos.plane_workers import read_state
-from rl_app_ppo.chaos.schedule import Fault, Pace
+from rl_app_ppo.chaos.schedule import PLANE_CELLS, Fault, Pace
 from rl_app_ppo.chaos.stand_in import PlaneRun, expected
 from rl_app_ppo.chaos.strikes import flip_byte, flippable
 from rl_trainer.checkpoints.checkpoint_folder import newest_whole
 
 _START = ("process", "begin", "damaged", "dropped", "end")
 """Events that are no progress; the moments of strikes do not count them."""
-PACE = Pace(events=PlaneRun(folder="").events, spread_s=0.01, passes=1.0)
+PACE = Pace(events=PlaneRun(folder="").events, spread_s=0.01, passes=1.0, cells=PLANE_CELLS)
 
 
 class PlaneSubject:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 from rich.table import Table
 
-from rl_app_ppo.chaos.judge import Outcome
-from rl_app_ppo.chaos.schedule import CELLS, Fault, Victim
+from rl_app_ppo.chaos.judge import Kind, Outcome
+from rl_app_ppo.chaos.schedule import APP_CELLS, PLANE_CELLS, Fault, Victim
 from rl_protocol import ConfigError
 from rl_protocol.errors import UNREADABLE
 from rl_protocol.support.disk_writes import write_errors
 from rl_protocol.support.fault_points import FaultPoint
+
+CELLS: Mapping[Kind, Sequence[tuple[Victim, Fault]]] = {"plane": PLANE_CELLS, "app": APP_CELLS}
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,13 +125,14 @@ def _cell(runs: int, failed: int) -> str:
 
 def matrix(outcomes: Sequence[Outcome]) -> Table:
     """Runs per victim and fault; red where there are none, or where one failed. A dash: no such
-    fault."""
+    fault in runs of these kinds."""
     runs, failed = cells(outcomes)
+    possible = {cell for one in outcomes for cell in CELLS[one.kind]}
     table = Table("victim", *(fault.value for fault in Fault))
     for victim in Victim:
         row = [victim.value]
         for fault in Fault:
             cell = victim, fault
-            row.append(_cell(runs[cell], failed[cell]) if cell in CELLS else "-")
+            row.append(_cell(runs[cell], failed[cell]) if cell in possible else "-")
         table.add_row(*row)
     return table

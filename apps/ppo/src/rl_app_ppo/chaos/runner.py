@@ -171,7 +171,8 @@ class Runner:
         planned = self._schedule.strikes[place] if place is not None else None
         if planned is None or planned.point is None:
             return {}
-        return armed_for(planned.point, planned.passes, self._reached, seconds=planned.seconds)
+        flips = planned.fault is Fault.FLIP_WEIGHTS
+        return armed_for(planned.point, planned.passes, self._reached, seconds=planned.seconds, flips=flips)
 
     def _due(self) -> int | None:
         """The next strike, if this is its moment."""

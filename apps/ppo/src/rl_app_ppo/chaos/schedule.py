@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
@@ -38,6 +39,11 @@ class Fault(StrEnum):
     """Each of its syncs at a point of the code takes longer."""
     CUT = "closed connection"
     """One of its connections to other processes is shut down."""
+    SLOW_LINK = "slow connection"
+    """Its messages leave and arrive late for some time: it runs a fifth of the time, and from then
+    on the kernel holds as few bytes as it can of what it sends."""
+    FLIP_WEIGHTS = "byte of weights"
+    """A byte of the weights changes between the trainer and the rollouts."""
     FLIP_SEGMENT = "byte of a segment"
     """All are killed, and one of the last bytes of the journal's payload is changed."""
     FLIP_CHECKPOINT = "byte of a checkpoint"
@@ -45,6 +51,7 @@ class Fault(StrEnum):
 
 
 FLIPS = (Fault.FLIP_SEGMENT, Fault.FLIP_CHECKPOINT)
+"""Faults of files."""
 _SIGNALS = (Fault.KILL, Fault.TERMINATE, Fault.STOP)
 
 
@@ -66,7 +73,8 @@ class Strike(msgspec.Struct, frozen=True, kw_only=True):
     after_s: float = 0.0
     """Seconds after that event."""
     seconds: float = 0.0
-    """How long the process is stopped, its disk is full (0: until it ends), or each sync takes."""
+    """How long the process is stopped, its connections are slow, its disk is full (0: until it
+    ends), or each sync takes."""
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,15 +89,18 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     """In the order of their events."""
 
 
-CELLS: tuple[tuple[Victim, Fault], ...] = (
+_ONE = [victim for victim in Victim if victim is not Victim.ALL]
+PLANE_CELLS: tuple[tuple[Victim, Fault], ...] = (
     *product(Victim, _SIGNALS),
     *product((Victim.CONTROLLER, Victim.TRAINER, Victim.DRIVER, Victim.ALL), (Fault.FULL_DISK,)),
     *product((Victim.CONTROLLER, Victim.TRAINER, Victim.DRIVER), (Fault.SLOW_DISK,)),
-    *product([victim for victim in Victim if victim is not Victim.ALL], (Fault.CUT,)),
+    *product(_ONE, (Fault.CUT, Fault.SLOW_LINK)),
     *product((Victim.ALL,), FLIPS),
 )
 """Every victim with every fault that it can have: only these write files of the run, and files are
 changed while no process is there."""
+APP_CELLS = (*PLANE_CELLS, (Victim.TRAINER, Fault.FLIP_WEIGHTS))
+"""Those of the application: the stand-in has no weights that need shared memory."""
 _POINTS = {
     FaultPoint.JOURNAL_APPENDED: (Victim.CONTROLLER, 100),
     FaultPoint.JOURNAL_PAYLOAD_SYNCED: (Victim.CONTROLLER, 100),
@@ -98,6 +109,7 @@ _POINTS = {
     FaultPoint.SESSIONS_SETTLED: (Victim.ROLLOUT, 10),
     FaultPoint.GROUPS_HALF_CLEARED: (Victim.DRIVER, 2),
     FaultPoint.STATE_WRITTEN: (Victim.TRAINER, 3),
+    FaultPoint.WEIGHTS_SENT: (Victim.TRAINER, 6),
     FaultPoint.CHECKPOINT_SEALED: (Victim.DRIVER, 3),
     FaultPoint.CHECKPOINT_PUBLISHED: (Victim.DRIVER, 3),
 }
@@ -120,38 +132,45 @@ class Pace:
     """Longest time from an event to its strike."""
     passes: float
     """How often it reaches each point, as a share of the runs with the stand-in."""
+    cells: Sequence[tuple[Victim, Fault]]
+    """What can strike it."""
 
 
 def make_schedule(seed: int, number: int, pace: Pace) -> Schedule:
-    """The faults of a run. Every len(CELLS) runs that follow each other have every cell once.
+    """The faults of a run. Every len(pace.cells) runs that follow each other have every cell once.
 
-    From one such cycle to the next, a process with points is killed once at an event, then at one
-    of its points after the other.
+    From one such cycle to the next, synchronous and asynchronous training take turns, and a process
+    with points is killed once at an event, then at one of its points after the other.
 
     Args:
         seed: of all runs.
         number: of the run, from 0.
         pace: of the runs.
     """
-    cycle, place = divmod(number, len(CELLS))
-    order = list(CELLS)
+    cycle, place = divmod(number, len(pace.cells))
+    order = list(pace.cells)
     random.Random(f"{seed}/{cycle}").shuffle(order)  # noqa: S311 - no secret
     rng = random.Random(f"{seed}/{number}/run")  # noqa: S311 - the same
     victim, fault = order[place]
-    point = _point(victim, fault, cycle)
+    point = _point(victim, fault, cycle, pace)
+    turn = pace.cells.index(order[place]) + cycle + cycle // 4  # 4: the points of a process repeat
     strikes = (
         (_at_point(victim, fault, point, pace, rng),) if point is not None else _at_events((victim, fault), pace, rng)
     )
-    return Schedule(seed=seed, number=number, max_staleness=(number + cycle) % 2, strikes=strikes)
+    return Schedule(seed=seed, number=number, max_staleness=turn % 2, strikes=strikes)
 
 
-def _point(victim: Victim, fault: Fault, cycle: int) -> FaultPoint | None:
+def _point(victim: Victim, fault: Fault, cycle: int, pace: Pace) -> FaultPoint | None:
     """Where a fault strikes in a cycle; None: at an event."""
+    if fault is Fault.FLIP_WEIGHTS:
+        return FaultPoint.WEIGHTS_SENT
     if fault is Fault.SLOW_DISK:
         return _SYNCS[victim][cycle % len(_SYNCS[victim])]
     if fault is not Fault.KILL:
         return None
-    points = [None, *(point for point, (reached_by, _) in _POINTS.items() if reached_by is victim)]
+    sends = (victim, Fault.FLIP_WEIGHTS) in pace.cells
+    reached = [point for point, (reached_by, _) in _POINTS.items() if reached_by is victim]
+    points = [None, *(point for point in reached if sends or point is not FaultPoint.WEIGHTS_SENT)]
     return points[cycle % len(points)]
 
 
@@ -163,7 +182,7 @@ def _at_point(victim: Victim, fault: Fault, point: FaultPoint, pace: Pace, rng: 
 
 def _at_events(cell: tuple[Victim, Fault], pace: Pace, rng: random.Random) -> tuple[Strike, ...]:
     """A strike of the cell, and in every fourth run another one."""
-    others = [other for other in CELLS if other[1] is not Fault.SLOW_DISK]
+    others = [other for other in pace.cells if other[1] not in (Fault.SLOW_DISK, Fault.FLIP_WEIGHTS)]
     chosen = [cell, *([rng.choice(others)] if rng.random() < 0.25 else [])]
     moments = sorted(rng.randrange(1, pace.events) for _ in chosen)
     return tuple(
@@ -181,6 +200,8 @@ def _at_events(cell: tuple[Victim, Fault], pace: Pace, rng: random.Random) -> tu
 
 def _lasts(fault: Fault, rng: random.Random) -> float:
     """Seconds of a fault; every second full disk stays full."""
+    if fault is Fault.SLOW_LINK:
+        return round(rng.uniform(0.5, 2.0), 6)
     if fault is Fault.STOP or (fault is Fault.FULL_DISK and rng.random() < 0.5):
         return round(rng.uniform(0.1, 0.6), 6)
     return 0.0

@@ -17,6 +17,8 @@ from rl_transferqueue.journal.disk_journal import SEGMENTS
 
 _PIDFD_GETFD = 438
 """Number of the system call, on all processors; Python has no function for it."""
+_LATE_S, _ON_TIME_S = 0.04, 0.01
+"""How long a process with slow connections stands still, and then runs, by turns."""
 
 
 def strike(pids: Sequence[int], planned: Strike) -> int:
@@ -24,6 +26,8 @@ def strike(pids: Sequence[int], planned: Strike) -> int:
     match planned.fault:
         case Fault.FULL_DISK:
             return _fill_disk(pids, planned.seconds)
+        case Fault.SLOW_LINK:
+            return _slow_links(pids, planned.seconds)
         case Fault.CUT:
             return sum(cut_connection(pid, planned.which) for pid in pids)
         case fault:
@@ -71,20 +75,49 @@ def limit_files(pid: int, num_bytes: int) -> bool:
     return False
 
 
+def _slow_links(pids: Sequence[int], seconds: float) -> int:
+    hit = [pid for pid in pids if narrow_connections(pid)]
+    deadline = time.monotonic() + seconds
+    while hit and time.monotonic() < deadline:
+        stopped = [pid for pid in hit if send(pid, signal.SIGSTOP)]
+        time.sleep(_LATE_S)
+        for pid in stopped:
+            send(pid, signal.SIGCONT)
+        time.sleep(_ON_TIME_S)
+    return len(hit)
+
+
+def narrow_connections(pid: int) -> bool:
+    """Have the kernel hold as few bytes as it can of what a process sends to others; returns
+    whether it had a connection."""
+    connections = _connections(pid)
+    for connection in connections:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        connection.close()
+    return bool(connections)
+
+
 def cut_connection(pid: int, which: int) -> bool:
     """Shut down one connection of a process to another; returns whether it had one."""
+    connections = _connections(pid)
+    if connections:
+        with suppress(OSError):  # the other side has closed it
+            connections[which % len(connections)].shutdown(socket.SHUT_RDWR)
+    for connection in connections:
+        connection.close()
+    return bool(connections)
+
+
+def _connections(pid: int) -> list[socket.socket]:
+    """Descriptors of all connections of a process to others; none: it has ended."""
+    found: list[socket.socket] = []
     with suppress(OSError):  # it has ended
         pidfd = os.pidfd_open(pid)
         try:
-            connections = [found for fd in _sockets(pid) if (found := _connection(pidfd, fd)) is not None]
+            found += [one for fd in _sockets(pid) if (one := _connection(pidfd, fd)) is not None]
         finally:
             os.close(pidfd)
-        if connections:
-            connections[which % len(connections)].shutdown(socket.SHUT_RDWR)
-        for connection in connections:
-            connection.close()
-        return bool(connections)
-    return False
+    return found
 
 
 def _sockets(pid: int) -> list[int]:

@@ -1,5 +1,5 @@
-"""Named points of the code at which a test kills or delays a process; off unless ARMED is in its
-environment.
+"""Named points of the code at which a test kills or delays a process, or changes a byte; off unless
+ARMED is in its environment.
 
 The points lie between two steps of a protocol that a crash must not separate. `rl chaos` arms one
 of them for a run.
@@ -15,13 +15,13 @@ from functools import cache
 from pathlib import Path
 
 ARMED = "RL_FAULT_POINT"
-"""Environment variable: POINT:PASSES:SECONDS:FILE. A process that reaches the point for that time
-makes the file. With 0 seconds it kills itself, the first of all processes; with more it sleeps as
-long, then and whenever it reaches the point again."""
+"""Environment variable: POINT:PASSES:EFFECT:FILE. A process that reaches the point for that time
+makes the file. EFFECT is `kill` or `flip`, for the first of all processes that reaches it, or the
+seconds that a process sleeps then and whenever it reaches the point again."""
 
 
 class FaultPoint(StrEnum):
-    """Where a process can be killed or delayed."""
+    """Where a process can be killed or delayed, or a byte changed."""
 
     JOURNAL_APPENDED = "journal appended"
     """Controller: records are written but not synced."""
@@ -41,13 +41,15 @@ class FaultPoint(StrEnum):
     """Driver: the checkpoint is complete, under its hidden name."""
     CHECKPOINT_PUBLISHED = "checkpoint published"
     """Driver: the checkpoint has its name, and the rows that it has trained are kept."""
+    WEIGHTS_SENT = "weights sent"
+    """Trainer: all weights are hashed and in shared memory, and no rollout has read them."""
 
 
 class _Armed:
-    def __init__(self, point: FaultPoint, passes: int, seconds: float, file: Path) -> None:
+    def __init__(self, point: FaultPoint, passes: int, effect: str, file: Path) -> None:
         self.point = point
         self.passes = passes
-        self.seconds = seconds
+        self.effect = effect
         self.file = file
 
 
@@ -55,35 +57,49 @@ class _Armed:
 def _armed() -> _Armed | None:
     if ARMED not in os.environ:
         return None
-    point, passes, seconds, file = os.environ[ARMED].split(":", 3)
-    return _Armed(FaultPoint(point), int(passes), float(seconds), Path(file))
+    point, passes, effect, file = os.environ[ARMED].split(":", 3)
+    return _Armed(FaultPoint(point), int(passes), effect, Path(file))
 
 
-def armed_for(point: FaultPoint, passes: int, file: Path, *, seconds: float = 0.0) -> dict[str, str]:
-    """The environment that has a process killed, or delayed, when it reaches a point.
+def armed_for(
+    point: FaultPoint, passes: int, file: Path, *, seconds: float = 0.0, flips: bool = False
+) -> dict[str, str]:
+    """The environment that has a process killed, delayed, or a byte changed, when it reaches a
+    point.
 
     Args:
         point: of the code.
         passes: at which time, from 1.
         file: made then.
-        seconds: how long it sleeps at this and all later times; 0: it is killed.
+        seconds: how long it sleeps at this and all later times; 0: it does not.
+        flips: it changes a byte, at a point that has bytes; otherwise, and without `seconds`, it is
+            killed.
     """
-    return {ARMED: f"{point}:{passes}:{seconds}:{file}"}
+    effect = "flip" if flips else str(seconds) if seconds else "kill"
+    return {ARMED: f"{point}:{passes}:{effect}:{file}"}
 
 
-def reach(point: FaultPoint) -> None:
-    """Mark a point of the code; kill or delay this process if it is armed."""
+def reach(point: FaultPoint, memory: memoryview | None = None) -> None:
+    """Mark a point of the code; if it is armed, kill or delay this process, or change a byte.
+
+    Args:
+        point: of the code.
+        memory: the bytes that are on their way here, uint8 and writable.
+    """
     armed = _armed()
     if armed is None or armed.point is not point:
         return
     armed.passes -= 1
-    if armed.seconds:
+    if armed.effect not in ("kill", "flip"):
         if armed.passes <= 0:
             armed.file.touch()
-            time.sleep(armed.seconds)
+            time.sleep(float(armed.effect))
     elif armed.passes == 0:
         try:
             armed.file.touch(exist_ok=False)
         except FileExistsError:
             return
-        os.kill(os.getpid(), signal.SIGKILL)
+        if armed.effect == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert memory is not None
+        memory[len(memory) // 2] ^= 0x10

@@ -33,6 +33,7 @@ import numpy.typing as npt
 from rl_ckpt_engine.payload.manifest import Manifest, aligned
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import WeightSyncError
+from rl_protocol.support.fault_points import FaultPoint, reach
 from rl_protocol.support.host.portable import uses_linux
 from rl_protocol.support.host.shared_memory import allocate, close_memory, create_memory
 
@@ -195,6 +196,8 @@ class SealedSlot(Slot):
                 memory.
         """
         self._reserve(manifest.payload_nbytes)
+        first = manifest.tensors[0]
+        reach(FaultPoint.WEIGHTS_SENT, self._bytes[PAYLOAD_START + first.offset :][: first.nbytes].data)
         for array in (*self._lent, self._bytes):
             array.flags.writeable = False
         self._lent = []
