@@ -1,4 +1,4 @@
-"""Write the tables of RESULTS.md from the JSON files that git tracks.
+"""Write the tables of RESULTS.md, and that of README.md, from the JSON files that git tracks.
 
 uv run benchmarks/report.py
 """
@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from harness.chaos_runs import Run, bars, failures, matrix, missing, newest, runs_of
 from harness.pairs import judge
 from harness.result_schema import Document, Row, kind_of, load
 from harness.results import RESULTS, ROOT, published_results
 from harness.weight_sync_bars import bar_of
 
 PAGE = ROOT / "benchmarks" / "RESULTS.md"
+FRONT = ROOT / "README.md"
 BEGIN, END = "<!-- tables: made by report.py -->\n", "<!-- end of tables -->\n"
 
 
@@ -208,6 +210,13 @@ ASYNCHRONY = {
 }
 LATENCIES = {"latencies": "latency", "median s": "median_s", "p99 / p50": "p99_over_p50", "seed": "seed"}
 SPEED_UPS = {"system (others: as they publish it)": "system", "times the speed of its synchronous loop": "speed_up"}
+FAILURES = {
+    "run": "run",
+    "at commit": "commit",
+    "faults": "faults",
+    "what was wrong": "what",
+    "survived at commit": "survived",
+}
 HEADLINE = {
     "plane": "plane",
     "who carries the rows": "who",
@@ -247,7 +256,7 @@ def table(document: Document, path: Path) -> str:
         kinds.setdefault(kind_of(row).name, []).append(row)
     if document.benchmark.startswith("weight_sync"):
         kinds["verdict"] = as_asked(kinds["verdict"])
-    made = {"verdict": verdict_table, "parity": parity_table, "learning": learning_table}
+    made = {"verdict": verdict_table, "parity": parity_table, "learning": learning_table, "chaos": chaos_table}
     parts = [plain_table(rows, PLAIN[kind]) if kind in PLAIN else made[kind](rows) for kind, rows in kinds.items()]
     return with_plot("\n\n".join(parts), path)
 
@@ -313,20 +322,63 @@ def against_trl(results: Mapping[Path, Document]) -> str:
     return f"## Headline: a GRPO step against TRL\n\n{plain_table(lines, AGAINST_TRL)}\n"
 
 
+def chaos_table(rows: list[Row]) -> str:
+    """How many runs of a file failed; the headline has the others."""
+    failed = sum(not row["good"] for row in rows)
+    return f"{len(rows)} runs, of which {failed} failed; see [Runs with faults](#headline-runs-with-faults)."
+
+
+def chaos_runs() -> list[Run]:
+    """The last repetition of each published run with faults."""
+    return newest(runs_of(map(load, published_results())))
+
+
+def chaos_matrix(runs: list[Run]) -> str:
+    """What there is beside what there must be, and the matrix of the application."""
+    app = [run.outcome for run in runs if run.outcome.kind == "app"]
+    return f"{verdict_table(bars(runs))}\n\n{matrix(app, 'app')}"
+
+
+def chaos_headline(results: Mapping[Path, Document]) -> str:
+    """Bars, the matrix of both kinds of runs, missing cells and all failures."""
+    every = runs_of(results.values())
+    runs = newest(every)
+    plane = [run.outcome for run in runs if run.outcome.kind == "plane"]
+    without = missing([run.outcome for run in runs if run.outcome.kind == "app"], "app")
+    return "\n\n".join(
+        [
+            "## Headline: runs with faults",
+            "Runs of the application by victim and fault (`rl chaos`), the last repetition of each:",
+            chaos_matrix(runs),
+            f"Missing: {', '.join(without) or 'none'}.",
+            "The same with a stand-in for models and Ray:",
+            matrix(plane, "plane"),
+            "Every run that failed, and the commit at which the same faults were survived later:",
+            plain_table(failures(every), FAILURES) + "\n",
+        ]
+    )
+
+
 def tables() -> str:
-    """All tables; first the headlines, of the central drivers and of a step."""
+    """All tables; first the headlines: central drivers, a step, runs with faults."""
     results = {path: load(path) for path in published_results()}
     whole = [path for path, found in results.items() if {row.get("plane") for row in found.rows} >= HEADLINE_PLANES]
     newest = sorted(whole, key=lambda path: path.parent.name.partition("_")[0])[-1:]
     heads = [headline(results[path], path) for path in newest]
-    return "\n".join([*heads, against_trl(results), *(section(path) for path in results)])
+    return "\n".join([*heads, against_trl(results), chaos_headline(results), *map(section, results)])
+
+
+def between_marks(page: Path, text: str) -> None:
+    """Rewrite the part of a page between the marks."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
 
 
 def main() -> None:
-    """Rewrite the part of RESULTS.md between the marks."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(before + BEGIN + "\n" + tables() + "\n" + END + after, encoding="utf-8")
+    """Rewrite both pages."""
+    between_marks(PAGE, tables())
+    between_marks(FRONT, chaos_matrix(chaos_runs()) + "\n")
     for path in sorted(set(RESULTS.glob("*/*/*.json")) - set(published_results())):
         print(f"left out: git does not track {path.relative_to(ROOT)}; to publish it: git add, then run this again")
 

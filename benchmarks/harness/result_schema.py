@@ -117,6 +117,7 @@ KINDS = (
     ),
     Kind(name="latencies", identity=("latency", "seed"), needed=("median_s", "sigma", "p99_over_p50")),
     Kind(name="speed-up", identity=("system", "speed_up"), needed=("speed_up",)),
+    Kind(name="chaos", identity=("chaos_run", "ended")),
     Kind(name="parity", identity=("pair",), better={"largest_difference": "lower"}),
 )
 """The first whose identity a row has is its kind."""

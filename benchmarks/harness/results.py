@@ -48,27 +48,31 @@ def commit() -> str:
     ).stdout.strip()
 
 
+def result_path(name: str) -> Path:
+    """`<hardware>/<date>_<commit>/<name>.json` of this machine, day and working tree."""
+    day = datetime.datetime.now(datetime.UTC)
+    return RESULTS / hardware_slug(hardware()) / f"{day:%Y-%m-%d}_{commit()}" / f"{name}.json"
+
+
 def write_result(name: str, command: list[str], rows: list[dict[str, Any]]) -> Path:
-    """Write `<hardware>/<date>_<commit>/<name>.json`; returns its path.
+    """Write a result at its `result_path`, which is returned.
 
     Raises:
         ValueError: no rows, or a row without numbers: an empty result is an error, never a zero.
     """
     if not rows or not all(any(isinstance(v, int | float) for v in row.values()) for row in rows):
         raise ValueError(f"{name}: there is nothing to write, or a row holds no numbers.")
-    info, revision = hardware(), commit()
-    folder = RESULTS / hardware_slug(info) / f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}_{revision}"
-    folder.mkdir(parents=True, exist_ok=True)
+    path = result_path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "benchmark": name,
         "command": command,
-        "commit": revision,
-        "hardware": info,
+        "commit": commit(),
+        "hardware": hardware(),
         "versions": {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
         "load_average": os.getloadavg(),
         "rows": rows,
     }
-    path = folder / f"{name}.json"
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return path
 

@@ -1,4 +1,4 @@
-"""The model of scale_model.py: step time on N nodes from measured costs. Pure.
+"""The model of ppo_step/scale_model.py: step time on N nodes from measured costs. Pure.
 
 A step moves V bytes: workers hand over what they write and receive what they read. With L lanes
 (workers that move bytes at the same time, each with a core) on N nodes:

@@ -15,7 +15,20 @@ from harness.result_schema import Document, check, check_place, directions, iden
 from harness.results import RESULTS as FOLDER
 from harness.results import published_results
 from harness.weight_sync_bars import CPU_OF_ALL, CPU_OF_ONE, DIGESTS, SPEED, VERL, bar_of
-from report import BEGIN, END, PAGE, as_asked, cell, headline, plain_table, tables, verdict_table
+from report import (
+    BEGIN,
+    END,
+    FRONT,
+    PAGE,
+    as_asked,
+    cell,
+    chaos_matrix,
+    chaos_runs,
+    headline,
+    plain_table,
+    tables,
+    verdict_table,
+)
 
 ROOT = Path(__file__).parents[2]
 RESULTS = published_results()
@@ -164,6 +177,8 @@ def test_no_readme_tells_a_figure_that_has_no_source(path: Path):
 def test_the_tables_are_those_that_the_results_give():
     text = PAGE.read_text()
     assert text.partition(BEGIN)[2].partition(END)[0].strip() == tables().strip(), "run: uv run benchmarks/report.py"
+    made = FRONT.read_text().partition(BEGIN)[2].partition(END)[0].strip()
+    assert made == chaos_matrix(chaos_runs()), "run: uv run benchmarks/report.py"
 
 
 def test_weight_sync_is_held_against_the_bars_that_were_asked_for():

@@ -17,7 +17,7 @@ from harness.scaling import (
     spread,
 )
 from ppo_step.payloads import FAMILIES
-from scale_model import PUBLISHED, calls, predicted, spreads, validated, volume
+from ppo_step.scale_model import PUBLISHED, calls, predicted, spreads, validated, volume
 
 
 def test_seconds_of_one_node():

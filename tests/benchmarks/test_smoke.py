@@ -14,7 +14,7 @@ from harness.results import published_results
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PEER = find_spec("transfer_queue") is not None
-NO_MEASUREMENT = {"compare.py", "report.py", "scale_model.py"}
+NO_MEASUREMENT = {"compare.py", "report.py"}
 """Scripts that work on results; other tests run them."""
 BY_NAME = {"bench_controller_bottleneck.py", "choose_backend.py"}
 """Scripts with their own test below."""
@@ -104,6 +104,7 @@ def test_a_broken_payload_ends_with_a_message(script: Callable[..., str], tmp_pa
 
 def test_the_scale_model_says_that_it_predicts_and_writes_nothing_in_its_tiny_mode(script: Callable[..., str]):
     newest = [path for path in published_results() if path.name == "controller_bottleneck_sizes.json"][-1]
-    printed = script("scale_model.py", str(newest), "--smoke")
+    command = [sys.executable, "-m", "ppo_step.scale_model", str(newest), "--smoke"]
+    printed = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=800, check=True).stdout
     assert printed.startswith("A prediction")
     assert printed.count("published_gain_percent") == 6

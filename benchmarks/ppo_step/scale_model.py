@@ -1,6 +1,6 @@
 """Predict the gain of the data plane on N nodes, beside the gains verl PR #5401 published.
 
-    uv run benchmarks/scale_model.py RESULT.json [RESULT.json ...] [--nic 10]
+    uv run --directory benchmarks python -m ppo_step.scale_model RESULT.json ... [--nic 10]
 
 RESULT.json: results of bench_controller_bottleneck.py with the planes driver and simple, without
 compute, over several sizes (and worker counts). All sizes of 4 workers give the costs
@@ -34,9 +34,11 @@ from harness.scaling import (
     network_s,
     spread,
 )
+
 from ppo_step.graph import MODEL_STAGES, SCORING_STAGES, step_graph
 from ppo_step.payloads import FAMILIES, SESSIONS, Family
 
+COMMAND = ("uv", "run", "--directory", "benchmarks", "python", "-m", "ppo_step.scale_model")
 MOST_BAR_PERCENT = 20.0
 """A prediction with a larger error bar is not made."""
 PLANES = {"driver": True, "simple": False}
@@ -208,7 +210,7 @@ def main() -> int:
     for row in rows:
         print(row)
     if not arguments.smoke:
-        publish("scale_model", rows)
+        publish("scale_model", rows, [*COMMAND, *sys.argv[1:]])
     return 0
 
 
