@@ -26,7 +26,7 @@ def test_every_cell_is_struck_in_each_cycle_at_moments_that_a_run_reaches():
         assert {(strike.victim, strike.fault) for run in cycle for strike in run.strikes} == {*CELLS}
     strikes = [strike for run in runs for strike in run.strikes]
     assert all(1 <= strike.event < 60 for strike in strikes if not strike.point)
-    lasting = (Fault.STOP, Fault.SLOW_DISK, Fault.SLOW_LINK)
+    lasting = (Fault.STOP, Fault.SLOW_DISK, Fault.SLOW_LINK, Fault.CLOCK)
     assert all(
         (strike.seconds > 0) == (strike.fault in lasting) for strike in strikes if strike.fault is not Fault.FULL_DISK
     )
@@ -38,10 +38,11 @@ def test_every_cell_is_struck_in_each_cycle_at_moments_that_a_run_reaches():
 def test_some_cycles_kill_a_process_at_every_point_and_slow_every_sync():
     runs = [make_schedule(5, number, PACE) for number in range(CYCLES * len(CELLS))]
     at = Counter((strike.fault, strike.point) for run in runs for strike in run.strikes if strike.point)
-    assert {point for fault, point in at if fault is Fault.KILL} == {*FaultPoint}
+    assert {point for fault, point in at if fault is Fault.KILL} == {*FaultPoint} - {FaultPoint.LEASE_CLOCK_READ}
     assert sum(count for (fault, _), count in at.items() if fault is Fault.SLOW_DISK) == 3 * CYCLES
+    assert {point for fault, point in at if fault is Fault.CLOCK} == {FaultPoint.LEASE_CLOCK_READ}
     assert {point for fault, point in at if fault is Fault.FLIP_WEIGHTS} == {FaultPoint.WEIGHTS_SENT}
-    assert {fault for fault, _ in at} == {Fault.KILL, Fault.SLOW_DISK, Fault.FLIP_WEIGHTS}
+    assert {fault for fault, _ in at} == {Fault.KILL, Fault.SLOW_DISK, Fault.FLIP_WEIGHTS, Fault.CLOCK}
 
 
 def test_runs_without_a_model_never_wait_for_weights_that_are_not_sent():

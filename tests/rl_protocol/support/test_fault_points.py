@@ -81,3 +81,19 @@ def test_one_byte_changes_at_that_pass_once_in_all_processes(tmp_path: Path) -> 
     assert flipped() == ["0", "1", "0"]
     assert (tmp_path / "reached").exists()
     assert flipped() == ["0", "0", "0"]
+
+
+def test_the_clock_of_leases_jumps_at_that_reading_and_stays_ahead(tmp_path: Path) -> None:
+    program = """
+from rl_protocol.support.fault_points import lease_clock
+first, *later = [lease_clock() for _ in range(4)]
+print(*[int(now - first) // 1000 for now in later])
+"""
+    armed = armed_for(FaultPoint.LEASE_CLOCK_READ, 3, tmp_path / "reached", seconds=5000.0)
+    command = [sys.executable, "-c", program]
+    assert subprocess.check_output(command, env={**os.environ, **armed}, text=True, timeout=60).split() == [
+        "0",
+        "5",
+        "5",
+    ]
+    assert (tmp_path / "reached").exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from rl_protocol import KVBatchMeta, PlaneLostError, RLError, RolloutError
-from rl_protocol.ports import DataPlane, GroupFailure, Lease, SessionResult, settle
+from rl_protocol.batch.kv_batch_meta import Scalar
+from rl_protocol.ports import DataPlane, GroupFailure, Lease, RowChanges, SessionResult, settle
 from rl_protocol.ports.replay import SETTLED_SUFFIX
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_protocol.testing.replay_suite import BufferSettings, ReplayBufferSuite, holds, scores, settle_all, until
@@ -99,6 +100,34 @@ class TestReplayBufferInMemory(ReplayBufferSuite):
                     assert taken.keys == tuple(f"a/{session}/0" for session in settled)
                     await buffer.commit(["a"])
                 assert await left(plane) == {}
+
+        asyncio.run(main())
+
+    def test_a_session_that_settled_before_the_clock_jumped_counts(self) -> None:
+        now = 0.0
+
+        class Late(MemoryDataPlane):
+            lease: Lease | None = None
+
+            async def watch(
+                self, partition: str, *, since: int = 0, where: Mapping[str, Scalar] | None = None, timeout_s: float
+            ) -> RowChanges:
+                nonlocal now
+                answer = await super().watch(partition, since=since, where=where, timeout_s=timeout_s)
+                if self.lease is not None:  # after the answer, before the owner has it
+                    lease, self.lease = self.lease, None
+                    await settle(self, [SessionResult(lease, 1, rows=1)], scores(6))
+                    now = 1e6
+                return answer
+
+        async def main() -> None:
+            plane = Late()
+            async with ReplayBuffer(plane, "p", CONFIG, clock=lambda: now) as buffer:
+                await buffer.add(["a"], 2)
+                (plane.lease,) = (lease,) = await buffer.lease(1, version=0, timeout_s=60)
+                await settle(plane, [SessionResult(lease, 0, rows=1)], scores(5))
+                await until(lambda: holds(lambda: buffer.statuses() != {"a": "running"}))
+                assert (buffer.statuses(), buffer.failures()) == ({"a": "finished"}, [])
 
         asyncio.run(main())
 

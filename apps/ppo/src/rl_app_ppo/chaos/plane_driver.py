@@ -24,6 +24,7 @@ from rl_app_ppo.worker.call_socket import Connection
 from rl_protocol import DataLostError, RLError, WorkerDiedError
 from rl_protocol.ports import ReplayBuffer as ReplayBufferPort
 from rl_protocol.ports import WeightSyncReport
+from rl_protocol.support.fault_points import lease_clock
 from rl_protocol.support.temporary_folders import temporary_folder
 from rl_trainer import (
     ActorConfig,
@@ -54,6 +55,8 @@ _CALL_S = 30.0
 _LOCK_S = 30.0
 """Seconds in which the data plane of a killed driver gives its journal up."""
 _POLL_S = 0.01
+_JUMP_S = 1e3
+"""A step of a clock that no run takes."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -137,8 +140,10 @@ async def _parts(
     settings = prompt_groups.ReplayConfig(
         groups_per_version=run.batch, when_stale="drop", max_staleness=run.max_staleness, on_failure="fail"
     )
+    clock = _LeaseClock(events)
+    clock.buffers = {name: ReplayBuffer(plane, name, settings, clock=clock) for name in PARTITIONS}
     buffers: dict[str, ReplayBufferPort] = {
-        name: await stack.enter_async_context(ReplayBuffer(plane, name, settings)) for name in PARTITIONS
+        name: await stack.enter_async_context(buffer) for name, buffer in clock.buffers.items()
     }
     rollouts = [handle for name, handle in handles.items() if role_of(name) == "rollout"]
     workers = Workers(rollout=rollouts, reward=handles["reward"], actor=[handles["trainer"]])
@@ -174,6 +179,23 @@ class _Saved(Hook):
     def on_checkpoint_end(self, step: int, folder: Path) -> None:
         del folder
         self._events.write(Event(kind="saved", name="driver", number=step))
+
+
+class _LeaseClock:
+    """The clock of the leases; notes the prompts whose leases end because it jumps."""
+
+    def __init__(self, events: EventLog) -> None:
+        self._events = events
+        self._last = lease_clock()
+        self.buffers: dict[str, ReplayBuffer] = {}
+
+    def __call__(self) -> float:
+        now = lease_clock()
+        if now > self._last + _JUMP_S:
+            uids = tuple(uid for buffer in self.buffers.values() for uid in buffer.unsettled())
+            self._events.write(Event(kind="failed", name="driver", uids=uids))
+        self._last = now
+        return now
 
 
 class _RolloutHandle(Handle):

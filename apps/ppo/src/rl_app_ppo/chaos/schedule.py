@@ -44,6 +44,8 @@ class Fault(StrEnum):
     on the kernel holds as few bytes as it can of what it sends."""
     FLIP_WEIGHTS = "byte of weights"
     """A byte of the weights changes between the trainer and the rollouts."""
+    CLOCK = "clock jump"
+    """The clock of its leases jumps ahead by more than a lease."""
     FLIP_SEGMENT = "byte of a segment"
     """All are killed, and one of the last bytes of the journal's payload is changed."""
     FLIP_CHECKPOINT = "byte of a checkpoint"
@@ -74,7 +76,7 @@ class Strike(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after that event."""
     seconds: float = 0.0
     """How long the process is stopped, its connections are slow, its disk is full (0: until it
-    ends), or each sync takes."""
+    ends), each sync takes, or the clock jumps."""
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +97,7 @@ PLANE_CELLS: tuple[tuple[Victim, Fault], ...] = (
     *product((Victim.CONTROLLER, Victim.TRAINER, Victim.DRIVER, Victim.ALL), (Fault.FULL_DISK,)),
     *product((Victim.CONTROLLER, Victim.TRAINER, Victim.DRIVER), (Fault.SLOW_DISK,)),
     *product(_ONE, (Fault.CUT, Fault.SLOW_LINK)),
+    (Victim.DRIVER, Fault.CLOCK),
     *product((Victim.ALL,), FLIPS),
 )
 """Every victim with every fault that it can have: only these write files of the run, and files are
@@ -110,10 +113,14 @@ _POINTS = {
     FaultPoint.GROUPS_HALF_CLEARED: (Victim.DRIVER, 2),
     FaultPoint.STATE_WRITTEN: (Victim.TRAINER, 3),
     FaultPoint.WEIGHTS_SENT: (Victim.TRAINER, 6),
+    FaultPoint.LEASE_CLOCK_READ: (Victim.DRIVER, 30),
     FaultPoint.CHECKPOINT_SEALED: (Victim.DRIVER, 3),
     FaultPoint.CHECKPOINT_PUBLISHED: (Victim.DRIVER, 3),
 }
 """The process that reaches each point, and how often it does at least in a run without faults."""
+_ONLY_AT = {Fault.FLIP_WEIGHTS: FaultPoint.WEIGHTS_SENT, Fault.CLOCK: FaultPoint.LEASE_CLOCK_READ}
+"""Where faults happen that need a certain point."""
+_JUMP_S = 1e5
 _SYNCS = {
     Victim.CONTROLLER: (FaultPoint.JOURNAL_APPENDED, FaultPoint.JOURNAL_PAYLOAD_SYNCED),
     Victim.TRAINER: (FaultPoint.STATE_WRITTEN,),
@@ -162,27 +169,29 @@ def make_schedule(seed: int, number: int, pace: Pace) -> Schedule:
 
 def _point(victim: Victim, fault: Fault, cycle: int, pace: Pace) -> FaultPoint | None:
     """Where a fault strikes in a cycle; None: at an event."""
-    if fault is Fault.FLIP_WEIGHTS:
-        return FaultPoint.WEIGHTS_SENT
+    if fault in _ONLY_AT:
+        return _ONLY_AT[fault]
     if fault is Fault.SLOW_DISK:
         return _SYNCS[victim][cycle % len(_SYNCS[victim])]
     if fault is not Fault.KILL:
         return None
-    sends = (victim, Fault.FLIP_WEIGHTS) in pace.cells
-    reached = [point for point, (reached_by, _) in _POINTS.items() if reached_by is victim]
-    points = [None, *(point for point in reached if sends or point is not FaultPoint.WEIGHTS_SENT)]
+    never = {FaultPoint.LEASE_CLOCK_READ}
+    if (victim, Fault.FLIP_WEIGHTS) not in pace.cells:
+        never.add(FaultPoint.WEIGHTS_SENT)
+    points = [None, *(point for point, (by, _) in _POINTS.items() if by is victim and point not in never)]
     return points[cycle % len(points)]
 
 
 def _at_point(victim: Victim, fault: Fault, point: FaultPoint, pace: Pace, rng: random.Random) -> Strike:
     passes = rng.randint(1, max(1, int(_POINTS[point][1] * pace.passes)))
-    seconds = round(rng.uniform(0.01, 0.05), 6) if fault is Fault.SLOW_DISK else 0.0
+    slow_s = round(rng.uniform(0.01, 0.05), 6)
+    seconds = {Fault.SLOW_DISK: slow_s, Fault.CLOCK: _JUMP_S}.get(fault, 0.0)
     return Strike(victim=victim, fault=fault, point=point, passes=passes, seconds=seconds)
 
 
 def _at_events(cell: tuple[Victim, Fault], pace: Pace, rng: random.Random) -> tuple[Strike, ...]:
     """A strike of the cell, and in every fourth run another one."""
-    others = [other for other in pace.cells if other[1] not in (Fault.SLOW_DISK, Fault.FLIP_WEIGHTS)]
+    others = [other for other in pace.cells if other[1] not in {Fault.SLOW_DISK, *_ONLY_AT}]
     chosen = [cell, *([rng.choice(others)] if rng.random() < 0.25 else [])]
     moments = sorted(rng.randrange(1, pace.events) for _ in chosen)
     return tuple(

@@ -43,6 +43,8 @@ class FaultPoint(StrEnum):
     """Driver: the checkpoint has its name, and the rows that it has trained are kept."""
     WEIGHTS_SENT = "weights sent"
     """Trainer: all weights are hashed and in shared memory, and no rollout has read them."""
+    LEASE_CLOCK_READ = "lease clock read"
+    """Driver: it reads the clock of its leases, which jumps by the seconds of the effect."""
 
 
 class _Armed:
@@ -103,3 +105,16 @@ def reach(point: FaultPoint, memory: memoryview | None = None) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         assert memory is not None
         memory[len(memory) // 2] ^= 0x10
+
+
+def lease_clock() -> float:
+    """Seconds of the monotonic clock, for leases; it jumps ahead where LEASE_CLOCK_READ is
+    armed."""
+    armed, now = _armed(), time.monotonic()
+    if armed is None or armed.point is not FaultPoint.LEASE_CLOCK_READ:
+        return now
+    armed.passes -= 1
+    if armed.passes > 0:
+        return now
+    armed.file.touch()
+    return now + float(armed.effect)

@@ -9,7 +9,6 @@ state of each prompt (as tags), and `p/settled` the ended sessions.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -20,7 +19,7 @@ from rl_protocol.batch.row_key import RowKey
 from rl_protocol.errors import BatchError, PlaneTimeout
 from rl_protocol.ports import DataPlane, GroupFailure, GroupStatus, Lease, settle
 from rl_protocol.ports.replay import SETTLED_SUFFIX
-from rl_protocol.support.fault_points import FaultPoint, reach
+from rl_protocol.support.fault_points import FaultPoint, lease_clock, reach
 from rl_transferqueue.consume.prompt_groups import Group, GroupBook, ReplayConfig
 
 __all__ = ["Lease", "ReplayBuffer", "settle"]
@@ -51,7 +50,7 @@ class ReplayBuffer:
         partition: str,
         config: ReplayConfig,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = lease_clock,
     ) -> None:
         self._plane = plane
         self._partition = partition
@@ -213,7 +212,8 @@ class ReplayBuffer:
             await self._plane.clear(partition)
 
     async def _listen(self) -> None:
-        """Count sessions that settle, and conclude groups whose lease ends."""
+        """Count sessions that settle, and conclude groups whose lease ended before the last answer
+        of the plane was asked for, so that it has all that settled in time."""
         try:
             while True:
                 now, expiry = self._clock(), self._book.next_expiry()
@@ -224,7 +224,7 @@ class ReplayBuffer:
                     self._seen = changes.version
                     for tag in changes.rows.tags:
                         await self._count(_Result.of(tag))
-                    self._book.expire(self._clock())
+                    self._book.expire(now)
                     await self._save()
                     self._changed.notify_all()
         finally:
