@@ -114,7 +114,7 @@ def _batch(value: float, kib: int = 64) -> BatchData:
 
 
 def test_views_and_small_columns_are_not_kept() -> None:
-    copies = CopiedColumns(1 << 20, views=True)
+    copies = CopiedColumns(1 << 20, views=lambda _: True)
     adjacent, scattered = _location([0, 0], [3, 4]), _location([0, 1], [3, 4])
     copies.keep(adjacent, _batch(1.0))
     copies.keep(scattered, _batch(2.0, kib=63))
@@ -125,20 +125,20 @@ def test_views_and_small_columns_are_not_kept() -> None:
 
 
 def test_where_every_read_copies_adjacent_rows_are_kept_too() -> None:
-    copies = CopiedColumns(1 << 20, views=False)
+    copies = CopiedColumns(1 << 20, views=lambda _: False)
     copies.keep(_location([0, 0], [3, 4]), _batch(1.0))
     assert list(copies.find(_location([0, 0], [3, 4]), ["x"])) == ["x"]
 
 
 def test_the_same_rows_are_found_when_another_get_numbers_their_blocks_otherwise() -> None:
-    copies = CopiedColumns(1 << 20, views=True)
+    copies = CopiedColumns(1 << 20, views=lambda _: True)
     copies.keep(_location([0, 1], [3, 4], ids=(11, 12)), _batch(1.0))
     assert list(copies.find(_location([1, 2], [3, 4], ids=(7, 11, 12)), ["x"])) == ["x"]
     assert copies.find(_location([0, 1], [3, 4], ids=(12, 11)), ["x"]) == {}
 
 
 def test_the_copies_used_last_are_kept_within_the_limit() -> None:
-    copies = CopiedColumns(128 << 10, views=True)
+    copies = CopiedColumns(128 << 10, views=lambda _: True)
     places = [_location([0, 1], [row, row]) for row in range(3)]
     copies.keep(places[0], _batch(0.0))
     copies.keep(places[1], _batch(1.0))
@@ -150,7 +150,7 @@ def test_the_copies_used_last_are_kept_within_the_limit() -> None:
 
 
 def test_forgotten_blocks_take_their_copies_along() -> None:
-    copies = CopiedColumns(1 << 20, views=True)
+    copies = CopiedColumns(1 << 20, views=lambda _: True)
     one, two = _location([0, 1], [0, 0], ids=(1, 2)), _location([0, 1], [0, 0], ids=(3, 4))
     copies.keep(one, _batch(1.0))
     copies.keep(two, _batch(2.0))

@@ -40,7 +40,7 @@ def reader(
     controller: FakeController, memory: FakeMemory, epochs: FakeEpochs | None = None
 ) -> tuple[Reader, FakeLeases]:
     leases = FakeLeases()
-    copies = CopiedColumns(1 << 20, views=True)
+    copies = CopiedColumns(1 << 20, views=lambda _: True)
     reading = Reader(cast("Any", controller), cast("Any", memory), cast("Any", leases), copies)
     if epochs is not None:
         reading.use_cache(LocationCache(cast("Any", epochs)))

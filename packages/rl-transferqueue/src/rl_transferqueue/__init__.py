@@ -4,6 +4,7 @@ from rl_protocol.bridge import Declaration, Replicas, check_flow, declaration, t
 from rl_transferqueue.client.blocking_client import BlockingPlane, Portal, connect_blocking, portal
 from rl_transferqueue.client.client import Client, connect
 from rl_transferqueue.config import TransferQueueConfig
+from rl_transferqueue.launch.host_units import HostUnits, start_host_units
 from rl_transferqueue.launch.local_plane import LocalPlane, check_plane, start_local_plane
 from rl_transferqueue.wire.descriptor import PlaneDescriptor
 
@@ -13,6 +14,7 @@ __all__ = [
     "BlockingPlane",
     "Client",
     "Declaration",
+    "HostUnits",
     "LocalPlane",
     "PlaneDescriptor",
     "Portal",
@@ -24,6 +26,7 @@ __all__ = [
     "connect_blocking",
     "declaration",
     "portal",
+    "start_host_units",
     "start_local_plane",
     "tqbridge",
 ]

@@ -21,10 +21,10 @@ class TransferQueueConfig(Options):
         ConfigError: a value out of range; names the key.
     """
 
-    num_storage_units: int = option(2, "Processes that hold the data.", ge=1, le=256)
+    num_storage_units: int = option(2, "Processes that hold the data, on each host.", ge=1, le=256)
     capacity_mb: int = option(
         1024,
-        "MiB the whole plane may hold, split evenly over its storage units; memory is taken when used.",
+        "MiB the plane may hold on each of its hosts, split evenly over the storage units there; memory is taken when used.",
         ge=1,
     )
     segment_mb: int = option(16, "MiB of memory a storage unit touches ahead of need, in one step.", ge=1)

@@ -122,3 +122,18 @@ def test_memory_is_given_ahead_of_need_only_while_half_of_it_is_free() -> None:
         given += most
     assert (1 << 19) < given <= (1 << 19) + most
     assert capacity.reserve(b"s", most) is not None
+
+
+def test_memory_of_the_own_host_comes_first_and_that_of_others_when_it_is_full() -> None:
+    capacity = Capacity(1, 1 << 12, "a")
+    capacity.join(1, "b")
+    capacity.join(2, "b")
+    assert [capacity.reserve(b"s", 1 << 11, "a").unit for _ in range(2)] == [0, 0]
+    assert sorted(capacity.reserve(b"s", 1 << 11, "b").unit for _ in range(4)) == [1, 1, 2, 2]
+    assert capacity.reserve(b"s", 64, "b") is None
+    capacity.end_session(b"s")
+    assert {capacity.reserve(b"s", 1 << 12, "a").unit for _ in range(3)} == {0, 1, 2}
+    capacity.end_session(b"s")
+    capacity.lose(0)
+    assert capacity.reserve(b"s", 64, "a").unit in (1, 2)
+    assert {capacity.reserve(b"s", 64, "elsewhere").unit for _ in range(2)} == {1, 2}

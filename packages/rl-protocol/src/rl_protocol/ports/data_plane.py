@@ -48,6 +48,9 @@ class PlaneStats(msgspec.Struct, frozen=True, kw_only=True):
     """partition -> columns that any row has or had."""
     tasks: Mapping[str, tuple[str, ...]] = {}
     """partition -> tasks that consumed rows."""
+    links: Mapping[str, int] = {}
+    """Kind of link -> payload bytes that all clients have put and got through it, as far as their
+    requests have said so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

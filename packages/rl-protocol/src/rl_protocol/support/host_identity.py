@@ -11,18 +11,24 @@ from pathlib import Path
 from rl_protocol.errors import OutputError
 from rl_protocol.support.host.portable import SHARED_FOLDER, uses_linux
 
+MARK = "RL_HOST"
+"""Environment variable: processes with different values share no memory, as if on several hosts."""
+
 
 @cache
 def this_host() -> str:
     """A name that two processes share exactly if they can map each other's memory.
 
     On Linux they run under the same kernel boot and pid namespace; elsewhere they have the same
-    user and SHARED_FOLDER (`host.shared_memory`).
+    user and SHARED_FOLDER (`host.shared_memory`). Different values of the environment variable
+    RL_HOST divide the processes of one machine into several hosts, for tests.
 
     Raises:
         OutputError: SHARED_FOLDER can't be written.
     """
-    return boot_and_namespace("pid") if uses_linux() else _name_in_file()
+    name = boot_and_namespace("pid") if uses_linux() else _name_in_file()
+    mark = os.environ.get(MARK)
+    return f"{name}/{mark}" if mark else name
 
 
 def boot_and_namespace(kind: str) -> str:

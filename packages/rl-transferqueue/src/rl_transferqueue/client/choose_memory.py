@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from rl_protocol.errors import ConfigError
-from rl_protocol.support.host_identity import this_host
 from rl_transferqueue.backends import BUILT_IN
 from rl_transferqueue.client.backend_memory import BackendMemory
-from rl_transferqueue.client.memory_interface import PlaneMemory
-from rl_transferqueue.client.other_host_memory import RemoteMemory
+from rl_transferqueue.client.memory_interface import OnMoved, PlaneMemory
+from rl_transferqueue.client.other_host_memory import HostsMemory, RemoteMemory
 from rl_transferqueue.client.same_host_memory import LocalMemory
 from rl_transferqueue.transport.bulk_client import BulkConnection, dial
 from rl_transferqueue.transport.plane_secret import PlaneKey, load_key
@@ -24,63 +23,57 @@ Server: TypeAlias = ControllerAddress | UnitAddress
 
 
 @dataclass(frozen=True, slots=True)
-class LocalRoute:
-    """The route to a plane on this host."""
+class Route:
+    """The route to the processes of a plane: memory and sockets of this host, or the network.
+
+    Control messages to another host are encrypted if there is a key. Idle bulk connections serve as
+    lifelines of processes there.
+    """
 
     descriptor: PlaneDescriptor
+    key: PlaneKey
     session: bytes
-    here = True
-    or_else = ""
+
+    @property
+    def here(self) -> bool:
+        """Whether the controller is on this host, and shares its memory."""
+        return self.descriptor.shares_memory(self.descriptor.host)
+
+    @property
+    def maps_memory(self) -> bool:
+        """Whether this process maps memory of the plane."""
+        return self.here or bool(self._near())
+
+    @property
+    def or_else(self) -> str:
+        """What the end of the lifeline of the controller may mean besides its end."""
+        return "" if self.here else " or can't be reached any more"
 
     def connect(self) -> Link:
-        """Connect to the controller for control messages.
+        """Connect to the controller; one on another host that is missing is noticed later.
 
         Raises:
             PlaneLostError: the controller does not run.
         """
-        return connect_unix(self.descriptor.controller.address, self.session, "controller")
+        controller = self.descriptor.controller
+        if self.here:
+            return connect_unix(controller.address, self.session, "controller")
+        return ZmqLink(controller.control, self.session, self.key)
 
     async def lifeline(self, server: Server, name: str, timeout_s: float) -> int:
         """A file descriptor that becomes readable when the process ends; the caller closes it.
 
         Raises:
             PlaneLostError: the process has already ended.
+            PlaneTimeout, ConfigError: see `dial`.
         """
-        del timeout_s
-        if self.descriptor.backend == "memory":
-            return lifeline(self.descriptor.plane)
-        return open_pidfd(server.process, f"The {name} of the data plane")
-
-    def memory(self) -> PlaneMemory:
-        """The memory of the units."""
-        return stored(self.descriptor) or LocalMemory(self.descriptor.units)
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteRoute:
-    """The route to a plane on another host.
-
-    Control messages are encrypted if there is a key. Idle bulk connections serve as lifelines.
-    """
-
-    descriptor: PlaneDescriptor
-    key: PlaneKey
-    session: bytes
-    here = False
-    or_else = " or can't be reached any more"
-
-    def connect(self) -> Link:
-        """Connect to the controller; a missing controller is noticed later."""
-        return ZmqLink(self.descriptor.controller.control, self.session, self.key)
-
-    async def lifeline(self, server: Server, name: str, timeout_s: float) -> int:
-        """A connection that becomes readable when the process ends; the caller closes it.
-
-        Raises:
-            PlaneLostError, PlaneTimeout, ConfigError: see `dial`.
-        """
+        host = server.host if isinstance(server, UnitAddress) else self.descriptor.host
+        if self.descriptor.shares_memory(host):
+            if self.descriptor.backend == "memory":
+                return lifeline(self.descriptor.plane)
+            return open_pidfd(server.process, f"The {name} of the data plane")
         dialing = asyncio.get_running_loop().run_in_executor(
-            None, dial, server, self.descriptor.host, name, self.key, self.session, timeout_s
+            None, dial, server, host, name, self.key, self.session, timeout_s
         )
         try:
             return (await asyncio.shield(dialing)).lifeline()
@@ -88,33 +81,42 @@ class RemoteRoute:
             dialing.add_done_callback(_close_connection)
             raise
 
-    def memory(self) -> PlaneMemory:
+    def memory(self, on_moved: OnMoved) -> PlaneMemory:
         """The memory of the units."""
-        return stored(self.descriptor) or RemoteMemory(
-            self.descriptor.host, self.descriptor.units, self.key, self.session
-        )
+        if self.descriptor.backend not in BUILT_IN:
+            return BackendMemory(self.descriptor)
+        near = self._near()
+        far = {unit: address for unit, address in enumerate(self.descriptor.units) if unit not in near}
+        local = LocalMemory(near, on_moved)
+        if not far:
+            return local
+        remote = RemoteMemory(far, self.key, self.session, on_moved)
+        return HostsMemory(local, remote) if near else remote
+
+    def _near(self) -> dict[int, UnitAddress]:
+        """The units whose arenas this process maps."""
+        if self.descriptor.backend not in BUILT_IN:
+            return {}
+        units = enumerate(self.descriptor.units)
+        return {unit: address for unit, address in units if self.descriptor.shares_memory(address.host)}
 
 
-def route(descriptor: PlaneDescriptor, session: bytes) -> LocalRoute | RemoteRoute:
+def route(descriptor: PlaneDescriptor, session: bytes) -> Route:
     """The route for a session of this process.
 
     Raises:
         ConfigError: the plane is on another host and does not listen, or this process has no valid
             key.
     """
-    if descriptor.shared_memory and descriptor.host == this_host():
-        return LocalRoute(descriptor, session)
+    found = Route(descriptor, PlaneKey(b""), session)
+    if found.here and all(descriptor.shares_memory(unit.host) for unit in descriptor.units):
+        return found
     if not descriptor.controller.control:
         raise ConfigError(
             "The data plane runs on another host (or in another pid namespace) and serves only its own host: set "
             "TransferQueueConfig.listen to an address of that host."
         )
-    return RemoteRoute(descriptor, load_key(), session)
-
-
-def stored(descriptor: PlaneDescriptor) -> PlaneMemory | None:
-    """The memory of a plane whose blocks lie in a backend's stores, otherwise None."""
-    return None if descriptor.backend in BUILT_IN else BackendMemory(descriptor)
+    return replace(found, key=load_key())
 
 
 def _close_connection(dialed: asyncio.Future[BulkConnection]) -> None:

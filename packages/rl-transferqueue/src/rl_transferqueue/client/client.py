@@ -10,6 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
+import msgspec
 import numpy as np
 
 from rl_protocol.batch.batch_data import BatchData
@@ -17,6 +18,7 @@ from rl_protocol.batch.kv_batch_meta import KVBatchMeta, LazyRows, Scalar, Tag, 
 from rl_protocol.batch.schema import ColumnSpec
 from rl_protocol.errors import BatchError, DuplicateKeyError, PlaneLostError, RLError
 from rl_protocol.ports import DataPlane, PlaneStats, RowChanges, RowFlags, Traffic
+from rl_protocol.support.host_identity import this_host
 from rl_protocol.wire.draft import Draft
 from rl_transferqueue.backends import BUILT_IN
 from rl_transferqueue.client.choose_memory import route
@@ -31,7 +33,7 @@ from rl_transferqueue.client.writer import SERVER_GRACE_S, Writer
 from rl_transferqueue.memory.block_epochs import EpochView
 from rl_transferqueue.transport.control_client import ControlClient
 from rl_transferqueue.wire.arrays import unpack_ints
-from rl_transferqueue.wire.descriptor import PlaneDescriptor
+from rl_transferqueue.wire.descriptor import PlaneDescriptor, UnitAddress
 from rl_transferqueue.wire.messages import (
     Answer,
     Bye,
@@ -47,6 +49,7 @@ from rl_transferqueue.wire.messages import (
     GetProduction,
     GetStats,
     Hello,
+    JoinUnits,
     ListRows,
     Metrics,
     Reclaim,
@@ -62,6 +65,8 @@ from rl_transferqueue.wire.spans import most_spare
 from rl_transferqueue.wire.tags import to_columns, to_rows
 
 _NO_LIMIT_S = 1e9
+_JOIN_S = 60.0
+"""Seconds that the controller has to connect to the units of another host."""
 
 
 async def connect(descriptor: PlaneDescriptor, *, timeout_s: float = 10.0) -> Client:
@@ -98,7 +103,7 @@ class Client(DataPlane):
         loop = asyncio.get_running_loop()
         session = b"\x01" + os.urandom(7)
         self._route = route(descriptor, session)
-        self._memory = self._route.memory()
+        self._memory = self._route.memory(lambda nbytes: self._controller.moved(nbytes))
         self._controller = ControlClient(loop, self._route.connect(), CONTROLLER, on_notice=self._notice)
         self._leases = Leases(loop, self._controller)
         self._servers = ServerWatch(loop, self._server_ended)
@@ -124,7 +129,7 @@ class Client(DataPlane):
                     raise
         if self._route.here:
             self._reader.use_cache(LocationCache(EpochView(controller)))
-        hello = Hello(this_process() if self._route.here else None)
+        hello = Hello(this_process() if self._route.maps_memory else None, this_host())
         await self._controller.call(hello, Done, seconds_until(deadline))
 
     async def put(
@@ -258,11 +263,16 @@ class Client(DataPlane):
             lost=stats.lost,
             columns=stats.columns,
             tasks=stats.tasks,
+            links=msgspec.structs.asdict(stats.links),
         )
 
     async def metrics(self, *, timeout_s: float | None = None) -> Metrics:
         """The controller's totals for all clients: requests, seconds, errors, bytes by column."""
         return await self._controller.call(GetMetrics(), Metrics, self._seconds(timeout_s))
+
+    async def join_units(self, units: Sequence[UnitAddress]) -> None:
+        """Part of `LocalPlane.join`."""
+        await self._controller.call(JoinUnits(tuple(units)), Done, _JOIN_S)
 
     def traffic(self) -> Traffic:
         return Traffic(

@@ -8,7 +8,7 @@ copied into new memory. Blocks never change after their commit, so the copy stay
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -35,10 +35,10 @@ class CopiedColumns:
 
     Args:
         limit_bytes: 0 keeps nothing.
-        views: whether the client reads adjacent rows of one block without a copy.
+        views: whether the client reads adjacent rows of one block of a unit without a copy.
     """
 
-    def __init__(self, limit_bytes: int, *, views: bool) -> None:
+    def __init__(self, limit_bytes: int, *, views: Callable[[int], bool]) -> None:
         self._limit = limit_bytes
         self._views = views
         self._copies: OrderedDict[tuple[Place, str], _Copy] = OrderedDict()
@@ -90,12 +90,16 @@ class CopiedColumns:
 
     def _copied_places(self, location: Location) -> list[Place | None]:
         """Each of `Located.places` by block ids; None where its rows are read as a view."""
-        ids = np.array([ref.id for ref in location.located.blocks], np.int64)
-        return [self._copied_place(ids, *packed) for packed in location.located.places]
+        refs = location.located.blocks
+        ids = np.array([ref.id for ref in refs], np.int64)
+        views = [self._views(ref.span.unit) for ref in refs]
+        return [self._copied_place(ids, views, *packed) for packed in location.located.places]
 
-    def _copied_place(self, ids: np.ndarray, packed_blocks: bytes, packed_rows: bytes) -> Place | None:
+    def _copied_place(
+        self, ids: np.ndarray, views: Sequence[bool], packed_blocks: bytes, packed_rows: bytes
+    ) -> Place | None:
         blocks = np.frombuffer(packed_blocks, "<i4")
-        if self._views and (blocks == blocks[0]).all():
+        if views[blocks[0]] and (blocks == blocks[0]).all():
             rows = np.frombuffer(packed_rows, "<i4")
             if (np.diff(rows) == 1).all():
                 return None

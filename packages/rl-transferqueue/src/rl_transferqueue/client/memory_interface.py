@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from rl_protocol.batch.batch_data import BatchData
 from rl_protocol.batch.columns import AnyArray
 from rl_protocol.wire import Header
 from rl_transferqueue.memory.anchors import Anchor
-from rl_transferqueue.wire.messages import Located
+from rl_transferqueue.wire.messages import LinkBytes, Located
 from rl_transferqueue.wire.spans import Span
 
 T = TypeVar("T")
+OnMoved: TypeAlias = Callable[[LinkBytes], None]
+"""Called with what a put or a get has moved."""
 
 UNIT_LOSS_POLL_S = 0.005
 """Seconds between retries after a unit failed, until the controller has noticed its end too."""
@@ -25,12 +27,11 @@ class PlaneMemory(Protocol):
     """The memory of all units of a plane.
 
     A call returns or raises, also when it is cancelled, only once nothing touches the memory.
-
-    Attributes:
-        views: whether adjacent rows of one block are read without a copy.
     """
 
-    views: bool
+    def views(self, unit: int) -> bool:
+        """Whether adjacent rows of one block of the unit are read without a copy."""
+        ...
 
     def draft(self, span: Span, nbytes: int) -> AnyArray:
         """Writable bytes for the future content of `span`."""

@@ -7,6 +7,8 @@ from functools import partial
 from mmap import mmap
 from pathlib import Path
 
+from rl_protocol.errors import BatchError
+from rl_protocol.support.host_identity import this_host
 from rl_transferqueue.controller.block_cleanup import BlockCleanup
 from rl_transferqueue.controller.durable.durable_rows import DurableRows
 from rl_transferqueue.controller.durable.journal_thread import JournalThread
@@ -23,10 +25,20 @@ from rl_transferqueue.memory.arena import map_memory
 from rl_transferqueue.memory.block_epochs import SharedEpochs
 from rl_transferqueue.transport.addresses import Endpoints, endpoint
 from rl_transferqueue.transport.bulk_server import BulkServer
-from rl_transferqueue.transport.control_server import Handler, Server
+from rl_transferqueue.transport.control_server import Caller, Handler, Server
 from rl_transferqueue.transport.event_loop import Reactor
 from rl_transferqueue.transport.plane_secret import PlaneKey
-from rl_transferqueue.wire.messages import Answer, ArenaMemory, DescribeMemory, GetMetrics, GetStats, Metrics, Stats
+from rl_transferqueue.wire.messages import (
+    Answer,
+    ArenaMemory,
+    DescribeMemory,
+    Done,
+    GetMetrics,
+    GetStats,
+    JoinUnits,
+    Metrics,
+    Stats,
+)
 from rl_transferqueue.wire.spans import ALIGN, Span
 
 
@@ -38,6 +50,7 @@ class Controller:
         units: paths of the storage units' sockets.
         unit_bytes: capacity of every unit.
         segment: bytes of memory that a unit touches ahead of need, in one step.
+        hosts: of the plane at most; each has so many units, which join for the others.
         stored: blocks lie in a backend's stores and not in arenas.
         journal: folder of the journal; None: nothing survives.
         every_put: commit every put by itself.
@@ -53,14 +66,17 @@ class Controller:
         unit_bytes: int,
         segment: int,
         *,
+        hosts: int = 1,
         stored: bool = False,
         journal: Path | None = None,
         every_put: bool = False,
     ) -> None:
         self.reactor = Reactor()
-        self._epochs = SharedEpochs(len(units) * unit_bytes // ALIGN + 1)
+        self._most_units = hosts * len(units)
+        self._key: PlaneKey | None = None
+        self._epochs = SharedEpochs(self._most_units * unit_bytes // ALIGN + 1)
         self._ledger = Ledger(self._epochs)
-        self._capacity = Capacity(len(units), unit_bytes)
+        self._capacity = Capacity(len(units), unit_bytes, this_host())
         self._units = StorageUnits(self.reactor, units, segment, self._lose_unit)
         handlers: dict[type, Handler] = {}
         self.server = Server(
@@ -80,7 +96,7 @@ class Controller:
         )
         self._rows = RowRequests(self._ledger, self._capacity, self._memory, self._cleanup, self._sessions, self.server)
         self._session_requests = SessionRequests(
-            self._sessions, blocks, self._capacity, self._rows, self._memory, self._cleanup
+            self._sessions, blocks, self._capacity, self._rows, self._memory, self._cleanup, self._units
         )
         self._journal = JournalThread(self.reactor, journal, each=every_put) if journal is not None else None
         self._arenas: dict[int, mmap] = {}
@@ -89,6 +105,8 @@ class Controller:
         handlers.update(self._rows.handlers)
         handlers[GetStats] = self._stats
         handlers[GetMetrics] = self._metrics
+        handlers[JoinUnits] = self._join
+        self._joined = len(units)
 
     @property
     def shared_memory(self) -> tuple[int, int]:
@@ -98,6 +116,7 @@ class Controller:
     def listen(self, host: str, key: PlaneKey, port: int = 0) -> Endpoints:
         """Also serve clients of other hosts: control messages at `port`, bytes at the next one; 0:
         at free ports."""
+        self._key = key
         bulk = self._session_requests.bulk = BulkServer(self.reactor, host, key, port=port and port + 1)
         return Endpoints(self.server.listen(host, key, port), endpoint(host, bulk.port))
 
@@ -163,6 +182,24 @@ class Controller:
         self._rows.serve(self._ledger.lose_unit(unit))
         self._cleanup.run()
 
+    def _join(self, _: Caller, message: JoinUnits) -> Done:
+        """Connect to units of another host; waits for their part of the handshake."""
+        key, unit_bytes = self._key, self._capacity.capacity
+        if key is None or self._journal is not None:
+            raise BatchError(
+                "Units of other hosts join a plane that listens (TransferQueueConfig.listen) and has no journal."
+            )
+        for unit in message.units:
+            if self._joined == self._most_units or unit.arena_bytes != unit_bytes:
+                raise BatchError(
+                    f"A plane takes {self._most_units} storage units of {unit_bytes} bytes; got another one, of {unit.arena_bytes} bytes."
+                )
+            self._units.join(self._joined, unit, key)
+            self._capacity.join(self._joined, unit.host)
+            self._joined += 1
+        self._memory.serve()
+        return Done()
+
     def _stats(self, *_: object) -> Stats:
         contents, used = self._ledger.contents(), self._ledger.blocks.used
         return Stats(
@@ -173,6 +210,7 @@ class Controller:
             contents.lost,
             contents.columns,
             contents.tasks,
+            self.server.links,
         )
 
     def _metrics(self, *_: object) -> Metrics:

@@ -67,7 +67,9 @@ class MemoryRequests:
         """Give memory to waiting puts; call it whenever memory became free."""
         if not self._queue or not self._units:
             return
-        for caller, span in self._queue.serve(lambda put, nbytes: self._capacity.reserve(put.session, nbytes)):
+        for caller, span in self._queue.serve(
+            lambda put, nbytes: self._capacity.reserve(put.session, nbytes, self._host(put.session))
+        ):
             self._sessions.unpark(caller)
             self._sessions.get(caller.session).unacknowledged.add(caller.request, span)
             self._replies.answer(caller, Reserved(span))
@@ -77,7 +79,7 @@ class MemoryRequests:
         """Memory for the caller's next puts, if none waits and there is plenty."""
         if not nbytes or self._queue:
             return None
-        spare = self._capacity.spare(caller.session, nbytes)
+        spare = self._capacity.spare(caller.session, nbytes, self._host(caller.session))
         self._units.keep_ahead(self._capacity.high_water)
         if spare is not None:
             self._sessions.get(caller.session).unacknowledged.add(caller.request, spare)
@@ -99,6 +101,9 @@ class MemoryRequests:
             for caller in self._queue.clear():
                 self._sessions.unpark(caller)
                 self._replies.fail(caller, no_units())
+
+    def _host(self, session: bytes) -> str:
+        return self._sessions.get(session).host
 
     def _reserve(self, caller: Caller, message: Reserve) -> None:
         self._sessions.get(caller.session)

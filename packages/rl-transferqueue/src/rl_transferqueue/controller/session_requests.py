@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rl_protocol.errors import WireError
+from rl_protocol.support.host_identity import this_host
 from rl_transferqueue.controller.block_cleanup import BlockCleanup
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.memory_requests import MemoryRequests
 from rl_transferqueue.controller.row_requests import RowRequests
 from rl_transferqueue.controller.rows.block_table import BlockTable
-from rl_transferqueue.controller.sessions import Sessions
+from rl_transferqueue.controller.sessions import Session, Sessions
+from rl_transferqueue.controller.storage_units import StorageUnits
 from rl_transferqueue.controller.unacknowledged import Taken, TakenRows
 from rl_transferqueue.transport.bulk_protocol import hang_up
 from rl_transferqueue.transport.bulk_server import BulkServer
@@ -24,7 +26,8 @@ class SessionRequests:
 
     A client on this host is watched through a pidfd, a client on another host through its bulk
     connection `bulk`. A session that ends without `Bye` gives back rows whose answers did not reach
-    it.
+    it. If its client maps memory of units of another host, its reservations and leases stay until
+    its process has ended: a connection that breaks does not stop it from writing and reading there.
     """
 
     def __init__(
@@ -35,7 +38,9 @@ class SessionRequests:
         rows: RowRequests,
         memory: MemoryRequests,
         cleanup: BlockCleanup,
+        units: StorageUnits,
     ) -> None:
+        self._units = units
         self._sessions = sessions
         self._blocks = blocks
         self._capacity = capacity
@@ -73,16 +78,29 @@ class SessionRequests:
         """The client's process has ended, and its leases with it."""
         if self._sessions.find(session) is not None:
             self._drop(session)
+        departed = self._sessions.departed(session)
+        if departed is not None:
+            self._once_gone(departed, lambda: self._release_all(session))
+
+    def _release_all(self, session: bytes) -> None:
         self._blocks.release(session)
         self._forget(session)
         self._cleanup.run()
 
+    def _once_gone(self, ended: Session, act: Callable[[], None]) -> None:
+        """Act once the client of a session can't touch memory of the plane any more."""
+        if ended.remote and ended.process is not None:
+            self._units.when_ended(ended.host, ended.process, act)
+        else:
+            act()
+
     def _hello(self, caller: Caller, message: Hello) -> Done:
         self._sessions.check_new(caller.session)
-        process = message.process
-        name = f"session {caller.session.hex()} of another host" if process is None else f"pid {process.pid}"
-        lifeline = self._lifeline(caller.session, process)
-        self._sessions.open(caller.session, lifeline, remote=process is None, name=name)
+        process, host = message.process, message.host
+        near = process is not None and host in ("", this_host())
+        name = f"pid {process.pid}" if near and process else f"session {caller.session.hex()} of another host"
+        lifeline = self._lifeline(caller.session, process if near else None)
+        self._sessions.open(caller.session, lifeline, remote=not near, name=name, host=host, process=process)
         return Done()
 
     def _lifeline(self, session: bytes, process: ProcessId | None) -> int:
@@ -96,7 +114,9 @@ class SessionRequests:
 
     def _bye(self, caller: Caller) -> Done:
         self._sessions.get(caller.session)
-        self._depart(caller.session)
+        ended = self._sessions.depart(caller.session)
+        self._memory.end_session(caller.session, remote=ended.remote)
+        self._forget(caller.session)
         return Done()
 
     def _cancel(self, caller: Caller, message: Cancel) -> None:
@@ -121,16 +141,12 @@ class SessionRequests:
             self._capacity.abandon(session, taken)
 
     def _drop(self, session: bytes) -> None:
-        unacknowledged = self._sessions.get(session).unacknowledged
-        self._depart(session)
-        for rows in unacknowledged.pop_rows():
-            self._rows.give_back(rows)
-
-    def _depart(self, session: bytes) -> None:
         """End a session whose process may still read what it has leased."""
         ended = self._sessions.depart(session)
-        self._memory.end_session(session, remote=ended.remote)
+        self._once_gone(ended, lambda: self._memory.end_session(session, remote=ended.remote))
         self._forget(session)
+        for rows in ended.unacknowledged.pop_rows():
+            self._rows.give_back(rows)
 
     def _forget(self, session: bytes) -> None:
         if not self._blocks.has_leases(session):

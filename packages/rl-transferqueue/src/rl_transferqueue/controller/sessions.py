@@ -10,6 +10,7 @@ from rl_protocol.errors import WireError
 from rl_transferqueue.controller.unacknowledged import Unacknowledged
 from rl_transferqueue.transport.control_server import Caller
 from rl_transferqueue.transport.event_loop import Reactor, Timer
+from rl_transferqueue.wire.process_liveness import ProcessId
 
 SESSION_BYTES = 8
 """Length of a session's identity."""
@@ -33,6 +34,10 @@ class Session:
     remote: bool
     name: str
     """For error messages."""
+    host: str = ""
+    """`this_host` of the client."""
+    process: ProcessId | None = None
+    """None: it maps no memory of the plane."""
     abandoned: int = 0
     """Spans it has given back while bytes for them may still have been on their way."""
     waiting: dict[int, WaitingRequest] = field(default_factory=dict[int, WaitingRequest])
@@ -54,6 +59,8 @@ class Sessions:
         self._on_died = on_died
         self._live: dict[bytes, Session] = {}
         self._departed: dict[bytes, Session] = {}
+        self._watched: set[bytes] = set()
+        """Sessions whose client is not known to be gone."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -63,10 +70,26 @@ class Sessions:
         if session in self._live or session in self._departed or len(session) != SESSION_BYTES:
             raise WireError(f"This session exists already, or its identity is not {SESSION_BYTES} bytes.")
 
-    def open(self, session: bytes, pidfd: int, *, remote: bool, name: str) -> None:
+    def open(
+        self,
+        session: bytes,
+        pidfd: int,
+        *,
+        remote: bool,
+        name: str,
+        host: str = "",
+        process: ProcessId | None = None,
+    ) -> None:
         """Add a live session; `pidfd` is closed when the session is forgotten."""
-        self._live[session] = Session(pidfd, remote, name)
-        self._reactor.watch(pidfd, lambda: self._on_died(session))
+        self._live[session] = Session(pidfd, remote, name, host, process)
+
+        def ended() -> None:
+            self._reactor.unwatch(pidfd)
+            self._watched.discard(session)
+            self._on_died(session)
+
+        self._watched.add(session)
+        self._reactor.watch(pidfd, ended)
 
     def get(self, session: bytes) -> Session:
         """A live session.
@@ -82,6 +105,10 @@ class Sessions:
     def find(self, session: bytes) -> Session | None:
         """A live session, or None."""
         return self._live.get(session)
+
+    def departed(self, session: bytes) -> Session | None:
+        """A departed session that is not forgotten, or None."""
+        return self._departed.get(session)
 
     def live(self) -> Iterable[Session]:
         """All live sessions."""
@@ -129,7 +156,9 @@ class Sessions:
         alone."""
         if session in self._departed:
             pidfd = self._departed.pop(session).pidfd
-            self._reactor.unwatch(pidfd)
+            if session in self._watched:
+                self._watched.discard(session)
+                self._reactor.unwatch(pidfd)
             os.close(pidfd)
 
     def close(self) -> None:

@@ -7,11 +7,9 @@ from collections.abc import Callable
 import msgspec
 
 from rl_protocol.errors import PlaneLostError
-from rl_transferqueue.transport.connection import Connection
-from rl_transferqueue.transport.connection_limits import TRUSTED
+from rl_transferqueue.controller.unit_channels import Channel, NetworkChannels, UnixChannels
 from rl_transferqueue.transport.event_loop import Reactor
-from rl_transferqueue.transport.unix_link import connect_unix
-from rl_transferqueue.wire.messages import CONTROLLER, Answer, Populate, Reply, Request, UnitRequest, pack
+from rl_transferqueue.wire.messages import Answer, Populate, Reply, Request, UnitRequest, pack
 
 _decoder = msgspec.msgpack.Decoder(Reply)
 _RETRY_S = 0.01
@@ -27,7 +25,7 @@ class UnitLink:
     def __init__(
         self,
         reactor: Reactor,
-        address: str,
+        channels: UnixChannels | NetworkChannels,
         segment: int,
         on_connected: Callable[[], None],
         on_lost: Callable[[], None],
@@ -35,10 +33,10 @@ class UnitLink:
         self._reactor = reactor
         self._on_connected = on_connected
         self._on_lost = on_lost
-        self._address = address
+        self._channels = channels
         self._segment = segment
         self._populated = segment
-        self._connection: Connection | None = None
+        self._connection: Channel | None = None
         self._unsent: list[bytes] = []
         self._callbacks: dict[int, Callable[[Answer], None]] = {}
         self._last = 0
@@ -74,11 +72,10 @@ class UnitLink:
         if self._closed:
             return
         try:
-            link = connect_unix(self._address, CONTROLLER, "storage unit")
+            self._connection = self._channels.open(self._take, self._on_lost)
         except PlaneLostError:
             self._reactor.call_later(_RETRY_S, self._connect)
             return
-        self._connection = Connection(self._reactor, link, self._take, self._on_lost, TRUSTED)
         for frame in self._unsent:
             self._connection.send(frame)
         self._on_connected()

@@ -73,12 +73,13 @@ def build(spec: UnitSpec | ControllerSpec) -> Role:
         if spec.backend not in BUILT_IN:
             share = Share(spec.plane, spec.index, spec.capacity, spec.backend_address)
             return BackendUnit(spec.address, spec.backend, share)
-        return StorageUnit(spec.index, spec.address, spec.capacity, spec.segment)
+        return StorageUnit(spec.address, spec.capacity, spec.segment, joins=spec.joins)
     return Controller(
         spec.address,
         spec.units,
         spec.unit_bytes,
         spec.segment,
+        hosts=spec.hosts,
         stored=spec.stored,
         journal=Path(spec.journal) if spec.journal else None,
         every_put=spec.every_put,

@@ -20,7 +20,10 @@ class UnitSpec(msgspec.Struct, frozen=True, tag=True):
     listen: str = ""
     """Numeric address for clients of other hosts; empty: none."""
     port: int = 0
-    """Port for bytes; 0: any free port."""
+    """Port for bytes, or for control messages if it `joins`, and then the next one for bytes; 0:
+    any free ports."""
+    joins: bool = False
+    """Whether the controller is on another host."""
 
 
 class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
@@ -30,6 +33,8 @@ class ControllerSpec(msgspec.Struct, frozen=True, tag=True):
     units: tuple[str, ...]
     unit_bytes: int
     segment: int
+    hosts: int
+    """Hosts of the plane at most."""
     stored: bool
     """Whether blocks are in a backend's stores."""
     listen: str = ""

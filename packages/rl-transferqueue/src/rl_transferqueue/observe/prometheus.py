@@ -46,7 +46,7 @@ class PlaneCollector(Collector):
             return
         yield GaugeMetricFamily("rl_tq_up", "1 while the plane answers.", value=1)
         yield from _gauges(stats, metrics)
-        yield from _counters(metrics)
+        yield from _counters(stats, metrics)
 
 
 def _gauges(stats: PlaneStats, metrics: Metrics) -> Iterator[Metric]:
@@ -60,7 +60,7 @@ def _gauges(stats: PlaneStats, metrics: Metrics) -> Iterator[Metric]:
     yield _labelled(GaugeMetricFamily, "rl_tq_request_longest_seconds", text, "operation", longest)
 
 
-def _counters(metrics: Metrics) -> Iterator[Metric]:
+def _counters(stats: PlaneStats, metrics: Metrics) -> Iterator[Metric]:
     operations, columns = metrics.operations, metrics.columns
     for name, text, label, values in (
         ("rl_tq_requests", "Requests.", "operation", {n: c.requests for n, c in operations.items()}),
@@ -82,6 +82,7 @@ def _counters(metrics: Metrics) -> Iterator[Metric]:
         ("rl_tq_located_rows", "Rows handed to readers.", "column", {n: c.rows_located for n, c in columns.items()}),
     ):
         yield _labelled(CounterMetricFamily, name, text, label, values)
+    yield _labelled(CounterMetricFamily, "rl_tq_moved_bytes", "Bytes of puts and gets.", "link", stats.links)
     yield CounterMetricFamily("rl_tq_sent_bytes", "Bytes of answers of the controller.", value=metrics.bytes_sent)
 
 

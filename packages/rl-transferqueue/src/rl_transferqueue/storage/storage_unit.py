@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import msgspec
 import numpy as np
 
-from rl_protocol.errors import WireError
+from rl_protocol.errors import PlaneLostError, WireError
 from rl_protocol.wire import plan, plan_rows, read_payload, write_payload
 from rl_transferqueue.memory.arena import Arena
 from rl_transferqueue.transport.addresses import Endpoints, endpoint
@@ -20,6 +21,7 @@ from rl_transferqueue.wire.header_cache import unpack_header
 from rl_transferqueue.wire.messages import (
     CONTROLLER,
     ArenaMemory,
+    AwaitEnd,
     Copy,
     DescribeMemory,
     Done,
@@ -28,17 +30,24 @@ from rl_transferqueue.wire.messages import (
     Measured,
     Populate,
 )
-from rl_transferqueue.wire.process_liveness import this_process
+from rl_transferqueue.wire.process_liveness import open_pidfd, this_process
 from rl_transferqueue.wire.spans import Span
 
 
 class StorageUnit:
-    """State and handlers of one unit. It holds bytes; the controller knows to whom they belong."""
+    """State and handlers of one unit. It holds bytes; the controller knows to whom they belong.
 
-    def __init__(self, index: int, address: str, capacity: int, segment: int) -> None:
+    Args:
+        address: path of the unix socket to listen on.
+        capacity: bytes.
+        segment: bytes of memory that it touches ahead of need, in one step.
+        joins: the controller is on another host.
+    """
+
+    def __init__(self, address: str, capacity: int, segment: int, *, joins: bool = False) -> None:
+        self._joins = joins
         self.reactor = Reactor(idle=self._populate)
         self.arena = Arena(capacity)
-        self._index = index
         self._segment = segment
         self._populated = 0
         self._wanted = segment
@@ -48,6 +57,7 @@ class StorageUnit:
             address,
             {
                 Fence: self._fence,
+                AwaitEnd: self._await_end,
                 Populate: self._want,
                 DescribeMemory: self._describe,
                 Measure: self._measure,
@@ -61,9 +71,12 @@ class StorageUnit:
         return self.arena.fd, len(self.arena.memory)
 
     def listen(self, host: str, key: PlaneKey, port: int = 0) -> Endpoints:
-        """Also serve clients of other hosts; port 0: any free port."""
+        """Also serve clients of other hosts, and a controller there at the port before; 0: any free
+        ports."""
+        control = self.server.listen(host, key, port) if self._joins else ""
+        port += bool(port and self._joins)
         self._bulk = BulkServer(self.reactor, host, key, memoryview(self.arena.memory), port)
-        return Endpoints(bulk=endpoint(host, self._bulk.port))
+        return Endpoints(control, endpoint(host, self._bulk.port))
 
     def when_ready(self, callback: Callable[[], None]) -> None:
         """Call back at once: the unit is ready."""
@@ -80,6 +93,21 @@ class StorageUnit:
         if self._bulk is not None:
             self._bulk.fence(message)
         return Done()
+
+    def _await_end(self, caller: Caller, message: AwaitEnd) -> Done | None:
+        _check_controller(caller)
+        try:
+            pidfd = open_pidfd(message.process, "The client")
+        except PlaneLostError:
+            return Done()
+
+        def ended() -> None:
+            self.reactor.unwatch(pidfd)
+            os.close(pidfd)
+            self.server.answer(caller, Done())
+
+        self.reactor.watch(pidfd, ended)
+        return None
 
     def _want(self, caller: Caller, message: Populate) -> None:
         _check_controller(caller)
@@ -106,8 +134,8 @@ class StorageUnit:
         return Done()
 
     def _memory(self, span: Span) -> memoryview:
-        if span.unit != self._index or span.offset + span.nbytes > len(self.arena.memory):
-            raise WireError(f"{span} is not in storage unit {self._index} of {len(self.arena.memory)} bytes.")
+        if span.offset + span.nbytes > len(self.arena.memory):
+            raise WireError(f"{span} is not in this storage unit of {len(self.arena.memory)} bytes.")
         return memoryview(self.arena.memory)[span.offset : span.offset + span.nbytes]
 
     def _populate(self) -> bool:

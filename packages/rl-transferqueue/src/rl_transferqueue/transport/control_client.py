@@ -21,6 +21,7 @@ from rl_transferqueue.wire.messages import (
     Cancel,
     Done,
     Failure,
+    LinkBytes,
     Reply,
     Request,
     error_of,
@@ -76,6 +77,7 @@ class ControlClient:
         self._lost: str | None = None
         self._turned = time.monotonic()
         """When a caller last yielded to the loop."""
+        self._moved: LinkBytes | None = None
         self._link = link
         self._fd = link.fileno()
         loop.add_reader(self._fd, self._read)
@@ -145,13 +147,18 @@ class ControlClient:
         if self._lost is not None:
             raise PlaneLostError(self._lost)
         request = next(self._ids)
-        frame = pack(Request(request, body, tuple(self._received)))
+        frame = pack(Request(request, body, tuple(self._received), self._moved))
         self._received.clear()
+        self._moved = None
         self.bytes_sent += len(frame)
         if not self._link.send(frame) and self._listening:
             self._loop.add_writer(self._fd, self._flush)
         self._read_soon()
         return request
+
+    def moved(self, nbytes: LinkBytes) -> None:
+        """The client has moved so much: the next request says so, for the totals of all clients."""
+        self._moved = nbytes if self._moved is None else self._moved + nbytes
 
     def check(self) -> None:
         """Raise PlaneLostError if the client is closed or the plane is gone."""

@@ -20,7 +20,7 @@ from rl_transferqueue.transport.plane_secret import PlaneKey
 from rl_transferqueue.transport.request_counters import RequestCounters
 from rl_transferqueue.transport.unix_link import LinkClosed, UnixLink, listen_unix
 from rl_transferqueue.transport.zmq_router import ZmqRouter
-from rl_transferqueue.wire.messages import CONTROLLER, Answer, Reply, Request, failure, pack
+from rl_transferqueue.wire.messages import CONTROLLER, Answer, LinkBytes, Reply, Request, failure, pack
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,8 @@ class Server:
         """For clients of other hosts."""
         self.undecodable = 0
         self.counters = RequestCounters()
+        self.links = LinkBytes()
+        """What all clients have moved."""
         self._listener = Listener(reactor, listen_unix(address), self._accept)
 
     def listen(self, host: str, key: PlaneKey, port: int = 0) -> str:
@@ -162,6 +164,8 @@ class Server:
         caller = Caller(session, request.id)
         if request.received and self._on_received is not None:
             self._on_received(session, request.received)
+        if request.moved is not None:
+            self.links += request.moved
         handler = self._handlers.get(type(request.body))
         try:
             if handler is None:

@@ -28,6 +28,11 @@ class ZmqLink:
         key.protect_client(self._socket)
         self._socket.connect(address)
 
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """What a server's event loop watches."""
+        return self._socket
+
     def fileno(self) -> int:
         return int(self._socket.getsockopt(zmq.FD))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from rl_protocol.errors import UNREADABLE, OutputError, WireError
+from rl_protocol.support.host_identity import this_host
 from rl_transferqueue.wire.process_liveness import ProcessId
 
 RUNTIME_PREFIX = "rltq-"
@@ -42,6 +43,10 @@ class UnitAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arena_bytes: int
     bulk: str = ""
     """host:port of its bulk connections; empty: there are none."""
+    host: str = ""
+    """`rl_protocol.support.host_identity.this_host` of the unit."""
+    control: str = ""
+    """ZeroMQ endpoint for a controller of another host; empty: the controller is on its host."""
 
 
 class PlaneDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,7 +56,7 @@ class PlaneDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     controller: ControllerAddress
     units: tuple[UnitAddress, ...]
     host: str
-    """`rl_protocol.support.host_identity.this_host` of the plane."""
+    """`rl_protocol.support.host_identity.this_host` of the controller."""
     shared_memory: bool
     """False: clients on the same host use the network, too (`TransferQueueConfig.shared_memory`).
     """
@@ -64,6 +69,10 @@ class PlaneDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Default deadline of a call in seconds (`TransferQueueConfig.timeout_s`)."""
     read_cache_mb: int
     """`TransferQueueConfig.read_cache_mb`."""
+
+    def shares_memory(self, host: str) -> bool:
+        """Whether this process shares the memory of the plane's processes on that host."""
+        return self.shared_memory and host == this_host()
 
     def to_json(self) -> str:
         """The descriptor as one line of JSON."""

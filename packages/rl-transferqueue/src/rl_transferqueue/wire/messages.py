@@ -16,6 +16,7 @@ import msgspec
 
 from rl_protocol import errors
 from rl_protocol.errors import BatchError, DataPlaneError, RLError
+from rl_transferqueue.wire.descriptor import UnitAddress
 from rl_transferqueue.wire.process_liveness import ProcessId
 from rl_transferqueue.wire.spans import BlockRef, Count, Span
 
@@ -50,12 +51,21 @@ class Hello(_Message, frozen=True):
     """First message of a session. The session ends with its process or with `Bye`."""
 
     process: ProcessId | None
-    """None: a client on another host, whose session ends with its bulk connection to the
-    controller."""
+    """None: the client maps no memory of the plane."""
+    host: str = ""
+    """`this_host` of the client: its puts go to units there, if there are any. The session of a
+    client on another host than the controller, or without a process, ends with its bulk connection
+    to the controller."""
 
 
 class Bye(_Message, frozen=True):
     """Ends the session. Its leases stay until they are released or the process ends."""
+
+
+class JoinUnits(_Message, frozen=True):
+    """Add running storage units of another host to the plane, with the numbers that follow."""
+
+    units: tuple[UnitAddress, ...]
 
 
 class Reserve(_Message, frozen=True):
@@ -195,6 +205,13 @@ class Fence(_Message, frozen=True):
     """Spans that the session has abandoned late so far, these included."""
 
 
+class AwaitEnd(_Message, frozen=True):
+    """Answer once this process of the unit's host has ended: it writes to the arena no more, and
+    reads nothing."""
+
+    process: ProcessId
+
+
 class Free(_Message, frozen=True):
     """Remove the blocks at the beginning of these spans from a backend's store."""
 
@@ -298,6 +315,22 @@ class Cleared(_Message, frozen=True):
     count: Count
 
 
+class LinkBytes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Payload bytes of puts and gets by the link they took."""
+
+    shared_memory: Count = 0
+    """Between processes of one host, in memory that both map."""
+    loopback: Count = 0
+    """Through the network interface of one host."""
+    network: Count = 0
+    """Between hosts."""
+
+    def __add__(self, other: LinkBytes) -> LinkBytes:
+        return LinkBytes(
+            self.shared_memory + other.shared_memory, self.loopback + other.loopback, self.network + other.network
+        )
+
+
 class Stats(_Message, frozen=True):
     rows: dict[str, Count]
     bytes_used: Count
@@ -306,6 +339,8 @@ class Stats(_Message, frozen=True):
     lost: dict[str, tuple[str, ...]]
     columns: dict[str, tuple[str, ...]]
     tasks: dict[str, tuple[str, ...]]
+    links: LinkBytes
+    """Bytes that all clients have moved, as they have said with their requests."""
 
 
 class OperationCount(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -369,6 +404,7 @@ class Reclaim(_Message, frozen=True):
 ControllerRequest: TypeAlias = (
     Hello
     | Bye
+    | JoinUnits
     | Reserve
     | Abandon
     | Commit
@@ -386,7 +422,7 @@ ControllerRequest: TypeAlias = (
     | GetMetrics
     | Cancel
 )
-UnitRequest: TypeAlias = Fence | Free | Populate | DescribeMemory | Measure | Copy
+UnitRequest: TypeAlias = Fence | AwaitEnd | Free | Populate | DescribeMemory | Measure | Copy
 AnyRequest: TypeAlias = ControllerRequest | UnitRequest
 Notice: TypeAlias = Revoked | Reclaim
 Answer: TypeAlias = (
@@ -414,6 +450,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     body: AnyRequest
     received: tuple[Count, ...] = ()
     """Earlier requests whose answers have arrived: what they took is not given back."""
+    moved: LinkBytes | None = None
+    """What the session has moved since its request before; None: nothing."""
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

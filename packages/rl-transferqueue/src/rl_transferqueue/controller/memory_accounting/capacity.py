@@ -7,6 +7,7 @@ dies leaks no memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rl_protocol.errors import BatchError, CapacityTimeout, PlaneLostError, WireError
@@ -36,6 +37,10 @@ class _Gap:
 class Capacity:
     """Memory of units of equal `capacity` bytes (a multiple of 64).
 
+    Attributes:
+        units: how many there are at first.
+        host: theirs; units that join have others.
+
     >>> capacity = Capacity(2, 1024)
     >>> span = capacity.reserve(b"s", 100)
     >>> capacity.commit(b"s", Span(span.unit, span.offset, 64))
@@ -45,12 +50,19 @@ class Capacity:
 
     units: int
     capacity: int
+    host: str = ""
+    _hosts: dict[int, str] = field(init=False)
     _free: dict[int, Allocator] = field(init=False)
     _gaps: dict[bytes, list[_Gap]] = field(init=False, default_factory=dict[bytes, list[_Gap]])
     _turn: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self._free = {unit: Allocator(self.capacity) for unit in range(self.units)}
+        self._hosts = dict.fromkeys(self._free, self.host)
+
+    def join(self, unit: int, host: str) -> None:
+        """Another unit, on that host."""
+        self._free[unit], self._hosts[unit] = Allocator(self.capacity), host
 
     @property
     def used(self) -> int:
@@ -75,9 +87,9 @@ class Capacity:
         """End of the highest range ever taken."""
         return self._free[unit].high_water if unit in self._free else 0
 
-    def reserve(self, session: bytes, nbytes: int) -> Span | None:
-        """Reserve at least `nbytes` bytes, round-robin over units with room; None: no unit has
-        room.
+    def reserve(self, session: bytes, nbytes: int, host: str = "") -> Span | None:
+        """Reserve at least `nbytes` bytes, round-robin over units with room, those of `host` first;
+        None: no unit has room.
 
         Raises:
             BatchError: no unit could ever hold it.
@@ -87,7 +99,7 @@ class Capacity:
         self._turn += 1
         order = list(self._free)
         turn = self._turn % len(order)
-        for unit in (*order[turn:], *order[:turn]):
+        for unit in self._near_first((*order[turn:], *order[:turn]), host):
             span = self.take(unit, nbytes)
             if span is not None:
                 self._gaps.setdefault(session, []).append(_Gap(unit, span.offset, span.offset + span.nbytes))
@@ -104,13 +116,13 @@ class Capacity:
                 "time, or raise TransferQueueConfig.capacity_mb or lower TransferQueueConfig.num_storage_units."
             )
 
-    def spare(self, session: bytes, nbytes: int) -> Span | None:
-        """Reserve a range for later puts while memory is plentiful."""
+    def spare(self, session: bytes, nbytes: int, host: str = "") -> Span | None:
+        """Reserve a range for later puts of a host while memory is plentiful."""
         if rounded(nbytes) > most_spare(self.capacity):
             return None
         if any(unit.used > self.capacity - self.capacity // _SPARE_FREE for unit in self._free.values()):
             return None
-        return self.reserve(session, nbytes)
+        return self.reserve(session, nbytes, host)
 
     def check(self, session: bytes, span: Span) -> None:
         """Raise WireError unless the range is reserved by the session and not committed."""
@@ -171,6 +183,9 @@ class Capacity:
             f"A put needs {rounded(nbytes)} bytes; the storage units have {free} of {self.total} bytes available, {largest} in one piece, "
             f"and not enough became free within {timeout_s:g} s. {held} Clear rows that are done with, or raise TransferQueueConfig.capacity_mb."
         )
+
+    def _near_first(self, units: Sequence[int], host: str) -> Sequence[int]:
+        return sorted(units, key=lambda unit: self._hosts[unit] != host)
 
     def _find(self, session: bytes, span: Span) -> _Gap | None:
         for gap in self._gaps.get(session, ()):
