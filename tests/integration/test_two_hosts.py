@@ -1,11 +1,12 @@
 """A run over two nodes of a Ray cluster learns what one host does, bit for bit.
 
-Rows go through the data plane's network, without shared memory; the ranks of the model meet through
-TCP either way.
+RL_HOST divides this machine into hosts, or network namespaces do: each host has its own storage
+units, and the ranks of the model meet through TCP.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import subprocess
@@ -27,19 +28,23 @@ RANKS = (
     *("fsdp.device=cpu", "placement=actor+ref", "rollout.num_workers=2", "actor.use_kl_loss=true"),
     *("actor.optim.lr=1e-3", "trainer.val_before_train=false"),
 )
-NETWORK = ("trainer.nnodes=2", "transfer_queue.shared_memory=false")
 HEAD, OTHER, PORT = "10.77.0.1", "10.77.0.2", 6399
 """Addresses and a port that exist in the two network namespaces alone."""
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    with two_nodes(num_cpus=2) as address:
+    with two_nodes("a", "b", num_cpus=2) as address:
         yield address
 
 
 def learned(folder: Path, name: str) -> dict[str, np.ndarray]:
     return load_file(folder / name / "checkpoint" / "model.safetensors")
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "actor/pg_loss" in line]
 
 
 def assert_equal(weights: dict[str, np.ndarray], wanted: dict[str, np.ndarray], before: dict[str, np.ndarray]) -> None:
@@ -49,14 +54,20 @@ def assert_equal(weights: dict[str, np.ndarray], wanted: dict[str, np.ndarray], 
         np.testing.assert_array_equal(weights[name], value, err_msg=name)
 
 
-def test_two_nodes_learn_what_one_host_does(app, cluster, base_model):
+def test_two_nodes_learn_what_one_host_does(app, cluster, base_model, monkeypatch):
     alone = app(*RANKS, "trainer.run_name=one")
     more = ("transfer_queue.listen=127.0.0.1", "checkpoint_engine.backend=tcp", f"ray.address={cluster}")
-    done = app(*RANKS, *NETWORK, *more, "trainer.run_name=two")
+    monkeypatch.setenv("RL_HOST", "a")
+    done = app(*RANKS, "trainer.nnodes=2", *more, "trainer.run_name=two")
     assert (alone.code, done.code) == (0, 0), (alone.err, done.err)
     assert "wanted: host 1: 0 GPUs, 0 CPUs (actor_ref, rollout-0, reward)" in done.out
     assert "wanted: host 2: 0 GPUs, 0 CPUs (actor_ref-1, rollout-1)" in done.out
+    assert "data plane: 2 storage units on each of 2 hosts" in done.out
     folder = done.folder.parent
+    for line in metrics(folder / "two"):
+        moved = {link: line[f"transfer_queue/bytes_{link}"] for link in ("shared_memory", "loopback", "network")}
+        assert moved["shared_memory"] > moved["loopback"] > moved["network"] == 0
+    assert {line["transfer_queue/bytes_loopback"] for line in metrics(folder / "one")} == {0}
     assert_equal(learned(folder, "two"), learned(folder, "one"), load_file(base_model / "model.safetensors"))
 
 
@@ -123,7 +134,7 @@ def test_two_network_namespaces_learn_what_one_host_does(app, base_model, tmp_pa
         *("actor.ppo_mini_batch_size=8", f"ray.address={address}", f"transfer_queue.listen={HEAD}"),
         *("checkpoint_engine.backend=tcp", "ray.start_timeout_s=400"),
     )
-    words = [sys.executable, str(Path(__file__).parents[2] / "apps" / "ppo"), *RANKS, *NETWORK, *settings]
+    words = [sys.executable, str(Path(__file__).parents[2] / "apps" / "ppo"), *RANKS, "trainer.nnodes=2", *settings]
     head = (f"--node-ip-address={HEAD}", f"--port={PORT}", "--head", "--include-dashboard=false")
     with namespaces() as (first, second), node(first, environment, *head):
         reachable = ["ip", "netns", "exec", second, sys.executable, "-c", REACHED, HEAD, str(PORT)]

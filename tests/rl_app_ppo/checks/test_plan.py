@@ -183,3 +183,18 @@ def test_the_estimate_is_within_15_percent_of_the_peak_on_a_gpu(tmp_path, dtype)
     peak = torch.cuda.max_memory_allocated() - before
     estimate = sum(role_bytes("actor", config, model_size(tmp_path, config.lora), on_gpu=True).values())
     assert peak == pytest.approx(estimate, rel=0.15)
+
+
+def test_the_plan_of_several_hosts_has_the_storage_units_of_each(folder):
+    wanted = [
+        f"model.path={folder}",
+        "trainer.nnodes=2",
+        "transfer_queue.listen=127.0.0.1",
+        "data.train_files=none.jsonl",
+    ]
+    made = plan.make_plan(load_config(wanted))
+    assert made.storage_units == {1: 2, 2: 2}
+    assert "; storage units: 2 on host 1, 2 on host 2\n" in plan.plan_text(made)
+    kept = plan.make_plan(load_config([*wanted, "transfer_queue.durability=commit", "trainer.save_freq=1"]))
+    assert kept.storage_units == {0: 2}
+    assert "; storage units: 2 on that of the driver\n" in plan.plan_text(kept)

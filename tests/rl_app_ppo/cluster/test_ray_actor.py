@@ -162,7 +162,7 @@ def test_a_process_of_another_host_that_dies_is_named_with_its_host(tmp_path):
             return SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in calls.items()})
 
         async def place(self):
-            return "gpu-2", "network", 41
+            return "gpu-2", "memory", "network", 41
 
         async def die(self, *_):
             raise ActorDiedError

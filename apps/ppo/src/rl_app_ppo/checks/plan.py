@@ -11,6 +11,7 @@ from rl_app_ppo.checks.memory import check_plane_size, step_bytes
 from rl_app_ppo.checks.model_size import model_size
 from rl_app_ppo.checks.role_memory import ModelSize, role_bytes
 from rl_app_ppo.config.devices import idle_gpus, plan_processes
+from rl_app_ppo.config.hosts import units_join
 from rl_app_ppo.config.model_path import described_model, described_reference
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.config.schema import AppConfig
@@ -55,6 +56,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         processes: that compute.
         gpu_memory: bytes of the smallest GPU of this machine, if a process uses one; 0: none.
         data_plane_bytes: host memory of the rows of a step, at most.
+        storage_units: of the data plane, by number of their host; 0: the driver's, if no process of
+            the run is there.
         warning: GPUs that stand idle; empty: none do.
     """
 
@@ -65,6 +68,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     processes: tuple[ProcessPlan, ...]
     gpu_memory: int
     data_plane_bytes: int
+    storage_units: dict[int, int]
     warning: str
 
 
@@ -104,6 +108,7 @@ def make_plan(config: AppConfig) -> Plan:
         ),
         gpu_memory=gpu_memory() if any(process.gpus for process in planned) else 0,
         data_plane_bytes=_plane_bytes(config),
+        storage_units=_storage_units(config),
         warning=idle_gpus(config, planned, there),
     )
 
@@ -130,7 +135,19 @@ def plan_text(plan: Plan) -> str:
     if plan.gpus:
         here = f"{shown_bytes(plan.gpu_memory)} here" if plan.gpu_memory else "no GPU here, the estimate alone"
         lines.append(f"memory of each GPU: {here}")
+    if plan.hosts > 1:
+        units = ", ".join(
+            f"{units} on {f'host {host}' if host else 'that of the driver'}"
+            for host, units in plan.storage_units.items()
+        )
+        plane += f"; storage units: {units}"
     return "\n".join([*lines, plane, *filter(None, [plan.warning])]) + "\n"
+
+
+def _storage_units(config: AppConfig) -> dict[int, int]:
+    settings = config.transfer_queue
+    hosts = range(1, config.trainer.nnodes + 1) if units_join(settings) else (0,)
+    return dict.fromkeys(hosts, settings.num_storage_units)
 
 
 def _plane_bytes(config: AppConfig) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import ray
+from ray._private import state
 from ray.exceptions import RayActorError, RayTaskError, UnserializableException
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -53,6 +54,7 @@ class RayProcess:
         pid: its process id; 0: it is not ready, or on another host.
         host: its host's name where that is another host; empty: not ready, or on this one.
         end: of a call that ends only with the process, or when Ray loses it; None: not connected.
+        memory: processes with equal values share memory; empty: not ready.
         network: processes with equal values reach each other through loopback; empty: not ready.
     """
 
@@ -69,7 +71,7 @@ class RayProcess:
     ) -> None:
         self.name = name
         self.pid = 0
-        self.host = self.network = ""
+        self.host = self.memory = self.network = ""
         self.calls = calls or CallLog()
         self.roles = tuple(roles)
         self._log_path = log_path
@@ -132,7 +134,7 @@ class RayProcess:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                host, self.network, pid = await self.actor.place.remote()
+                host, self.memory, self.network, pid = await self.actor.place.remote()
         except _FAILURES as error:
             if isinstance(error, TimeoutError):
                 raise WorkerError(
@@ -140,6 +142,10 @@ class RayProcess:
                 ) from None
             raise self._translate(self.name, "start", error, timeout_s) from None
         self.pid, self.host = (pid, "") if host == socket.gethostname() else (0, host)
+
+    def node(self) -> str:
+        """Ray's id of the node that it runs on."""
+        return state.actors(self.actor._actor_id.hex())["Address"]["NodeID"]
 
     async def connect(self, folder: Path) -> None:
         """Send the calls that follow over a Unix socket in this folder of mode 0700.

@@ -9,6 +9,7 @@ from rl_app_ppo.config.placement import WorkerGroup
 from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import ConfigError
 from rl_trainer.config.backends import MegatronConfig
+from rl_transferqueue import TransferQueueConfig
 
 NODES_KEY, GPUS_KEY = "trainer.nnodes", "trainer.n_gpus_per_node"
 
@@ -84,6 +85,12 @@ def ranks_together(group: WorkerGroup, config: AppConfig) -> int:
     if config.trainer.nnodes == 1 or not trains or not isinstance(config.engine, MegatronConfig):
         return 1
     return config.engine.tensor_model_parallel_size
+
+
+def units_join(settings: TransferQueueConfig) -> bool:
+    """Whether hosts of a run have units of their own: a journal is on the disk of the driver's
+    host, and reads memory there; other backends store rows in their own way."""
+    return settings.durability == "off" and settings.backend == "simple"
 
 
 def match_nodes(bundles: Sequence[HostBundle], nodes: Sequence[NodeResources]) -> None:

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from rl_app_ppo.cluster.local.fork_server import ForkServer
 from rl_app_ppo.cluster.lost_processes import fate, named_losses, named_remote_losses, ray_servers
+from rl_app_ppo.cluster.plane_units import PlaneUnits
 from rl_app_ppo.cluster.ray_session import ray_session, write_timeline
+from rl_app_ppo.config.hosts import units_join
 from rl_app_ppo.config.loading import flat_settings, to_yaml
 from rl_app_ppo.config.model_path import given_model
 from rl_app_ppo.config.placement import rollout_in_actor
@@ -119,7 +121,8 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
         stack.enter_context(closing(pool))
         pool.start()
         sockets = stack.enter_context(temporary_folder("rl-app-ppo-"))
-        model_path = await _load_models(plan, pool, local_plane, sockets, screen, startup)
+        units = stack.enter_context(closing(PlaneUnits(local_plane.settings, files.logs)))
+        model_path = await _load_models(plan, pool, units, local_plane, sockets, screen, startup)
         plane, buffers = await _connect_plane(config, local_plane, stack)
         last_step = plan.last_step
         for line in kept_metrics(files.metrics, -1 if last_step is None else last_step):
@@ -195,12 +198,24 @@ async def _train(
 
 
 async def _load_models(
-    plan: RunPlan, pool: WorkerPool, plane: LocalPlane, sockets: Path, screen: Screen, startup: Startup
+    plan: RunPlan,
+    pool: WorkerPool,
+    units: PlaneUnits,
+    plane: LocalPlane,
+    sockets: Path,
+    screen: Screen,
+    startup: Startup,
 ) -> Path:
     """Wait for the processes and load their models; returns the folder of the initial policy."""
     model_path = given_model(plan.config) or await _demo_model(plan.config, pool, screen, startup)
     with startup.phase("workers", f"starting {len(pool)} worker processes"):
         await pool.ready(sockets)
+        if (others := pool.other_hosts(plane.descriptor.host)) and units_join(plane.settings):
+            joining = await units.start(others, plan.config.ray.start_timeout_s)
+            await asyncio.to_thread(plane.join, joining)
+            screen.note(
+                f"data plane: {plane.settings.num_storage_units} storage units on each of {len(others) + 1} hosts"
+            )
     with startup.phase("models", "workers load their models"):
         await pool.build(model_path, plane.descriptor, plan.plugins)
     return model_path
@@ -330,7 +345,9 @@ def _profiling(plan: RunPlan, pool: WorkerPool) -> Profiling:
 @asynccontextmanager
 async def _local_plane(plan: RunPlan, screen: Screen) -> AsyncGenerator[LocalPlane]:
     settings = plane_settings(plan.config, plan.files)
-    plane = await asyncio.to_thread(start_local_plane, settings, log_dir=plan.files.logs)
+    nodes = plan.config.trainer.nnodes
+    hosts = nodes + 1 if nodes > 1 else 1  # the driver's may have no workers
+    plane = await asyncio.to_thread(start_local_plane, settings, log_dir=plan.files.logs, hosts=hosts)
     if control := plane.descriptor.controller.control:
         screen.note(f"data plane: listens at {control}")
     try:

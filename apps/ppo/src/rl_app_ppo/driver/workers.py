@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import msgspec
 
 from rl_app_ppo.cluster.host_group import HostGroup, cluster_nodes, require_equal_versions
 from rl_app_ppo.cluster.placement import head_host, node_gpus, require_cpus, require_free_gpus
+from rl_app_ppo.cluster.plane_units import OtherHost
 from rl_app_ppo.cluster.ray_actor import RayProcess, RayWorker
 from rl_app_ppo.config.devices import PlannedProcess, described_gpus, host_bundles, idle_gpus, plan_processes
 from rl_app_ppo.config.hosts import match_nodes
@@ -25,6 +27,7 @@ from rl_app_ppo.watchdog.unanswered_calls import CallLog
 from rl_app_ppo.worker.messages import CLOSE_RECORD, BuildCall, RankNetwork
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import RLError
+from rl_protocol.support.network_interface import this_network
 from rl_protocol.support.rendezvous import RendezvousAddress
 from rl_protocol.support.trusted_files import trusted_files
 from rl_trainer import Workers, needs_reference
@@ -175,6 +178,21 @@ class WorkerPool:
         await asyncio.gather(*(process.ready(timeout_s) for process in self.processes))
         if not self._config.trainer.profile_steps:
             await asyncio.gather(*(process.connect(sockets) for process in self.processes))
+
+    def other_hosts(self, here: str) -> dict[str, OtherHost]:
+        """The hosts of a run on several, but that whose `this_host` is `here`."""
+        if self._config.trainer.nnodes == 1:
+            return {}
+        others = {process.memory: process for process in self.processes if process.memory != here}
+        interface, ours = self._config.trainer.network_interface, this_network()
+        return {
+            memory: OtherHost(
+                process.host or socket.gethostname(),
+                process.node(),
+                RankNetwork() if process.network == ours else RankNetwork(interface=interface, peer=head_host()),
+            )
+            for memory, process in others.items()
+        }
 
     async def make_demo_model(self, screen: Screen, startup: Startup) -> Path:
         """Have the first actor make the demo's base model; returns its folder."""

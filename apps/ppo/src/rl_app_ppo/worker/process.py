@@ -23,6 +23,7 @@ from rl_app_ppo.worker.rank_network import rank_interface
 from rl_app_ppo.worker.weight_endpoints import require_admission
 from rl_ckpt_engine.endpoints.operations import METHODS
 from rl_protocol import WorkerError
+from rl_protocol.support.host_identity import this_host
 from rl_protocol.support.network_interface import this_network
 from rl_protocol.support.rendezvous import RendezvousListener
 from rl_protocol.support.stack_dumps import STACK_LOG, dump_at_signal
@@ -82,9 +83,9 @@ class WorkerProcess:
             torch_setup.configure(threads)
             self._share_cores = None if threads else torch_setup.share_cores
 
-    async def place(self) -> tuple[str, str, int]:
-        """The host and the network of this process, and its id."""
-        return socket.gethostname(), this_network(), os.getpid()
+    async def place(self) -> tuple[str, str, str, int]:
+        """The host, the memory and the network of this process, and its id."""
+        return socket.gethostname(), this_host(), this_network(), os.getpid()
 
     async def listen(self, path: str) -> None:
         """Take calls at a Unix socket, too, which is made at this path."""

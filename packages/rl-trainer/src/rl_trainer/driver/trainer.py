@@ -137,6 +137,8 @@ class PPOTrainer:
         self._trained = 0
         self._counted = Admissions(admitted=0, refilled=0, dropped=0)
         """Those in the metrics of the steps before; prompts are also drawn between steps."""
+        self._links: dict[str, int] = {}
+        """Bytes that the data plane had moved by link at the end of the last step."""
         self._turns: Sequence[int] = ()
         """What the newest step trains."""
 
@@ -356,7 +358,14 @@ class PPOTrainer:
         metrics["perf/throughput"] = result.tokens / elapsed
         metrics["perf/driver_cpu_s"] = time.process_time() - cpu_before
         metrics["perf/driver_bytes"] = float(self._driver_bytes() - bytes_before)
-        return metrics
+        return metrics | await self._moved()
+
+    async def _moved(self) -> dict[str, float]:
+        """Bytes that the data plane has moved since the step before, by link."""
+        before, self._links = self._links, dict((await self._parts.plane.stats()).links)
+        return {
+            f"transfer_queue/bytes_{link}": float(nbytes - before.get(link, 0)) for link, nbytes in self._links.items()
+        }
 
     async def _update_weights(self, clock: Clock, result: StepResult) -> dict[str, float]:
         """Send the new weights to the replicas, if there are any; returns metrics.
