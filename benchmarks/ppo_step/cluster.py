@@ -19,6 +19,7 @@ from ppo_step.compute import Workload
 from ppo_step.planes import WAIT_S, Central, Direct, Plan, Plane
 from ppo_step.stores import CARRIERS
 from ppo_step.workers import WorkerProcess
+from rl_app_ppo.cluster.environment import compute_settings
 from rl_transferqueue import TransferQueueConfig, start_local_plane
 
 PLANES = (*CARRIERS, "transferqueue", "simple", "ray")
@@ -28,8 +29,16 @@ PEER_UNITS = 2
 
 @contextlib.contextmanager
 def ray_session(store_bytes: int) -> Iterator[str]:
-    """Start a local Ray with this object store; yields its address."""
-    settings = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
+    """Start a local Ray with this object store; yields its address.
+
+    The workers of all planes copy large memory as those of the app do.
+    """
+    settings = {
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "OMP_NUM_THREADS": "1",
+        "RAY_DEDUP_LOGS": "0",
+        "GLIBC_TUNABLES": compute_settings(1)["GLIBC_TUNABLES"],
+    }
     with mock.patch.dict(os.environ, settings):
         ray.init(
             address="local",

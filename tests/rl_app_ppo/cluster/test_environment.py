@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_the_users_ray_settings_win_but_not_over_those_that_keep_ray_private(mon
 def test_waiting_threads_spin_for_a_short_time_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    kept = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}
+    kept = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}
 
     def threads(count: int):
         return {name: value for name, value in compute_settings(count).items() if name not in kept}
@@ -79,3 +80,22 @@ def test_freed_memory_of_large_tensors_is_kept_unless_the_user_says_otherwise(mo
     assert page_faults() < pages // 10
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
     assert compute_settings(1)["MALLOC_MMAP_THRESHOLD_"] == "1000000"
+
+
+LOADER = Path("/lib64/ld-linux-x86-64.so.2")
+
+
+@pytest.mark.skipif(not LOADER.exists(), reason="needs glibc on x86-64")
+def test_processes_copy_large_memory_past_the_caches_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch):
+    def threshold() -> int:
+        """Bytes from which glibc copies past the caches, as a new process reads it."""
+        listed = subprocess.run(
+            [LOADER, "--list-tunables"], env=compute_settings(1), check=True, capture_output=True, text=True, timeout=60
+        )
+        line = next(x for x in listed.stdout.splitlines() if x.startswith("glibc.cpu.x86_non_temporal_threshold:"))
+        return int(line.split()[1], 16)
+
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    assert threshold() == 1 << 20
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.cpu.x86_non_temporal_threshold=0x40000")
+    assert threshold() == 0x40000
