@@ -42,9 +42,13 @@ def learned(folder: Path, name: str) -> dict[str, np.ndarray]:
     return load_file(folder / name / "checkpoint" / "model.safetensors")
 
 
-def metrics(folder: Path) -> list[dict[str, float]]:
+def moved(folder: Path) -> list[list[float]]:
+    """Bytes of each of the two steps by link."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "actor/pg_loss" in line]
+    links = ("shared_memory", "loopback", "network")
+    found = [[line[f"transfer_queue/bytes_{link}"] for link in links] for line in lines if "actor/pg_loss" in line]
+    assert len(found) == 2
+    return found
 
 
 def assert_equal(weights: dict[str, np.ndarray], wanted: dict[str, np.ndarray], before: dict[str, np.ndarray]) -> None:
@@ -64,10 +68,8 @@ def test_two_nodes_learn_what_one_host_does(app, cluster, base_model, monkeypatc
     assert "wanted: host 2: 0 GPUs, 0 CPUs (actor_ref-1, rollout-1)" in done.out
     assert "data plane: 2 storage units on each of 2 hosts" in done.out
     folder = done.folder.parent
-    for line in metrics(folder / "two"):
-        moved = {link: line[f"transfer_queue/bytes_{link}"] for link in ("shared_memory", "loopback", "network")}
-        assert moved["shared_memory"] > moved["loopback"] > moved["network"] == 0
-    assert {line["transfer_queue/bytes_loopback"] for line in metrics(folder / "one")} == {0}
+    assert all(shared > loopback > network == 0 for shared, loopback, network in moved(folder / "two"))
+    assert all(shared > loopback == network == 0 for shared, loopback, network in moved(folder / "one"))
     assert_equal(learned(folder, "two"), learned(folder, "one"), load_file(base_model / "model.safetensors"))
 
 
@@ -127,6 +129,7 @@ def test_two_network_namespaces_learn_what_one_host_does(app, base_model, tmp_pa
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    monkeypatch.setenv("RL_HOST", "a")  # namespaces of the network alone would share memory
     address, environment = f"{HEAD}:{PORT}", dict(os.environ)
     settings = (
         *(f"model.path={base_model}", f"trainer.output_dir={tmp_path}", "trainer.run_name=two"),
@@ -141,11 +144,13 @@ def test_two_network_namespaces_learn_what_one_host_does(app, base_model, tmp_pa
         deadline = time.monotonic() + 200
         while subprocess.run(reachable, check=False, capture_output=True, timeout=60).returncode:
             assert time.monotonic() < deadline
-        with node(second, environment, f"--node-ip-address={OTHER}", f"--address={address}"):
+        with node(second, {**environment, "RL_HOST": "b"}, f"--node-ip-address={OTHER}", f"--address={address}"):
             done = until_both_nodes(["ip", "netns", "exec", first, *words])
     assert done.returncode == 0, done.stderr
     assert f"node {HEAD}: " in done.stdout
     assert f"node {OTHER}: " in done.stdout
+    assert "data plane: 2 storage units on each of 2 hosts" in done.stdout
+    assert all(shared > network > loopback == 0 for shared, loopback, network in moved(tmp_path / "two"))
     assert_equal(learned(tmp_path, "two"), learned(tmp_path, "one"), load_file(base_model / "model.safetensors"))
 
 
