@@ -23,6 +23,7 @@ from rl_app_ppo.worker.rank_network import rank_interface
 from rl_app_ppo.worker.weight_endpoints import require_admission
 from rl_ckpt_engine.endpoints.operations import METHODS
 from rl_protocol import WorkerError
+from rl_protocol.support.host.this_process import end_at_sigterm
 from rl_protocol.support.host_identity import this_host
 from rl_protocol.support.network_interface import this_network
 from rl_protocol.support.rendezvous import RendezvousListener
@@ -57,6 +58,7 @@ class WorkerProcess:
     def __init__(
         self, roles: Sequence[Role], name: str, log_path: Path, threads: int, *, hide_gpus: bool = False
     ) -> None:
+        end_at_sigterm()  # Ray's handler waits until all calls have ended, and `stay` never does
         if hide_gpus:
             os.environ[VISIBLE_GPUS] = ""
         self._roles = tuple(roles)

@@ -25,6 +25,14 @@ def end_with_parent() -> None:
         threading.Thread(target=_kill_after, args=(os.getppid(),), name="parent-watch", daemon=True).start()
 
 
+def end_at_sigterm() -> None:
+    """Have SIGTERM kill this process at once, without its Python handler; callable in any thread,
+    while `signal.signal` needs the main thread."""
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    libc.signal(signal.SIGTERM, None)  # SIG_DFL
+
+
 def limit_memory(nbytes: int, *, further: bool = False) -> None:
     """Limit the address space of this process; only Linux can, elsewhere nothing happens.
 
