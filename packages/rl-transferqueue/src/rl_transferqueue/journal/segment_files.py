@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -11,8 +12,10 @@ from rl_protocol.support.disk_writes import fsync
 from rl_transferqueue.journal.records import Block
 
 PAGE = 4096
-UNCACHE = 1 << 20
-"""Bytes that are dropped from the page cache together."""
+PIECE = 1 << 20
+"""Bytes to write at a time: after these, the disk begins to write what is in the page cache."""
+WINDOW = 8 << 20
+"""Bytes that the page cache keeps of what is being written."""
 
 
 class SegmentFiles(Protocol):
@@ -23,7 +26,8 @@ class SegmentFiles(Protocol):
         ...
 
     def write(self, name: str, offset: int, data: Block) -> None:
-        """Write all of `data`."""
+        """Write all of `data`, after what was written before: at most `PIECE` bytes, so that the
+        disk begins early."""
         ...
 
     def sync(self, name: str) -> None:
@@ -63,16 +67,41 @@ class SegmentFiles(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _Cached:
+    """Bytes of a file that may be in the page cache: from `start` to `end`. The disk writes those
+    before `begun`."""
+
+    start: int
+    begun: int
+    end: int
+
+    def begin_to_write(self, handle: int) -> None:
+        """Begin to write the changed pages, and drop those that are written."""
+        self.begun = self.end // PAGE * PAGE  # the last page stays: the next write begins in it
+        start = max(self.start, self.begun - WINDOW)
+        os.posix_fadvise(handle, start, self.begun - start, os.POSIX_FADV_DONTNEED)  # does both
+
+    def drop(self, handle: int) -> None:
+        """Drop pages, which are all written."""
+        end = self.end // PAGE * PAGE
+        os.posix_fadvise(handle, self.start, end - self.start, os.POSIX_FADV_DONTNEED)
+        self.start = self.begun = end
+
+
 class DiskFiles:
-    """Files of a folder on disk. Synced bytes leave the page cache: a plane has them in its arenas,
-    and memory for cached pages is what writes of many bytes wait for.
+    """Files of a folder on disk.
+
+    The disk writes while later bytes are copied to the page cache, and what it has written leaves
+    the page cache: a plane has these bytes in its arenas, and memory for cached pages is what
+    writes of many bytes wait for.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: dict[str, int] = {}
-        self._cached: dict[str, tuple[int, int]] = {}
-        """First and last written byte that is in the page cache, by file."""
+        self._cached: dict[str, _Cached] = {}
+        """By file."""
 
     def create(self, name: str, nbytes: int) -> None:
         path = self._folder / name
@@ -87,20 +116,22 @@ class DiskFiles:
 
     def write(self, name: str, offset: int, data: Block) -> None:
         rest = memoryview(data).cast("B")
-        start, end = self._cached.get(name, (offset, offset))
-        self._cached[name] = min(start, offset), max(end, offset + rest.nbytes)
+        handle = self._handle(name)
+        cached = self._cached.setdefault(name, _Cached(offset, offset, offset))
         while rest.nbytes:
-            done = os.pwrite(self._handle(name), rest, offset)
+            done = os.pwrite(handle, rest, offset)
             offset += done
             rest = rest[done:]
+        cached.end = offset
+        if cached.end - cached.begun >= PIECE:
+            cached.begin_to_write(handle)
 
     def sync(self, name: str) -> None:
         handle = self._handle(name)
         os.fdatasync(handle)
-        start, end = self._cached.get(name, (0, 0))
-        if end - start >= UNCACHE:  # the last page stays: the next write begins in it
-            os.posix_fadvise(handle, start, end // PAGE * PAGE - start, os.POSIX_FADV_DONTNEED)
-            del self._cached[name]
+        cached = self._cached.get(name)
+        if cached is not None and cached.end - cached.start >= PIECE:
+            cached.drop(handle)
 
     def sync_folder(self) -> None:
         fsync(self._folder)

@@ -11,7 +11,7 @@ import xxhash
 
 from rl_protocol.errors import OutputError
 from rl_transferqueue.journal.records import Block
-from rl_transferqueue.journal.segment_files import SegmentFiles
+from rl_transferqueue.journal.segment_files import PIECE, SegmentFiles
 
 SECTOR = 512
 """What a disk writes at once. Bytes written after a sync start a new sector, so that a torn write
@@ -81,9 +81,8 @@ class Segments:
         self._unsynced.add(active.number)
         places: list[Place] = []
         for block in blocks:
-            if block.nbytes:
-                self._files.write(segment_name(active.number), active.used, block)
-            places.append(Place(active.number, active.used, block.nbytes, xxhash.xxh3_128_digest(block)))
+            digest = self._write_pieces(segment_name(active.number), active.used, block)
+            places.append(Place(active.number, active.used, block.nbytes, digest))
             active.used += rounded(block.nbytes, ALIGN)
         return places
 
@@ -143,6 +142,15 @@ class Segments:
         unnamed = sorted(present - set(ends))
         cut += sum(self._written(segment_name(number), 0) for number in unnamed)
         return cut, self.remove(unnamed)
+
+    def _write_pieces(self, name: str, offset: int, block: memoryview) -> bytes:
+        """Write a block; returns its digest, which is computed while the disk writes."""
+        digest = xxhash.xxh3_128()
+        for start in range(0, block.nbytes, PIECE):
+            piece = block[start : start + PIECE]
+            digest.update(piece)
+            self._files.write(name, offset + start, piece)
+        return digest.digest()
 
     def _written(self, name: str, start: int) -> int:
         stop = self._files.size(name)
