@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from pump_world import BATCH, World
+from pump_world import BATCH, N, World
 from replay_buffers import opened
 
-from rl_protocol import ConfigError, DataLostError
+from rl_protocol import ConfigError, DataLostError, RowKey
+from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_trainer.checkpoints.checkpoint_folder import newest_whole
 from rl_trainer.driver.trainer_parts import KeepRows
 
@@ -166,6 +168,31 @@ def test_without_a_checkpoint_the_first_steps_are_trained_on_the_kept_rows(tmp_p
         assert second.trained[: len(first.trained)] == first.trained
 
     asyncio.run(check())
+
+
+class UnloadingPlane(MemoryDataPlane):
+    """Notes which trajectories leave memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.unloaded = []
+
+    async def unload(self, partition, keys, **_):
+        there = set((await self.list_rows(partition)).keys)
+        assert there.issuperset(keys)
+        if partition == "train":
+            self.unloaded += keys
+        else:
+            assert partition == "train/prompts"
+            assert set(keys) == {RowKey.parse(key).uid for key in self.unloaded[-len(keys) * N :]}
+
+
+@pytest.mark.parametrize("keep_rows", [RUN, None])
+def test_trained_rows_that_are_kept_leave_memory(tmp_path, keep_rows):
+    world = World(steps=4, folder=tmp_path, keep_rows=keep_rows, save_freq=4, plane=UnloadingPlane()).fit()
+    left = Counter(RowKey.parse(key).uid for key in set(world.plane.unloaded))
+    assert left == ({uid: N for batch in world.trained for uid in batch} if keep_rows else {})
+    assert len(world.plane.unloaded) == left.total()
 
 
 @pytest.mark.parametrize("partition", ["train", "train/prompts"])

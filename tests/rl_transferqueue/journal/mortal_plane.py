@@ -17,7 +17,7 @@ from rl_protocol.ports import RowChanges
 from rl_protocol.wire import plan
 from rl_protocol.wire.format import write_payload
 from rl_transferqueue.controller.durable.durable_rows import DurableRows
-from rl_transferqueue.controller.durable.journal_thread import Done
+from rl_transferqueue.controller.durable.journal_thread import Done, Read
 from rl_transferqueue.controller.durable.recovery import restore
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.rows.ledger import Ledger
@@ -55,7 +55,7 @@ class MortalPlane:
             self._journal.append([ClearRecord(recovered.report.rows_incomplete)])
             self._journal.sync()
             self._stack = stack.pop_all()
-        restore(recovered, self._ledger, self._capacity, self._bytes_of)
+        restore(recovered, self._ledger)
         self._rows = DurableRows(self._ledger, self._capacity, self, self._bytes_of, self, self)
 
     def die(self) -> None:
@@ -117,6 +117,9 @@ class MortalPlane:
         self._queue.append((record, done))
         if len(self._queue) == 1:
             asyncio.get_running_loop().call_soon(self._commit)
+
+    def read(self, generations: Sequence[int], done: Read) -> None:
+        done(self._journal.read(generations))
 
     def _commit(self) -> None:
         batch, self._queue = self._queue, []

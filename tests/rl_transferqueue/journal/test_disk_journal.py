@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from journal_model import SEGMENT_BYTES as SEGMENT
-from journal_model import opened
+from journal_model import opened, recovered
 from lossy_disk import LossyDisk
 from lossy_files import LossyFiles
 
@@ -68,7 +68,7 @@ def test_synced_puts_come_back_in_order_with_their_bytes(reopen: Reopen) -> None
     journal.append(records[:2])
     journal.append(records[2:])
     journal.sync()
-    found = reopen().recover()
+    found = recovered(reopen())
     assert list(found.puts) == records
     assert found.report.rows_kept == 3
 
@@ -100,6 +100,23 @@ def test_a_put_is_kept_until_its_last_row_is_cleared(reopen: Reopen) -> None:
     assert (found.puts, found.cleared) == ((), frozenset())
 
 
+def test_a_read_returns_whole_puts_and_those_that_share_rows_with_them(reopen: Reopen) -> None:
+    records = [put(1, 2, ids=b"ab"), put(3, ids=b"c"), put(2, 4, score=b"de"), put(4), put(5, 6, ids=b"f" * 5000)]
+    journal = reopen()
+    journal.recover()
+    journal.append(records)
+    chained = [records[0], records[2]]  # 1 shares a put with 2, which shares one with 4
+    assert [list(journal.read([it])) for it in (1, 4)] == [chained, chained]
+    assert list(journal.read([3, 6])) == [records[1], records[4]]
+    journal.append([ClearRecord((2,))])
+    assert list(journal.read([1])) == [records[0]]
+    assert journal.read([]) == journal.read([77]) == ()
+    journal.sync()
+    journal = reopen()
+    assert [it.columns for it in journal.recover().puts] == [{}] * len(records)
+    assert list(journal.read([4])) == [records[2]]
+
+
 def test_compaction_keeps_the_live_rows_and_removes_their_old_segments(reopen: Reopen) -> None:
     journal = reopen()
     journal.recover()
@@ -108,7 +125,7 @@ def test_compaction_keeps_the_live_rows_and_removes_their_old_segments(reopen: R
     journal.append([ClearRecord(tuple(it for it in range(1, 13) if it % 4))])
     journal.sync()
     assert journal.compact() == 2
-    found = reopen().recover()
+    found = recovered(reopen())
     assert {it.generations: bytes(it.columns["ids"]) for it in found.puts} == {
         (it,): bytes([it]) * 1000 for it in (4, 8, 12)
     }
@@ -224,7 +241,7 @@ def test_acknowledged_rows_survive_kill_9(tmp_path: Path) -> None:
         acknowledged += rest.splitlines()
         last = max(last, *map(int, acknowledged), 0)
         with open_journal(tmp_path, 1 << 16) as journal:
-            found = journal.recover()
+            found = recovered(journal)
         rows = {it.generations[0]: bytes(it.columns["ids"]) for it in found.puts}
         assert set(range(last + 1)) <= rows.keys()
         assert len(rows) <= last + 2

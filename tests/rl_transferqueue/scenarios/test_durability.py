@@ -8,13 +8,14 @@ import os
 import random
 import signal
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rl_protocol import BatchData, ConfigError, ConflictError, MissingDataError, OutputError, dense, ragged
-from rl_protocol.errors import PlaneLostError, RLError
+from rl_protocol import BatchData, BatchError, ConfigError, ConflictError, MissingDataError, OutputError, dense, ragged
+from rl_protocol.errors import RLError
 from rl_transferqueue import Client, LocalPlane, TransferQueueConfig, connect, start_local_plane
 from rl_transferqueue.journal.segment_files import DiskFiles
 
@@ -191,19 +192,90 @@ def test_a_row_with_a_damaged_block_is_dropped_and_counted(tmp_path: Path) -> No
             asyncio.run(read(plane))
 
 
-def test_rows_that_do_not_fit_any_more_are_refused_by_name_of_the_key(tmp_path: Path) -> None:
+def test_a_plane_may_hold_more_rows_on_its_disk_than_fit_into_its_memory(tmp_path: Path) -> None:
+    mib = 1 << 20
+
     async def write(plane: LocalPlane) -> None:
         async with await connect(plane.descriptor) as client:
             for number in range(4):
-                await client.put("p", [f"k{number}"], BatchData({"x": dense(np.zeros((1, 1 << 20), np.uint8))}))
+                batch = BatchData({"x": dense(np.full((1, mib - 64), number, np.uint8))})
+                await client.put("p", [f"k{number}"], batch, tags=[{"n": number}])
+            used = (await client.stats()).bytes_used
+            await client.unload("p", ["k0", "k2", "unknown"])
+            assert (used, (await client.stats()).bytes_used) == (4 * (mib - 64), 2 * (mib - 64))
+
+    async def read(plane: LocalPlane) -> None:
+        async with await connect(plane.descriptor) as client:
+            rows = await client.list_rows("p", fields=["x"])
+            assert rows.tag_values("n") == [0, 1, 2, 3]
+            assert (await client.stats()).bytes_used == 0
+            for number in (2, 0, 3, 1):
+                found = (await client.get(rows.select_rows([number]), ["x"])).dense("x").values
+                assert set(found[0].tolist()) == {number}
+                del found
+                await client.unload("p", [f"k{number}"])
+            pair = [await client.get(rows.select_rows([number]), ["x"]) for number in (0, 1)]
+            waiting = asyncio.create_task(client.get(rows.select_rows([2]), ["x"]))
+            with pytest.raises(BatchError, match=r"raise TransferQueueConfig\.capacity_mb"):
+                await client.put("p", ["large"], BatchData({"x": dense(np.zeros((1, 2 * mib), np.uint8))}))
+            assert not waiting.done(), "there is no room"
+            del pair
+            await client.unload("p", ["k1"])
+            assert set((await waiting).dense("x").values[0].tolist()) == {2}
 
     with start_local_plane(config(tmp_path)) as plane:
         asyncio.run(write(plane))
-    with pytest.raises(PlaneLostError, match=r"raise TransferQueueConfig\.capacity_mb"):
-        start_local_plane(config(tmp_path, capacity_mb=2))
-    with start_local_plane(config(tmp_path)) as plane:
+    with start_local_plane(config(tmp_path, capacity_mb=2)) as plane:
         assert plane.recovery is not None
         assert plane.recovery.rows_kept == 4
+        asyncio.run(read(plane))
+
+
+def test_rows_are_read_from_the_journal_in_parts_and_together(tmp_path: Path) -> None:
+    async def write(plane: LocalPlane) -> None:
+        async with await connect(plane.descriptor) as client:
+            keys = [f"k{number}" for number in range(40)]
+            await client.put("p", keys, numbers(*range(40)))
+            await client.put("p", keys[::3], BatchData({"x": dense(np.arange(40)[::3] + 100)}))
+            await client.unload("p", keys)
+            await check(client, range(40), {})
+            await client.unload("p", keys[:20])
+            await client.put("p", keys[5:8], BatchData({"x": dense(np.array([5, 206, 7]))}))
+            await client.clear("p", keys[:2])
+            await check(client, range(2, 40), {6: 206})
+
+    async def check(client: Client, rows: Sequence[int], changed: Mapping[int, int]) -> None:
+        meta = await client.list_rows("p")
+        wanted = {number: number + (0 if number % 3 else 100) for number in rows} | changed
+        parts = [meta.select_rows(range(start, len(meta), 4)) for start in range(4)]
+        found = await asyncio.gather(*(client.get(part, ["x", "text"]) for part in parts))
+        for part, batch in zip(parts, found, strict=True):
+            values = [wanted[int(key[1:])] for key in part.keys]
+            assert batch.dense("x").values.tolist() == values
+            assert np.diff(batch.ragged("text").offsets).tolist() == [int(key[1:]) % 5 for key in part.keys]
+
+    async def read(plane: LocalPlane) -> None:
+        async with await connect(plane.descriptor) as client:
+            await check(client, range(2, 40), {6: 206})
+
+    plane = start_local_plane(config(tmp_path))
+    asyncio.run(write(plane))
+    kill(plane)
+    with start_local_plane(config(tmp_path)) as plane:
+        asyncio.run(read(plane))
+
+
+def test_unload_does_nothing_without_a_journal() -> None:
+    async def main(plane: LocalPlane) -> None:
+        async with await connect(plane.descriptor) as client:
+            rows = await client.put("p", ["a"], numbers(3))
+            used = (await client.stats()).bytes_used
+            await client.unload("p", ["a"])
+            assert (await client.stats()).bytes_used == used > 0
+            assert (await client.get(rows, ["x"])).dense("x").values.tolist() == [3]
+
+    with start_local_plane(TransferQueueConfig(capacity_mb=32)) as plane:
+        asyncio.run(main(plane))
 
 
 def test_a_full_disk_fails_the_put_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from rl_protocol import BatchData, ConflictError, OutputError, dense
 from rl_protocol.errors import PlaneLostError, RLError
 from rl_protocol.wire import plan
 from rl_transferqueue.controller.durable.durable_rows import PAYLOAD, DurableRows
-from rl_transferqueue.controller.durable.journal_thread import Done
+from rl_transferqueue.controller.durable.journal_thread import Done, Read
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.rows.ledger import Ledger
 from rl_transferqueue.controller.rows.waiters import Served
@@ -30,6 +33,7 @@ class World:
         self.ledger, self.capacity = Ledger(), Capacity(2, 4096)
         self.memory = {unit: bytearray(4096) for unit in range(2)}
         self.records: list[tuple[Record, Done]] = []
+        self.reads: list[tuple[list[int], Read]] = []
         self.answers: list[tuple[int, Answer | RLError]] = []
         self.puts: list[int] = []
         self.requests = 0
@@ -41,6 +45,9 @@ class World:
     # the journal
     def write(self, record: Record, done: Done) -> None:
         self.records.append((record, done))
+
+    def read(self, generations: Sequence[int], done: Read) -> None:
+        self.reads.append((list(generations), done))
 
     def end(self, error: OutputError | None = None) -> Record:
         """End the oldest write."""
@@ -160,3 +167,88 @@ def test_a_wrong_put_is_refused_at_once() -> None:
     with pytest.raises(ConflictError):
         world.put("a", expect=(None,))
     assert world.records == []
+
+
+def recorded(world: World) -> PutRecord:
+    """End the oldest write, and return the put with its bytes, as the journal has it."""
+    record = world.end()
+    assert isinstance(record, PutRecord)
+    return replace(record, columns={name: bytes(block) for name, block in record.columns.items()})
+
+
+def places(world: World, *keys: str) -> list[int]:
+    """The values of x where the rows lie now."""
+    located = world.ledger.locate(SESSION, len(world.answers) + 100, "p", keys, ("x",))
+    (blocks, rows), *_ = located.places
+    pairs = zip(np.frombuffer(blocks, "<i4").tolist(), np.frombuffer(rows, "<i4").tolist(), strict=True)
+    return [world.bytes_of(located.blocks[block].span)[8 * row] for block, row in pairs]
+
+
+def test_rows_leave_memory_and_come_back_with_their_newest_columns() -> None:
+    world = World()
+    world.put("a", "b", n=7, data=True)
+    older = recorded(world)
+    world.put("b", n=9, data=True)
+    newer = recorded(world)
+    world.ledger.unload("p", ["a", "b", "unknown"])
+    for ref in world.ledger.blocks.take_released():
+        world.capacity.give(ref.span)
+    assert (world.capacity.used, world.ledger.blocks.used) == (0, 0)
+    assert world.ledger.list_rows("p", {}, ["x"]).keys == ("a", "b"), "they still have the column"
+    away = world.ledger.on_disk("p", ["a", "b"], ["x"])
+    assert away.tolist() == [1, 2]
+
+    ended: list[RLError | None] = []
+    world.rows.load(away, ended.append)
+    (wanted, done), *_ = world.reads
+    assert (wanted, ended) == ([1, 2], [])
+    done((older, newer))
+    assert ended == [None]
+    assert places(world, "a", "b") == [7, 9]
+    assert not world.ledger.on_disk("p", ["a", "b"], ["x"]).size
+
+
+def test_a_load_waits_for_memory_and_goes_before_puts() -> None:
+    world = World()
+    world.put("a", n=7, data=True)
+    record = recorded(world)
+    world.ledger.unload("p", ["a"])
+    for ref in world.ledger.blocks.take_released():
+        world.capacity.give(ref.span)
+    full = [world.capacity.take(unit, 4096) for unit in range(2)]
+    ended: list[RLError | None] = []
+    world.rows.load(world.ledger.on_disk("p", ["a"], ["x"]), ended.append)
+    world.reads[0][1]((record,))
+    assert ended == []
+    assert full[1] is not None
+    world.capacity.give(full[1])
+    world.rows.go_on_loading()
+    assert (ended, places(world, "a")) == ([None], [7])
+
+
+def test_rows_that_were_cleared_while_they_were_read_stay_away() -> None:
+    world = World()
+    world.put("a", n=7, data=True)
+    record = recorded(world)
+    world.ledger.unload("p", ["a"])
+    for ref in world.ledger.blocks.take_released():
+        world.capacity.give(ref.span)
+    ended: list[RLError | None] = []
+    world.rows.load(world.ledger.on_disk("p", ["a"], ["x"]), ended.append)
+    world.clear("a")
+    world.reads[0][1]((record,))
+    assert (ended, world.capacity.used) == ([None], 0)
+
+
+def test_a_load_that_can_never_fit_fails() -> None:
+    world = World()
+    world.put("a", data=True)
+    record = replace(recorded(world), columns={PAYLOAD: bytes(5000)})
+    world.ledger.unload("p", ["a"])
+    ended: list[RLError | None] = []
+    world.rows.load(world.ledger.on_disk("p", ["a"], ["x"]), ended.append)
+    world.reads[0][1]((record,))
+    assert "raise TransferQueueConfig.capacity_mb" in str(ended[0])
+    world.rows.load(np.array([1]), ended.append)
+    world.reads[1][1](OutputError("broken"))
+    assert str(ended[1]) == "broken"

@@ -127,8 +127,7 @@ def check_memory(
 def step_bytes(config: AppConfig, graph: StepGraph, longest: int, validation_rows: int) -> int:
     """Most bytes that a step can take in the data plane, without images.
 
-    Batches that were generated ahead (async_rl.depth) are there, too, and during validation; with
-    transfer_queue.durability also those of the steps that no published checkpoint contains.
+    Batches that were generated ahead (async_rl.depth) are there, too, and during validation.
 
     Args:
         config: the configuration of the run.
@@ -149,16 +148,8 @@ def step_bytes(config: AppConfig, graph: StepGraph, longest: int, validation_row
     )
     train += batch * rounds * longest * _PROMPT_TOKEN
     validated = rollout.val_kwargs.n * rollout.response_length * widths["rollout"] + longest * _PROMPT_TOKEN
-    batches = StalenessPolicy.of(config.async_rl, batch).capacity // batch + kept_steps(config)
+    batches = StalenessPolicy.of(config.async_rl, batch).capacity // batch
     return train * batches + validation_rows * validated if batches > 1 else max(train, validation_rows * validated)
-
-
-def kept_steps(config: AppConfig) -> int:
-    """Most steps whose rows the data plane keeps after their training.
-
-    The checkpoint before is published at the latest when the next one begins.
-    """
-    return 2 * config.trainer.save_freq - 1 if config.transfer_queue.durability != "off" else 0
 
 
 def _token_bytes(columns: Sequence[str], top: int) -> int:
@@ -182,8 +173,6 @@ def check_plane_size(config: AppConfig, needed: int) -> None:
     if least > got:
         rollout, ahead = config.rollout, config.async_rl.steps_ahead
         early = f", and {ahead} steps ahead (async_rl.depth)" if ahead else ""
-        kept = kept_steps(config)
-        early += f", and {kept} trained steps kept for the next checkpoint (trainer.save_freq)" if kept else ""
         raise ConfigError(
             f"transfer_queue.capacity_mb={got} is too small: with data.train_batch_size={config.data.train_batch_size}, rollout.n={rollout.n} "
             f"and rollout.response_length={rollout.response_length}{early}, a step or a validation can take {least} MiB of the data plane. Set "

@@ -242,6 +242,13 @@ class DataPlane(Protocol):
         """Remove the given rows, or the whole partition; return how many existed."""
         ...
 
+    async def unload(self, partition: str, keys: Sequence[str], *, timeout_s: float = 60.0) -> None:
+        """Free the memory of rows that will hardly be read, where the plane has them on a disk as
+        well: the next read fetches them from there. Otherwise nothing happens. Unknown rows are
+        ignored.
+        """
+        ...
+
     async def stats(self, *, timeout_s: float = 60.0) -> PlaneStats:
         """Current contents of the plane."""
         ...

@@ -332,6 +332,15 @@ class DataPlaneSuite(ConsumptionSuite):
 
         self.run(body)
 
+    def test_unloaded_rows_can_be_read(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            meta = await plane.put("p", keys_of(range(4)), numbers(range(4)))
+            await plane.unload("p", [*keys_of([1, 2]), "ghost"])
+            await plane.unload("nowhere", ["a"])
+            assert (await plane.get(meta)).dense("x").values.tolist() == [0, 1, 2, 3]
+
+        self.run(body)
+
     def test_what_was_read_stays_as_it_was(self) -> None:
         async def body(plane: DataPlane) -> None:
             meta = await plane.put("p", keys_of(range(4)), numbers(range(4)))

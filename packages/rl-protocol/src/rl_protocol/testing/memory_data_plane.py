@@ -240,6 +240,9 @@ class MemoryDataPlane:
             await self._notify()
         return len(gone)
 
+    async def unload(self, partition: str, keys: Sequence[str], *, timeout_s: float = 60.0) -> None:
+        del partition, keys, timeout_s  # there is no disk
+
     async def stats(self, *, timeout_s: float = 60.0) -> PlaneStats:
         del timeout_s
         used = sum(

@@ -42,6 +42,7 @@ class Sampled:
         metrics: of the turn.
         scores: mean and variance of the scores of each prompt, by uid, also of filtered ones.
         stopped: whether it was given up while its prompts were generated; there are no rows.
+        unused: keys of the trajectories that were filtered out.
         gap: of a sample of the trajectories, compared while they were scored; None: not compared.
     """
 
@@ -51,6 +52,7 @@ class Sampled:
     metrics: dict[str, float]
     scores: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     stopped: bool = False
+    unused: Sequence[str] = ()
     gap: LogProbGap | None = None
 
     @property
@@ -75,6 +77,7 @@ class Sampled:
             groups=sum(part.groups for part in parts),
             metrics=joined_metrics([part.metrics for part in parts]) | rollout_metrics(rows),
             scores={uid: score for part in parts for uid, score in part.scores.items()},
+            unused=[key for part in parts for key in part.unused],
         )
 
 
@@ -235,7 +238,9 @@ class Sampler:
         }
         chosen = set(decision.uids)
         keep = [i for i, key in enumerate(rows.keys) if RowKey.parse(key).uid in chosen]
-        return Sampled(_without(rows.select_rows(keep), failed), prompts, groups, metrics, scores)
+        used = rows.select_rows(keep)
+        unused = sorted(set(rows.keys) - set(used.keys))
+        return Sampled(_without(used, failed), prompts, groups, metrics, scores, unused=unused)
 
     async def _compare(self, clock: Clock, step: int, rows: KVBatchMeta) -> LogProbGap | None:
         """Compare log-probs of rows while they are scored, where the actors have no other work and

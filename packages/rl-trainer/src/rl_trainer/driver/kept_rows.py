@@ -71,12 +71,17 @@ class KeptRows:
         """Number of their groups."""
         return len(self._rollouts.taken(TRAIN_PARTITION, self.turns))
 
-    async def trained(self, step: int, turns: Sequence[int]) -> None:
-        """Keep or commit the groups that a step has trained."""
+    async def trained(self, step: int, turns: Sequence[int], rows: Sequence[str]) -> None:
+        """Keep or commit the groups that a step has trained. Kept rows leave memory: only a
+        restarted run reads them again.
+        """
         if self._parts.keep_rows is None:
             await self._rollouts.commit(TRAIN_PARTITION, turns)
         else:
             self._steps[step] = turns
+            await self._parts.plane.unload(TRAIN_PARTITION, rows)
+            prompts = self._rollouts.taken(TRAIN_PARTITION, turns)
+            await self._parts.plane.unload(prompt_partition(TRAIN_PARTITION), prompts)
 
     async def unless_lost(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do the work of a step on rows that survive a restart.

@@ -84,6 +84,8 @@ class StepResult:
     """Tokens of the trajectories that were trained on, prompts and responses."""
     scores: Mapping[int, tuple[float, float]]
     """Of the prompts that were rolled out for it; see `Sampled.row_scores`."""
+    rows: Sequence[str]
+    """Keys of the trajectories, also of those that were filtered out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +346,7 @@ class PPOTrainer:
         await self._batches.admit(self._policy.last_admitted(step))
         result = await self._train(clock, step)
         metrics |= result.metrics
-        synced, _ = await both(self._update_weights(clock, result), self._kept.trained(step, self._turns))
+        synced, _ = await both(self._update_weights(clock, result), self._kept.trained(step, self._turns, result.rows))
         metrics |= synced or {}
         if self._policy.deterministic:
             await self._batches.sampled()  # the turns that are admitted draw without these scores
@@ -466,7 +468,8 @@ class PPOTrainer:
         self._trained += prepared.groups
         self._sampler.dropped += prepared.sampled.groups - prepared.groups
         actor_updated, scores = "update_actor" in updated, prepared.sampled.row_scores
-        return StepResult(metrics, actor_updated=actor_updated, tokens=prepared.tokens, scores=scores)
+        rows = [*prepared.sampled.rows.keys, *prepared.sampled.unused]
+        return StepResult(metrics, actor_updated=actor_updated, tokens=prepared.tokens, scores=scores, rows=rows)
 
     async def _repeated(self, step: int, work: Callable[[], Awaitable[T]], clear: Callable[[], Awaitable[None]]) -> T:
         """Fill partitions; when a storage unit dies with their rows, clear them and repeat the

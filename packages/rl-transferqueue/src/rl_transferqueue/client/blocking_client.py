@@ -112,6 +112,7 @@ class BlockingPlane:
         self.production_status = loop_thread.blocking(plane.production_status)
         self.reset_consumption = loop_thread.blocking(plane.reset_consumption)
         self.clear = loop_thread.blocking(plane.clear)
+        self.unload = loop_thread.blocking(plane.unload)
         self.stats = loop_thread.blocking(plane.stats)
         self.traffic = plane.traffic
         self.close = loop_thread.blocking(plane.close)

@@ -57,6 +57,7 @@ from rl_transferqueue.wire.messages import (
     Revoked,
     Rows,
     Stats,
+    Unload,
     WaitReady,
     Watch,
 )
@@ -171,6 +172,10 @@ class Client(DataPlane):
         self._reader.forget(partition)
         request = Clear(partition, None if keys is None else tuple(keys))
         return (await self._controller.call(request, Cleared, self._seconds(timeout_s))).count
+
+    async def unload(self, partition: str, keys: Sequence[str], *, timeout_s: float | None = None) -> None:
+        self._reader.forget(partition)
+        await self._controller.call(Unload(partition, tuple(keys)), Done, self._seconds(timeout_s))
 
     async def get(
         self, meta: KVBatchMeta, fields: Sequence[str] | None = None, *, timeout_s: float | None = None

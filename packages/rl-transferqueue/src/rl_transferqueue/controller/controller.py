@@ -122,11 +122,7 @@ class Controller:
 
     def when_ready(self, callback: Callable[[], None]) -> None:
         """Call back once, when all units are connected, and rows of a journal are restored: from
-        then on the end of each unit is noticed.
-
-        Raises:
-            ConfigError: when it would call back: the rows do not fit.
-        """
+        then on the end of each unit is noticed."""
         journal = self._journal
         self._units.when_ready(callback if journal is None else lambda: self._map_units(journal, callback))
 
@@ -146,7 +142,7 @@ class Controller:
         self._sessions.close()
 
     def _map_units(self, journal: JournalThread, callback: Callable[[], None]) -> None:
-        """Map the arenas, which the journal reads, and restore its rows."""
+        """Map the arenas, which the journal reads and fills, and restore its rows."""
         missing = set(self._units)
 
         def described(unit: int, answer: Answer) -> None:
@@ -154,11 +150,12 @@ class Controller:
             self._arenas[unit] = map_memory(answer.process, answer.fd, answer.nbytes, writable=True)
             missing.discard(unit)
             if not missing:
-                restore(journal.recovered, self._ledger, self._capacity, self._bytes_of)
+                restore(journal.recovered, self._ledger)
                 journal.write(ClearRecord(journal.recovered.report.rows_incomplete), lambda _: None)
                 self._rows.durable = DurableRows(
                     self._ledger, self._capacity, journal, self._bytes_of, self.server, self._rows
                 )
+                self._memory.first = self._rows.durable.go_on_loading
                 callback()
 
         for unit in self._units:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from rl_protocol.errors import CapacityTimeout, RLError
@@ -57,6 +57,8 @@ class MemoryRequests:
         self._replies = replies
         self._fence_all = fence_all
         self._queue = MemoryQueue[Caller]()
+        self.first: Callable[[], None] | None = None
+        """Called before waiting puts get memory that became free."""
 
     @property
     def handlers(self) -> Mapping[type, Handler]:
@@ -65,6 +67,8 @@ class MemoryRequests:
 
     def serve(self) -> None:
         """Give memory to waiting puts; call it whenever memory became free."""
+        if self.first is not None:
+            self.first()
         if not self._queue or not self._units:
             return
         for caller, span in self._queue.serve(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rl_protocol.errors import PlaneTimeout, WireError
+from rl_protocol.errors import DataLostError, PlaneTimeout, RLError, WireError
 from rl_transferqueue.controller.block_cleanup import BlockCleanup
 from rl_transferqueue.controller.column_counters import ColumnCounters
 from rl_transferqueue.controller.durable.durable_rows import DurableRows
@@ -25,6 +25,7 @@ from rl_transferqueue.wire.messages import (
     Cleared,
     Commit,
     Committed,
+    Done,
     GetConsumption,
     GetProduction,
     ListRows,
@@ -32,6 +33,7 @@ from rl_transferqueue.wire.messages import (
     Located,
     ResetConsumption,
     Rows,
+    Unload,
     WaitReady,
     Watch,
 )
@@ -69,6 +71,7 @@ class RowRequests:
         return {
             Commit: self._commit,
             Clear: self._clear,
+            Unload: lambda _, message: self._unload(message),
             Locate: self._locate,
             ListRows: lambda _, its: ledger.list_rows(its.partition, its.where, its.fields, its.task, its.keys),
             Watch: self._watch,
@@ -135,7 +138,35 @@ class RowRequests:
         self._cleanup.run()
         return Cleared(count)
 
-    def _locate(self, caller: Caller, message: Locate) -> Located:
+    def _unload(self, message: Unload) -> Done:
+        if self.durable is not None:
+            self._ledger.unload(message.partition, message.keys)
+            self._cleanup.run()
+        return Done()
+
+    def _locate(self, caller: Caller, message: Locate) -> Located | None:
+        if self.durable is not None:
+            away = self._ledger.on_disk(message.partition, message.keys, message.fields)
+            if away.size:
+                self.durable.load(away, lambda error: self._loaded(caller, message, error))
+                return None
+        return self._place(caller, message)
+
+    def _loaded(self, caller: Caller, message: Locate, error: RLError | None) -> None:
+        """Answer a request whose rows were read from the journal."""
+        try:
+            if error is not None:
+                raise error
+            if self._ledger.on_disk(message.partition, message.keys, message.fields).size:
+                raise DataLostError(
+                    f"Rows of partition {message.partition!r} are damaged in the journal of the data plane, or left memory again "
+                    "while they were read; put them again."
+                )
+            self._replies.answer(caller, self._place(caller, message))
+        except RLError as failure:
+            self._replies.fail(caller, failure)
+
+    def _place(self, caller: Caller, message: Locate) -> Located:
         self._sessions.get(caller.session)
         generations = _numbers(message.generations) if message.generations else None
         if generations is not None and generations.size != len(message.keys):

@@ -15,7 +15,7 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -103,7 +103,7 @@ class DiskJournal:
                 if record is None:
                     broken.append(put)
                 else:
-                    whole.append(record)
+                    whole.append(put.record)
                     self._index.add(put)
             noted = self._metadata.cleared()
             cleared = noted & {it for record in whole for it in record.generations}
@@ -119,6 +119,11 @@ class DiskJournal:
                 segments_removed=removed,
             )
             return Recovered(tuple(whole), frozenset(cleared), report)
+
+    def read(self, generations: Collection[int]) -> tuple[PutRecord, ...]:
+        with self._fatal("read"):
+            found = [self._read(put) for put in self._index.puts_of(generations)]
+            return tuple(record for record in found if record is not None)
 
     def compact(self) -> int:
         self.sync()

@@ -71,6 +71,20 @@ class JournalIndex:
         """Segment -> bytes of its puts."""
         return {segment: self._bytes[segment] for segment in self.segments()}
 
+    def puts_of(self, generations: Iterable[int]) -> list[StoredPut]:
+        """Puts with columns of these rows, and of all rows that share such a put with them, oldest
+        first."""
+        found: set[int] = set()
+        known: set[int] = set()
+        rows = set(generations)
+        while rows:
+            known |= rows
+            holders = {number for row in rows for number in self._holders.get(row, ())}
+            new = {number for number in holders - found if self._puts[number].places}
+            found |= new
+            rows = {row for number in new for row in self._live[number]} - known
+        return [self._puts[number] for number in sorted(found)]
+
     def puts_in(self, segments: set[int]) -> list[StoredPut]:
         """Puts with a block in one of the segments, oldest first."""
         return [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -59,7 +59,8 @@ class RecoveryReport:
 class Recovered:
     """The puts that hold a row that is not cleared, in the order of their appends, and the report.
 
-    A put is kept whole until all of its rows are cleared; `cleared` holds those that are.
+    The puts come without their columns, which `Journal.read` returns. A put is kept whole until all
+    of its rows are cleared; `cleared` holds those that are.
     """
 
     puts: tuple[PutRecord, ...]
@@ -90,6 +91,15 @@ class Journal(Protocol):
 
     def recover(self) -> Recovered:
         """Read what is durable, verify it and remove the rest. Call it once, before any append."""
+        ...
+
+    def read(self, generations: Collection[int]) -> tuple[PutRecord, ...]:
+        """The puts with columns of these rows, and of all rows that share such a put with them, in
+        the order of their appends. A put whose bytes are missing or damaged is left out.
+
+        Raises:
+            OutputError: the disk failed.
+        """
         ...
 
     def compact(self) -> int:

@@ -112,8 +112,8 @@ class Segments:
 
     def remove(self, numbers: Iterable[int]) -> int:
         """Delete segments that no durable metadata names; returns how many."""
-        present = self.numbers()
-        chosen = sorted(set(numbers) & present)
+        wanted = set(numbers)
+        chosen = sorted(wanted & self.numbers()) if wanted else []
         for number in chosen:
             self._files.remove(segment_name(number))
         if chosen:

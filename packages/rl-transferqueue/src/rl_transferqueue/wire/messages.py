@@ -172,6 +172,13 @@ class Clear(_Message, frozen=True):
     keys: tuple[str, ...] | None
 
 
+class Unload(_Message, frozen=True):
+    """Rows that the journal has leave memory, until they are read."""
+
+    partition: str
+    keys: tuple[str, ...]
+
+
 class GetStats(_Message, frozen=True):
     pass
 
@@ -418,6 +425,7 @@ ControllerRequest: TypeAlias = (
     | GetProduction
     | ResetConsumption
     | Clear
+    | Unload
     | GetStats
     | GetMetrics
     | Cancel

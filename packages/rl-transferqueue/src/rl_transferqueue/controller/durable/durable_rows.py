@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import msgspec
 
 from rl_protocol.errors import OutputError, PlaneLostError, RLError
-from rl_transferqueue.controller.durable.journal_thread import Done
+from rl_transferqueue.controller.durable.journal_thread import Done, Read
 from rl_transferqueue.controller.memory_accounting.capacity import Capacity
 from rl_transferqueue.controller.memory_requests import Replies
 from rl_transferqueue.controller.rows.ledger import Ledger
@@ -22,15 +22,20 @@ from rl_transferqueue.wire.header_cache import unpack_header
 from rl_transferqueue.wire.messages import Clear, Cleared, Commit
 from rl_transferqueue.wire.spans import Span
 
+Loaded: TypeAlias = Callable[[RLError | None], None]
 PAYLOAD = "payload"
 """Name of a put's block in its record."""
 
 
-class RecordWriter(Protocol):
-    """Where records go: a `JournalThread`."""
+class RecordStore(Protocol):
+    """Where records go to and come from: a `JournalThread`."""
 
     def write(self, record: Record, done: Done) -> None:
         """Call `done` with None once the record is durable, or with the error that prevented it."""
+        ...
+
+    def read(self, generations: Sequence[int], done: Read) -> None:
+        """Call `done` with what `Journal.read` returns, or with the error that prevented it."""
         ...
 
 
@@ -61,12 +66,21 @@ class _Change:
 
 
 @dataclass(slots=True)
+class _Load:
+    """Puts to be loaded, the newest last in the list, and what follows."""
+
+    puts: list[PutRecord]
+    done: Loaded
+
+
+@dataclass(slots=True)
 class DurableRows:
     """Writes each put to the journal before it is applied, so that nobody sees a row that a crash
     may lose.
 
     A clear is applied at once, and answered when it is durable. While a put is being written, other
-    puts and clears of its rows wait.
+    puts and clears of its rows wait. Rows can leave memory; they come back from the journal when
+    they are read.
 
     Args:
         ledger, capacity: of the plane.
@@ -78,13 +92,15 @@ class DurableRows:
 
     ledger: Ledger
     capacity: Capacity
-    journal: RecordWriter
+    journal: RecordStore
     memory: Callable[[Span], memoryview]
     replies: Replies
     outcomes: Outcomes
     _busy: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
     """Keys of the puts that are being written, by partition."""
     _waiting: deque[_Change] = field(default_factory=deque[_Change])
+    _loads: deque[_Load] = field(default_factory=deque[_Load])
+    """Those that wait for memory."""
 
     def put(self, caller: Caller, message: Commit) -> None:
         """Write a put, whose block the session has reserved.
@@ -97,6 +113,44 @@ class DurableRows:
     def clear(self, caller: Caller, message: Clear) -> None:
         """Clear rows."""
         self._begin(_Change(caller, message.partition, message.keys, lambda: self._clear(caller, message)))
+
+    def load(self, generations: Ints, done: Loaded) -> None:
+        """Bring rows from the journal to memory, as soon as there is room; then call `done`, with
+        the error that prevented it or None."""
+
+        def found(puts: tuple[PutRecord, ...] | OutputError) -> None:
+            if isinstance(puts, OutputError):
+                done(puts)
+                return
+            try:
+                for put in puts:
+                    self.capacity.check_size(len(put.columns[PAYLOAD]))
+            except RLError as error:
+                done(error)
+                return
+            self._loads.append(_Load(list(puts), done))
+            self.go_on_loading()
+
+        self.journal.read(generations.tolist(), found)
+
+    def go_on_loading(self) -> None:
+        """Load what waits for memory; call it when memory became free."""
+        while self._loads and self._load(self._loads[0].puts):
+            self._loads.popleft().done(None)
+
+    def _load(self, puts: list[PutRecord]) -> bool:
+        """Load puts from the newest to the oldest, and remove them from the list; returns whether
+        there was room for all."""
+        while puts:
+            if self.ledger.wants(puts[-1]):
+                payload = puts[-1].columns[PAYLOAD]
+                block = self.capacity.take_any(len(payload))
+                if block is None:
+                    return False
+                self.memory(block)[: len(payload)] = payload
+                self.ledger.load(puts[-1], block)
+            puts.pop()
+        return True
 
     def _begin(self, change: _Change) -> None:
         if self._must_wait(change):
@@ -124,7 +178,7 @@ class DurableRows:
             partition=message.partition,
             keys=message.keys,
             generations=tuple(generations.tolist()),
-            header=message.header,
+            header=message.header if block is not None else b"",
             tags=msgspec.msgpack.encode(message.tags),
             columns=columns,
         )

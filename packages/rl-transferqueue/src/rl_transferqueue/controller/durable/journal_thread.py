@@ -7,19 +7,21 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from rl_protocol.errors import OutputError, RLError
 from rl_protocol.support.fault_points import FaultPoint, reach
 from rl_transferqueue.journal.disk_journal import open_journal
-from rl_transferqueue.journal.records import ClearRecord, Journal, Record, Recovered
+from rl_transferqueue.journal.records import ClearRecord, Journal, PutRecord, Record, Recovered
 from rl_transferqueue.transport.event_loop import Reactor
 
 log = logging.getLogger(__name__)
 
 Done: TypeAlias = Callable[[OutputError | None], None]
+Read: TypeAlias = Callable[[tuple[PutRecord, ...] | OutputError], None]
 _JOIN_S = 30.0
 """Seconds that the last write may take at the end."""
 
@@ -27,6 +29,11 @@ _JOIN_S = 30.0
 class _Entry(NamedTuple):
     record: Record
     done: Done
+
+
+class _Query(NamedTuple):
+    generations: Sequence[int]
+    done: Read
 
 
 class JournalThread:
@@ -48,8 +55,8 @@ class JournalThread:
         self._reactor = reactor
         self._folder = folder
         self._each = each
-        self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
-        self._written: deque[tuple[_Entry, OutputError | None]] = deque()
+        self._queue: queue.SimpleQueue[_Entry | _Query | None] = queue.SimpleQueue()
+        self._ended: deque[Callable[[], None]] = deque()
         self._wake_read, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         opened: queue.SimpleQueue[Recovered | RLError] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(opened,), name="journal", daemon=True)
@@ -65,6 +72,10 @@ class JournalThread:
     def write(self, record: Record, done: Done) -> None:
         """Call `done` with None once the record is durable, or with the error that prevented it."""
         self._queue.put(_Entry(record, done))
+
+    def read(self, generations: Sequence[int], done: Read) -> None:
+        """Call `done` with what `Journal.read` returns, or with the error that prevented it."""
+        self._queue.put(_Query(generations, done))
 
     def close(self) -> None:
         """Write what is queued, without calling back, and close the journal."""
@@ -82,9 +93,8 @@ class JournalThread:
 
     def _call_back(self) -> None:
         os.read(self._wake_read, 1 << 16)
-        while self._written:
-            entry, error = self._written.popleft()
-            entry.done(error)
+        while self._ended:
+            self._ended.popleft()()
 
     # -- in the thread
     def _run(self, opened: queue.SimpleQueue[Recovered | RLError]) -> None:
@@ -97,15 +107,21 @@ class JournalThread:
 
     def _serve(self, journal: Journal) -> None:
         while batch := self._next():
-            for part in [[entry] for entry in batch] if self._each else [batch]:
-                self._written.extend(_commit(journal, part))
-                os.write(self._wake, b"\0")
-            if self._queue.empty() and any(isinstance(entry.record, ClearRecord) for entry in batch):
+            entries = [it for it in batch if isinstance(it, _Entry)]
+            for part in [[entry] for entry in entries] if self._each else [entries] if entries else []:
+                self._end(partial(entry.done, error) for entry, error in _commit(journal, part))
+            for query in (it for it in batch if isinstance(it, _Query)):
+                self._end([partial(query.done, _read(journal, query.generations))])
+            if self._queue.empty() and any(isinstance(entry.record, ClearRecord) for entry in entries):
                 _compact(journal)
 
-    def _next(self) -> list[_Entry]:
-        """Wait for records, and return all there are; none: the thread ends."""
-        batch: list[_Entry] = []
+    def _end(self, calls: Iterable[Callable[[], None]]) -> None:
+        self._ended.extend(calls)
+        os.write(self._wake, b"\0")
+
+    def _next(self) -> list[_Entry | _Query]:
+        """Wait for records and queries, and return all there are; none: the thread ends."""
+        batch: list[_Entry | _Query] = []
         while not batch or not self._queue.empty():
             entry = self._queue.get()
             if entry is None:
@@ -132,6 +148,13 @@ def _commit(journal: Journal, batch: Sequence[_Entry]) -> list[tuple[_Entry, Out
         return [(entry, earlier or error) for entry, earlier in outcomes]
     reach(FaultPoint.JOURNAL_COMMITTED)
     return outcomes
+
+
+def _read(journal: Journal, generations: Sequence[int]) -> tuple[PutRecord, ...] | OutputError:
+    try:
+        return journal.read(generations)
+    except OutputError as error:
+        return error
 
 
 def _compact(journal: Journal) -> None:

@@ -150,6 +150,11 @@ class Capacity:
         start = self._free[unit].take(nbytes)
         return None if start is None else Span(unit, start, rounded(nbytes))
 
+    def take_any(self, nbytes: int) -> Span | None:
+        """A range as that of `take`, of the unit that has the most free memory."""
+        spans = (self.take(unit, nbytes) for unit in sorted(self._free, key=lambda it: self._free[it].used))
+        return next((span for span in spans if span is not None), None)
+
     def give(self, span: Span) -> None:
         """Free a committed block or a range of `take`; ignored if its unit has ended."""
         if span.unit in self._free:

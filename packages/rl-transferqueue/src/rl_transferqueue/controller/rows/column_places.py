@@ -18,12 +18,14 @@ from rl_transferqueue.wire.arrays import Bools, Ints
 Places: TypeAlias = list[tuple[Ints, int]]
 """(block slots of cells [M], columns that those cells stand for)."""
 
+ON_DISK = -1
+"""In place of a block's slot: the journal has the column, memory has not."""
 _NOWHERE: Ints = np.zeros(0, np.int64)
 
 
 class Cells:
-    """Where `columns` columns lie: per slot the block's slot (0: not there) and the row in that
-    block."""
+    """Where `columns` columns lie: per slot the block's slot (0: not there; or `ON_DISK`) and the
+    row in that block."""
 
     def __init__(self, slots: int) -> None:
         self.columns = 0
@@ -66,6 +68,32 @@ class ColumnPlaces:
             cells.block[at] = target
             moved += int(at.size) * cells.columns
         return moved
+
+    def unload(self, slots: Ints) -> Places:
+        """The columns of the rows leave memory; returns where they were."""
+        before: Places = []
+        for cells in self._families:
+            there = slots[cells.block[slots] > 0]
+            before.append((_overwrite(cells, there, ON_DISK), cells.columns))
+        return before
+
+    def on_disk(self, slots: Ints, names: Iterable[str]) -> Bools:
+        """Which rows have one of these columns on the disk alone."""
+        mask = np.zeros(slots.size, np.bool_)
+        for cells in {id(it): it for name in names if (it := self.cells.get(name)) is not None}.values():
+            mask |= cells.block[slots] == ON_DISK
+        return mask
+
+    def load(self, names: Iterable[str], slots: Ints, block: int, rows: Ints) -> int:
+        """Those of the columns that were on the disk alone are now in these rows of a block;
+        returns how many cells these are."""
+        loaded = 0
+        for cells, columns in self._families_of(names):
+            away = cells.block[slots] == ON_DISK
+            cells.block[slots[away]] = block
+            cells.row[slots[away]] = rows[away]
+            loaded += int(np.count_nonzero(away)) * columns
+        return loaded
 
     def remove(self, slots: Ints, keys: Iterable[str]) -> Places:
         """The rows are cleared; returns where their cells lay."""
@@ -147,7 +175,7 @@ def _overwrite(cells: Cells, slots: Ints, block: int) -> Ints:
         slot = int(slots[0])
         was = int(cells.block[slot])
         cells.block[slot] = block
-        return np.array([was]) if was else _NOWHERE
+        return np.array([was]) if was > 0 else _NOWHERE
     before = cells.block[slots]
     cells.block[slots] = block
-    return _NOWHERE if not before.any() else before[before != 0].astype(np.int64)
+    return _NOWHERE if not before.any() else before[before > 0].astype(np.int64)

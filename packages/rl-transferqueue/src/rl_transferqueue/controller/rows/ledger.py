@@ -16,6 +16,7 @@ from rl_protocol.batch.kv_batch_meta import Scalar
 from rl_protocol.errors import ConflictError, WireError
 from rl_transferqueue.controller.rows.all_partitions import Partitions
 from rl_transferqueue.controller.rows.block_table import Block, BlockTable
+from rl_transferqueue.controller.rows.column_places import ON_DISK
 from rl_transferqueue.controller.rows.commit_checks import check_commit, check_expected, check_unique
 from rl_transferqueue.controller.rows.lookup import cells_of, existing_slots, places_of
 from rl_transferqueue.controller.rows.partition_rows import describe_rows
@@ -152,13 +153,12 @@ class Ledger:
             return table.next_generations(keys, first)
         return table.generations(table.slots() if keys is None else table.find(keys)[0])
 
-    def restore(self, put: PutRecord, rows: Ints, block: Span | None) -> None:
-        """Add rows of a put of an earlier plane, with their generations and the place of their
-        columns. Puts are restored in the order in which they were made.
+    def restore(self, put: PutRecord, rows: Ints) -> None:
+        """Add rows of a put of an earlier plane, with their generations. Their columns are on the
+        disk alone. Puts are restored in the order in which they were made.
 
         Args:
             rows: which rows of the put, ascending; not empty.
-            block: where its columns are now.
         """
         keys = [put.keys[row] for row in rows.tolist()]
         generations = np.array(put.generations, np.int64)[rows]
@@ -167,11 +167,42 @@ class Ledger:
         slots = table.restore(keys, generations)
         tags = to_rows(_tags.decode(put.tags), len(put.keys))
         table.tags.merge(slots, to_columns(keys, [tags[row] for row in rows.tolist()]))
-        if block is not None:
-            names = [column.name for column in unpack_header(put.header).columns]
-            made = self.blocks.add(block, put.header, put.partition, len(keys) * len(names))
-            self.blocks.drop_cells(table.columns.place(names, slots, made.ref.slot, rows))
+        if put.header:
+            table.columns.place(_names(put.header), slots, ON_DISK)
         self._partitions.touch(table, slots)
+
+    def unload(self, partition: str, keys: Sequence[str]) -> None:
+        """The journal has these rows: their columns leave memory. Unknown rows are ignored."""
+        table = self._partitions.find(partition)
+        if table is not None:
+            self.blocks.drop_cells(table.columns.unload(np.unique(table.find(keys)[0])))
+
+    def on_disk(self, partition: str, keys: Sequence[str], fields: Sequence[str]) -> Ints:
+        """Generations of those of the rows that have one of the fields on the disk alone."""
+        table = self._partitions.get(partition)
+        slots = table.find(keys)[0]
+        return table.generations(slots[table.columns.on_disk(slots, fields)])
+
+    def wants(self, put: PutRecord) -> bool:
+        """Whether the put has columns of rows that are on the disk alone."""
+        return bool(self._unloaded(put)[0].size)
+
+    def load(self, put: PutRecord, block: Span) -> None:
+        """The columns of a put that `wants` has named are in this block again. Of several puts of
+        a row, the newest comes first."""
+        slots, rows = self._unloaded(put)
+        table = self._partitions.get(put.partition)
+        made = self.blocks.add(block, put.header, put.partition, 0)
+        made.cells = made.full_cells = table.columns.load(_names(put.header), slots, made.ref.slot, rows)
+
+    def _unloaded(self, put: PutRecord) -> tuple[Ints, Ints]:
+        """Slots of the rows that have a column of the put on the disk alone, and which rows of the
+        put these are."""
+        table, generations = self._partitions.get(put.partition), np.array(put.generations, np.int64)
+        slots = table.find_generations(generations)
+        rows = np.flatnonzero(np.isin(generations, table.generations(slots)))
+        away = table.columns.on_disk(slots, _names(put.header) if put.header else ())
+        return slots[away], rows[away]
 
     def clear(self, partition: str, keys: Sequence[str] | None) -> tuple[int, Served]:
         """Remove rows; returns how many there were, and watchers that are served by it."""
@@ -336,3 +367,7 @@ class Ledger:
         elif no_gain:
             block.full_cells = block.cells
         self.blocks.end_compaction(block, failed=copy is None and not no_gain)
+
+
+def _names(header: bytes) -> list[str]:
+    return [column.name for column in unpack_header(header).columns]
