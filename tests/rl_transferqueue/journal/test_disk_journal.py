@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -154,6 +155,22 @@ def test_a_full_disk_refuses_the_append_and_nothing_else() -> None:
             journal.append([put(2, ids=b"b" * 4000)])
         journal.append([put(3, ids=b"c")])
         journal.sync()
+
+
+def test_a_disk_without_room_for_the_first_segments_is_refused_by_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    monkeypatch.setattr("rl_transferqueue.journal.disk_journal.SEGMENT_BYTES", free)
+    with pytest.raises(ConfigError, match=rf"journal_dir={tmp_path}/new needs {2 * free} bytes .* and \d+ are free\."):
+        check_journal(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    with open_journal(tmp_path / "full", SEGMENT):
+        pass
+    remove_journal(tmp_path / "full")  # needs none
+    assert not (tmp_path / "full").exists()
+    monkeypatch.setattr("rl_transferqueue.journal.disk_journal.SEGMENT_BYTES", 4096)
+    check_journal(tmp_path / "new")
 
 
 def _fill(journal: Journal) -> None:

@@ -224,15 +224,29 @@ def open_journal(folder: Path, segment_bytes: int = SEGMENT_BYTES) -> Generator[
 
 
 def check_journal(folder: Path, *, wait_s: float = 0.0) -> None:
-    """Check what `open_journal` would refuse, without changing anything.
+    """Check what `open_journal` would refuse, and that there is room for the first segments,
+    without changing anything.
 
     Args:
         folder: of the journal.
         wait_s: how long to wait for another process that uses it.
 
     Raises:
-        ConfigError: as `open_journal`, or something else has the folder's name.
+        ConfigError: as `open_journal`, or there is no room, or something else has the folder's
+            name.
     """
+    there = _check_unused(folder, wait_s)
+    need, free = 2 * SEGMENT_BYTES, shutil.disk_usage(there).free
+    if free < need:
+        raise ConfigError(
+            f"TransferQueueConfig.journal_dir={folder} needs {need} bytes for its first segments, and {free} are free. Free space there, or "
+            "set a folder on a larger disk."
+        )
+
+
+def _check_unused(folder: Path, wait_s: float) -> Path:
+    """Check that the folder can have a journal that no other process uses; returns the nearest
+    folder that is there."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise ConfigError(f"TransferQueueConfig.journal_dir must be a folder, got {folder}; {there} is none.")
@@ -240,7 +254,7 @@ def check_journal(folder: Path, *, wait_s: float = 0.0) -> None:
     try:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        return
+        return there
     except OSError as error:
         raise ConfigError(
             f"TransferQueueConfig.journal_dir={folder} can't be used: {error.strerror or error}."
@@ -253,6 +267,7 @@ def check_journal(folder: Path, *, wait_s: float = 0.0) -> None:
             time.sleep(_POLL_S)
     finally:
         os.close(lock)
+    return there
 
 
 def remove_journal(folder: Path) -> None:
@@ -266,7 +281,7 @@ def remove_journal(folder: Path) -> None:
         ConfigError: a process uses it.
         OutputError: a file can't be removed.
     """
-    check_journal(folder)
+    _check_unused(folder, 0.0)
     try:
         if (folder / LOCK).exists():
             for path in sorted(folder.glob(f"{METADATA}*")):  # the database before its log, which is void without it
