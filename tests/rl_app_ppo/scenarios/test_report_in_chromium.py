@@ -18,7 +18,7 @@ pytestmark = [
     ),
 ]
 VIEWS = {
-    "#overview": "Where a step's time goes",
+    "#overview": "Time per stage of a step",
     "#curves": "Accuracy",
     "#curves?q=score": "critic/score/mean",
     "#timeline": "whole run",
@@ -34,7 +34,7 @@ VIEWS = {
     "#sample/9/none": "was not recorded",
     "#compare": "Prompts that both runs recorded",
     "#config": "Configuration of a",
-    "#nonsense/%E0%A4%A": "Where a step's time goes",
+    "#nonsense/%E0%A4%A": "Time per stage of a step",
 }
 
 

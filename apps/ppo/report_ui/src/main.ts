@@ -11,7 +11,7 @@ import { timeline } from "./timeline";
 
 const VIEWS: Record<string, (runs: Run[]) => Node> = { overview, curves, timeline, samples, compare, config, group, sample };
 const TABS = ["overview", "curves", "timeline", "samples", "compare", "config"];
-const KEYS = [["1 \u2013 6", "views"], ["/", "search"], ["[ ]", "step or response before, after"], ["t", "light or dark"], ["?", "this help"]];
+const KEYS = [["1 \u2013 6", "views"], ["/", "search"], ["[ ]", "previous, next step or response"], ["t", "light or dark"], ["?", "this help"]];
 let help: HTMLDialogElement;
 
 function render(runs: Run[], main: HTMLElement, tabs: HTMLElement): void {

@@ -5,7 +5,7 @@ import type { Run } from "./data";
 export interface Curve { title: string; metrics: [name: string | RegExp, label: string][]; what: string }
 
 export const CURVES: Curve[] = [
-  { title: "Accuracy", what: "share of right answers", metrics: [[/^val-core\/.*\/acc\/mean@\d+$/, "validation"], ["critic/acc/mean", "training"]] },
+  { title: "Accuracy", what: "share of correct answers", metrics: [[/^val-core\/.*\/acc\/mean@\d+$/, "validation"], ["critic/acc/mean", "training"]] },
   { title: "Reward", what: "score of a response", metrics: [["critic/score/mean", "mean"], ["critic/rewards/mean", "with penalties"]] },
   { title: "KL", what: "nats per token", metrics: [["actor/ppo_kl", "within the step"], ["actor/kl_loss", "to reference"], ["actor/ref_kl", "to reference, by adv"]] },
   { title: "Entropy", what: "nats per token", metrics: [["actor/entropy", "policy"]] },

@@ -22,7 +22,7 @@ function alarms(run: Run): Node {
   const cards: Child[] = [];
   if (outcome.state === "failed") cards.push(h("li", { class: "alarm bad" }, h("b", {}, "The run failed"), h("p", {}, visible(outcome.text))));
   if (outcome.state === "unfinished") cards.push(h("li", { class: "alarm" }, h("b", {}, "The run has not ended"),
-    h("p", {}, "It is running, or it was killed; the report shows what it had written.")));
+    h("p", {}, "The run continues, or it was killed; the report shows what was written until now.")));
   if (outcome.state === "interrupted") cards.push(h("li", { class: "alarm" }, h("b", {}, "The run was interrupted")));
   for (const [, name, text] of run.header.alarms as [number, string, string][]) {
     const step = /^step (\d+)/.exec(text)?.[1];
@@ -30,7 +30,7 @@ function alarms(run: Run): Node {
       h("p", {}, visible(text.replace(/^step \d+: /, "")))));
   }
   return cards.length ? h("ul", { class: "alarms", "aria-label": "alarms" }, ...cards)
-    : h("p", { class: "calm" }, "No alarm: no warning was raised in this run.");
+    : h("p", { class: "calm" }, "No alarms in this run.");
 }
 
 function tiles(run: Run): Node {
@@ -45,7 +45,7 @@ function tiles(run: Run): Node {
   return h("div", { class: "tiles" },
     change("accuracy", "Accuracy"), change("reward", "Reward"), change("response length", "Response length"), change("entropy", "Entropy"),
     change("KL", "KL"), change("gap", "Rollout/trainer gap"),
-    tile("tokens/s", num(run.last("perf/throughput")), `${seconds(run.last("timing_s/step") || 0)} a step`),
+    tile("tokens/s", num(run.last("perf/throughput")), `${seconds(run.last("timing_s/step") || 0)} per step`),
     tile("steps", String(last), run.header.total > 0 ? `of ${run.header.total} in ${seconds(wall)}` : seconds(wall)));
 }
 
@@ -65,7 +65,7 @@ function stages(run: Run): Node {
     part.style.color = textOn(series(i));
     return part;
   });
-  return h("div", { class: "card" }, h("h3", {}, "Where a step's time goes", h("a", { href: link("timeline") }, "timeline")),
+  return h("div", { class: "card" }, h("h3", {}, "Time per stage of a step", h("a", { href: link("timeline") }, "timeline")),
     h("div", { class: "stack", role: "img", "aria-label": means.map(({ name, mean }) => `${name} ${num((100 * mean) / sum)} percent`).join(", ") }, ...parts),
     h("div", { class: "legend" }, ...means.slice(0, 8).map(({ name, mean }, i) => {
       const dot = h("i", { class: "dot" });

@@ -16,10 +16,10 @@ function shades(run: Run, row: Trajectory): Record<string, Shade> {
     advantage: { label: "advantage", values: run.values("advantages", row), color: either, what: "orange: below the group, blue: above" },
     log_prob: { label: "log-prob", values: run.values("rollout_log_probs", row), color: logProb, what: "darker: less likely when it was sampled" },
     gap: { label: "gap", values: run.gaps(row), color: (value, most) => diverging(value / Math.max(most, 0.05)), what: "trainer's log-prob minus rollout's; orange: rollout's was higher" },
-    kl: { label: "to reference", values: difference(run.values("rollout_log_probs", row), run.values("ref_log_prob", row)), color: either, what: "log-prob minus the reference's" },
+    kl: { label: "to reference", values: difference(run.values("rollout_log_probs", row), run.values("ref_log_prob", row)), color: either, what: "log-prob minus that of the reference policy" },
     entropy: { label: "entropy", values: run.values("entropy", row), color: (value, most) => sequential(most ? value / most : 0), what: "darker: the policy was less sure" },
     version: { label: "version", values: run.version(row), color: (value) => `color-mix(in srgb, ${series(value)} 45%, transparent)`, what: "version of the weights that generated the token" },
-    mask: { label: "mask", values: run.mask(row), color: (value) => (value ? "rgba(0,158,115,.35)" : "transparent"), what: "green: the policy made the token, and it is trained" },
+    mask: { label: "mask", values: run.mask(row), color: (value) => (value ? "rgba(0,158,115,.35)" : "transparent"), what: "green: the policy generated the token, and it is trained on" },
   };
 }
 
@@ -40,7 +40,7 @@ export function sample(runs: Run[]): Node {
     h("div", { class: "card" }, h("h3", {}, "Response", h("small", {}, `${row.length} tokens`)),
       h("div", { class: "seg", role: "tablist", "aria-label": "colour tokens by" }, ...Object.entries(all).map(([name, shade]) =>
         h("button", { role: "tab", class: name === by ? "on" : "", "aria-selected": String(name === by), disabled: !shade.values,
-          title: shade.values ? shade.what : "the run did not compute it", click: () => change({ by: name }) }, shade.label))),
+          title: shade.values ? shade.what : "not computed in this run", click: () => change({ by: name }) }, shade.label))),
       h("p", { class: "hint" }, all[by]!.what), strip(run, row, all, by)), row.length <= 64 ? table(run, row, all) : null,
     runs.length > 1 ? other(runs, run, row) : null);
 }
@@ -50,13 +50,13 @@ function step(id: string, text: string, row: Trajectory | undefined, runs: Run[]
 }
 
 function facts(row: Trajectory): Node {
-  const pairs: [string, Node | string][] = [["reward", row.failure ? "failed" : num(row.score)], ["advantage", signed(row.advantage)], ["chosen as", row.why]];
+  const pairs: [string, Node | string][] = [["reward", row.failure ? "failed" : num(row.score)], ["advantage", signed(row.advantage)], ["recorded as", row.why]];
   for (const [name, value] of Object.entries(row.reward)) if (name !== "score") pairs.push([name, num(value)]);
   for (const [name, text] of Object.entries(row.texts)) pairs.push([name, brief(text, 120)]);
   if (row.truth) pairs.push(["ground truth", brief(row.truth, 120)]);
   if (row.source) pairs.push(["data source", brief(row.source, 60)]);
   if (row.turns > 1 || row.toolCalls) pairs.push(["turns", `${row.turns}, ${row.toolCalls} tool calls`]);
-  if (row.finish) pairs.push(["ended by", brief(row.finish, 60)]);
+  if (row.finish) pairs.push(["finish reason", brief(row.finish, 60)]);
   pairs.push(["weights", row.versions.map(([version]) => `v${version}`).join(", ")]);
   if (!Number.isNaN(row.gap)) pairs.push(["largest gap", num(row.gap)]);
   return h("dl", { class: "facts" }, ...pairs.flatMap(([name, value]) => [h("div", {}, h("dt", {}, name), h("dd", {}, value))]),
@@ -122,5 +122,5 @@ function other(runs: Run[], run: Run, row: Trajectory): Node {
     ? h("table", { class: "plain" }, h("tbody", {}, ...same.slice(0, 24).map((one) => h("tr", {}, h("td", {}, `step ${one.step}`),
       h("td", { class: "text" }, h("a", { href: link("sample", [one.step, one.key], { run: runs.indexOf(there) || null }) }, brief(one.response, 100))),
       h("td", { class: "n" }, num(one.score))))))
-    : h("p", { class: "hint" }, "It is not among the recorded ones."));
+    : h("p", { class: "hint" }, "This prompt was not recorded there."));
 }
