@@ -57,6 +57,24 @@ def test_the_text_has_the_number_and_a_key():
     assert "async_rl.max_staleness" in texts["starved trainer"]
 
 
+def test_a_small_gap_that_grows_is_a_symptom():
+    gap = "training/rollout_probs_diff_mean"
+    first, grown, less = {**FIRST, gap: 0.005}, [{**HEALTHY, gap: 0.021}] * 3, [{**HEALTHY, gap: 0.02}] * 3
+    assert "grew from 0.005 to 0.021" in symptoms(first, grown, tools=False)["log-prob gap"]
+    assert symptoms(first, less, tools=False) == {}
+    assert symptoms({**FIRST, gap: 1e-7}, [{**HEALTHY, gap: 0.01}] * 3, tools=False) == {}
+
+
+def test_a_divergence_beyond_twice_the_target_is_a_symptom():
+    far, near = {**HEALTHY, "actor/reward_kl_penalty": 0.21}, {**HEALTHY, "actor/reward_kl_penalty": 0.2}
+    text = symptoms(FIRST, [far] * 3, tools=False, target_kl=0.1)["divergence"]
+    assert "0.21 nats per token" in text
+    assert "algorithm.kl_ctrl.target_kl=0.1" in text
+    assert "algorithm.kl_ctrl.kl_coef" in text
+    assert symptoms(FIRST, [far, near, far], tools=False, target_kl=0.1) == {}
+    assert symptoms(FIRST, [far] * 3, tools=False) == {}
+
+
 def test_old_weights_explain_a_gap_and_a_synchronous_trainer_waits_by_design():
     stale = {"training/rollout_probs_diff_mean": 0.3, "training/off_policy/trajectory_staleness_worst/max": 1.0}
     assert found(stale, stale, stale) == set()

@@ -61,7 +61,7 @@ class RunPlan:
 
     config: AppConfig
     graph: StepGraph
-    """The stages of a step, from `preflight`."""
+    """The stages of a step, from `Facts`."""
     files: RunFiles
     """Where the run writes."""
     start: Start
@@ -95,14 +95,7 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
         stack.enter_context(screen)
         sinks: list[MetricSink] = []
         loggers = logger_names(config.trainer.logger)
-        warnings = TrainingWarnings(
-            screen.note,
-            tools=config.rollout.session == TOOL_AGENT,
-            reward_log=files.logs / "reward.log",
-            reward="reward.function="
-            + ", ".join(written_at(term.name) for term in parse_terms(config.reward.function)),
-            record=plan.record.alarm,
-        )
+        warnings = _warnings(plan, screen)
         recorder = Recorder(
             screen,
             sinks,
@@ -152,6 +145,20 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
                     await _train(plan, trainer, local_plane, recorder, screen, startup)
                     await pool.close_records()
     return recorder
+
+
+def _warnings(plan: RunPlan, screen: Screen) -> TrainingWarnings:
+    config = plan.config
+    rewards = ", ".join(written_at(term.name) for term in parse_terms(config.reward.function))
+    control = config.algorithm.kl_ctrl
+    return TrainingWarnings(
+        screen.note,
+        tools=config.rollout.session == TOOL_AGENT,
+        reward_log=plan.files.logs / "reward.log",
+        reward=f"reward.function={rewards}",
+        target_kl=control.target_kl if control.type == "adaptive" else None,
+        record=plan.record.alarm,
+    )
 
 
 async def _start_servers(plan: RunPlan, stack: AsyncExitStack, screen: Screen, startup: Startup) -> LocalPlane:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
@@ -17,6 +18,10 @@ TRUNCATED, GAP, STEP_KL, STARVED = 0.5, 0.05, 0.2, 0.5
 rollout engine and in the trainer, with weights of the same version; divergence from the policy at
 the begin of a step, nats per token; share of an asynchronous step in which the trainer waits for
 responses."""
+GROWN, SMALL_GAP = 4.0, 0.01
+"""Gap over that of the first step, and a gap below which growth does not matter."""
+BEYOND = 2.0
+"""Divergence from the reference policy over algorithm.kl_ctrl.target_kl."""
 COLLAPSED = 0.1
 """Part of the first entropy that is left."""
 SPIKE = 20.0
@@ -26,7 +31,12 @@ FEWEST = 5
 
 
 def symptoms(
-    first: Metrics, last: Sequence[Metrics], *, tools: bool, reward: str = "reward.function"
+    first: Metrics,
+    last: Sequence[Metrics],
+    *,
+    tools: bool,
+    reward: str = "reward.function",
+    target_kl: float | None = None,
 ) -> dict[str, str]:
     """The symptoms by name, each with what it means and the key to check.
 
@@ -35,10 +45,11 @@ def symptoms(
         last: those of the last steps, at most KEPT, the newest last.
         tools: the session has tools.
         reward: the setting of rewards, and where their functions are.
+        target_kl: algorithm.kl_ctrl.target_kl, nats per token; None: there is no target.
     """
     found = _of_step(last[-1], tools=tools, reward=reward) | _of_gradients(last)
     if len(last) >= STEPS:
-        found = _of_trends(first, last[-STEPS:]) | found
+        found = _of_trends(first, last[-STEPS:]) | _of_divergence(last[-STEPS:], target_kl) | found
     return found
 
 
@@ -104,6 +115,13 @@ def _of_trends(first: Metrics, last: Sequence[Metrics]) -> dict[str, str]:
             "with the same weights (training/rollout_probs_diff_mean); look at rollout.dtype, the trainer's dtype and "
             "algorithm.rollout_correction"
         )
+    least = max(SMALL_GAP, GROWN * first.get("training/rollout_probs_diff_mean", math.inf))
+    if fresh and "log-prob gap" not in found and in_all("training/rollout_probs_diff_mean", lambda gap: gap > least):
+        found["log-prob gap"] = (
+            f"the difference between rollout engine and trainer in the mean probability of a token grew from "
+            f"{first['training/rollout_probs_diff_mean']:.2g} to {newest['training/rollout_probs_diff_mean']:.2g}, with the same weights "
+            "(training/rollout_probs_diff_mean); look at rollout.dtype, the trainer's dtype and algorithm.rollout_correction"
+        )
     if in_all("actor/ppo_kl", lambda kl: kl > STEP_KL):
         found["step size"] = (
             f"the policy moves {newest['actor/ppo_kl']:.2g} nats per token away from itself within a step (actor/ppo_kl), "
@@ -125,6 +143,20 @@ def _of_trends(first: Metrics, last: Sequence[Metrics]) -> dict[str, str]:
             "async_rl.max_staleness, or set async_rl.on_update=continue or async_rl.order=ready_first"
         )
     return found
+
+
+def _of_divergence(last: Sequence[Metrics], target: float | None) -> dict[str, str]:
+    """A divergence from the reference policy that the adaptive weight does not hold."""
+    far = [metrics.get("actor/reward_kl_penalty", 0.0) for metrics in last]
+    if target is None or min(far) <= BEYOND * target:
+        return {}
+    return {
+        "divergence": (
+            f"the policy is {far[-1]:.2g} nats per token away from the reference policy (actor/reward_kl_penalty), more than "
+            f"{BEYOND:g} times algorithm.kl_ctrl.target_kl={target:g} in each of the last {STEPS} steps; raise algorithm.kl_ctrl.kl_coef, or "
+            "lower algorithm.kl_ctrl.horizon or actor.optim.lr"
+        )
+    }
 
 
 def _all_zero(metrics: Metrics, name: str) -> bool:

@@ -22,6 +22,7 @@ class TrainingWarnings:
         tools: the session has tools.
         reward_log: the log of all failures of the reward function, for the message.
         reward: the setting of rewards, and where their functions are, for the message.
+        target_kl: algorithm.kl_ctrl.target_kl, nats per token; None: there is no target.
         record: records a symptom by name and text.
     """
 
@@ -32,12 +33,14 @@ class TrainingWarnings:
         tools: bool,
         reward_log: Path,
         reward: str = "reward.function",
+        target_kl: float | None = None,
         record: Callable[[str, str], None] | None = None,
     ) -> None:
         self._warn = warn
         self._tools = tools
         self._reward_log = reward_log
         self._reward = reward
+        self._target_kl = target_kl
         self._record = record
         self._seen: set[str] = set()
         self._first: Mapping[str, float] = {}
@@ -57,7 +60,10 @@ class TrainingWarnings:
             return
         self._last.append(metrics)
         self._first = self._first or metrics
-        for name, text in symptoms(self._first, list(self._last), tools=self._tools, reward=self._reward).items():
+        found = symptoms(
+            self._first, list(self._last), tools=self._tools, reward=self._reward, target_kl=self._target_kl
+        )
+        for name, text in found.items():
             self._say(name, f"step {step}: {text}")
 
     def reward_failed(self, step: int, failed: int, scored: int, example: str) -> None:
