@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from rl_app_ppo.outputs.console import LossNotes, OldLogProbNotes, step_line, validation_accuracy
+from rl_app_ppo.outputs.console import LossNotes, OldLogProbNotes, stage_shares, step_line, validation_accuracy
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_protocol.ports import GroupFailure
 
@@ -41,6 +41,16 @@ def test_the_step_line_keeps_its_columns():
     assert validation_accuracy(metrics) is None
 
 
+def test_the_step_line_has_tokens_per_second_and_the_two_longest_stages():
+    stages = {"timing_s/gen": 0.6, "timing_s/adv": 0.04, "timing_s/update_actor": 1.0, "timing_s/ref": 0.2}
+    metrics = {"timing_s/step": 2.0, "timing_s/testing": 9.0, "perf/throughput": 1234.5, **stages}
+    assert stage_shares(metrics) == [("update_actor", 0.5), ("gen", 0.3), ("ref", 0.1), ("adv", 0.02)]
+    assert step_line(1, 2, metrics).endswith("  2.00 s  1234 tok/s  update 50% gen 30%")
+    assert stage_shares({"timing_s/gen": 0.6}) == []
+    del metrics["timing_s/gen"], metrics["timing_s/ref"]
+    assert step_line(1, 2, metrics).endswith("update 50%"), "2 % are not worth a column"
+
+
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(0.4, "left 0:00"), (65, "left 1:05"), (3599.6, "left 1:00:00"), (90_000, "left 25:00:00")]
 )
@@ -56,6 +66,7 @@ def test_the_longest_step_line_has_a_hundred_columns_and_keeps_what_matters_most
         "actor/ref_kl": 123.4567,
         "actor/entropy": 12.345,
         "timing_s/step": 1234.56,
+        "timing_s/update_actor": 1000.0,
         "val-core/x/acc/mean@1": 0.75,
         "training/off_policy/trajectory_staleness_worst/max": 12.0,
     }

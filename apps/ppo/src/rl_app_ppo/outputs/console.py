@@ -25,8 +25,25 @@ COLUMNS = 100
 """Longest line of a step."""
 REFRESH = 4.0
 """How often a second panel and progress bar are drawn."""
-SPARE = ("len", "ent", "kl", "lag")
+SPARE = ("len", "ent", "stages", "kl", "lag")
 """Parts that a line leaves out if it is too long, the first ones first."""
+
+
+THROUGHPUT = "perf/throughput"
+_STAGE = "timing_s/"
+_NO_STAGE = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
+_SHORT = {"update_actor": "update", "update_critic": "critic", "update_weights": "sync", "old_log_prob": "old"}
+"""Names of stages in the line of a step."""
+_SHOWN = 0.05
+"""Least share of a stage in the line of a step."""
+
+
+def stage_shares(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
+    """(stage, share in the time of the step), the longest first. Stages may run side by side."""
+    whole = metrics.get("timing_s/step", 0.0)
+    times = {name.removeprefix(_STAGE): value for name, value in metrics.items() if name.startswith(_STAGE)}
+    stages = {name: value for name, value in times.items() if _STAGE + name not in _NO_STAGE}
+    return sorted(((name, value / whole) for name, value in stages.items()), key=lambda one: -one[1]) if whole else []
 
 
 def validation_accuracy(metrics: Mapping[str, float]) -> float | None:
@@ -41,8 +58,9 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float
     `kl` is the divergence from the reference, nats per token; absent without a reference. `ent`,
     the entropy, is absent where no pass computed it: the critic warms up, and old log-probs are the
     engine's. `ce` is the cross-entropy of the data's answers, nats per token; where these are all
-    that is trained on, there is no reward. If the line is too long, it leaves out the first ones of
-    SPARE.
+    that is trained on, there is no reward. After the seconds of the step come its tokens per second
+    and the shares of its two longest stages. If the line is too long, it leaves out the first ones
+    of SPARE.
 
     Args:
         step: number of the step.
@@ -62,6 +80,10 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float
         "kl": "" if kl is None else f"kl {kl:.4f}",
         "ent": _part("ent", metrics, "actor/entropy", ".3f"),
         "s": f"{metrics.get('timing_s/step', 0.0):5.2f} s",
+        "tokens": f"{metrics[THROUGHPUT]:.0f} tok/s" if THROUGHPUT in metrics else "",
+        "stages": " ".join(
+            f"{_SHORT.get(name, name)} {share:.0%}" for name, share in stage_shares(metrics)[:2] if share >= _SHOWN
+        ),
         "left": "" if left_s is None else f"left {clock(left_s)}",
         "lag": f"lag {lag:.0f}" if lag else "",
         "val": "" if accuracy is None else f"val {accuracy:.3f}",

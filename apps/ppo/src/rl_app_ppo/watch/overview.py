@@ -9,7 +9,7 @@ from statistics import median
 
 from rl_app_ppo.config.full_keys import with_full_keys
 from rl_app_ppo.outputs.answers import one_line
-from rl_app_ppo.outputs.console import clock, validation_accuracy
+from rl_app_ppo.outputs.console import THROUGHPUT, clock, stage_shares, validation_accuracy
 from rl_app_ppo.watch.followed_run import RECENT_S, SCORE, Seen
 from rl_trainer.algorithms.old_log_prob import STALENESS
 from rl_trainer.record.record_rows import AlarmRow, CallRow, SpanRow
@@ -17,8 +17,6 @@ from rl_trainer.record.record_rows import AlarmRow, CallRow, SpanRow
 MOST_ALARMS = 4
 MOST_TEXT = 500
 """Characters of a warning or of an error."""
-_THROUGHPUT = "perf/throughput"
-_NO_STAGE = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
 _QUEUE = (
     ("failed sessions", "replay/failed_sessions"),
     ("retried prompts", "replay/retried_prompts"),
@@ -137,7 +135,7 @@ def covered(intervals: Sequence[tuple[float, float]], begin: float, end: float) 
 
 
 def _numbers(last: Mapping[str, float]) -> str:
-    parts = [f"{last[_THROUGHPUT]:,.0f} tokens/s"] if _THROUGHPUT in last else []
+    parts = [f"{last[THROUGHPUT]:,.0f} tokens/s"] if THROUGHPUT in last else []
     if STALENESS in last:
         parts.append(f"staleness at most {last[STALENESS]:.0f}")
     parts += [f"{name} {last[key]:.0f}" for name, key in _QUEUE if last.get(key)]
@@ -145,7 +143,4 @@ def _numbers(last: Mapping[str, float]) -> str:
 
 
 def _stages(last: Mapping[str, float]) -> str:
-    times = {name: value for name, value in last.items() if name.startswith("timing_s/") and name not in _NO_STAGE}
-    whole = last.get("timing_s/step", 0.0)
-    shares = sorted(((value / whole, name) for name, value in times.items()), reverse=True) if whole else []
-    return "   ".join(f"{name.removeprefix('timing_s/')} {share:.0%}" for share, name in shares if share >= 0.01)
+    return "   ".join(f"{name} {share:.0%}" for name, share in stage_shares(last) if share >= 0.01)
