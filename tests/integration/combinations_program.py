@@ -37,7 +37,8 @@ ROWS, UPDATES, PIECE = 4, 5, 3
 
 def config_of(engine: str, cell: str, model: Path, rows: Path) -> AppConfig:
     """The configuration of a cell, which the checks before a run have accepted."""
-    from rl_app_ppo.checks.preflight import preflight
+    from rl_app_ppo.checks.facts import Facts
+    from rl_app_ppo.checks.registry import preflight
     from rl_app_ppo.config.loading import load_config
     from rl_ckpt_engine import PluginPolicy
 
@@ -52,7 +53,7 @@ def config_of(engine: str, cell: str, model: Path, rows: Path) -> AppConfig:
         given += [f"data.train_files={rows}", f"data.val_files={rows}", "rollout.response_length=4"]
         given += [f"model.cache_dir={rows.parent}"]
     config = load_config(given)
-    preflight(config, PluginPolicy())
+    preflight(Facts(config, PluginPolicy()))
     return config
 
 

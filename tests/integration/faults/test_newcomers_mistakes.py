@@ -136,6 +136,10 @@ MISTAKES = {
         ["ray.address=127.0.0.1:CLOSED"],
         ["ray.address=127.0.0.1:", "ray start --head", "ray.address=local"],
     ),
+    "no Ray at this address": (
+        ["ray.address=127.0.0.1:TAKEN"],
+        ["What answers at ray.address=127.0.0.1:", "is no Ray cluster", "ray start --head"],
+    ),
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from rl_app_ppo.api import training
+from rl_app_ppo.checks import facts
 from rl_app_ppo.config.loading import load_config
 from rl_app_ppo.outputs.startup_times import Startup
 from rl_ckpt_engine import PluginPolicy
@@ -17,7 +18,7 @@ from rl_protocol import ConfigError, WorkerError
 @pytest.fixture
 def launch(tmp_path, monkeypatch):
     """launch(error, *overrides): start a run that raises `error` once its folder exists."""
-    monkeypatch.setattr(training, "preflight", lambda config, plugins: None)
+    monkeypatch.setattr(training, "preflight", lambda facts: [])
 
     def start(error, *overrides):
         async def run(plan, screen, startup):
@@ -90,7 +91,7 @@ def test_an_error_of_a_package_and_the_log_have_the_keys_of_the_app(launch, tmp_
 def test_a_finished_run_is_not_touched(launch, tmp_path, monkeypatch):
     from rl_app_ppo.outputs.resume import Start
 
-    monkeypatch.setattr(training, "find_start", lambda config, folder: Start(finished=True, notes=["done already"]))
+    monkeypatch.setattr(facts, "find_start", lambda config, folder: Start(finished=True, notes=["done already"]))
     result = launch(AssertionError("it was started"), "trainer.resume_mode=auto")
     assert result.run_folder == tmp_path / "out" / "a"
     assert not (tmp_path / "out").exists()
@@ -100,7 +101,7 @@ def test_a_finished_run_whose_end_was_cut_removes_its_journal(launch, tmp_path, 
     from rl_app_ppo.outputs.resume import Start
     from rl_transferqueue.journal.disk_journal import open_journal
 
-    monkeypatch.setattr(training, "find_start", lambda config, folder: Start(finished=True, notes=["done already"]))
+    monkeypatch.setattr(facts, "find_start", lambda config, folder: Start(finished=True, notes=["done already"]))
     with open_journal(tmp_path / "out" / "a" / "journal"):
         pass
     launch(AssertionError("it was started"), "trainer.resume_mode=auto")

@@ -11,7 +11,8 @@ import pytest
 from trust import trust
 
 from rl_app_ppo.checks import machine
-from rl_app_ppo.checks.preflight import preflight
+from rl_app_ppo.checks.facts import Facts
+from rl_app_ppo.checks.registry import preflight
 from rl_app_ppo.cli.main import main
 from rl_app_ppo.config import rollout_engines
 from rl_app_ppo.config.loading import load_config
@@ -145,9 +146,9 @@ def test_ranks_on_gpus_are_at_most_as_many_as_gpus(on):
 def test_the_check_is_part_of_those_before_the_start(on):
     on(0)
     with pytest.raises(ConfigError, match=r"fsdp\.device=cuda needs an NVIDIA GPU"):
-        preflight(load_config([FSDP, "fsdp.device=cuda"]), PluginPolicy())
+        preflight(Facts(load_config([FSDP, "fsdp.device=cuda"]), PluginPolicy()))
     with pytest.raises(ConfigError, match=r"backend=nccl needs an NVIDIA GPU"):
-        preflight(load_config(["checkpoint_engine.backend=nccl"]), PluginPolicy())
+        preflight(Facts(load_config(["checkpoint_engine.backend=nccl"]), PluginPolicy()))
 
 
 @pytest.mark.parametrize(

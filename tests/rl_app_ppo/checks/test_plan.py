@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
-from rl_app_ppo.checks import plan
+from rl_app_ppo.checks import facts
 from rl_app_ppo.checks.model_size import model_size
 from rl_app_ppo.checks.role_memory import role_bytes
 from rl_app_ppo.cli.main import main
@@ -128,7 +128,7 @@ def test_what_a_role_holds(folder):
 
 @pytest.mark.parametrize(("memory", "shown"), [(0, "no GPU here, the estimate alone"), (80 << 30, "80.0 GiB here")])
 def test_a_plan_for_gpus_names_the_memory_of_those_here(folder, capsys, monkeypatch, memory, shown):
-    monkeypatch.setattr(plan, "gpu_memory", lambda: memory)
+    monkeypatch.setattr(facts, "gpu_memory", lambda: memory)
     wanted = [f"model.path={folder}", "model_engine=torch"]
     assert main(["--plan", *wanted, "trainer.n_gpus_per_node=8"]) == 0
     assert f"memory of each GPU: {shown}" in capsys.readouterr().out.splitlines()

@@ -8,7 +8,8 @@ import pytest
 from tokenizers import Tokenizer, models
 from trust import trust
 
-from rl_app_ppo.checks.preflight import preflight
+from rl_app_ppo.checks.facts import Facts
+from rl_app_ppo.checks.registry import preflight
 from rl_app_ppo.checks.rewards import check_rewards
 from rl_app_ppo.config.loading import load_config
 from rl_app_ppo.worker.rewards import open_scorer
@@ -64,4 +65,4 @@ def test_a_reward_model_of_another_vocabulary_is_refused(described, tmp_path):
 def test_rows_for_which_by_data_source_knows_no_reward_are_refused_before_processes_start():
     config = load_config(["reward.function=by_data_source"])  # scores the rows of the demo
     with pytest.raises(ConfigError, match=r"has no reward for data_source='\w+'; it has rewards for openai/gsm8k"):
-        preflight(config, PluginPolicy())
+        preflight(Facts(config, PluginPolicy()))

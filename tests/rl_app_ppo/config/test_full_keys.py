@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from rl_app_ppo.checks.preflight import preflight
+from rl_app_ppo.checks.facts import Facts
+from rl_app_ppo.checks.registry import preflight
 from rl_app_ppo.config.full_keys import FullKeysFormatter, full_keys_in_errors, with_full_keys
 from rl_app_ppo.config.loading import load_config
 from rl_ckpt_engine import PluginPolicy
@@ -44,7 +45,7 @@ def test_an_error_keeps_its_type_and_facts():
 def test_a_wrong_address_of_the_data_plane_is_refused_with_its_key():
     config = load_config(["transfer_queue.listen=nowhere:99999"])
     with pytest.raises(ConfigError, match=r"transfer_queue\.listen='nowhere:99999'"):
-        preflight(config, PluginPolicy())
+        preflight(Facts(config, PluginPolicy()))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_a_wrong_address_of_the_data_plane_is_refused_with_its_key():
 )
 def test_a_refused_option_is_named_with_its_key(overrides, message):
     with pytest.raises(ConfigError, match=message) as refused:
-        preflight(load_config(overrides), PluginPolicy())
+        preflight(Facts(load_config(overrides), PluginPolicy()))
     assert not re.search(r"\b[A-Z]\w+\.[a-z]", str(refused.value))
 
 

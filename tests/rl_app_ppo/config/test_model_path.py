@@ -13,7 +13,8 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from rl_app_ppo.checks.preflight import preflight
+from rl_app_ppo.checks.facts import Facts
+from rl_app_ppo.checks.registry import preflight
 from rl_app_ppo.cli.main import main
 from rl_app_ppo.config.loading import load_config
 from rl_app_ppo.config.model_path import find_model, given_model
@@ -123,7 +124,9 @@ def test_prompts_with_tokens_that_the_model_does_not_have_are_refused(base, tmp_
     def check(rows):
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         config = [f"data.train_files={file}", f"data.val_files={file}", f"model.path={folder}"]
-        preflight(load_config([*config, f"model.cache_dir={tmp_path}", "rollout.response_length=8"]), PluginPolicy())
+        preflight(
+            Facts(load_config([*config, f"model.cache_dir={tmp_path}", "rollout.response_length=8"]), PluginPolicy())
+        )
 
     check([rows[0]] * 2)
     with pytest.raises(

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rl_app_ppo.checks.preflight import preflight
+from rl_app_ppo.checks.facts import Facts
+from rl_app_ppo.checks.registry import preflight
 from rl_app_ppo.cli.explain import explain
 from rl_app_ppo.cli.main import help_text, main
 from rl_app_ppo.cli.option_names import help_of
@@ -179,5 +180,5 @@ def test_a_preset_names_its_algorithm(preset):
 def test_a_model_that_is_not_the_demos_is_not_trained_with_its_values(make_vision_model):
     given = [f"model.path={make_vision_model()}"]
     with pytest.raises(ConfigError, match=r"is not the demo model .* preset=demo.* Set data\.train_files"):
-        preflight(load_config(given), PluginPolicy())
-    preflight(load_config([*given, "preset=none", "rollout.response_length=4"]), PluginPolicy())
+        preflight(Facts(load_config(given), PluginPolicy()))
+    preflight(Facts(load_config([*given, "preset=none", "rollout.response_length=4"]), PluginPolicy()))

@@ -12,8 +12,9 @@ import msgspec
 import pytest
 
 import rl_transferqueue
+from rl_app_ppo.checks.facts import Facts
 from rl_app_ppo.checks.machine import check_gpus, check_installed_engines
-from rl_app_ppo.checks.preflight import preflight
+from rl_app_ppo.checks.registry import preflight
 from rl_app_ppo.cli.main import main
 from rl_app_ppo.config import rollout_engines
 from rl_app_ppo.config.loading import load_config, resolve, to_yaml
@@ -129,7 +130,7 @@ def test_it_gets_whole_weights_unless_it_says_that_it_takes_adapters(someones, m
 
 def test_its_own_checks_run_before_a_process_starts(someones, tmp_path, monkeypatch):
     config = load_config([NAME])
-    preflight(config, PluginPolicy())
+    preflight(Facts(config, PluginPolicy()))
     monkeypatch.setattr(someones, "GPUS", 99)
     with pytest.raises(ConfigError, match="parrot needs a GPU"):
         check_gpus(config, ("cpu",))
@@ -140,7 +141,7 @@ def test_its_own_checks_run_before_a_process_starts(someones, tmp_path, monkeypa
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 6, "max_position_embeddings": 64}))
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     with pytest.raises(ConfigError, match="heads are divisible by 3"):
-        preflight(load_config([NAME, f"model.path={tmp_path}"]), PluginPolicy())
+        preflight(Facts(load_config([NAME, f"model.path={tmp_path}"]), PluginPolicy()))
 
 
 def test_names_that_can_not_be_used_are_refused_with_exit_code_2(install_plugins, tmp_path, capsys):

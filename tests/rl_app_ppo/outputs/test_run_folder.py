@@ -13,7 +13,7 @@ import pytest
 
 from rl_app_ppo.outputs import run_folder
 from rl_app_ppo.outputs.metrics_file import JSONLSink
-from rl_app_ppo.outputs.run_folder import create_run_folder, is_free, occupied, publish_folder, writing
+from rl_app_ppo.outputs.run_folder import check_room, create_run_folder, is_free, occupied, publish_folder, writing
 from rl_protocol import OutputError
 
 
@@ -26,21 +26,24 @@ def test_a_full_disk_is_an_output_error_that_names_the_path():
 
 
 def test_a_run_folder_is_new_and_empty(tmp_path):
-    made = create_run_folder(tmp_path / "outputs", "a", 0)
+    made = create_run_folder(tmp_path / "outputs" / "a")
     assert made.is_new
     assert not list(made.path.iterdir())
-    assert not create_run_folder(tmp_path / "outputs", "a", 0, resume=True).is_new
+    assert not create_run_folder(tmp_path / "outputs" / "a", resume=True).is_new
     with pytest.raises(OutputError, match=r"^/.*/outputs/a exists already; .*trainer\.resume_mode=auto\.$"):
-        create_run_folder(tmp_path / "outputs", "a", 0)
+        create_run_folder(tmp_path / "outputs" / "a")
 
 
 def test_a_folder_that_cannot_be_made_or_has_no_room_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match=r"file/a.*trainer\.output_dir"):
-        create_run_folder(tmp_path / "file", "a", 0)
+        create_run_folder(tmp_path / "file" / "a")
     with pytest.raises(OutputError, match=r"less than trainer\.min_free_disk_mb=1000000000"):
-        create_run_folder(tmp_path, "b", 10**9)
+        check_room(tmp_path / "b", 10**9)
     assert not (tmp_path / "b").exists()
+    assert check_room(tmp_path / "b" / "c", 0).endswith(f" MiB free in {tmp_path}")
+    with pytest.raises(OutputError, match=r"file is a file: set trainer\.output_dir to a folder"):
+        check_room(tmp_path / "file" / "outputs", 0)
 
 
 def test_a_read_only_file_system_is_named(tmp_path):

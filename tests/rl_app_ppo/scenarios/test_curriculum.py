@@ -11,7 +11,8 @@ import re
 import numpy as np
 import pytest
 
-from rl_app_ppo.checks.preflight import preflight
+from rl_app_ppo.checks.facts import Facts
+from rl_app_ppo.checks.registry import preflight
 from rl_app_ppo.config.loading import load_config
 from rl_app_ppo.inputs.data import open_data, train_order
 from rl_app_ppo.verl_import.convert import import_verl
@@ -101,7 +102,7 @@ def config(tmp_path, install_plugins):
 
 
 def order_of(config):
-    preflight(config, PluginPolicy())
+    preflight(Facts(config, PluginPolicy()))
     return train_order(config, open_data(config, None)["train"])
 
 
@@ -138,7 +139,7 @@ def test_rows_can_be_taken_as_they_lie(config):
 )  # fmt: skip
 def test_what_can_not_order_the_rows_is_refused_before_a_process_starts(config, name, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        preflight(config(f"data.curriculum={name}"), PluginPolicy())
+        preflight(Facts(config(f"data.curriculum={name}"), PluginPolicy()))
 
 
 def test_rows_without_what_the_curriculum_looks_at_are_refused(config):
@@ -147,7 +148,7 @@ def test_rows_without_what_the_curriculum_looks_at_are_refused(config):
         ConfigError,
         match=r"'easy_first' can't be built for these 4000 rows: KeyError: 'difficulty'\. Fix it, or leave",
     ):
-        preflight(config("data.curriculum=easy_first", *demo), PluginPolicy())
+        preflight(Facts(config("data.curriculum=easy_first", *demo), PluginPolicy()))
 
 
 def test_a_package_weighs_rows_by_their_scores(config):

@@ -13,13 +13,14 @@ TRACKERS = {"tensorboard", "tensorboardX", "wandb", "mlflow", "trackio"}
 
 DRIVER = """
 from rl_app_ppo.api.training import run_training
-from rl_app_ppo.checks.preflight import preflight
+from rl_app_ppo.checks.facts import Facts
+from rl_app_ppo.checks.registry import preflight
 from rl_app_ppo.config.loading import load_config
 from rl_app_ppo.inputs.demo_model import cached_demo_model
 from rl_ckpt_engine import load_policy
 
 config = load_config([])
-preflight(config, load_policy())
+preflight(Facts(config, load_policy()))
 cached_demo_model(config)
 """
 REWARD = """

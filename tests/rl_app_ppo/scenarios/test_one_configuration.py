@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 from golden import NEEDS
 
-from rl_app_ppo.checks import preflight
+from rl_app_ppo.checks.facts import Facts
 from rl_app_ppo.checks.memory import check_memory, needed_bytes, parameters
+from rl_app_ppo.checks.registry import preflight
 from rl_app_ppo.cli.explain import difference, explain, read_side
 from rl_app_ppo.cli.main import main
 from rl_app_ppo.config import rollout_engines
@@ -186,16 +187,16 @@ def test_vllms_processes_can_share_the_heads_of_the_model_and_get_a_cpu_each(tmp
     def config(size, *more):
         return load_config(["rollout.name=vllm", f"rollout.tensor_model_parallel_size={size}", *more])
 
-    preflight.preflight(config(2), PluginPolicy())  # the demo's model has 4 heads
+    preflight(Facts(config(2), PluginPolicy()))  # the demo's model has 4 heads
     with pytest.raises(ConfigError, match=r"4 attention heads .* 3 processes.*rollout\.tensor_model_parallel_size"):
-        preflight.preflight(config(3), PluginPolicy())
+        preflight(Facts(config(3), PluginPolicy()))
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(heads))
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     with pytest.raises(
         ConfigError, match=r"6 attention heads and 3 for keys and values, which can't be divided over 2 processes"
     ):
-        preflight.preflight(config(2, f"model.path={tmp_path}"), PluginPolicy())
+        preflight(Facts(config(2, f"model.path={tmp_path}"), PluginPolicy()))
     cpus = {group.roles: cpus_used(group, config(2)) for group in worker_groups(config(2))}
     assert cpus == {("actor",): 1, ("ref",): 1, ("rollout",): 2, ("reward",): 1}
 

@@ -16,16 +16,14 @@ from rich.text import Text
 from rl_app_ppo.api.banner import described
 from rl_app_ppo.api.event_loop import run_interruptibly
 from rl_app_ppo.api.result import TrainResult
-from rl_app_ppo.checks.preflight import preflight
+from rl_app_ppo.checks.facts import Facts
+from rl_app_ppo.checks.registry import preflight
 from rl_app_ppo.cluster.local.fork_server import ForkServer
 from rl_app_ppo.config.full_keys import FullKeysFormatter, full_keys_in_errors
-from rl_app_ppo.config.loading import algorithm_label
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.driver.run import RunPlan, run
-from rl_app_ppo.inputs.epochs import with_length
 from rl_app_ppo.outputs.answers import read_answers
 from rl_app_ppo.outputs.console import Screen
-from rl_app_ppo.outputs.resume import find_start
 from rl_app_ppo.outputs.run_folder import RunFiles, RunFolder, create_run_folder, occupied, set_aside, write_config
 from rl_app_ppo.outputs.run_journal import plane_settings, require_journal
 from rl_app_ppo.outputs.run_record import RunRecord
@@ -57,25 +55,25 @@ def run_training(
             other failure is in its log.
     """
     with startup.phase("preflight", "checking configuration and data"):
-        graph = preflight(config, plugins)
-        written, config = config, with_length(config)  # the file keeps the epochs: a resumed run may have more
-        name = config.trainer.run_name or time.strftime(
-            f"%Y-%m-%d_%H-%M-%S_{algorithm_label(config)}_seed{config.trainer.seed}"
-        )
-        output_dir = Path(config.trainer.output_dir)
-        folder, steps = output_dir.expanduser() / name, config.trainer.total_training_steps
-        start = find_start(config, folder)
+        facts = Facts(config, plugins)
+        warnings = preflight(facts)
+        written, config, start = (
+            config,
+            facts.with_steps,
+            facts.start,
+        )  # the file keeps the epochs: a resumed run may have more
+        folder, steps = facts.folder, config.trainer.total_training_steps
     if start.finished:
         _finish_removal(RunFiles(folder=folder.resolve()))
         out.print(Text("\n".join(start.notes)), soft_wrap=True)
         return TrainResult.of(RunFiles(folder=folder.resolve()), steps)
     resume = config.trainer.resume_mode == "auto"
-    created = create_run_folder(output_dir, name, config.trainer.min_free_disk_mb, resume=resume)
+    created = create_run_folder(folder, resume=resume)
     files = RunFiles(folder=created.path.resolve())
     with occupied(files.folder), _removed_if_refused(created, files):
         settings = plane_settings(config, files)
         require_journal(settings)
-        notes = [*start.notes, *(set_aside(created.path) if start.set_aside else [])]
+        notes = [*warnings, *start.notes, *(set_aside(created.path) if start.set_aside else [])]
         write_config(written, files)
         with _logged(files.logs / "driver.log"):
             logger.info("run %s starts", files.folder)
@@ -88,7 +86,7 @@ def run_training(
             with _recorded(files, RunRecord(files.record, after, steps), screen) as record:
                 plan = RunPlan(
                     config=config,
-                    graph=graph,
+                    graph=facts.graph,
                     files=files,
                     start=start,
                     record=record,

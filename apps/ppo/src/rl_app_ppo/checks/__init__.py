@@ -1,1 +1,1 @@
-"""Checks before a process starts: preflight.py runs all of them."""
+"""Checks before a process starts: registry.py lists all of them."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from rl_app_ppo.checks.memory import shown_bytes
 from rl_app_ppo.checks.model_size import model_size
-from rl_app_ppo.checks.plan import shown_bytes
 from rl_app_ppo.checks.role_memory import lasting_bytes
 from rl_app_ppo.config.devices import PlannedProcess
 from rl_app_ppo.config.schema import AppConfig

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -13,8 +12,6 @@ from rl_protocol.support.network_interface import find_interface
 from rl_trainer.config.backends import require_gpu
 from rl_trainer.rewards import parse_terms
 from rl_trainer.rewards.scorer_toml import RewardModelConfig, is_scorer_toml, read_scorer_toml
-
-_ANSWER_TIMEOUT_S = 5.0
 
 
 def check_installed_engines(config: AppConfig) -> None:
@@ -59,24 +56,6 @@ def check_network(config: AppConfig) -> None:
     """
     if config.trainer.network_interface:
         find_interface(config.trainer.network_interface)
-
-
-def check_cluster(config: AppConfig) -> None:
-    """Check that something answers at a host:port of `ray.address`; Ray itself would wait minutes.
-
-    Raises:
-        ConfigError: nothing does.
-    """
-    host, _, port = config.ray.address.rpartition(":")
-    if "://" in host or not host or not port.isdecimal():
-        return  # local and auto; Ray checks other forms
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_TIMEOUT_S).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"No Ray cluster answers at ray.address={config.ray.address}: {error}. Start one (ray start --head --port={port}) or "
-            "give the address that it printed; ray.address=local starts Ray for this run alone."
-        ) from error
 
 
 def check_hosts(config: AppConfig, *, one_host: bool) -> None:

@@ -117,10 +117,10 @@ def check_memory(
         role: size for role, size in needed_bytes(weights, trained, config, reference).items() if role not in on_gpu
     }
     if sum(needed.values()) > available:
-        parts = ", ".join(f"{role} {_gib(size)}" for role, size in needed.items())
+        parts = ", ".join(f"{role} {shown_bytes(size)}" for role, size in needed.items())
         raise ConfigError(
-            f"A model of {weights:,} weights needs {_gib(sum(needed.values()))} of memory before any activation ({parts}); "
-            f"{_gib(available)} are available. Set lora.rank, lower rollout.num_workers, or take a smaller model.path."
+            f"A model of {weights:,} weights needs {shown_bytes(sum(needed.values()))} of memory before any activation ({parts}); "
+            f"{shown_bytes(available)} are available. Set lora.rank, lower rollout.num_workers, or take a smaller model.path."
         )
 
 
@@ -185,5 +185,6 @@ def available_bytes() -> int:
     return psutil.virtual_memory().available
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
+def shown_bytes(size: int) -> str:
+    """A number of bytes for people."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

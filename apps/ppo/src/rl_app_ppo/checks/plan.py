@@ -1,4 +1,4 @@
-"""What a run would start, with its memory by estimate (`--plan`). Imports torch."""
+"""What a run would start, with its memory by estimate (`rl plan`). Imports torch."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections import Counter
 
 import msgspec
 
-from rl_app_ppo.checks.machine import check_installed_engines, gpu_count, gpu_memory
-from rl_app_ppo.checks.memory import check_plane_size, step_bytes
+from rl_app_ppo.checks.facts import Facts
+from rl_app_ppo.checks.memory import shown_bytes
 from rl_app_ppo.checks.model_size import model_size
+from rl_app_ppo.checks.registry import Finding, findings, planned_step_bytes
 from rl_app_ppo.checks.role_memory import ModelSize, role_bytes
-from rl_app_ppo.config.devices import idle_gpus, plan_processes
 from rl_app_ppo.config.hosts import units_join
-from rl_app_ppo.config.model_path import described_model, described_reference
+from rl_app_ppo.config.model_path import described_reference
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.config.schema import AppConfig
-from rl_app_ppo.demo.settings import ModelSettings
-from rl_trainer import build_graph
+from rl_ckpt_engine import PluginPolicy
+from rl_protocol import ConfigError
 from rl_trainer.config.lora import LoraConfig
 
 
@@ -58,7 +58,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         data_plane_bytes: host memory of the rows of a step, at most.
         storage_units: of the data plane, by number of their host; 0: the driver's, if no process of
             the run is there.
-        warning: GPUs that stand idle; empty: none do.
+        checks: what the checks found.
     """
 
     weights: int
@@ -69,31 +69,36 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory: int
     data_plane_bytes: int
     storage_units: dict[int, int]
-    warning: str
+    checks: tuple[Finding, ...]
+
+    @property
+    def refused(self) -> bool:
+        """Whether no run of this plan starts."""
+        return any(found.level == "error" for found in self.checks)
 
 
-def make_plan(config: AppConfig) -> Plan:
+def make_plan(config: AppConfig, plugins: PluginPolicy) -> Plan:
     """The processes of a run: their roles, devices, CPUs, and memory by estimate.
 
     With trainer.n_gpus_per_node above 0 it supposes so many GPUs and the packages for them, else
     those of this machine. Of the model it needs config.json alone.
 
     Raises:
-        ConfigError: the model can't be planned, there are too few GPUs, or the data plane is too
-            small for a step.
+        ConfigError: the model can't be planned, a package is missing, or there are too few GPUs.
     """
     gpus = config.trainer.n_gpus_per_node
-    if gpus <= 0:
-        check_installed_engines(config)
-    there = gpus if gpus > 0 else gpu_count()
-    planned = plan_processes(config, there)
-    size = model_size(described_model(config), config.lora)
+    facts = Facts(config, plugins, gpus if gpus > 0 else None)
+    checks = tuple(findings(facts, "plan"))
+    for found in checks:
+        if found.what in ("engines", "devices") and found.level == "error":
+            raise ConfigError(found.text)
+    size = model_size(facts.described, config.lora)
     teacher = described_reference(config)
     sizes: dict[Role, ModelSize] = {} if teacher is None else {"ref": model_size(teacher, LoraConfig())}
     return Plan(
         weights=size.weights,
         trained=size.trained,
-        gpus=sum(process.gpus for process in planned),
+        gpus=sum(process.gpus for process in facts.planned),
         hosts=config.trainer.nnodes,
         processes=tuple(
             ProcessPlan(
@@ -104,12 +109,12 @@ def make_plan(config: AppConfig) -> Plan:
                 cpus=config.ray.cpus_per_worker,
                 memory={role: dict(role_bytes(role, config, sizes.get(role, size), on_gpu=gpus > 0)) for role in roles},
             )
-            for (host, roles, gpus), count in Counter((p.host, p.roles, p.gpus) for p in planned).items()
+            for (host, roles, gpus), count in Counter((p.host, p.roles, p.gpus) for p in facts.planned).items()
         ),
-        gpu_memory=gpu_memory() if any(process.gpus for process in planned) else 0,
-        data_plane_bytes=_plane_bytes(config),
+        gpu_memory=facts.gpu_bytes,
+        data_plane_bytes=planned_step_bytes(facts),
         storage_units=_storage_units(config),
-        warning=idle_gpus(config, planned, there),
+        checks=checks,
     )
 
 
@@ -141,23 +146,11 @@ def plan_text(plan: Plan) -> str:
             for host, units in plan.storage_units.items()
         )
         plane += f"; storage units: {units}"
-    return "\n".join([*lines, plane, *filter(None, [plan.warning])]) + "\n"
+    wrong = [f"{found.level}: {found.text}" for found in plan.checks if found.level != "ok"]
+    return "\n".join([*lines, plane, *wrong]) + "\n"
 
 
 def _storage_units(config: AppConfig) -> dict[int, int]:
     settings = config.transfer_queue
     hosts = range(1, config.trainer.nnodes + 1) if units_join(settings) else (0,)
     return dict.fromkeys(hosts, settings.num_storage_units)
-
-
-def _plane_bytes(config: AppConfig) -> int:
-    """The data plane's memory of a step whose prompts are as long as allowed."""
-    longest = config.data.max_prompt_length if config.data.train_files else ModelSettings().context
-    needed = step_bytes(config, build_graph(config.algorithm, config.actor), longest, 0)
-    check_plane_size(config, needed)
-    return needed
-
-
-def shown_bytes(size: int) -> str:
-    """A number of bytes for people."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -161,7 +161,14 @@ def _run(arguments: Arguments, out: Console) -> int:
         out.print(Text(answer), end="", soft_wrap=True)
         return 0
     plugins = load_policy(allow_unsafe_plugins=UNSAFE_PLUGINS in arguments.flags)
-    launch(load_config(arguments.overrides, arguments.config_file), plugins, out, before_s=command_age())
+    config = load_config(arguments.overrides, arguments.config_file)
+    if "--plan" in arguments.flags:
+        from rl_app_ppo.checks.plan import make_plan, plan_text  # torch: other commands need none
+
+        plan = make_plan(config, plugins)
+        out.print(Text(plan_text(plan)), end="", soft_wrap=True)
+        return 2 if plan.refused else 0
+    launch(config, plugins, out, before_s=command_age())
     return 0
 
 
@@ -192,8 +199,4 @@ def _answer(arguments: Arguments) -> str | None:
         return launch_text(flags["--launch"][0], config, arguments.line, job_flags)
     if job_flags:
         raise ConfigError(f"{next(iter(job_flags))} needs --launch, whose file it is for.")
-    if "--plan" in flags:
-        from rl_app_ppo.checks.plan import make_plan, plan_text  # torch: other commands need none
-
-        return plan_text(make_plan(load_config(arguments.overrides, arguments.config_file)))
     return shown_yaml(load_config(arguments.overrides, arguments.config_file)) if "--cfg" in flags else None

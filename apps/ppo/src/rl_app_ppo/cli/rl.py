@@ -103,31 +103,46 @@ def _doctor(
     as_json: Json = False,
 ) -> None:
     """Say what this machine has, and whether a run can start."""
-    from rl_app_ppo.checks.doctor import findings  # torch
+    from rl_app_ppo.checks.facts import Facts
+    from rl_app_ppo.checks.registry import findings
 
     plugins = load_policy(allow_unsafe_plugins=allow_unsafe_plugins)
     with trusting(words, trust, _err()):
-        found = list(findings(load_config(words or (), config), plugins))
+        found = list(findings(Facts(load_config(words or (), config), plugins), "doctor"))
+    errors = sum(one.level == "error" for one in found)
     if as_json:
         _print_json(found)
     else:
-        _print(columns([(one.level, one.what, one.text) for one in found]))
-    if any(finding.level == "error" for finding in found):
+        _print(columns([(one.level, one.what, one.text) for one in found]) + _verdict(errors))
+    if errors:
         raise typer.Exit(2)
+
+
+def _verdict(errors: int) -> str:
+    found = "" if not errors else f"{errors} error{'s' if errors > 1 else ''}: no "
+    return f"{found or 'A '}run with these settings can start.\n"
 
 
 @app.command("plan", rich_help_panel=BEFORE)
 @_coded
-def _plan(words: Words = None, config: ConfigFile = None, trust: Trust = None, as_json: Json = False) -> None:
-    """Print the processes of a run, their GPUs and memory by estimate."""
+def _plan(
+    words: Words = None,
+    config: ConfigFile = None,
+    trust: Trust = None,
+    allow_unsafe_plugins: Unsafe = False,
+    as_json: Json = False,
+) -> None:
+    """Print the processes of a run, with GPUs and memory."""
     from rl_app_ppo.checks.plan import make_plan, plan_text  # torch
 
     with trusting(words, trust, _err()):
-        plan = make_plan(load_config(words or (), config))
+        plan = make_plan(load_config(words or (), config), load_policy(allow_unsafe_plugins=allow_unsafe_plugins))
     if as_json:
         _print_json(plan)
     else:
         _print(plan_text(plan))
+    if plan.refused:
+        raise typer.Exit(2)
 
 
 @app.command("config", rich_help_panel=BEFORE)
@@ -139,7 +154,7 @@ def _show_config(
     as_json: Json = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema of --config files.")] = False,
 ) -> None:
-    """Print the resolved configuration, without defaults that nothing reads."""
+    """Print the resolved configuration, without unused defaults."""
     if schema:
         _print(schema_text())
         return
@@ -160,7 +175,7 @@ def _explain_key(
     trust: Trust = None,
     as_json: Json = False,
 ) -> None:
-    """Print meaning, value and origin of a key, or of each key of a group."""
+    """Print meaning, value and origin of a key or a group."""
     with trusting(words, trust, _err()):
         resolved = resolve(words or (), config)
         if as_json:
@@ -172,7 +187,7 @@ def _explain_key(
 @app.command("diff", rich_help_panel=BEFORE)
 @_coded
 def _diff(a: str, b: str, trust: Trust = None, as_json: Json = False) -> None:
-    """Print how two configurations differ: YAML files, or overrides in quotes."""
+    """Print how two YAML files or quoted overrides differ."""
     with trusting((), trust, _err()):
         sides = read_side(a), read_side(b)
         if as_json:
@@ -209,7 +224,7 @@ def _convert_verl(
     file: Annotated[Path, typer.Argument(help="YAML, a list of overrides, or a shell script.")],
     accept_losses: Annotated[bool, typer.Option("--accept-losses", help="Exit code 0 in spite of them.")] = False,
 ) -> None:
-    """Convert a verl 0.9 configuration; exit code 1 if a setting is lost."""
+    """Convert a verl 0.9 file; exit code 1 if settings are lost."""
     raise typer.Exit(import_verl(file, _out(), _err(), accept_losses=accept_losses))
 
 

@@ -108,7 +108,7 @@ def idle_gpus(config: AppConfig, planned: Iterable[PlannedProcess], gpus: int) -
     if config.engine.trains_on != "cpu" or config.trainer.n_gpus_per_node == 0 or idle <= 0:
         return ""
     return (
-        f"WARNING: the models train on the CPU (model_engine={config.model_engine}) while {idle} GPUs of this node stand idle; set "
+        f"the models train on the CPU (model_engine={config.model_engine}) while {idle} GPUs of this node stand idle; set "
         f"{config.model_engine}.device=auto to train on a GPU, or {GPUS_KEY}=0 to use none."
     )
 

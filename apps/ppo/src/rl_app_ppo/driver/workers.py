@@ -106,7 +106,7 @@ class WorkerPool:
         if wanted:
             say(f"GPUs: {wanted} of {gpus} of this node: {described_gpus(self._planned)}")
         if warning := idle_gpus(self._config, self._planned, gpus):
-            say(warning)
+            say(f"warning: {warning}")
         await require_cpus(self._computing, self._config.ray.cpus_per_worker)
         await require_free_gpus(wanted)
 

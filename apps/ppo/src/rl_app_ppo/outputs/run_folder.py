@@ -54,36 +54,50 @@ class RunFolder:
     """Created for this run."""
 
 
-def create_run_folder(output_dir: Path, run_name: str, min_free_mb: int, *, resume: bool = False) -> RunFolder:
-    """Create the folder of a run, after a check that it can be written and has room.
+def create_run_folder(folder: Path, *, resume: bool = False) -> RunFolder:
+    """Create the folder of a run, and check that it can be written.
 
     Args:
-        output_dir: parent of all run folders.
-        run_name: name of this one.
-        min_free_mb: least free space, MiB.
+        folder: of this run, in that of all runs.
         resume: the folder may exist.
 
     Raises:
-        OutputError: it exists already, can't be written, or the disk has less than `min_free_mb`
-        MiB left.
+        OutputError: it exists already, or can't be written.
     """
-    folder = output_dir.expanduser() / run_name
     with writing(folder):
         is_new = not folder.exists()
         if not resume:
             check_new(folder)
-        there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-        free = shutil.disk_usage(there).free // 2**20
-        if free < min_free_mb:
-            raise OutputError(
-                f"{output_dir} has {free} MiB of free space, less than trainer.min_free_disk_mb={min_free_mb}. "
-                "Free some space or set trainer.output_dir to another place."
-            )
         folder.mkdir(parents=True, exist_ok=resume)
         probe = folder / _PROBE
         probe.write_bytes(b"\0" * 4096)
         probe.unlink()
     return RunFolder(folder, is_new)
+
+
+def check_room(output_dir: Path, min_free_mb: int) -> str:
+    """Check that the folder of all runs can be written and has room; returns what was found.
+
+    Args:
+        output_dir: the folder, which need not exist.
+        min_free_mb: least free space, MiB.
+
+    Raises:
+        OutputError: it is no folder, can't be written, or has less free space.
+    """
+    with writing(output_dir):
+        there = next(parent for parent in (output_dir, *output_dir.absolute().parents) if parent.exists())
+        free = shutil.disk_usage(there).free // 2**20
+    if not there.is_dir():
+        raise OutputError(f"{there} is a file: set trainer.output_dir to a folder.")
+    if not os.access(there, os.W_OK):
+        raise OutputError(f"{there} can't be written: make it writable, or set trainer.output_dir to another place.")
+    if free < min_free_mb:
+        raise OutputError(
+            f"{output_dir} has {free} MiB of free space, less than trainer.min_free_disk_mb={min_free_mb}. "
+            "Free some space or set trainer.output_dir to another place."
+        )
+    return f"{free} MiB free in {there}"
 
 
 def check_new(folder: Path) -> None:

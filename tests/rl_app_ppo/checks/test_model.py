@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 from trust import trust
 
-from rl_app_ppo.checks.preflight import preflight
+from rl_app_ppo.checks.facts import Facts
+from rl_app_ppo.checks.registry import preflight
 from rl_app_ppo.config.loading import load_config
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError
@@ -38,7 +39,9 @@ def overrides(make_vision_model, tmp_path_factory):
 
 
 def check(*overrides):
-    return preflight(load_config(list(overrides)), PluginPolicy())
+    facts = Facts(load_config(list(overrides)), PluginPolicy())
+    preflight(facts)
+    return facts.graph
 
 
 def test_only_the_models_of_a_step_read_pixels(overrides):

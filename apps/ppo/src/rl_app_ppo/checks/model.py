@@ -1,0 +1,155 @@
+"""Check what a model can be combined with, and that it fits its device and its context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rl_app_ppo.checks.facts import Facts
+from rl_app_ppo.checks.memory import available_bytes, check_memory, matrices, parameters, trained_parameters
+from rl_app_ppo.config.model_path import given_reference, read_json
+from rl_app_ppo.config.placement import Role
+from rl_app_ppo.config.presets import NO_PRESET, of_demo
+from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.config.training_backends import TRAINING_BACKENDS
+from rl_app_ppo.demo.demos import DEMOS
+from rl_app_ppo.inputs.tokenizer import load_tokenizer
+from rl_protocol import ConfigError
+from rl_trainer import needs_critic
+from rl_trainer.config.adapter_folder import check_adapter
+from rl_trainer.data.model_families import why_padded
+from rl_trainer.rewards import parse_terms
+from rl_trainer.rewards.scorer_toml import RewardModelConfig, is_scorer_toml, read_scorer_toml
+
+
+def check_model(facts: Facts) -> None:
+    """Check that the settings fit the model's kind, its adapter and the demo's task.
+
+    Raises:
+        ConfigError: they do not; names the key.
+    """
+    config, path = facts.config, facts.model
+    if path is not None:
+        if facts.sees_images:
+            _check_sight(config, path)
+        _check_padding(config, path)
+    _check_adapter(config, path, sees_images=facts.sees_images)
+    config.generator.check_model(facts.model_config, config.rollout)
+    if path is not None:
+        _check_demo(config, path)
+
+
+def check_context(facts: Facts) -> None:
+    """Check that prompts and responses fit the model's context, vocabulary and batches.
+
+    Raises:
+        ConfigError: they do not; names the key and a value that fits.
+    """
+    config, longest, context = facts.config, facts.longest, facts.context
+    response = config.rollout.response_length
+    if facts.model is not None:
+        _check_vocabulary(facts.model, max(rows.largest_token for rows in facts.data.values()))
+    if longest >= context:
+        raise ConfigError(
+            f"The longest prompt has {longest} tokens, and the model's context is {context}, for prompt and response. Set "
+            f"data.max_prompt_length to at most {max(1, context - response)}, which leaves longer prompts out, or choose another model.path."
+        )
+    if longest + response > context:
+        raise ConfigError(
+            f"rollout.response_length={response} and the longest prompt of {longest} tokens do not fit the model's "
+            f"context of {context}; set rollout.response_length to at most {context - longest}."
+        )
+    for key, most in (("actor", config.actor.ppo_max_token_len), ("critic", config.critic.ppo_max_token_len)):
+        if most and longest + response > most:
+            raise ConfigError(
+                f"{key}.ppo_max_token_len must hold the longest prompt of {longest} tokens and rollout.response_length={response}; got {most}."
+            )
+
+
+def check_models_fit(facts: Facts) -> None:
+    """Check that each model fits into the memory of its device, on this machine.
+
+    Raises:
+        ConfigError: one does not; names its parts and what to change.
+    """
+    config, path = facts.config, facts.model
+    if path is None or facts.elsewhere:
+        return
+    on_gpu: set[Role] = {role for process in facts.planned if process.gpus for role in process.roles}
+    weights, trained = parameters(path), trained_parameters(path, config.lora)
+    teacher = given_reference(config)
+    reference = None if teacher is None else parameters(teacher)
+    check_memory(weights, trained, config, available_bytes(), on_gpu, reference)
+
+
+def _check_demo(config: AppConfig, path: Path) -> None:
+    """Check that a demo preset trains the demo model."""
+    demo = DEMOS[config.data.demo]
+    if not _demo_preset(config) or load_tokenizer(path).get_vocab_size() == len(demo.vocabulary):
+        return
+    raise ConfigError(
+        f"model.path={str(path)!r} is not the demo model (its vocabulary differs), and preset={_demo_preset(config)}, which applies when "
+        f"data.train_files is empty, is for that model alone. Set data.train_files to train on your data, or preset={NO_PRESET} "
+        "to train this model on the demo's task."
+    )
+
+
+def _demo_preset(config: AppConfig) -> str:
+    """The demo's preset that applies; empty: none."""
+    return next((name for name in config.preset if of_demo(name)), "")
+
+
+def _check_sight(config: AppConfig, path: Path) -> None:
+    """Check the settings that a vision model can't be combined with."""
+    engines = tuple(name for name, backend in TRAINING_BACKENDS.items() if backend.images)
+    wanted: dict[str, tuple[object, tuple[object, ...]]] = {
+        "rollout.name": (config.rollout.name, (config.rollout.name if config.generator.images else "hf",)),
+        "model_engine": (config.model_engine, engines),
+        "actor.use_remove_padding": (config.actor.use_remove_padding, (False,)),
+        "critic.use_remove_padding": (needs_critic(config.algorithm) and config.critic.use_remove_padding, (False,)),
+    }
+    for key, (got, fitting) in wanted.items():
+        if got not in fitting:
+            need = " or ".join(map(str, fitting))
+            raise ConfigError(f"model.path={str(path)!r} sees images, for which {key} must be {need}; got {got}.")
+    for term in parse_terms(config.reward.function):
+        if is_scorer_toml(term.name) and isinstance(read_scorer_toml(term.name), RewardModelConfig):
+            raise ConfigError(
+                f"model.path={str(path)!r} sees images, which the reward model {term.name} would not; leave it out of reward.function."
+            )
+
+
+def _check_adapter(config: AppConfig, path: Path | None, *, sees_images: bool) -> None:
+    """Check that the policy can start from a given adapter, and that the rollout gets it."""
+    if not config.lora.adapter_path:
+        return
+    # vision models name their modules otherwise in files
+    check_adapter(config.lora, None if path is None or sees_images else matrices(path))
+    if not config.checkpoint_engine.enabled:
+        raise ConfigError(
+            f"lora.adapter_path={config.lora.adapter_path!r} needs checkpoint_engine.enabled=true, by which the rollout gets the adapter; got "
+            "false."
+        )
+
+
+def _check_padding(config: AppConfig, path: Path) -> None:
+    """Check that sequences are padded where the model's can't be joined."""
+    reason = why_padded(str(read_json(path / "config.json", str(path)).get("model_type", "")))
+    joined = {
+        "actor.use_remove_padding": config.actor.use_remove_padding,
+        "critic.use_remove_padding": needs_critic(config.algorithm) and config.critic.use_remove_padding,
+    }
+    for key, value in joined.items():
+        if value and reason:
+            raise ConfigError(f"model.path={str(path)!r} {reason}; {key} must be False, got {value}.")
+
+
+def _check_vocabulary(path: Path, largest: int) -> None:
+    """Check that the model has an embedding for every token of the prompts."""
+    described = read_json(path / "config.json", str(path))
+    size = described.get("vocab_size", (described.get("text_config") or {}).get("vocab_size"))
+    if isinstance(size, int) and largest >= size:
+        raise ConfigError(
+            f"model.path={str(path)!r}: the prompts hold token {largest}, and the model's vocab_size is {size}: tokenizer and model do not "
+            "belong together. Save the model's own tokenizer in its folder, or call model.resize_token_embeddings(len(tokenizer)) and save "
+            "both again."
+        )
