@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.text import Text
 
 from rl_app_ppo.api.launch import launch
+from rl_app_ppo.cli.cluster_files.launch_files import JOB_FLAGS, KINDS, launch_text
 from rl_app_ppo.cli.exit_codes import exit_code
 from rl_app_ppo.cli.explain import difference, explain, keys_text, read_side
 from rl_app_ppo.cli.import_verl import import_verl
 from rl_app_ppo.cli.json_schema import schema_text
-from rl_app_ppo.cli.launch_files import JOB_FLAGS, KINDS, launch_text
 from rl_app_ppo.cli.trusted import trusting
 from rl_app_ppo.config.loading import load_config, resolve, shown_yaml
 from rl_app_ppo.config.presets import algorithms, presets

@@ -16,12 +16,13 @@ from rich.text import Text
 
 from rl_app_ppo.api.launch import launch
 from rl_app_ppo.chaos.command import chaos
+from rl_app_ppo.cli.bench import bench, speed_text
+from rl_app_ppo.cli.cluster_files.launch_files import JOB_FLAGS, KINDS, launch_text
 from rl_app_ppo.cli.columns import columns
 from rl_app_ppo.cli.exit_codes import exit_code
 from rl_app_ppo.cli.explain import described, difference, differing, explain, keys_text, read_side
 from rl_app_ppo.cli.import_verl import import_verl
 from rl_app_ppo.cli.json_schema import schema_text
-from rl_app_ppo.cli.launch_files import JOB_FLAGS, KINDS, launch_text
 from rl_app_ppo.cli.new_package.write import KINDS as PLUGIN_KINDS
 from rl_app_ppo.cli.new_package.write import words_of_file, write_package
 from rl_app_ppo.cli.replay import replay
@@ -91,6 +92,26 @@ def _demo(
         return
     with trusting(words, trust, _err()):
         launch(load_config(demo_words(name, words or ())), load_policy(), _out(), before_s=command_age())
+
+
+@app.command("bench", rich_help_panel=BEFORE)
+@_coded
+def _bench(
+    words: Words = None,
+    config: ConfigFile = None,
+    trust: Trust = None,
+    allow_unsafe_plugins: Unsafe = False,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure, after a first one.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Measure seconds and tokens of a step on this machine."""
+    plugins = load_policy(allow_unsafe_plugins=allow_unsafe_plugins)
+    with trusting(words, trust, _err()):
+        speed = bench(words or (), config, steps, plugins, _err(), command_age())
+    if as_json:
+        _print_json(speed)
+    else:
+        _print(speed_text(speed))
 
 
 @app.command("doctor", rich_help_panel=BEFORE)

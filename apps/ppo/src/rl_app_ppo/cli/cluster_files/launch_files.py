@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from rl_app_ppo.cli.cluster_job import AWAIT_HEAD, ClusterJob
-from rl_app_ppo.cli.sbatch import sbatch
+from rl_app_ppo.cli.cluster_files.cluster_job import AWAIT_HEAD, ClusterJob
+from rl_app_ppo.cli.cluster_files.sbatch import sbatch
 from rl_app_ppo.config.loading import algorithm_label
 from rl_app_ppo.config.schema import AppConfig
 from rl_protocol import ConfigError

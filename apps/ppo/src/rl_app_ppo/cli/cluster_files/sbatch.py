@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_app_ppo.cli.cluster_job import AWAIT_HEAD, ClusterJob
+from rl_app_ppo.cli.cluster_files.cluster_job import AWAIT_HEAD, ClusterJob
 
 
 def sbatch(job: ClusterJob) -> str:
