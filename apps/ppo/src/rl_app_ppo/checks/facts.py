@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +135,16 @@ class Facts:
 
     @cached_property
     def folder(self) -> Path:
-        """The folder of the run, named by the time unless trainer.run_name is set."""
+        """The folder of the run, named by the time unless trainer.run_name is set.
+
+        Runs that start in the same second get different names.
+        """
         trainer = self.config.trainer
-        stamp = f"%Y-%m-%d_%H-%M-%S_{algorithm_label(self.config)}_seed{trainer.seed}"
-        return self.output / (trainer.run_name or time.strftime(stamp))
+        if trainer.run_name:
+            return self.output / trainer.run_name
+        stamp = time.strftime(f"%Y-%m-%d_%H-%M-%S_{algorithm_label(self.config)}_seed{trainer.seed}")
+        names = chain((stamp,), (f"{stamp}_{number}" for number in count(2)))
+        return next(folder for name in names if not (folder := self.output / name).exists())
 
     @cached_property
     def with_steps(self) -> AppConfig:
