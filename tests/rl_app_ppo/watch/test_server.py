@@ -9,7 +9,9 @@ from urllib.parse import urlsplit
 
 import pytest
 from hostile_run import write_run
+from typer.testing import CliRunner
 
+from rl_app_ppo.cli import rl
 from rl_app_ppo.watch.server import ReportServer
 from rl_protocol import ConfigError, OutputError
 from rl_trainer.record.record_file import RecordFile
@@ -79,6 +81,9 @@ def test_it_listens_on_loopback_alone_and_each_run_has_its_own_token(server, fol
         pass
     with pytest.raises(OutputError, match=rf"--port {url.port}: Address already in use"):
         ReportServer(folder, url.port)
+    done = CliRunner().invoke(rl.app, ["watch", str(folder), "--web", "--port", str(url.port)])
+    assert done.exit_code == 2
+    assert f"error: --port {url.port}: Address already in use. Choose another one" in done.output
 
 
 def test_a_folder_that_is_no_run_is_refused_and_one_that_breaks_later_says_so(server, folder, tmp_path):
