@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from rich.console import Console
 
-from rl_app_ppo.outputs.console import LossNotes, OldLogProbNotes, stage_shares, step_line, validation_accuracy
+from rl_app_ppo.outputs.console import LossNotes, OldLogProbNotes, Screen, stage_shares, step_line, validation_accuracy
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_protocol.ports import GroupFailure
 
@@ -23,6 +26,13 @@ def test_only_what_is_there_is_listed(tmp_path):
     files.metrics.write_text("")
     files.checkpoint.mkdir()
     assert files.written() == {"metrics": files.metrics, "checkpoint": files.checkpoint}
+
+
+def test_the_banner_has_the_whole_path_of_the_run_on_a_narrow_terminal():
+    out, folder = io.StringIO(), Path("/data") / ("long" * 20)
+    Screen(Console(file=out, width=60)).header({"model": "demo"}, folder)
+    lines = [line.strip("│").split() for line in out.getvalue().splitlines()]
+    assert str(folder) in "".join(line[-1] for line in lines[2:-1])
 
 
 def test_the_step_line_keeps_its_columns():

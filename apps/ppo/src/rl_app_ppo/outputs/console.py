@@ -150,6 +150,8 @@ class Screen:
     def header(self, lines: Mapping[str, str], folder: Path) -> None:
         """Print the banner: title -> text of each line, and the run folder."""
         table = Table.grid(padding=(0, 2))
+        table.add_column()
+        table.add_column(overflow="fold")  # a path is whole on a narrow terminal
         for name, value in (*lines.items(), ("output", str(folder))):
             table.add_row(Text(name, style="bold"), Text(value, style="bold red" if "OFF" in value else ""))
         self._console.print(Panel(table, title="rl-app-ppo", title_align="left", expand=False))
