@@ -11,7 +11,7 @@ from rich.console import Console
 
 from rl_app_ppo.chaos.command import chaos
 from rl_app_ppo.chaos.report import ChaosReport
-from rl_app_ppo.chaos.schedule import PLANE_CELLS, Fault
+from rl_app_ppo.chaos.schedule import PLANE_CELLS, Fault, Victim
 from rl_protocol import OutputError
 
 SEED = 22
@@ -37,13 +37,17 @@ def test_runs_whose_processes_are_killed_lose_nothing(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_application_survives_a_byte_of_weights_and_two_other_faults(tmp_path):
+def test_the_application_survives_the_end_of_two_workers_and_a_changed_byte_of_weights(tmp_path):
     out, path = io.StringIO(), tmp_path / "chaos.json"
-    assert chaos(3, SEED, 16, path, Console(file=out, width=200), model=True), out.getvalue()
+    assert chaos(3, 14, 19, path, Console(file=out, width=200), model=True), out.getvalue()
     outcomes = report_of(path).outcomes
     assert [one.kind for one in outcomes] == ["app"] * 3
     assert all(one.trained for one in outcomes)
-    assert Fault.FLIP_WEIGHTS in {strike.fault for one in outcomes for strike in one.strikes}
+    assert [(strike.victim, strike.fault) for one in outcomes for strike in one.strikes] == [
+        (Victim.REFERENCE, Fault.TERMINATE),
+        (Victim.TRAINER, Fault.KILL),
+        (Victim.TRAINER, Fault.FLIP_WEIGHTS),
+    ]
 
 
 @pytest.mark.nightly

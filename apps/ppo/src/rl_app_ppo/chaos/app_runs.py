@@ -36,7 +36,8 @@ PACE = Pace(events=STEPS + 1, spread_s=0.5, passes=0.5, cells=APP_CELLS)
 _NAME = "run"
 _SERVER = "rl_transferqueue.launch.server_process"
 _WORKER = re.compile(r"worker (\S+) starts as [\w, ]+, process (\d+)")
-_VICTIMS = {"actor": "trainer"}
+_HELD = re.compile(r"prompts finished = \d+ trained \+ \d+ dropped \+ (\d+) held")
+_VICTIMS = {"actor": "trainer", "ref": "reference"}
 """What a worker is called as a victim, where it has another name."""
 
 
@@ -92,10 +93,12 @@ class AppSubject:
             "trainer.deterministic=true",
             "trainer.threads_per_worker=1",
             "actor.optim.lr=1e-3",
-            "actor.use_kl_loss=false",
+            "algorithm=ppo",  # with KL loss: every kind of process
+            "actor.use_kl_loss=true",
             "data.val_size=4",
             f"data.train_batch_size={BATCH}",
             f"actor.ppo_mini_batch_size={BATCH}",
+            f"critic.ppo_mini_batch_size={BATCH}",
             f"rollout.n={N}",
             "rollout.num_workers=1",
             "placement=separate",
@@ -180,12 +183,13 @@ class AppSubject:
         differ = weights != self._straight.weights
         late = [Counter({row: n for row, n in rows.items() if row[0] > starts[-1]}) for rows in (wanted, trained)]
         found, _ = newest_whole(self.run_files.checkpoints)
+        log = "".join(path.read_text(errors="replace") for path in self.run_files.logs.glob("driver.log"))
         return Counted(
             acknowledged=trained.total(),
             trained=trained.total(),
             lost=(late[0] - late[1]).total() if differ else 0,
             doubled=(trained - wanted).total(),
-            held=0,
+            held=int([0, *_HELD.findall(log)][-1]),
             went_back=back + int(found is None or found.manifest.step != STEPS),
             weights_differ=differ,
         )

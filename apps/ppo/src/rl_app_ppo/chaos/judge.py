@@ -36,7 +36,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     doubled: int
     """Responses that were trained more than once."""
     held: int
-    """Rows that were left in the data plane at the end."""
+    """Rows that were left in the data plane at the end; of app the prompts that its driver held."""
     went_back: int
     """Versions or checkpoints that are older than one before them."""
     hung: bool

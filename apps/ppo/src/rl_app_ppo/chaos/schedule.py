@@ -21,6 +21,8 @@ class Victim(StrEnum):
     ROLLOUT = "rollout"
     REWARD = "reward"
     TRAINER = "trainer"
+    REFERENCE = "reference"
+    CRITIC = "critic"
     DRIVER = "driver"
     ALL = "all"
     """Every process at once."""
@@ -91,9 +93,10 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     """In the order of their events."""
 
 
-_ONE = [victim for victim in Victim if victim is not Victim.ALL]
+_MODELS = (Victim.REFERENCE, Victim.CRITIC)
+_ONE = [victim for victim in Victim if victim not in (*_MODELS, Victim.ALL)]
 PLANE_CELLS: tuple[tuple[Victim, Fault], ...] = (
-    *product(Victim, _SIGNALS),
+    *product((*_ONE, Victim.ALL), _SIGNALS),
     *product((Victim.CONTROLLER, Victim.TRAINER, Victim.DRIVER, Victim.ALL), (Fault.FULL_DISK,)),
     *product((Victim.CONTROLLER, Victim.TRAINER, Victim.DRIVER), (Fault.SLOW_DISK,)),
     *product(_ONE, (Fault.CUT, Fault.SLOW_LINK)),
@@ -102,8 +105,13 @@ PLANE_CELLS: tuple[tuple[Victim, Fault], ...] = (
 )
 """Every victim with every fault that it can have: only these write files of the run, and files are
 changed while no process is there."""
-APP_CELLS = (*PLANE_CELLS, (Victim.TRAINER, Fault.FLIP_WEIGHTS))
-"""Those of the application: the stand-in has no weights that need shared memory."""
+APP_CELLS = (
+    *PLANE_CELLS,
+    *product(_MODELS, (*_SIGNALS, Fault.CUT, Fault.SLOW_LINK)),
+    (Victim.CRITIC, Fault.FULL_DISK),
+    (Victim.TRAINER, Fault.FLIP_WEIGHTS),
+)
+"""Those of the application: the stand-in has one model, and no weights that need shared memory."""
 _POINTS = {
     FaultPoint.JOURNAL_APPENDED: (Victim.CONTROLLER, 100),
     FaultPoint.JOURNAL_PAYLOAD_SYNCED: (Victim.CONTROLLER, 100),
