@@ -74,7 +74,7 @@ def test_programs_and_commands_are_there():
     ours["just"] = set(re.findall(r"^([a-z][\w-]*)(?: \*ARGS)?:", (ROOT / "justfile").read_text(), flags=re.MULTILINE))
     counted = 0
     for document, line in commands():
-        words = re.sub(r"--(extra|group) \S+ ?", "", line.partition("#")[0]).split()
+        words = re.sub(r"--(extra|group|directory) \S+ ?", "", line.partition("#")[0]).split()
         words = words[2:] if words[:2] == ["uv", "run"] else words
         counted += 1
         if words[0] in ours:
