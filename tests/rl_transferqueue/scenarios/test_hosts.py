@@ -15,7 +15,7 @@ import pytest
 from conftest import until_async
 from host_helpers import host_units, on_host, start_client
 
-from rl_protocol import BatchError, ConfigError, DataPlaneError
+from rl_protocol import BatchData, BatchError, ConfigError, DataPlaneError, dense
 from rl_protocol.support import host_identity
 from rl_transferqueue import Client, LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, start_host_units
 from rl_transferqueue.launch.local_plane import start_local_plane
@@ -124,6 +124,25 @@ def test_the_end_of_a_unit_of_another_host_loses_its_rows_and_no_others() -> Non
                 assert (await client.get(here)).dense("x").values[0, 5] == 0
 
         asyncio.run(lose())
+
+
+def test_a_client_that_connects_does_without_units_that_do_not_answer() -> None:
+    """As those of a host that is lost."""
+    with start_local_plane(CONFIG, hosts=2) as plane, host_units("b", THERE) as (units, pids):
+        plane.join(units)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+
+        async def use() -> None:
+            async with await connect(plane.descriptor, timeout_s=8) as client:
+                meta = await client.put("p", ["x"], BatchData({"x": dense([7.0])}))
+                assert (await client.get(meta)).dense("x").values.tolist() == [7.0]
+
+        try:
+            asyncio.run(use())
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
 
 
 def test_memory_of_a_client_that_the_controller_lost_stays_until_its_process_ends() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from rl_protocol.batch.batch_data import BatchData
 from rl_protocol.batch.kv_batch_meta import KVBatchMeta, LazyRows, Scalar, Tag, check_where
 from rl_protocol.batch.schema import ColumnSpec
-from rl_protocol.errors import BatchError, DuplicateKeyError, PlaneLostError, RLError
+from rl_protocol.errors import BatchError, DuplicateKeyError, PlaneLostError, PlaneTimeout, RLError
 from rl_protocol.ports import DataPlane, PlaneStats, RowChanges, RowFlags, Traffic
 from rl_protocol.support.host_identity import this_host
 from rl_protocol.wire.draft import Draft
@@ -120,18 +120,19 @@ class Client(DataPlane):
         deadline = deadline_after(timeout_s)
         controller, units = self._descriptor.controller, self._descriptor.units
         self._servers.add(CONTROLLER, await self._route.lifeline(controller, CONTROLLER, timeout_s))
-        for i, unit in enumerate(units):
-            name = f"storage unit {i}"
-            try:
-                self._servers.add(name, await self._route.lifeline(unit, name, seconds_until(deadline)), i)
-            except PlaneLostError:
-                self._writer.lose_unit(i)
-                if i == len(units) - 1 and not self._servers.any_unit_runs:
-                    raise
         if self._route.here:
             self._reader.use_cache(LocationCache(EpochView(controller)))
         hello = Hello(this_process() if self._route.maps_memory else None, this_host())
         await self._controller.call(hello, Done, seconds_until(deadline))
+        for i, unit in enumerate(units):
+            name = f"storage unit {i}"
+            try:
+                # a unit whose host is lost does not answer, and must leave time for the others
+                self._servers.add(name, await self._route.lifeline(unit, name, seconds_until(deadline) / 2), i)
+            except (PlaneLostError, PlaneTimeout):
+                self._writer.lose_unit(i)
+                if i == len(units) - 1 and not self._servers.any_unit_runs:
+                    raise
 
     async def put(
         self,
