@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from rl_app_ppo.cluster.lost_processes import fate, named_losses, named_remote_losses
+from rl_app_ppo.cluster.lost_processes import fate, named_losses, named_remote_losses, unless_ended
 from rl_protocol import ConfigError, PlaneTimeout, RLError, WorkerDiedError, WorkerError
 from rl_protocol.support.host.portable import uses_linux
 
@@ -115,3 +115,31 @@ def test_an_error_of_ranks_that_all_run_is_unchanged():
     assert failed_elsewhere(LOST, None, notice_s=0.05) is LOST
     for error in (ConfigError("wrong."), WorkerDiedError("Worker actor-1 died.")):
         assert failed_elsewhere(error, None) is error  # without a wait
+
+
+def test_an_answer_is_given_up_when_the_process_behind_it_ends(child):
+    """A raylet that ends while a new worker waits for it: Ray never says that it will not start."""
+
+    async def work():
+        answer = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(0.2, child.kill)
+        async with asyncio.timeout(60):
+            with pytest.raises(
+                WorkerDiedError, match=rf"^It can't start: The raylet \(process {child.pid}\) {KILLED}\.$"
+            ):
+                await unless_ended(answer, {child.pid: "The raylet", os.getpid(): "This one"}, "It can't start")
+        assert answer.cancelled()
+
+    asyncio.run(work())
+
+
+def test_an_answer_of_a_process_that_is_stopped_for_a_while_is_waited_for(child):
+    child.send_signal(signal.SIGSTOP)
+    until(child.pid, "is stopped")
+
+    async def work():
+        answer = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(1.5, answer.set_result, 5)
+        return await unless_ended(answer, {child.pid: "The raylet"}, "It can't start")
+
+    assert asyncio.run(work()) == 5

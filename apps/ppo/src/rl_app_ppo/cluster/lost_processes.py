@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
-from rl_app_ppo.cluster.ray_actor import reason_of
+from rl_app_ppo.cluster.ray_errors import reason_of
 from rl_protocol import ConfigError, HangError, OutputError, RLError, WorkerDiedError
 from rl_protocol.support.host.portable import uses_linux
 
+T = TypeVar("T")
+_LOOK_S = 1.0
+"""Seconds between two looks at processes whose end nothing announces."""
 NOTICE_S = 30.0
 """Longer than Ray needs to notice that a host is lost."""
 
@@ -88,8 +91,43 @@ def _places(error: BaseException) -> list[str]:
     return list(dict.fromkeys([*notes, *getattr(error, "__notes__", [])]))
 
 
+async def unless_ended(answer: Awaitable[T], processes: Mapping[int, str], what: str) -> T:
+    """Await an answer that never comes once one of these processes has ended.
+
+    Args:
+        answer: the answer.
+        processes: process id -> description, of processes of this host.
+        what: what has no answer then, for the message.
+
+    Raises:
+        WorkerDiedError: one of them has ended; one that is stopped may go on.
+    """
+    waiting = asyncio.ensure_future(answer)
+    try:
+        while not waiting.done():
+            await asyncio.wait([waiting], timeout=_LOOK_S)
+            ended = [f"{name} (process {pid}) {how}" for pid, name in processes.items() if (how := end_of(pid))]
+            if ended and not waiting.done():
+                raise WorkerDiedError(f"{what}: {'; '.join(ended)}.")
+        return await waiting
+    finally:
+        waiting.cancel()
+
+
 def fate(pid: int) -> str:
     """How a process ended, or that it is stopped; empty while it runs."""
+    if how := end_of(pid):
+        return how
+    try:
+        state = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return "is gone"
+    stopped = state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return "is stopped (SIGSTOP, or a debugger): SIGCONT lets it run" if stopped else ""
+
+
+def end_of(pid: int) -> str:
+    """How a process ended; empty while it runs or is stopped."""
     if ended := _end_of_child(pid):
         killed = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
         return (
@@ -99,10 +137,8 @@ def fate(pid: int) -> str:
         state = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
         return "is gone"
-    if state in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):  # its parent has not waited for it
-        return "has ended"
-    stopped = state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    return "is stopped (SIGSTOP, or a debugger): SIGCONT lets it run" if stopped else ""
+    # a zombie: its parent has not waited for it
+    return "has ended" if state in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else ""
 
 
 def ray_servers() -> dict[int, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,8 @@ from ray._private import state
 from ray.exceptions import RayActorError, RayTaskError, UnserializableException
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rl_app_ppo.cluster.lost_processes import ray_servers, unless_ended
+from rl_app_ppo.cluster.ray_errors import plain, reason_of
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.watchdog.unanswered_calls import CallLog
 from rl_app_ppo.worker.call_socket import CANCELLED, Connection
@@ -28,7 +29,6 @@ from rl_protocol.support.rendezvous import RendezvousAddress
 
 _log = logging.getLogger(__name__)
 _FAILURES = (RayTaskError, RayActorError, UnserializableException, TimeoutError)
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _actor_class: Any = ray.remote(WorkerProcess)
 _LONGEST_PATH = 107
 """Bytes of the path of a Unix socket."""
@@ -83,6 +83,7 @@ class RayProcess:
         self._sockets: Path | None = None
         self._connection: Connection | None = None
         self.end: asyncio.Future[bytes] | None = None
+        self._servers = ray_servers()
         self.actor = self._start()
 
     async def build(self, payload: bytes, *, timeout_s: float) -> None:
@@ -130,11 +131,13 @@ class RayProcess:
         """Wait until the process has started.
 
         Raises:
-            WorkerError: it died, or did not start within `timeout_s`.
+            WorkerError: it died, did not start within `timeout_s`, or a server of Ray has ended,
+                without which it never starts.
         """
         try:
             async with asyncio.timeout(timeout_s):
-                host, self.memory, self.network, pid = await self.actor.place.remote()
+                started = unless_ended(self.actor.place.remote(), self._servers, f"Worker {self.name} can't start")
+                host, self.memory, self.network, pid = await started
         except _FAILURES as error:
             if isinstance(error, TimeoutError):
                 raise WorkerError(
@@ -251,21 +254,13 @@ class RayProcess:
                 return cause
             return WorkerError(f"Worker {name} failed in {method}: {type(cause).__name__}: {cause}. {log}")
         if isinstance(error, UnserializableException):  # of a library; its text is that of its traceback
-            return WorkerError(
-                f"Worker {name} failed in {method}: {_ANSI.sub('', str(error)).strip().splitlines()[-1]}. {log}"
-            )
+            return WorkerError(f"Worker {name} failed in {method}: {plain(error).strip().splitlines()[-1]}. {log}")
         if isinstance(error, RayActorError):
             where = f" on {self.host}" if self.host else ""
             return WorkerDiedError(f"Worker {name}{where} died during {method}: {reason_of(error)} {log}")
         return WorkerError(
             f"Worker {name} did not answer {method} within {timeout_s:g} s; raise trainer.stage_timeout_s or see its log. {log}"
         )
-
-
-def reason_of(error: BaseException) -> str:
-    """Why a process has ended: the first and the last line of Ray's error."""
-    lines = [line.strip() for line in _ANSI.sub("", str(error)).splitlines() if line.strip()]
-    return f"{lines[0]} {lines[-1]}" if len(lines) > 1 else " ".join(lines)
 
 
 def _close(connection: Connection | None, end: asyncio.Future[bytes]) -> None:
