@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
-from rl_app_ppo.checks import facts
+from rl_app_ppo.checks import facts, plan
 from rl_app_ppo.checks.model_size import model_size
 from rl_app_ppo.checks.role_memory import role_bytes
 from rl_app_ppo.cli.main import main
 from rl_app_ppo.config.loading import load_config
+from rl_ckpt_engine import PluginPolicy
 from rl_protocol import BatchData, ragged
 from rl_trainer.backends.parallel_strategy import PlainStrategy
 from rl_trainer.backends.peft_lora import attach
@@ -192,9 +193,11 @@ def test_the_plan_of_several_hosts_has_the_storage_units_of_each(folder):
         "transfer_queue.listen=127.0.0.1",
         "data.train_files=none.jsonl",
     ]
-    made = plan.make_plan(load_config(wanted))
+    made = plan.make_plan(load_config(wanted), PluginPolicy())
     assert made.storage_units == {1: 2, 2: 2}
     assert "; storage units: 2 on host 1, 2 on host 2\n" in plan.plan_text(made)
-    kept = plan.make_plan(load_config([*wanted, "transfer_queue.durability=commit", "trainer.save_freq=1"]))
+    kept = plan.make_plan(
+        load_config([*wanted, "transfer_queue.durability=commit", "trainer.save_freq=1"]), PluginPolicy()
+    )
     assert kept.storage_units == {0: 2}
     assert "; storage units: 2 on that of the driver\n" in plan.plan_text(kept)
