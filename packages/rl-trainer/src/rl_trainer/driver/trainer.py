@@ -139,8 +139,7 @@ class PPOTrainer:
         self._trained = 0
         self._counted = Admissions(admitted=0, refilled=0, dropped=0)
         """Those in the metrics of the steps before; prompts are also drawn between steps."""
-        self._links: dict[str, int] = {}
-        """Bytes that the data plane had moved by link at the end of the last step."""
+        self._links: dict[str, int] = {}  # bytes that the data plane had moved at the end of the last step
         self._turns: Sequence[int] = ()
         """What the newest step trains."""
 
@@ -365,9 +364,7 @@ class PPOTrainer:
     async def _moved(self) -> dict[str, float]:
         """Bytes that the data plane has moved since the step before, by link."""
         before, self._links = self._links, dict((await self._parts.plane.stats()).links)
-        return {
-            f"transfer_queue/bytes_{link}": float(nbytes - before.get(link, 0)) for link, nbytes in self._links.items()
-        }
+        return {f"transfer_queue/bytes_{link}": float(n - before.get(link, 0)) for link, n in self._links.items()}
 
     async def _update_weights(self, clock: Clock, result: StepResult) -> dict[str, float]:
         """Send the new weights to the replicas, if there are any; returns metrics.
