@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from rl_protocol.torch import (
     from_tensordict,
     from_weight,
     lent_weight,
+    tensor_digest,
     tensor_from_column,
     to_array,
     to_tensor,
@@ -318,3 +320,13 @@ def test_records_become_lists_and_dicts_of_plain_values():
     batch = from_tensordict(data)
     assert batch.objects("chat").values() == records
     assert to_tensordict(batch)["text"] == ["a", "\u00fc"]
+
+
+def test_a_digest_is_that_of_names_types_shapes_and_elements():
+    """The hash of the described bytes, by hand; the order of the tensors does not matter."""
+    weight = torch.tensor([[1.0, 2.0]])
+    content = b"a float32 [1, 2]\n" + np.array([1.0, 2.0], "<f4").tobytes() + b"b bfloat16 []\n" + b"\x80\x3f"
+    found = tensor_digest({"b": torch.tensor(1.0, dtype=torch.bfloat16), "a": weight})
+    assert found == hashlib.sha256(content).hexdigest()
+    for other in ({"a": weight.T}, {"a": weight.double()}, {"c": weight}, {"a": weight + 1e-6}):
+        assert tensor_digest(other) != tensor_digest({"a": weight})

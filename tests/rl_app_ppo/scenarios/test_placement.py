@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 import rl_transferqueue
 from rl_app_ppo.cli.main import main
 from rl_app_ppo.cluster.ray_actor import RayProcess
-from rl_app_ppo.driver import run, workers
+from rl_app_ppo.driver import processes, workers
 from rl_app_ppo.worker import build
 from rl_app_ppo.worker.process import WorkerProcess
 
@@ -65,7 +65,7 @@ def trained(base_model, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "connect", connect)
     monkeypatch.setattr(workers, "RayProcess", LocalProcess)
     monkeypatch.setattr(workers, "node_gpus", lambda: 0)
-    monkeypatch.setattr(run, "ray_session", no_ray)
+    monkeypatch.setattr(processes, "ray_session", no_ray)
     monkeypatch.setattr(LocalProcess, "started", [])
 
     def train(name, *overrides):
@@ -121,9 +121,9 @@ def test_every_placement_learns_the_same_bit_for_bit(trained, base_model, algori
     base = load_file(base_model / "model.safetensors")
     assert any((weight != base[name]).any() for name, weight in expected.items()), "nothing was trained"
     placements = {"fused": 2, "actor+ref": len(apart) - 1}
-    for placement, processes in placements.items():
+    for placement, count in placements.items():
         together, weights = trained(placement, f"algorithm={algorithm}", f"placement={placement}", one, *more)
-        assert len(together) == processes
+        assert len(together) == count
         assert weights.keys() == expected.keys()
         for name, weight in weights.items():
             np.testing.assert_array_equal(weight, expected[name], err_msg=f"{placement} {name}")

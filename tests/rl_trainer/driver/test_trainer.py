@@ -918,7 +918,7 @@ def test_a_worker_refuses_what_it_does_not_know(model_path):
         (
             "launch",
             call,
-            "ActorWorker has no handler 'launch'; it has log_prob_gap, old_log_prob, ref, update_actor, save, read_ahead, "
+            "ActorWorker has no handler 'launch'; it has log_prob_gap, old_log_prob, ref, update_actor, save, read_ahead, state_digest, "
             "save_state, finish_save, load_state",
         ),
         ("old_log_prob", b"\xff", "not a StageCall"),

@@ -48,6 +48,7 @@ from rl_trainer.config import AsyncConfig
 from rl_trainer.data.curricula.scored import TargetScore
 from rl_trainer.data.curricula.scored_order import ScoredOrder
 from rl_trainer.driver.checkpoint_writer import CheckpointWriter
+from rl_trainer.driver.trainer_parts import BatchFolder
 from rl_trainer.rewards import InlineScorer
 from rl_trainer.rollout.hf_engine import HFRolloutEngine
 
@@ -116,7 +117,8 @@ class DirectSync:
 
 
 class Run:
-    """A complete run; `folder` is for its checkpoints, None disables them."""
+    """A complete run; `folder` is for its checkpoints and `batches` for the batches of its steps,
+    None disables them."""
 
     def __init__(
         self,
@@ -133,6 +135,8 @@ class Run:
         hooks=None,
         curriculum="",
         bound=0,
+        batches=None,
+        keep_batches=-1,
     ):
         more = {"use_kl_in_reward": True, "kl_ctrl": kl} if kl else {}
         algorithm = AlgorithmConfig(adv_estimator=estimator, old_log_prob="recompute" if bound else "auto", **more)
@@ -166,31 +170,32 @@ class Run:
         if folder is not None:
             writer = CheckpointWriter(folder, config="a: 1\n", keep=keep, workers=workers, timeout_s=60)
         self.plane, self.buffers = plane, make_buffers(plane, max_staleness=bound)
-        self.trainer = PPOTrainer(
-            TrainerParts(
-                graph=graph,
-                plane=plane,
-                buffers=self.buffers,
-                workers=workers,
-                weight_sync=self.sync,
-                train_order=order(data["train"], curriculum),
-                validation_size=20,
-                rollout=rollout,
-                actor=actor,
-                critic=critic,
-                loop=LoopConfig(
-                    total_training_steps=steps,
-                    test_freq=validate,
-                    save_freq=save_freq,
-                    stage_timeout_s=60,
-                    deterministic=bool(bound),
-                ),
-                async_rl=AsyncConfig(max_staleness=bound),
-                on_step=lambda step, metrics: self.metrics.__setitem__(step, dict(metrics)),
-                checkpoints=writer,
-                hooks=hooks or {},
-            )
+        self.parts = TrainerParts(
+            graph=graph,
+            plane=plane,
+            buffers=self.buffers,
+            workers=workers,
+            weight_sync=self.sync,
+            train_order=order(data["train"], curriculum),
+            validation_size=20,
+            rollout=rollout,
+            actor=actor,
+            critic=critic,
+            loop=LoopConfig(
+                total_training_steps=steps,
+                test_freq=validate,
+                save_freq=save_freq,
+                stage_timeout_s=60,
+                deterministic=bool(bound),
+                keep_batches=keep_batches,
+            ),
+            async_rl=AsyncConfig(max_staleness=bound),
+            on_step=lambda step, metrics: self.metrics.__setitem__(step, dict(metrics)),
+            checkpoints=writer,
+            hooks=hooks or {},
+            batches=BatchFolder(batches, "a: 1\n") if batches is not None else None,
         )
+        self.trainer = PPOTrainer(self.parts)
 
     def fit(self):
         """Train to the end, from the newest complete checkpoint if there is one."""

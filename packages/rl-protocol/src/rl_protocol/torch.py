@@ -6,6 +6,8 @@ takes a twentieth of their start.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -52,6 +54,16 @@ def to_array(tensor: torch.Tensor) -> tuple[AnyArray, str]:
     if plain.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
         plain = plain.view(torch.uint16 if store.itemsize == 2 else torch.uint8)
     return plain.numpy(), name
+
+
+def tensor_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of the tensors: of each its name, element type, shape and elements, by name."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        elements, dtype = to_array(tensors[name])
+        found.update(f"{name} {dtype} {list(elements.shape)}\n".encode())
+        found.update(elements.reshape(-1).view(np.uint8).data)
+    return found.hexdigest()
 
 
 def to_tensor(array: AnyArray, dtype: str) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 
 from rich.console import Console
 from rich.text import Text
@@ -15,6 +15,27 @@ from rl_app_ppo.config.schema import LOCAL, AppConfig
 from rl_app_ppo.outputs.startup_times import Startup
 from rl_app_ppo.worker.preloading import worker_modules
 from rl_ckpt_engine import PluginPolicy
+
+
+@contextmanager
+def launched(
+    config: AppConfig,
+    out: Console,
+    variables: Mapping[str, str] | None = None,
+    *,
+    before_s: float | None = None,
+) -> Generator[tuple[Startup, ForkServer | None]]:
+    """The environment and the fork server of the processes of a configuration; see `launch`.
+
+    Yields:
+        The clock of the start, and the fork server; None: with ray.address=ADDRESS.
+    """
+    local = config.ray.address == LOCAL
+    settings = ray_settings(local=local) | compute_settings(config.trainer.threads_per_worker)
+    startup = Startup(lambda line: out.print(Text(line), soft_wrap=True), before_s=before_s)
+    with environment(settings | dict(variables or {})), ExitStack() as stack:
+        stack.callback(startup.end)
+        yield startup, stack.enter_context(closing(ForkServer(worker_modules(config)))) if local else None
 
 
 def launch(
@@ -38,12 +59,7 @@ def launch(
         RLError: as `training.run_training`.
         KeyboardInterrupt: the run was interrupted; its processes have ended.
     """
-    local = config.ray.address == LOCAL
-    settings = ray_settings(local=local) | compute_settings(config.trainer.threads_per_worker)
-    startup = Startup(lambda line: out.print(Text(line), soft_wrap=True), before_s=before_s)
-    with environment(settings | dict(variables or {})), ExitStack() as stack:
-        stack.callback(startup.end)
-        fork_server = stack.enter_context(closing(ForkServer(worker_modules(config)))) if local else None
+    with launched(config, out, variables, before_s=before_s) as (startup, fork_server):
         with startup.phase("imports", "importing libraries"):
             # imports Ray, which reads the settings above at import
             from rl_app_ppo.api.training import run_training

@@ -25,13 +25,13 @@ from rl_app_ppo.cli.import_verl import import_verl
 from rl_app_ppo.cli.json_schema import schema_text
 from rl_app_ppo.cli.new_package.write import KINDS as PLUGIN_KINDS
 from rl_app_ppo.cli.new_package.write import words_of_file, write_package
-from rl_app_ppo.cli.replay import replay
 from rl_app_ppo.cli.report import report
 from rl_app_ppo.cli.samples import SORTS, read_samples, samples_text
 from rl_app_ppo.cli.trusted import trusting
 from rl_app_ppo.config.loading import load_config, resolve, shown_yaml
 from rl_app_ppo.config.presets import demo_words, demos
 from rl_app_ppo.outputs.startup_times import command_age
+from rl_app_ppo.replay.command import Asked, replay
 from rl_app_ppo.watch.follow import follow
 from rl_ckpt_engine import load_policy
 
@@ -308,13 +308,20 @@ def _report(
 def _replay(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")],
     step: Annotated[int, typer.Option(help="The step to compute again, from the checkpoint before it.")],
-    row: Annotated[str, typer.Option(metavar="KEY", help="Print this trajectory of it, such as s5-0/0/0.")] = "",
-    field: Annotated[str, typer.Option(help="Print this column of the trajectory alone.")] = "",
+    row: Annotated[
+        str, typer.Option(metavar="KEY", help="Only print this row of its batch, such as s5-0/0/0, or a number from 0.")
+    ] = "",
+    field: Annotated[str, typer.Option(help="Only print this field, of --row or of all rows.")] = "",
+    against: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Only compare the batches up to it with those of this run.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     allow_unsafe_plugins: Unsafe = False,
 ) -> None:
-    """Compute a step again, and compare it bit by bit."""
+    """Compute a step again and compare it, or look inside."""
     plugins = load_policy(allow_unsafe_plugins=allow_unsafe_plugins)
-    if not replay(run, step, row, field, plugins, _out(), _err()):
+    asked = Asked(run=run, step=step, row=row, field=field, against=against, json=json)
+    if not replay(asked, plugins, _out(), _err()):
         raise typer.Exit(1)
 
 

@@ -2,76 +2,60 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import time
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, closing
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
-from rl_app_ppo.cluster.local.fork_server import ForkServer
-from rl_app_ppo.cluster.lost_processes import fate, named_losses, named_remote_losses, ray_servers
-from rl_app_ppo.cluster.plane_units import PlaneUnits
-from rl_app_ppo.cluster.ray_session import ray_session, write_timeline
-from rl_app_ppo.config.hosts import units_join
+from rl_app_ppo.cluster.lost_processes import fate, named_losses, named_remote_losses
+from rl_app_ppo.cluster.ray_session import write_timeline
 from rl_app_ppo.config.loading import flat_settings, to_yaml
-from rl_app_ppo.config.model_path import given_model
 from rl_app_ppo.config.placement import rollout_in_actor
 from rl_app_ppo.config.schema import AppConfig
-from rl_app_ppo.demo.cache import read_facts
 from rl_app_ppo.driver.hang_watch import hang_watch
+from rl_app_ppo.driver.processes import ProcessPlan, start_processes
 from rl_app_ppo.driver.replicas import Replica, ReplicaSync
 from rl_app_ppo.driver.weight_sync import OnStep, make_sync, measured
 from rl_app_ppo.driver.workers import WorkerPool
 from rl_app_ppo.inputs.data import about_validation, open_data, train_order
-from rl_app_ppo.inputs.demo_model import cached_demo_model
 from rl_app_ppo.outputs.console import LossNotes, OldLogProbNotes, Screen
 from rl_app_ppo.outputs.metric_sinks import CONSOLE, logger_names, open_sinks
 from rl_app_ppo.outputs.metrics_file import JSONLSink, kept_metrics
 from rl_app_ppo.outputs.profiling import Profiling
 from rl_app_ppo.outputs.recorder import Recorder
 from rl_app_ppo.outputs.resume import Start
-from rl_app_ppo.outputs.run_folder import UNPUBLISHED, RunFiles, publish_folder
-from rl_app_ppo.outputs.run_journal import describe, keep_rows, plane_settings, require_own_rows
+from rl_app_ppo.outputs.run_folder import UNPUBLISHED, publish_folder
+from rl_app_ppo.outputs.run_journal import describe, keep_rows
 from rl_app_ppo.outputs.run_record import RunRecord
 from rl_app_ppo.outputs.startup_times import Startup
 from rl_app_ppo.outputs.trackers import RunFacts
 from rl_app_ppo.outputs.training_warnings import RewardFailures, TrainingWarnings
-from rl_ckpt_engine import PluginPolicy
 from rl_protocol import WorkerDiedError
 from rl_protocol.ports import DataPlane, MetricSink
-from rl_protocol.support.temporary_folders import temporary_folder
 from rl_trainer import PPOTrainer, StepGraph, TrainerParts, Workers
+from rl_trainer.checkpoints.kept_batches import drop_after
 from rl_trainer.data.prompt_rows import TOOL_AGENT
 from rl_trainer.data.validation_split import PreparedPrompts
 from rl_trainer.driver.checkpoint_writer import CheckpointWriter
 from rl_trainer.driver.hooks import Hook, named_hooks
+from rl_trainer.driver.trainer_parts import BatchFolder
 from rl_trainer.rewards import parse_terms
 from rl_trainer.rewards.loading import written_at
 from rl_trainer.workers.columns import PARTITIONS
-from rl_transferqueue import LocalPlane, connect, start_local_plane
+from rl_transferqueue import LocalPlane, connect
 from rl_transferqueue.consume import prompt_groups
 from rl_transferqueue.consume.replay_buffer import ReplayBuffer
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunPlan:
+class RunPlan(ProcessPlan):
     """The checked inputs of a run."""
 
-    config: AppConfig
     graph: StepGraph
     """The stages of a step, from `Facts`."""
-    files: RunFiles
-    """Where the run writes."""
     start: Start
     """The beginning, or a checkpoint."""
     record: RunRecord
     """What the driver records."""
-    plugins: PluginPolicy
-    """Which plug-ins of the weight synchronization the operator allows."""
-    fork_server: ForkServer | None
-    """Forks the workers of a Ray on this machine; None: with ray.address=ADDRESS."""
 
     @property
     def last_step(self) -> int | None:
@@ -105,26 +89,18 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
             lines=CONSOLE in loggers,
             record=plan.record,
         )
-        local_plane = await _start_servers(plan, stack, screen, startup)
-        servers = ray_servers()
-        named_servers = _plane_servers(local_plane) | servers
-        stack.enter_context(named_losses(named_servers))
-        pool = WorkerPool(config, files)
-        await pool.require_resources(screen.note)
-        stack.enter_context(closing(pool))
-        pool.start()
-        sockets = stack.enter_context(temporary_folder("rl-app-ppo-"))
-        units = stack.enter_context(closing(PlaneUnits(local_plane.settings, files.logs)))
-        model_path = await _load_models(plan, pool, units, local_plane, sockets, screen, startup)
+        started = await start_processes(plan, stack, screen, startup)
+        local_plane, pool, named_servers = started.plane, started.pool, started.servers
         plane, buffers = await _connect_plane(config, local_plane, stack)
         last_step = plan.last_step
+        drop_after(files.batches, last_step or 0)
         for line in kept_metrics(files.metrics, -1 if last_step is None else last_step):
             recorder.remember(int(line["step"]), line)
         facts = RunFacts(folder=files.folder, config=flat_settings(to_yaml(config)), after=last_step)
         with startup.phase("data", "opening data and loggers"):
             for sink in (JSONLSink(files.metrics), *open_sinks(loggers, facts)):
                 sinks.append(stack.enter_context(closing(sink)))
-            data = open_data(config, model_path)
+            data = open_data(config, started.model_path)
         if about := about_validation(config, data):
             screen.note(about)
         hooks = {
@@ -136,7 +112,7 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
             profiling = _profiling(plan, pool)
             stack.push_async_callback(profiling.close)
             hooks["trainer.profile_steps"] = profiling
-        rollout = _connect_rollout(plan, pool, servers, recorder.on_step, screen)
+        rollout = _connect_rollout(plan, pool, started.ray_servers, recorder.on_step, screen)
         trainer = PPOTrainer(_trainer_parts(plan, rollout, plane, buffers, data, hooks))
         async with hang_watch(config.trainer.hang_s, pool, buffers, named_servers, files, screen):
             # the ranks of a model fail with the first of them that dies, and only name its socket
@@ -159,23 +135,6 @@ def _warnings(plan: RunPlan, screen: Screen) -> TrainingWarnings:
         target_kl=control.target_kl if control.type == "adaptive" else None,
         record=plan.record.alarm,
     )
-
-
-async def _start_servers(plan: RunPlan, stack: AsyncExitStack, screen: Screen, startup: Startup) -> LocalPlane:
-    """Start the data plane and Ray side by side; `stack` stops them."""
-    config = plan.config
-
-    async def start_plane() -> LocalPlane:
-        with startup.phase("data_plane", "starting the data plane"):
-            return await stack.enter_async_context(_local_plane(plan, screen))
-
-    plane = asyncio.create_task(start_plane())
-    try:
-        with startup.phase("ray", "starting Ray"):
-            await stack.enter_async_context(ray_session(config.ray, config.trainer, plan.fork_server))
-    finally:
-        local_plane = await plane
-    return local_plane
 
 
 async def _train(
@@ -202,42 +161,6 @@ async def _train(
     temporary = files.folder / UNPUBLISHED
     await trainer.save(temporary)
     publish_folder(temporary, files.checkpoint)
-
-
-async def _load_models(
-    plan: RunPlan,
-    pool: WorkerPool,
-    units: PlaneUnits,
-    plane: LocalPlane,
-    sockets: Path,
-    screen: Screen,
-    startup: Startup,
-) -> Path:
-    """Wait for the processes and load their models; returns the folder of the initial policy."""
-    model_path = given_model(plan.config) or await _demo_model(plan.config, pool, screen, startup)
-    with startup.phase("workers", f"starting {len(pool)} worker processes"):
-        await pool.ready(sockets)
-        if (others := pool.other_hosts(plane.descriptor.host)) and units_join(plane.settings):
-            joining = await units.start(others, plan.config.ray.start_timeout_s)
-            await asyncio.to_thread(plane.join, joining)
-            screen.note(
-                f"data plane: {plane.settings.num_storage_units} storage units on each of {len(others) + 1} hosts"
-            )
-    with startup.phase("models", "workers load their models"):
-        await pool.build(model_path, plane.descriptor, plan.plugins)
-    return model_path
-
-
-async def _demo_model(config: AppConfig, pool: WorkerPool, screen: Screen, startup: Startup) -> Path:
-    """Find the demo's base model in the cache, or make it; returns its folder."""
-    path, how = cached_demo_model(config), "from the cache, no warm-up"
-    if path is None:
-        began = time.perf_counter()
-        with startup.phase("base_model", "making the demo's base model"):
-            path = await pool.make_demo_model(screen, startup)
-        how = f"supervised warm-up took {time.perf_counter() - began:.0f} s with the start of the workers"
-    screen.note(f"base model: {how}; accuracy {read_facts(path)['accuracy']:.3f} ({path})")
-    return path
 
 
 async def _connect_plane(
@@ -332,6 +255,7 @@ def _trainer_parts(
         loop=config.trainer,
         on_step=rollout.on_step,
         checkpoints=checkpoints,
+        batches=BatchFolder(plan.files.batches, to_yaml(config)),
         keep_rows=keep_rows(config, plan.files.folder),
         hooks=hooks,
     )
@@ -347,26 +271,3 @@ def _console_hooks(plan: RunPlan, screen: Screen) -> dict[str, Hook]:
 def _profiling(plan: RunPlan, pool: WorkerPool) -> Profiling:
     models = [process for process in pool.processes if process.roles != ("reward",)]
     return Profiling(plan.files.profile, frozenset(plan.config.trainer.profile_steps), models, write_timeline)
-
-
-@asynccontextmanager
-async def _local_plane(plan: RunPlan, screen: Screen) -> AsyncGenerator[LocalPlane]:
-    settings = plane_settings(plan.config, plan.files)
-    nodes = plan.config.trainer.nnodes
-    hosts = nodes + 1 if nodes > 1 else 1  # the driver's may have no workers
-    plane = await asyncio.to_thread(start_local_plane, settings, log_dir=plan.files.logs, hosts=hosts)
-    if control := plane.descriptor.controller.control:
-        screen.note(f"data plane: listens at {control}")
-    try:
-        require_own_rows(settings, plane.recovery, resumes=plan.config.trainer.resume_mode != "disable")
-        yield plane
-    finally:
-        await asyncio.to_thread(plane.close)
-
-
-def _plane_servers(plane: LocalPlane) -> dict[int, str]:
-    """Process id -> description of the data plane's server processes."""
-    controller, *units = plane.pids
-    names = {controller: "The controller of the data plane"}
-    names |= {pid: f"Storage unit {i} of the data plane" for i, pid in enumerate(units)}
-    return {pid: name for pid, name in names.items() if pid != os.getpid()}  # an in-process plane has none

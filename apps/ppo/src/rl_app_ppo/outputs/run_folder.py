@@ -234,6 +234,11 @@ class RunFiles:
         return self.folder / CHECKPOINTS
 
     @property
+    def batches(self) -> Path:
+        """The batches of steps, with trainer.keep_batches."""
+        return self.folder / "batches"
+
+    @property
     def samples(self) -> Path:
         return self.folder / "samples"
 
@@ -275,6 +280,7 @@ class RunFiles:
             "samples": self.samples,
             "checkpoint": self.checkpoint,
             "resume from": self.checkpoints,
+            "batches": self.batches,
             "logs": self.logs,
         }
         return {name: path for name, path in found.items() if path.exists()}

@@ -90,14 +90,18 @@ def keep_rows(config: AppConfig, folder: Path) -> KeepRows | None:
     """Which rows the run may use after a restart; None: it has no journal."""
     if config.transfer_queue.durability == "off":
         return None
+    settings = json.dumps(weight_settings(config), sort_keys=True, default=str)
+    return KeepRows(run=folder.name, settings=hashlib.sha256(settings.encode()).hexdigest())
+
+
+def weight_settings(config: AppConfig) -> dict[str, object]:
+    """The settings, by key, that sampling or training depends on."""
     rules = {option.key: option.resume for option in list_options(AppConfig)}
-    settings = {
+    return {
         key: value
         for key, value in flat_settings(to_yaml(config)).items()
         if rules[key] == "fixed" or (rules[key] == "free" and not key.startswith(_NOT_WEIGHTS))
     }
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
-    return KeepRows(run=folder.name, settings=digest)
 
 
 def describe(found: Recovery, rows: RecoveredRows) -> str:

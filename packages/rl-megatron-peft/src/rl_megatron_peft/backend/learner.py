@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rl_megatron_peft.backend.capabilities import capabilities
 from rl_megatron_peft.backend.cpu_shims import runnable
 from rl_megatron_peft.backend.io.hf_export import copy_tokenizer
-from rl_megatron_peft.backend.io.snapshot import restore_snapshot, take_snapshot
+from rl_megatron_peft.backend.io.snapshot import own_tensors, restore_snapshot, take_snapshot
 from rl_megatron_peft.backend.lora.adapter_layer import LoraLayer
 from rl_megatron_peft.backend.lora.attach import attach
 from rl_megatron_peft.backend.lora.dropout import DropoutContext
@@ -38,6 +38,7 @@ from rl_megatron_peft.base_model.model_shape import ModelShape
 from rl_megatron_peft.peft.checkpoint_folders import new_folder
 from rl_megatron_peft.peft.lora_config import LoraConfig
 from rl_protocol import BatchData, ConfigError, OutputError, RaggedColumn
+from rl_protocol.torch import tensor_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +264,10 @@ class MegatronLearner(ABC, Generic[LossFn]):
     def snapshot(self) -> Callable[[Path], Sequence[Path]]:
         """Copy the training state; see `rl_megatron_peft.backend.io.snapshot.take_snapshot`."""
         return take_snapshot(self.optimizer, self.ranks, self.manifest_fields(), self.updates)
+
+    def state_digest(self) -> str:
+        """SHA-256 of the trained tensors and moments that this rank would write."""
+        return tensor_digest(own_tensors(self.optimizer, self.ranks))
 
     def restore(self, folder: Path) -> None:
         """Restore a snapshot, which may have been taken under another layout.

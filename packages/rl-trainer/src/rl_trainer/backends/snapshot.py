@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rl_protocol import ConfigError, OutputError
 from rl_protocol.errors import UNREADABLE
+from rl_protocol.torch import tensor_digest
 from rl_trainer.backends.optimizer import MiniBatchOptimizer
 from rl_trainer.backends.world import World
 from rl_trainer.checkpoints.resumable import Write
@@ -139,6 +140,12 @@ def restore(model: torch.nn.Module, optimizer: MiniBatchOptimizer, folder: Path,
     if own:
         state.random.apply()
     return state.updates
+
+
+def state_digest(model: torch.nn.Module, optimizer: MiniBatchOptimizer, world: World) -> str:
+    """See rl_trainer.checkpoints.resumable.Resumable."""
+    own = {name: _own(tensor, world)[0] for name, tensor in _tensors(model, optimizer).items()}
+    return tensor_digest({name: tensor for name, tensor in own.items() if tensor is not None})
 
 
 class SavedTensors:

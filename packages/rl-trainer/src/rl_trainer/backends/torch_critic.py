@@ -17,7 +17,7 @@ from rl_trainer.backends.forward_passes import ForwardPasses, per_token
 from rl_trainer.backends.loading import Facts, layer_names
 from rl_trainer.backends.optimizer import MiniBatchOptimizer, adapter_dropout
 from rl_trainer.backends.parallel_strategy import ParallelStrategy, PlainStrategy
-from rl_trainer.backends.snapshot import restore, snapshot
+from rl_trainer.backends.snapshot import restore, snapshot, state_digest
 from rl_trainer.backends.token_batch import TokenBatch, lengths_of, token_batch, value_columns
 from rl_trainer.checkpoints.resumable import Write
 from rl_trainer.config import CriticConfig
@@ -100,6 +100,9 @@ class TorchCriticBackend:
 
     def snapshot(self) -> Write:
         return snapshot(self._model, self._optimizer, self._updates, self._strategy.world)
+
+    def state_digest(self) -> str:
+        return state_digest(self._model, self._optimizer, self._strategy.world)
 
     def restore(self, folder: Path) -> None:
         self._updates = restore(self._model, self._optimizer, folder, self._strategy.world)

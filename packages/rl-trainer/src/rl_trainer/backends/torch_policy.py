@@ -25,7 +25,7 @@ from rl_trainer.backends.loading import Facts, layer_names
 from rl_trainer.backends.optimizer import MiniBatchOptimizer, adapter_dropout
 from rl_trainer.backends.output_head import OutputHead
 from rl_trainer.backends.parallel_strategy import ParallelStrategy, PlainStrategy, full_tensor
-from rl_trainer.backends.snapshot import restore, snapshot
+from rl_trainer.backends.snapshot import restore, snapshot, state_digest
 from rl_trainer.backends.token_batch import TokenBatch, lengths_of, token_batch, token_columns
 from rl_trainer.backends.world import CPU
 from rl_trainer.checkpoints.resumable import Write
@@ -244,6 +244,9 @@ class TorchPolicyBackend:
 
     def snapshot(self) -> Write:
         return snapshot(self._model, self._trained(), self._updates, self._strategy.world)
+
+    def state_digest(self) -> str:
+        return state_digest(self._model, self._trained(), self._strategy.world)
 
     def restore(self, folder: Path) -> None:
         self._updates = restore(self._model, self._trained(), folder, self._strategy.world)

@@ -21,6 +21,10 @@ class Resumable(Protocol):
         """Copy this rank's weights, optimizer state, counters and random state."""
         ...
 
+    def state_digest(self) -> str:
+        """SHA-256 of this rank's weights and optimizer state."""
+        ...
+
     def restore(self, folder: Path) -> None:
         """Restore a snapshot, which may have been written by any number of ranks.
 

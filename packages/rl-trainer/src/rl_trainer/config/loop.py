@@ -33,6 +33,13 @@ class LoopConfig(Options):
         ge=0,
         resume="free",
     )
+    keep_batches: int = option(
+        0,
+        "keep the batches of so many of the newest steps in batches/ of the run folder, with all columns and a digest of the weights after the "
+        "step, for `rl replay`; 0: none; -1: of all steps",
+        ge=-1,
+        resume="free",
+    )
     seed: int = option(0, "everything random is derived from it", ge=0, lt=2**31, verl="data.seed")
     deterministic: bool = option(
         False,

@@ -53,9 +53,11 @@ from rl_trainer.driver.hooks import notify
 from rl_trainer.driver.idle import IdleClock
 from rl_trainer.driver.kept_rows import KeptRows, RecoveredRows
 from rl_trainer.driver.old_log_prob import STAGE, AutoOldLogProb
-from rl_trainer.driver.stage_calls import StepRows, call, forward_calls, update_calls
+from rl_trainer.driver.stage_calls import StepRows, call, forward_calls
 from rl_trainer.driver.stage_runner import Clock, ModelStage, RolloutSleep, StageRunner, noted
 from rl_trainer.driver.trainer_parts import TrainerParts
+from rl_trainer.driver.updates.batch_files import BatchFiles
+from rl_trainer.driver.updates.stages import Updates
 from rl_trainer.rollout.trajectory_stats import rollout_metrics
 from rl_trainer.workers.columns import BASELINE_PARTITION
 from rl_trainer.workers.messages import (
@@ -126,6 +128,8 @@ class PPOTrainer:
         self._sampler = Sampler(parts, self._policy, self._old_log_prob)
         self._rollouts = self._sampler.rollouts
         self._runner = StageRunner(parts.loop.stage_timeout_s)
+        self._updates = Updates.of(parts)
+        self._batch_files = BatchFiles(parts) if parts.batches is not None and parts.loop.keep_batches else None
         self._sleep = RolloutSleep(parts.rollout_memory)
         self._longest_wait_s = MOST_STAGES * parts.loop.stage_timeout_s
         self._steps_done = 0
@@ -455,7 +459,11 @@ class PPOTrainer:
         metrics = dict(prepared.metrics)
         if updated:
             metrics |= await self._sleep.begin(clock, weights_follow="update_actor" in updated)
-        metrics |= await self._runner.update(clock, prepared.updates)
+        found = await self._runner.update(clock, prepared.updates)
+        if self._batch_files is not None:
+            kept = self._batch_files.publish(step, self._version, self._critic_updates, found)
+            await clock.time("keep_batch", kept)
+        metrics |= found
         if "actor/entropy_loss" in metrics:  # the old_log_prob stage computes the entropy, if it runs
             metrics.setdefault("actor/entropy", metrics["actor/entropy_loss"])
         self._critic_updates += "update_critic" in updated
@@ -494,8 +502,10 @@ class PPOTrainer:
             metrics |= self._ahead()
         rows, compared = await self._choose_log_probs(clock, step, sampled, max(ages.oldest))
         metrics |= compared | await self._annotate(clock, step, rows, sampled.prompts)
-        updates = self._updates(step, rows)
+        updates = self._updates.stages(step, rows, version=self._version, critic_updates=self._critic_updates)
         await self._runner.read_ahead(clock, updates)
+        if self._batch_files is not None:
+            await clock.time("keep_batch", self._batch_files.copy(step, sampled.rows, rows))
         groups = len(set(sampled.rows.tag_values("uid")))
         return _Prepared(updates, metrics, sampled, tokens=int(rows.lengths.sum()), groups=groups)
 
@@ -572,21 +582,6 @@ class PPOTrainer:
             rows = (await self._sampler.roll_out(partition, [ref for ref in prompts if ref.uid in uids])).rows
             await self._sampler.score("reward", RewardResult, step, rows.without_tags())
             return await self._reward_stage("baseline", step, batch)
-
-    def _updates(self, step: int, rows: StepRows) -> list[ModelStage]:
-        parts, workers = self._parts, self._parts.workers
-        n, seed = parts.rollout.n, parts.loop.seed
-        updates: list[ModelStage] = []
-        if ranks := workers.critic:
-            schedule, dp_ranks = parts.critic.schedule(n, seed), workers.dp_ranks_of(ranks)
-            calls = update_calls(step, rows, schedule, self._critic_updates, len(ranks), dp_ranks)
-            updates.append(ModelStage("update_critic", ranks, calls))
-        if not workers.critic or step > parts.critic.warmup_steps:
-            ranks = workers.actor
-            schedule, dp_ranks = parts.actor.schedule(n, seed), workers.dp_ranks_of(ranks)
-            calls = update_calls(step, rows, schedule, self._version, len(ranks), dp_ranks)
-            updates.append(ModelStage("update_actor", ranks, calls))
-        return updates
 
     async def _reward_stage(self, name: str, step: int, batch: KVBatchMeta) -> dict[str, float]:
         message, timeout_s = StageCall(step=step, batch=batch), self._parts.loop.stage_timeout_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rl_protocol import Tag
 from rl_protocol.ports import DataPlane, ReplayBuffer, RolloutMemory, WeightSync
@@ -37,6 +38,16 @@ class KeepRows:
     def tags(self) -> Tag:
         """As the data plane stores them."""
         return {"run": self.run, "settings": self.settings}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFolder:
+    """Where the batches of steps are kept."""
+
+    path: Path
+    """Created with the first batch."""
+    config: str
+    """The configuration of the run, YAML."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +84,8 @@ class TrainerParts:
     """Read only if the graph has the stage `log_prob_gap`."""
     checkpoints: CheckpointWriter | None = None
     """Writes a checkpoint every loop.save_freq steps and after the last step; None: none."""
+    batches: BatchFolder | None = None
+    """Where `loop.keep_batches` keeps the batches of steps; None: nowhere."""
     keep_rows: KeepRows | None = None
     """For a data plane whose rows survive a restart: rows of trained steps are kept until the
     checkpoint that contains the training is published. None: until they are trained."""

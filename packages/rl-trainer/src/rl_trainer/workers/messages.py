@@ -155,8 +155,26 @@ class CopyRowsCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     rows: tuple[SavedRows, ...]
 
 
+class KeepRowsCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Write these rows of the data plane to files, as safetensors."""
+
+    path: str
+    """Folder of the files, which is made anew."""
+    rows: tuple[SavedRows, ...]
+
+
+class StateDigestCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Compute the digest of weights and optimizer state."""
+
+
+class StateDigest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """SHA-256 of weights and optimizer state of a rank."""
+
+    sha256: str
+
+
 class PutRowsCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Put rows of a checkpoint into the data plane."""
+    """Put rows of a checkpoint or of a kept batch into the data plane."""
 
     path: str
     """Folder of their files."""

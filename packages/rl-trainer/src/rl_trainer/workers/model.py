@@ -13,7 +13,7 @@ from rl_protocol.ports import DataPlane
 from rl_trainer.checkpoints.resumable import Resumable
 from rl_trainer.workers.base import Worker, with_prompts
 from rl_trainer.workers.columns import StepColumns
-from rl_trainer.workers.messages import ReadAheadCall, StageResult
+from rl_trainer.workers.messages import ReadAheadCall, StageResult, StateDigest, StateDigestCall
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ def ranked(kind: type[T], backend: object) -> T:
 def resumable(backend: object) -> Resumable:
     if not isinstance(backend, Resumable):
         raise WorkerError(
-            f"{type(backend).__name__} has no snapshot and restore, which checkpoints (LoopConfig.save_freq) and PPOTrainer.resume need."
+            f"{type(backend).__name__} has no snapshot, restore and state_digest, which PPOTrainer.resume, LoopConfig.save_freq and keep_batches use."
         )
     return backend
 
@@ -43,11 +43,15 @@ class ModelWorker(Worker):
         backend: the model. Of the ranks of one replica of it, only the first uses the plane.
     """
 
-    model_handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"read_ahead": ReadAheadCall}
+    model_handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
+        "read_ahead": ReadAheadCall,
+        "state_digest": StateDigestCall,
+    }
 
     def __init__(self, plane: DataPlane, columns: StepColumns, backend: object) -> None:
         self.plane = with_prompts(plane)
         self.columns = columns
+        self._model = backend
         self.replicas = backend.replicas if isinstance(backend, ReplicaOfRanks) else None
         self._ahead: tuple[str, Fetched] | None = None
 
@@ -60,6 +64,11 @@ class ModelWorker(Worker):
         self._ahead = None
         self._ahead = call.stage, await fetch(self, getattr(self, call.stage), call.batch)
         return StageResult()
+
+    async def state_digest(self, call: StateDigestCall) -> StateDigest:
+        """The digest of weights and optimizer state."""
+        del call
+        return StateDigest(sha256=resumable(self._model).state_digest())
 
     def _rows(self, stage: str, batch: KVBatchMeta) -> KVBatchMeta | Fetched:
         ahead, self._ahead = self._ahead, None

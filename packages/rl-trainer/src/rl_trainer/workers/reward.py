@@ -24,8 +24,10 @@ from rl_trainer.workers.columns import TASK_COLUMNS, TRAINER_SCHEMA, StepColumns
 from rl_trainer.workers.messages import (
     CopyRowsCall,
     FilterResult,
+    KeepRowsCall,
     PutRowsCall,
     RewardResult,
+    SavedFiles,
     StageCall,
     StageResult,
     ValidationResult,
@@ -65,6 +67,7 @@ class RewardWorker(StatefulWorker):
         "baseline": StageCall,
         "adv": StageCall,
         "copy_rows": CopyRowsCall,
+        "keep_rows": KeepRowsCall,
         "put_rows": PutRowsCall,
         **StatefulWorker.state_handlers,
     }
@@ -189,6 +192,9 @@ class RewardWorker(StatefulWorker):
 
     async def copy_rows(self, call: CopyRowsCall) -> StageResult:
         return await self._row_files.copy(call)
+
+    async def keep_rows(self, call: KeepRowsCall) -> SavedFiles:
+        return await self._row_files.keep(call)
 
     async def put_rows(self, call: PutRowsCall) -> StageResult:
         return await self._row_files.put(call)

@@ -1,20 +1,24 @@
-"""Copies rows of the data plane into a checkpoint, and puts them back."""
+"""Copies rows of the data plane into checkpoints and kept batches, and puts them back."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rl_protocol import BatchData, wire
 from rl_protocol.ports import DataPlane
+from rl_trainer.checkpoints import kept_batches
+from rl_trainer.checkpoints.checkpoint_folder import durable
 from rl_trainer.checkpoints.held_batches import HELD, SavedRows
 from rl_trainer.checkpoints.resumable import Write
-from rl_trainer.workers.messages import CopyRowsCall, PutRowsCall, StageResult
+from rl_trainer.workers.messages import CopyRowsCall, KeepRowsCall, PutRowsCall, SavedFiles, StageResult
 
 
 class RowFiles:
-    """The files of a worker that have rows of the data plane, in wire format.
+    """The files of a worker that have rows of the data plane: in wire format, those of kept batches
+    as safetensors.
 
     Lifecycle: `copy` before a save, whose writers include those of `take_writes`.
 
@@ -54,16 +58,42 @@ class RowFiles:
 
         return {HELD: write}
 
+    async def keep(self, call: KeepRowsCall) -> SavedFiles:
+        """Read all columns of the rows, and write them to disk.
+
+        Raises:
+            DataLostError: rows were lost with a storage unit.
+            OutputError: a file can't be written.
+        """
+        batches = {rows.file: await self._read(rows) for rows in call.rows}
+        return await asyncio.to_thread(_write_kept, Path(call.path), batches)
+
     async def put(self, call: PutRowsCall) -> StageResult:
         """Put rows with their tags and the columns of their files.
 
         Raises:
-            WireError: a file is damaged.
+            WireError: a file is damaged; ConfigError: one of a kept batch.
             BatchError: a file has another number of rows.
         """
         for rows in call.rows:
             data = None
             if rows.file:
-                data = wire.decode(await asyncio.to_thread((Path(call.path) / rows.file).read_bytes))
+                data = await asyncio.to_thread(_read_file, Path(call.path) / rows.file)
             await self._plane.put(rows.partition, rows.keys, data, tags=rows.tags or None)
         return StageResult()
+
+
+def _read_file(path: Path) -> BatchData:
+    if path.name in (kept_batches.ROWS, kept_batches.PROMPTS):
+        return kept_batches.read_columns(path)
+    return wire.decode(path.read_bytes())
+
+
+def _write_kept(folder: Path, batches: Mapping[str, BatchData]) -> SavedFiles:
+    with kept_batches.writing(folder):
+        if folder.exists():  # of an attempt at the step whose rows were lost
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        for name, data in batches.items():
+            kept_batches.write_columns(folder / name, data)
+        return SavedFiles(files=durable(folder, [folder / name for name in batches]))

@@ -53,10 +53,7 @@ def take_snapshot(
     Returns:
         A function that writes the copy into a folder, from any thread, and returns the files.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    for one, parts in optimizer.state() if optimizer.replica_id == 0 else ():
-        if one.split is not None or not ranks.tensor:
-            tensors |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in parts.items()}
+    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in own_tensors(optimizer, ranks).items()}
     state = {**manifest_fields, "steps": optimizer.steps, "updates": updates}
     first_rank = ranks.data == ranks.tensor == ranks.pipeline == 0
 
@@ -77,6 +74,15 @@ def take_snapshot(
         return files
 
     return write
+
+
+def own_tensors(optimizer: Optimizer, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """The trained tensors and moments that this rank writes."""
+    tensors: dict[str, torch.Tensor] = {}
+    for one, parts in optimizer.state() if optimizer.replica_id == 0 else ():
+        if one.split is not None or not ranks.tensor:
+            tensors |= {name: tensor.detach() for name, tensor in parts.items()}
+    return tensors
 
 
 def restore_snapshot(

@@ -1,0 +1,29 @@
+"""Which checkpoint a replay without kept batches starts from, and what its run leaves out."""
+
+from __future__ import annotations
+
+import pytest
+from empty_checkpoints import save_checkpoints
+
+from rl_app_ppo.config.loading import load_config, to_yaml
+from rl_app_ppo.replay.generate_again import replayed
+from rl_trainer.checkpoints.checkpoint_folder import newest_whole, step_name
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """Those of the steps 2, 4 and 6; that of step 4 is damaged."""
+    save_checkpoints(tmp_path, (2, 4, 6), to_yaml(load_config([])))
+    (tmp_path / step_name(4) / "trainer.json").write_text("{")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("step", "before"), [(1, None), (2, None), (3, 2), (5, 2), (6, 2), (7, 6)])
+def test_a_replay_starts_from_the_newest_whole_checkpoint_before_the_step(checkpoints, step, before):
+    found, _ = newest_whole(checkpoints, before=step)
+    assert (found.manifest.step if found is not None else None) == before
+    given = load_config(["trainer.save_freq=5", "transfer_queue.durability=commit", "trainer.keep_batches=3"])
+    config = replayed(given, found, step, checkpoints)
+    assert config.trainer.resume_mode == ("disable" if before is None else str(checkpoints / step_name(before)))
+    assert (config.trainer.total_training_steps, config.trainer.save_freq) == (step, 0)
+    assert (config.transfer_queue.durability, config.trainer.keep_batches) == ("off", 0)
