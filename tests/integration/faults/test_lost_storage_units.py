@@ -64,6 +64,7 @@ def held_run(tmp_path, base_model, mark):
         "reward.timeout_s=200",
         f"trainer.total_training_steps={STEPS}",
         "transfer_queue.num_storage_units=2",
+        "restart.max_per_hour=0",
         f"data.val_size={VALIDATION}",
         f"data.train_batch_size={PROMPTS}",
         "actor.ppo_mini_batch_size=8",

@@ -28,6 +28,7 @@ def long_run(tmp_path, base_model, mark):
         "placement=separate",
         "actor.use_kl_loss=false",
         "trainer.stage_timeout_s=60",
+        "restart.max_per_hour=0",
         "transfer_queue.timeout_s=8",
         lines=3,
     )
@@ -70,6 +71,7 @@ def test_a_killed_process_ends_the_run_with_a_message(long_run, mark, victim):
     out, err = process.communicate(timeout=300)
     assert process.returncode == 1, (out, err)
     assert err.startswith("the run failed: ")
+    assert "restart.max_per_hour=0 allows no restart of the run." in err
     assert "Traceback" not in err + out
 
 
@@ -148,7 +150,7 @@ def test_a_killed_rank_is_named_and_not_only_the_socket_at_which_another_lost_it
         *("model_engine=fsdp", "fsdp.world_size=2", "fsdp.device=cpu", "trainer.network_interface=lo"),
         *("data.val_size=16", "data.train_batch_size=8", "actor.ppo_mini_batch_size=8"),
         *("trainer.total_training_steps=100000", "trainer.stage_timeout_s=100", "rollout.num_workers=1"),
-        *("placement=separate", "actor.use_kl_loss=false"),
+        *("placement=separate", "actor.use_kl_loss=false", "restart.max_per_hour=0"),
         lines=2,
     )
     victim = processes_of(tmp_path / "run", "actor-1")[-1]

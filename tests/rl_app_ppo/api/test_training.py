@@ -1,31 +1,40 @@
-"""A refused run leaves no folder; a failed run has the reason in its log."""
+"""A refused run leaves no folder; a failed run has the reason in its log, and may start again."""
 
 from __future__ import annotations
 
 import logging
+from types import FunctionType, SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from rl_app_ppo.api import training
+from rl_app_ppo.api import attempts, training
 from rl_app_ppo.checks import facts
 from rl_app_ppo.config.loading import load_config
 from rl_app_ppo.outputs.startup_times import Startup
 from rl_ckpt_engine import PluginPolicy
-from rl_protocol import ConfigError, WorkerError
+from rl_protocol import ConfigError, WorkerDiedError, WorkerError
 
 
 @pytest.fixture
 def launch(tmp_path, monkeypatch):
-    """launch(error, *overrides): start a run that raises `error` once its folder exists."""
+    """launch(error, *overrides): start a run that raises `error` once its folder exists.
+
+    Of several errors, or functions of the plan that return one, each ends an attempt.
+    `launch.plans` has the plans of the attempts.
+    """
     monkeypatch.setattr(training, "preflight", lambda facts: [])
+
+    plans = []
 
     def start(error, *overrides):
         async def run(plan, screen, startup):
             assert plan.files.config.exists()
-            raise error
+            plans.append(plan)
+            outcome = error[len(plans) - 1] if isinstance(error, list) else error
+            raise outcome(plan) if isinstance(outcome, FunctionType) else outcome
 
-        monkeypatch.setattr(training, "run", run)
+        monkeypatch.setattr(attempts, "run", run)
         startup = Startup(lambda _: None)
         config = load_config([f"trainer.output_dir={tmp_path}/out", "trainer.run_name=a", *overrides])
         try:
@@ -33,6 +42,7 @@ def launch(tmp_path, monkeypatch):
         finally:
             startup.end()
 
+    start.plans = plans
     return start
 
 
@@ -49,7 +59,7 @@ def test_a_folder_that_was_there_stays(launch, tmp_path):
         launch(ConfigError("no such reward"), "trainer.resume_mode=auto")
     assert (tmp_path / "out" / "a" / "attempts" / "1" / "mine").read_text() == "x"
     assert (
-        "ERROR rl_app_ppo.api.training: the run failed: no such reward"
+        "ERROR rl_app_ppo.api.attempts: the run failed: no such reward"
         in (tmp_path / "out" / "a" / "logs" / "driver.log").read_text()
     )
 
@@ -61,7 +71,7 @@ def test_a_run_that_fails_has_the_reason_in_its_log(launch, tmp_path):
         launch(WorkerError("actor died"))
     assert (root.level, list(root.handlers)) == before, "a library leaves the caller's logging alone"
     assert (
-        "ERROR rl_app_ppo.api.training: the run failed: actor died"
+        "ERROR rl_app_ppo.api.attempts: the run failed: actor died"
         in (tmp_path / "out" / "a" / "logs" / "driver.log").read_text()
     )
 
@@ -106,3 +116,51 @@ def test_a_finished_run_whose_end_was_cut_removes_its_journal(launch, tmp_path, 
         pass
     launch(AssertionError("it was started"), "trainer.resume_mode=auto")
     assert list((tmp_path / "out" / "a").iterdir()) == []
+
+
+DIED = WorkerDiedError("Worker actor died during update_actor: it was killed.")
+
+
+def test_a_run_whose_process_dies_before_a_checkpoint_starts_over_and_loses_no_file(launch, tmp_path):
+    with pytest.raises(WorkerError, match="bad row"):
+        launch([DIED, DIED, WorkerError("bad row")], "restart.backoff_s=0.001")
+    first, second, third = launch.plans
+    assert [plan.config.trainer.resume_mode for plan in launch.plans] == ["disable", "auto", "auto"]
+    assert first.restarts is second.restarts is third.restarts
+    assert third.start.checkpoint is None
+    folder = tmp_path / "out" / "a"
+    for number, why in (("1", ""), ("2", "restart 1 of at most 6 an hour, in 0.001 s")):
+        log = (folder / "attempts" / number / "logs" / "driver.log").read_text()
+        assert "the run failed: Worker actor died" in log
+        assert why in log
+    assert "restart 2 of at most 6 an hour, in 0.002 s" in (folder / "logs" / "driver.log").read_text()
+    assert "resume_mode: disable" in (folder / "config.yaml").read_text(), "the configuration is that of the user"
+
+
+def test_a_run_that_is_refused_when_it_starts_again_keeps_its_folder(launch, tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(WorkerDiedError, match=r"can't start again: trainer.nnodes=2 needs 2 hosts.*Worker actor died"):
+        launch([DIED, ConfigError("trainer.nnodes=2 needs 2 hosts.")], "restart.backoff_s=0")
+    assert (tmp_path / "out" / "a" / "attempts" / "1" / "config.yaml").exists()
+
+
+def test_a_run_from_a_checkpoint_starts_again_from_it(launch, tmp_path, monkeypatch):
+    from rl_app_ppo.outputs.resume import Start
+
+    checkpoint = SimpleNamespace(manifest=SimpleNamespace(step=3), folder=tmp_path / "other" / "step-000003")
+    monkeypatch.setattr(facts, "find_start", lambda config, folder: Start(checkpoint=checkpoint))
+    found = []
+
+    def find_start(config, folder):
+        found.append([path.name for path in (folder / "checkpoints").iterdir()])
+        return Start()
+
+    def die_in_save(plan):
+        (plan.files.checkpoints / ".saving-step-000004").mkdir(parents=True)
+        return DIED
+
+    monkeypatch.setattr(attempts, "find_start", find_start)
+    with pytest.raises(WorkerError, match="bad row"):
+        launch([die_in_save, WorkerError("bad row")], "restart.backoff_s=0", f"trainer.resume_mode={checkpoint.folder}")
+    assert [plan.start.checkpoint for plan in launch.plans] == [checkpoint, checkpoint]
+    assert found == [[]], "half a checkpoint is removed before the newest one is looked for"

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorDiedError, UnserializableException
+from ray.exceptions import ActorDiedError, RayTaskError, UnserializableException
 
 from rl_app_ppo.cluster import ray_actor
 from rl_app_ppo.cluster.ray_actor import RayProcess, RayWorker
@@ -161,7 +161,7 @@ def test_a_process_of_another_host_that_dies_is_named_with_its_host(tmp_path):
             calls = {"place": self.place, "stay": self.die, "call": self.die}
             return SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in calls.items()})
 
-        async def place(self):
+        async def place(self, folder):
             return "gpu-2", "memory", "network", 41
 
         async def die(self, *_):
@@ -169,7 +169,7 @@ def test_a_process_of_another_host_that_dies_is_named_with_its_host(tmp_path):
 
     async def body() -> None:
         process = Process(["actor"], "actor-1", tmp_path / "actor-1.log", 1)
-        await process.ready(60)
+        await process.ready(tmp_path, 60)
         await process.connect(tmp_path)
         assert (process.pid, process.host) == (0, "gpu-2")
         with pytest.raises(WorkerDiedError, match="Worker actor-1 on gpu-2 died during update: "):
@@ -178,3 +178,19 @@ def test_a_process_of_another_host_that_dies_is_named_with_its_host(tmp_path):
         assert isinstance(process.end.exception(), ActorDiedError)
 
     asyncio.run(body())
+
+
+def test_an_error_in_the_creation_of_a_process_is_no_death_which_a_restart_would_mend(tmp_path):
+    class Process(RayProcess):
+        def _start(self):
+            return SimpleNamespace(place=SimpleNamespace(remote=self.fail))
+
+        async def fail(self, *_):
+            raise ActorDiedError(RayTaskError("WorkerProcess.__init__", "OSError: no space", OSError("no space")))
+
+    process = Process(["actor"], "actor", tmp_path / "actor.log", 1)
+    with pytest.raises(
+        WorkerError, match=r"Worker actor failed in start: The actor died .* OSError: no space"
+    ) as caught:
+        asyncio.run(process.ready(tmp_path, 60))
+    assert not isinstance(caught.value, WorkerDiedError)

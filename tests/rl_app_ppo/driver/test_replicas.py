@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from rl_app_ppo.driver.replicas import RESTARTS, Replica, ReplicaSync
+from rl_app_ppo.config.restart import RestartConfig
+from rl_app_ppo.driver.replicas import Replica, ReplicaSync
+from rl_app_ppo.driver.restart_policy import RestartLimitError, RestartPolicy
 from rl_app_ppo.driver.weight_sync import make_sync
 from rl_app_ppo.worker.weight_endpoints import make_engine, require_admission
 from rl_ckpt_engine import (
@@ -24,6 +26,11 @@ from rl_protocol.ports import WeightCapabilities
 from rl_rollout_vllm import EngineDiedError
 
 NONE = PluginPolicy()
+RESTARTS = 6
+
+
+def policy() -> RestartPolicy:
+    return RestartPolicy(RestartConfig(max_per_hour=RESTARTS, backoff_s=0.0))
 
 
 class Policy:
@@ -126,7 +133,8 @@ class Run:
         self.sender = SenderEndpoint(make_engine(config, NONE), self.policy)
         self.processes = [Process(f"rollout-{i}", config) for i in range(replicas)]
         self.manager: CheckpointEngineManager = make_sync(config, NONE, [Actor(self.sender)], self.processes)
-        self.replicas = [Replica(process, self.manager) for process in self.processes]
+        self.said: list[str] = []
+        self.replicas = [Replica(process, self.manager, policy(), self.said.append) for process in self.processes]
         self.sync = ReplicaSync(self.manager, self.replicas, whole=True)
 
     async def update(self, version: int) -> tuple[str, ...]:
@@ -173,7 +181,7 @@ def test_one_whose_engine_dies_is_replaced_with_its_engine(run, caplog):
         run.processes[0].deaths = ["rollout"]
         assert await run.generate() == ["row by 2 with 1", "row by 1 with 1"]
         run.processes[0].deaths = ["rollout"] * (RESTARTS + 1)
-        with pytest.raises(EngineDiedError):
+        with pytest.raises(RestartLimitError, match="The process of the vLLM engine is gone"):
             await run.generate()
 
     asyncio.run(steps())
@@ -207,7 +215,9 @@ def test_a_version_that_the_only_replica_died_of_goes_to_the_one_in_its_place(ru
         assert await run.update(3) == ("rollout-0",)
         assert await run.generate() == ["row by 5 with 3"]
         run.processes[0].deaths = ["weights.receive"] * (RESTARTS + 1)
-        with pytest.raises(WeightSyncError, match="rollout-0"):
+        with pytest.raises(
+            RestartLimitError, match="rollout-0 is lost and gets no new process: 6 restarts of rollout-0"
+        ):
             await run.update(4)
 
     asyncio.run(steps())
@@ -223,23 +233,38 @@ def test_a_live_one_that_missed_a_version_is_replaced_too(run):
     asyncio.run(steps())
 
 
-def test_restarts_in_a_row_are_counted_and_then_the_death_is_the_error(run, caplog):
+def test_restarts_are_counted_and_then_the_death_is_the_error(run, caplog):
     async def steps() -> None:
         await run.update(1)
         failing = run.processes[0]
-        for _ in range(2):  # a successful call resets the count
-            failing.deaths = ["rollout"] * RESTARTS
+        for _ in range(RESTARTS):  # a successful call is no reason for more
+            failing.deaths = ["rollout"]
             await run.generate()
-        assert failing.started == 1 + 2 * RESTARTS
-        failing.deaths = ["rollout"] * (RESTARTS + 1)
-        with pytest.raises(WorkerDiedError, match="Worker rollout-0 died during rollout"):
+        assert failing.started == 1 + RESTARTS
+        failing.deaths = ["rollout"]
+        with pytest.raises(
+            RestartLimitError, match=r"restart.max_per_hour=6 allows. Worker rollout-0 died during rollout"
+        ):
             await run.generate()
-        assert failing.started == 1 + 3 * RESTARTS
+        assert failing.started == 1 + RESTARTS
         assert await run.update(2) == ("rollout-1",)
 
     asyncio.run(steps())
     assert "Receiver rollout-0 is quarantined: Worker rollout-0 died during rollout" in caplog.text
-    assert f"Rollout worker rollout-0 gets a new process, {RESTARTS} of {RESTARTS} in a row" in caplog.text
+    assert run.said[-1].startswith(
+        "rollout worker rollout-0 is lost and gets a new process (restart 6 of at most 6 an hour, in 0 s): "
+        "Worker rollout-0 died during rollout"
+    )
+
+
+def test_each_replica_has_its_own_restarts(run):
+    async def steps() -> None:
+        await run.update(1)
+        for process in run.processes:
+            process.deaths = ["rollout"] * RESTARTS
+        assert await run.generate() == ["row by 7 with 1"] * 2
+
+    asyncio.run(steps())
 
 
 def test_one_that_dies_while_it_catches_up_is_replaced_again(run):
@@ -291,7 +316,7 @@ def test_a_late_error_of_the_former_process_is_no_loss_of_the_new_one(run):
 def test_without_a_sync_the_new_process_has_the_initial_weights():
     process = Process("rollout-0", CheckpointEngineConfig())
     process.deaths = ["rollout"]
-    replica = Replica(process, None)
+    replica = Replica(process, None, policy(), [].append)
     assert asyncio.run(replica.call("rollout", b"row", timeout_s=9)) == b"row by 2 with 0"
     process.close()
 
@@ -299,7 +324,7 @@ def test_without_a_sync_the_new_process_has_the_initial_weights():
 def test_one_that_dies_is_not_replaced_where_no_process_can_start(run):
     async def steps() -> None:
         await run.update(1)
-        replica = Replica(run.processes[0], run.manager, lambda: False)
+        replica = Replica(run.processes[0], run.manager, policy(), run.said.append, lambda: False)
         run.processes[0].deaths = ["rollout"]
         for _ in range(2):  # the second call finds a dead process that has left the sync
             run.processes[0].deaths = ["rollout"]
@@ -318,7 +343,7 @@ def test_an_update_that_finds_no_replica_ends_where_no_process_can_start(run):
         await run.update(1)
         (process,) = run.processes
         process.deaths = ["weights.receive"]
-        sync = ReplicaSync(run.manager, [Replica(process, run.manager, lambda: False)])
+        sync = ReplicaSync(run.manager, [Replica(process, run.manager, policy(), run.said.append, lambda: False)])
         with pytest.raises(WorkerDiedError, match="rollout-0 is lost and gets no new process: Ray does not run"):
             await sync.update_weights(2)
         assert process.started == 1

@@ -70,7 +70,7 @@ def test_every_process_sees_the_gpus_of_the_plan_and_no_others(gcs_address, tmp_
         await pool.require_resources(said.append)
         with closing(pool):
             pool.start()
-            await asyncio.gather(*(process.ready(400) for process in pool.processes))
+            await asyncio.gather(*(process.ready(tmp_path, 400) for process in pool.processes))
             look = [
                 process.actor.__ray_call__.remote(lambda _: os.environ.get("CUDA_VISIBLE_DEVICES"))
                 for process in pool.processes

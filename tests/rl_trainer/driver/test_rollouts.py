@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from replay_buffers import make_buffers, opened
 
-from rl_protocol import ConfigError, KVBatchMeta, RolloutError, RowKey, WorkerError
+from rl_protocol import ConfigError, KVBatchMeta, RolloutError, RowKey, WorkerDiedError, WorkerError
 from rl_protocol.ports import SamplingParams
 from rl_protocol.testing.bigram_model import BigramEngine
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
@@ -181,6 +181,19 @@ def test_the_prompts_of_a_worker_that_fails_are_rolled_out_again(roll_out, lost)
     assert {one.uid for one in result.failures} == lost
     assert all("rollout-1: rollout-1 is late" in one.reason for one in result.failures)
     assert left == {}
+
+
+def test_a_worker_that_has_died_for_good_ends_the_run_and_costs_no_prompt_an_attempt(roll_out):
+    """Regression: each of its prompts was given up after some attempts, for another one."""
+    made = []
+
+    def workers(host):
+        made.append(host(error=WorkerDiedError("rollout-0 died"), failures=1))
+        return made
+
+    with pytest.raises(WorkerDiedError, match="rollout-0 died"):
+        roll_out(ReplayConfig(on_failure="refill"), {}, workers)
+    assert made[0].calls <= 3, "no call was repeated"
 
 
 def test_with_fail_the_error_of_a_worker_is_the_error_of_the_run(roll_out):

@@ -30,6 +30,7 @@ from rl_protocol import (
     dense,
 )
 from rl_protocol.errors import WireError
+from rl_protocol.support.heartbeat import read_beat
 from rl_protocol.wire import plan
 from rl_transferqueue import Client, LocalPlane, PlaneDescriptor, TransferQueueConfig, connect, start_local_plane
 from rl_transferqueue.transport.unix_link import Frames
@@ -353,8 +354,10 @@ def test_close_ends_everything_and_may_be_called_twice(tmp_path: Path) -> None:
     plane = start_local_plane(SMALL, tmp_path, log_dir=tmp_path / "logs")
     private = next(path for path in tmp_path.iterdir() if path.name != "logs")
     assert private.stat().st_mode & 0o777 == 0o700
-    assert sorted(path.name for path in private.iterdir()) == [".rl-temporary", "c", "plane.json", "u0"]
     pids = plane.pids
+    beats = {f"{pid}.beat" for pid in pids}
+    assert {path.name for path in private.iterdir()} == {".rl-temporary", "c", "plane.json", "u0", *beats}
+    assert {file.name: read_beat(file) is None for file in plane.heartbeats.values()} == dict.fromkeys(beats, False)
     began = time.monotonic()
     plane.close()
     plane.close()

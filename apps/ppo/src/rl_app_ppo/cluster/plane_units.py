@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rl_app_ppo.cluster.ray_actor import reason_of
+from rl_app_ppo.cluster.ray_errors import reason_of
 from rl_app_ppo.worker.messages import RankNetwork
 from rl_app_ppo.worker.rank_network import rank_interface
 from rl_protocol import RLError, WorkerError

@@ -23,13 +23,15 @@ from rl_app_ppo.config.placement import Role
 from rl_app_ppo.watchdog.unanswered_calls import CallLog
 from rl_app_ppo.worker.call_socket import CANCELLED, Connection
 from rl_app_ppo.worker.messages import RankNetwork, WarmupProgress
-from rl_app_ppo.worker.process import WorkerProcess
+from rl_app_ppo.worker.process import WorkerProcess, heartbeat_file
 from rl_protocol import RLError, WorkerDiedError, WorkerError
 from rl_protocol.support.rendezvous import RendezvousAddress
 
 _log = logging.getLogger(__name__)
 _FAILURES = (RayTaskError, RayActorError, UnserializableException, TimeoutError)
 _actor_class: Any = ray.remote(WorkerProcess)
+_CREATION = "error raised in its creation task"
+"""Part of Ray's message about a process that has raised an error at its start."""
 _LONGEST_PATH = 107
 """Bytes of the path of a Unix socket."""
 _END_S = 5.0
@@ -80,6 +82,7 @@ class RayProcess:
         self._gpus = gpus
         self._host = host
         self._built: tuple[bytes, float] | None = None
+        self._folder: Path | None = None
         self._sockets: Path | None = None
         self._connection: Connection | None = None
         self.end: asyncio.Future[bytes] | None = None
@@ -127,16 +130,22 @@ class RayProcess:
         except _FAILURES as error:
             raise self._translate(name or self.name, method, error, timeout_s) from None
 
-    async def ready(self, timeout_s: float) -> None:
+    async def ready(self, folder: Path, timeout_s: float) -> None:
         """Wait until the process has started.
+
+        Args:
+            folder: of mode 0700, on this host, for its heartbeat.
+            timeout_s: longest wait.
 
         Raises:
             WorkerError: it died, did not start within `timeout_s`, or a server of Ray has ended,
                 without which it never starts.
         """
+        self._folder = folder
         try:
             async with asyncio.timeout(timeout_s):
-                started = unless_ended(self.actor.place.remote(), self._servers, f"Worker {self.name} can't start")
+                starting = self.actor.place.remote(str(folder))
+                started = unless_ended(starting, self._servers, f"Worker {self.name} can't start")
                 host, self.memory, self.network, pid = await started
         except _FAILURES as error:
             if isinstance(error, TimeoutError):
@@ -148,7 +157,15 @@ class RayProcess:
 
     def node(self) -> str:
         """Ray's id of the node that it runs on."""
-        return state.actors(self.actor._actor_id.hex())["Address"]["NodeID"]
+        actor: Any = state.actors(self.actor._actor_id.hex())
+        return actor["Address"]["NodeID"]
+
+    @property
+    def heartbeat(self) -> Path:
+        """The file of its heartbeat, once it is ready on this host."""
+        assert self.pid, "the process is ready, and on this host"
+        assert self._folder is not None, "ready() was called"
+        return heartbeat_file(self._folder, self.pid)
 
     async def connect(self, folder: Path) -> None:
         """Send the calls that follow over a Unix socket in this folder of mode 0700.
@@ -221,9 +238,9 @@ class RayProcess:
         """
         self.kill()
         self.pid, self.actor = 0, self._start()
-        if self._built is not None:
+        if self._built is not None and self._folder is not None:
             payload, timeout_s = self._built
-            await self.ready(timeout_s)
+            await self.ready(self._folder, timeout_s)
             await self.build(payload, timeout_s=timeout_s)
         if self._sockets is not None:
             await self.connect(self._sockets)
@@ -255,6 +272,8 @@ class RayProcess:
             return WorkerError(f"Worker {name} failed in {method}: {type(cause).__name__}: {cause}. {log}")
         if isinstance(error, UnserializableException):  # of a library; its text is that of its traceback
             return WorkerError(f"Worker {name} failed in {method}: {plain(error).strip().splitlines()[-1]}. {log}")
+        if isinstance(error, RayActorError) and _CREATION in str(error):  # another one would fail, too
+            return WorkerError(f"Worker {name} failed in {method}: {reason_of(error)} {log}")
         if isinstance(error, RayActorError):
             where = f" on {self.host}" if self.host else ""
             return WorkerDiedError(f"Worker {name}{where} died during {method}: {reason_of(error)} {log}")

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 from rl_app_ppo.config.loss_parts import check_loss_parts
 from rl_app_ppo.config.placement import AUTO, MODELS, NAMED, parse_placement
 from rl_app_ppo.config.presets import NO_PRESET
+from rl_app_ppo.config.restart import RestartConfig
 from rl_app_ppo.config.rollout_engines import GPU_PART, GROUP, ROLLOUT_ENGINES, RolloutEngineKind
 from rl_app_ppo.config.training_backends import (
     TRAINING_BACKENDS,
@@ -428,6 +429,7 @@ class AppConfig(Options):
         CheckpointEngineConfig, "weight synchronization", needs="enabled", resume="free"
     )
     trainer: TrainerConfig = group(TrainerConfig, "loop and outputs", verl="trainer")
+    restart: RestartConfig = group(RestartConfig, "processes that died", resume="silent")
     ray: RayConfig = group(RayConfig, "processes", resume="free")
 
     @condition("an estimator with a critic, algorithm.adv_estimator=gae")

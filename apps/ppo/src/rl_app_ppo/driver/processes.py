@@ -18,6 +18,7 @@ from rl_app_ppo.config.hosts import units_join
 from rl_app_ppo.config.model_path import given_model
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.demo.cache import read_facts
+from rl_app_ppo.driver.heartbeat_watch import Watched, heartbeat_watch
 from rl_app_ppo.driver.workers import WorkerPool
 from rl_app_ppo.inputs.demo_model import cached_demo_model
 from rl_app_ppo.outputs.console import Screen
@@ -71,6 +72,10 @@ async def start_processes(plan: ProcessPlan, stack: AsyncExitStack, screen: Scre
     await pool.require_resources(screen.note)
     stack.enter_context(closing(pool))
     pool.start()
+    beating = {pid: Watched(servers[pid], file) for pid, file in plane.heartbeats.items()}
+    await stack.enter_async_context(
+        heartbeat_watch(plan.config.restart.heartbeat_s, lambda: beating | pool.heartbeats(), screen.note)
+    )
     sockets = stack.enter_context(temporary_folder("rl-app-ppo-"))
     units = stack.enter_context(closing(PlaneUnits(plane.settings, plan.files.logs)))
     model_path = await _load_models(plan, pool, units, plane, sockets, screen, startup)

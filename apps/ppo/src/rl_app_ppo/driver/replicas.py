@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
+from rl_app_ppo.driver.restart_policy import RestartLimitError, RestartPolicy
 from rl_ckpt_engine import CheckpointEngineManager, ReceiverEndpoint, remote
 from rl_protocol import RLError, WeightSyncError, WorkerDiedError
 from rl_protocol.ports import Memory, WeightSyncReport
@@ -15,8 +16,6 @@ from rl_trainer import WorkerHandle
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-RESTARTS = 3
-"""Most restarts of a replica in a row; a successful call resets the count."""
 
 
 class Restartable(WorkerHandle, Protocol):
@@ -41,6 +40,8 @@ class Replica:
     Args:
         worker: the process.
         manager: the weight manager; None: all processes keep the initial weights.
+        policy: counts its new processes, and delays them.
+        say: prints a line about a new process.
         can_start: whether a new process can start; False once a server of Ray is lost.
     """
 
@@ -48,15 +49,18 @@ class Replica:
         self,
         worker: Restartable,
         manager: CheckpointEngineManager | None,
+        policy: RestartPolicy,
+        say: Callable[[str], None],
         can_start: Callable[[], bool] = lambda: True,
     ) -> None:
         self._worker = worker
         self._manager = manager
+        self._policy = policy
+        self._say = say
         self._can_start = can_start
         self._died = False
         self._error: RLError | None = None
         """Of its death; None: it lives, or was quarantined by the manager."""
-        self._restarts = 0
         self._processes = 1
         """Started so far: tells the end of the current process from that of an earlier one."""
         self._replacing = asyncio.Lock()
@@ -84,10 +88,9 @@ class Replica:
         `timeout_s` is for each attempt, without the start of a new process.
 
         Raises:
-            WorkerError: the worker failed or was late, or died after RESTARTS restarts in a row, or
-                died when no new process can start.
-            EngineDiedError: its engine died after RESTARTS restarts in a row.
-            WeightSyncError: the last new process could not get the current weights.
+            WorkerError: the worker failed or was late.
+            WorkerDiedError: it died when no new process can start.
+            RestartLimitError: it has had as many new processes as the policy allows.
         """
         while True:
             await self.replace_lost()
@@ -98,17 +101,14 @@ class Replica:
                 if called == self._processes:
                     self._lose(error)
             else:
-                self._restarts = 0
                 return answer
 
     async def replace_lost(self) -> None:
         """If the replica is lost, start a new process and send it the committed version.
 
         Raises:
-            WorkerDiedError: no process can start, because a server of Ray is lost; or the last new
-                one died.
-            EngineDiedError: the engine of the last new process died.
-            WeightSyncError: the last new process could not get the weights.
+            WorkerDiedError: no process can start, because a server of Ray is lost.
+            RestartLimitError: it has had as many new processes as the policy allows.
             WorkerError: the process did not start.
         """
         async with self._replacing:
@@ -116,13 +116,21 @@ class Replica:
                 await self._replace()
 
     async def _replace(self) -> None:
-        if self._restarts == RESTARTS or not self._can_start():
+        why = self._why()
+        if not self._can_start():
             self._retire()
-            raise self._error or WorkerDiedError(
-                f"Rollout worker {self.name} is lost and gets no new process: Ray does not run."
+            raise WorkerDiedError(
+                f"Rollout worker {self.name} is lost and gets no new process: Ray does not run. {why}"
             )
-        self._restarts += 1
-        _log.warning("Rollout worker %s gets a new process, %d of %d in a row.", self.name, self._restarts, RESTARTS)
+        try:
+            restart = self._policy.next(self.name)
+        except RestartLimitError as limit:
+            self._retire()
+            raise RestartLimitError(
+                f"Rollout worker {self.name} is lost and gets no new process: {limit} {why}"
+            ) from None
+        self._say(f"rollout worker {self.name} is lost and gets a new process ({restart}): {why}")
+        await asyncio.sleep(restart.wait_s)
         try:
             await self._worker.restart()
             self._processes += 1
@@ -132,6 +140,12 @@ class Replica:
             self._lose(error)
         else:
             self._died, self._error = False, None
+
+    def _why(self) -> str:
+        if self._error is not None:
+            return self._error.message
+        assert self._manager is not None, "a replica that lives is lost by the manager alone"
+        return self._manager.quarantined[self.name]
 
     def _retire(self) -> None:
         """Send the replica no more weights: it gets no new process."""

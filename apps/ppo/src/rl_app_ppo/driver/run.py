@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, closing
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +15,7 @@ from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.driver.hang_watch import hang_watch
 from rl_app_ppo.driver.processes import ProcessPlan, start_processes
 from rl_app_ppo.driver.replicas import Replica, ReplicaSync
+from rl_app_ppo.driver.restart_policy import RestartPolicy
 from rl_app_ppo.driver.weight_sync import OnStep, make_sync, measured
 from rl_app_ppo.driver.workers import WorkerPool
 from rl_app_ppo.inputs.data import about_validation, open_data, train_order
@@ -45,6 +47,8 @@ from rl_transferqueue import LocalPlane, connect
 from rl_transferqueue.consume import prompt_groups
 from rl_transferqueue.consume.replay_buffer import ReplayBuffer
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(ProcessPlan):
@@ -56,6 +60,8 @@ class RunPlan(ProcessPlan):
     """The beginning, or a checkpoint."""
     record: RunRecord
     """What the driver records."""
+    restarts: RestartPolicy
+    """Counts the new processes of workers."""
 
     @property
     def last_step(self) -> int | None:
@@ -213,7 +219,11 @@ def _connect_rollout(
     def ray_runs() -> bool:
         return not any(map(fate, servers))
 
-    replicas = {worker: Replica(worker, manager, ray_runs) for worker in pool.replaceable}
+    def say(line: str) -> None:
+        logger.warning(line)
+        screen.note(line)
+
+    replicas = {worker: Replica(worker, manager, plan.restarts, say, ray_runs) for worker in pool.replaceable}
     whole = not config.sends_adapters
     sync = ReplicaSync(manager, list(replicas.values()), whole=whole) if manager else None
     return _Rollout(replace(workers, rollout=[replicas.get(worker, worker) for worker in pool.rollout]), sync, on_step)

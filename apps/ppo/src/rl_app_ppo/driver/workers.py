@@ -20,6 +20,7 @@ from rl_app_ppo.config.loading import to_yaml
 from rl_app_ppo.config.model_path import given_adapter, given_reference
 from rl_app_ppo.config.placement import Role, WorkerGroup
 from rl_app_ppo.config.schema import AppConfig
+from rl_app_ppo.driver.heartbeat_watch import Watched
 from rl_app_ppo.outputs.console import Screen
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_app_ppo.outputs.startup_times import Startup
@@ -140,6 +141,11 @@ class WorkerPool:
         """The processes of this host that are ready: process id -> name."""
         return {process.pid: process.name for process in self.processes if process.pid}
 
+    def heartbeats(self) -> dict[int, Watched]:
+        """The heartbeats of the processes of this host that are ready, by process id."""
+        ready = [process for process in self.processes if process.pid]
+        return {process.pid: Watched(f"Worker {process.name}", process.heartbeat) for process in ready}
+
     def model_pids(self) -> dict[int, str]:
         """The processes of this host that train models, which are never replaced: id -> name."""
         found = [process for process in self.processes if process.pid and process.roles != ("rollout",)]
@@ -162,22 +168,22 @@ class WorkerPool:
                 worker = RayWorker(process, role, planned.group.role_name(role, planned.rank))
                 self._handles.setdefault(role, []).append(worker)
 
-    async def ready(self, sockets: Path) -> None:
+    async def ready(self, folder: Path) -> None:
         """Wait until all processes run, and connect to those of this host over Unix sockets.
 
         A run that writes Ray's timeline (trainer.profile_steps) calls them through Ray, so that the
         timeline shows the calls.
 
         Args:
-            sockets: a folder of mode 0700 for them.
+            folder: of mode 0700, for the sockets and for the heartbeats.
 
         Raises:
             WorkerError: one died, or did not start within `ray.start_timeout_s`.
         """
         timeout_s = self._config.ray.start_timeout_s
-        await asyncio.gather(*(process.ready(timeout_s) for process in self.processes))
+        await asyncio.gather(*(process.ready(folder, timeout_s) for process in self.processes))
         if not self._config.trainer.profile_steps:
-            await asyncio.gather(*(process.connect(sockets) for process in self.processes))
+            await asyncio.gather(*(process.connect(folder) for process in self.processes))
 
     def other_hosts(self, here: str) -> dict[str, OtherHost]:
         """The hosts of a run on several, but that whose `this_host` is `here`."""

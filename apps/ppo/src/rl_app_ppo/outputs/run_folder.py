@@ -134,13 +134,22 @@ def occupied(folder: Path) -> Generator[None]:
             ) from None
         except OSError as error:
             logger.warning("%s can't be locked (%s): make sure that no other run writes there.", folder, error)
-        with writing(folder):
-            shutil.rmtree(folder / UNPUBLISHED, ignore_errors=True)
-            (folder / _PROBE).unlink(missing_ok=True)
-            sweep(folder / CHECKPOINTS)
+        remove_partial(folder)
         yield
     finally:
         os.close(lock)
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove the partial files of a run whose processes have ended.
+
+    Raises:
+        OutputError: one can't be removed.
+    """
+    with writing(folder):
+        shutil.rmtree(folder / UNPUBLISHED, ignore_errors=True)
+        (folder / _PROBE).unlink(missing_ok=True)
+        sweep(folder / CHECKPOINTS)
 
 
 def _lock(opened: int) -> None:
@@ -263,6 +272,11 @@ class RunFiles:
     @property
     def logs(self) -> Path:
         return self.folder / "logs"
+
+    @property
+    def attempts(self) -> Path:
+        """The files of attempts that ended before a checkpoint."""
+        return self.folder / ATTEMPTS
 
     @property
     def hang(self) -> Path:

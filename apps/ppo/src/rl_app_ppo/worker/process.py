@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from rl_app_ppo.worker.rank_network import rank_interface
 from rl_app_ppo.worker.weight_endpoints import require_admission
 from rl_ckpt_engine.endpoints.operations import METHODS
 from rl_protocol import WorkerError
+from rl_protocol.support.heartbeat import beat
 from rl_protocol.support.host.this_process import end_at_sigterm
 from rl_protocol.support.host_identity import this_host
 from rl_protocol.support.network_interface import this_network
@@ -85,8 +86,14 @@ class WorkerProcess:
             torch_setup.configure(threads)
             self._share_cores = None if threads else torch_setup.share_cores
 
-    async def place(self) -> tuple[str, str, str, int]:
-        """The host, the memory and the network of this process, and its id."""
+    async def place(self, folder: str) -> tuple[str, str, str, int]:
+        """The host, the memory and the network of this process, and its id.
+
+        Args:
+            folder: for its heartbeat, if it is on the driver's host; another has no such folder.
+        """
+        with suppress(FileNotFoundError):  # on another host
+            beat(heartbeat_file(Path(folder), os.getpid()))
         return socket.gethostname(), this_host(), this_network(), os.getpid()
 
     async def listen(self, path: str) -> None:
@@ -202,6 +209,11 @@ class WorkerProcess:
             with self._recorded("build"):
                 self._workers = await build.build_workers(self._roles, call, self._rendezvous, self._record)
         return b""
+
+
+def heartbeat_file(folder: Path, pid: int) -> Path:
+    """The heartbeat of a worker process."""
+    return folder / f"{pid}.beat"
 
 
 def _processes(payload: bytes) -> int:

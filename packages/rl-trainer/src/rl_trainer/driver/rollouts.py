@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 
-from rl_protocol import ConfigError, DataLostError, KVBatchMeta, PlaneTimeout, RLError, RolloutError
+from rl_protocol import ConfigError, DataLostError, KVBatchMeta, PlaneTimeout, RLError, RolloutError, WorkerDiedError
 from rl_protocol.ports import DataPlane, GroupFailure, Lease, ReplayBuffer, SessionResult, settle
 from rl_protocol.rl_columns import prompt_partition
 from rl_trainer.algorithms.staleness_policy import StalenessPolicy
@@ -434,13 +434,16 @@ class _Rollout:
             await roll_out(len(rollouts.workers), whole, rollouts.router, self._send)
 
     async def _send(self, replica: int, part: RolloutCall) -> RolloutResult:
-        """Call a replica; if it fails, settle its sessions with that error."""
+        """Call a replica; if it fails, settle its sessions with that error.
+
+        The death of its process is not a failure of its prompts: it ends the rollout.
+        """
         worker, timeout_s = self._rollouts.workers[replica], self._rollouts.timeout_s
         sessions = [(prompt.lease, session) for prompt in part.prompts for session in prompt.lease.sessions]
         self._generating += 1
         try:
             result = await call(worker, "rollout", part, RolloutResult, timeout_s)
-        except (ConfigError, DataLostError):
+        except (ConfigError, DataLostError, WorkerDiedError):
             raise
         except RLError as error:
             self._errors.append(error)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -29,7 +29,7 @@ from rl_transferqueue.launch.server_children import (
     unit_specs,
     wait_ready,
 )
-from rl_transferqueue.launch.server_specs import ControllerSpec, Ready, Recovery, UnitSpec
+from rl_transferqueue.launch.server_specs import ControllerSpec, Ready, Recovery, UnitSpec, heartbeat_file
 from rl_transferqueue.launch.server_threads import ServerThreads
 from rl_transferqueue.transport.addresses import check_ports, listen_address
 from rl_transferqueue.transport.plane_secret import load_key
@@ -99,6 +99,13 @@ class LocalPlane:
         if isinstance(self._servers, ServerThreads):
             return tuple(said.process.pid for said in self._servers.ready)
         return tuple(child.process.pid for child in self._servers)
+
+    @property
+    def heartbeats(self) -> Mapping[int, Path]:
+        """Process id -> file of its heartbeat (`rl_protocol.support.heartbeat`), in the order of
+        `pids`; empty if the servers are threads."""
+        threads = isinstance(self._servers, ServerThreads)
+        return {} if threads else {pid: heartbeat_file(self._runtime_dir, pid) for pid in self.pids}
 
     def close(self) -> None:
         """End the plane, within 3 seconds; safe to call twice."""

@@ -18,10 +18,18 @@ from typing import TypeAlias
 import msgspec
 
 from rl_protocol.errors import PlaneLostError, RLError
+from rl_protocol.support.heartbeat import beat
 from rl_protocol.support.stack_dumps import dump_at_signal
 from rl_transferqueue.backends import BUILT_IN, Share
 from rl_transferqueue.controller.controller import Controller
-from rl_transferqueue.launch.server_specs import ControllerSpec, Ready, Recovery, ServeConfig, UnitSpec
+from rl_transferqueue.launch.server_specs import (
+    ControllerSpec,
+    Ready,
+    Recovery,
+    ServeConfig,
+    UnitSpec,
+    heartbeat_file,
+)
 from rl_transferqueue.storage.backend_unit import BackendUnit
 from rl_transferqueue.storage.storage_unit import StorageUnit
 from rl_transferqueue.transport.addresses import Endpoints, listen_address
@@ -50,6 +58,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _serve(config: ServeConfig) -> None:
+    beat(heartbeat_file(config.runtime_dir, os.getpid()))
     role = build(config.spec)
     try:
         parent = open_pidfd(config.parent, "The parent")

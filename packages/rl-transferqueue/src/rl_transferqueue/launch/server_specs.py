@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 from rl_transferqueue.wire.process_liveness import ProcessId
@@ -84,3 +86,8 @@ class Ready(msgspec.Struct, frozen=True):
     bulk: str = ""
     recovery: Recovery | None = None
     """None: the server has no journal."""
+
+
+def heartbeat_file(runtime_dir: str | Path, pid: int) -> Path:
+    """The heartbeat of a server process."""
+    return Path(runtime_dir) / f"{pid}.beat"

@@ -1,0 +1,42 @@
+"""Options of what happens when a process of a run dies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rl_protocol.support.options import Options, option, require
+
+SHORTEST_S = 5.0
+"""Least `heartbeat_s` with which a busy process is not taken for one that hangs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartConfig(Options):
+    """Processes that died, and their replacement."""
+
+    max_per_hour: int = option(
+        6,
+        "most new processes of each rollout worker within an hour, and most restarts of the run after the death of any other process; then "
+        "the run fails. 0: it fails at the first death",
+        ge=0,
+    )
+    backoff_s: float = option(
+        1.0,
+        "wait before a restart, seconds; it doubles with each one within an hour, up to a minute",
+        ge=0,
+        needs="max_per_hour>0",
+    )
+    heartbeat_s: float = option(
+        60.0,
+        "a process of this host that is stopped or hangs in native code for so many seconds is killed, as if it had died; the time of a "
+        "debugger counts, too. 0: never",
+        ge=0,
+    )
+
+    def check(self, path: str) -> None:
+        require(
+            self.heartbeat_s == 0 or self.heartbeat_s >= SHORTEST_S,
+            f"{path}heartbeat_s",
+            f"0 or at least {SHORTEST_S:g}: processes beat once a second",
+            self.heartbeat_s,
+        )

@@ -1,0 +1,62 @@
+"""A run goes on after the death of any process, and after one that hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from app_runs import processes_of, started
+
+STEPS, SAVE_FREQ = 48, 4
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 200.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+def lines(folder: Path) -> int:
+    return (folder / "metrics.jsonl").read_text().count("\n")
+
+
+@pytest.mark.slow
+def test_a_killed_actor_and_a_stopped_rollout_worker_cost_no_step(tmp_path, base_model, mark):
+    """The run starts again from its checkpoint with a new actor; the rollout worker is replaced."""
+    folder = tmp_path / "run"
+    run = started(
+        mark,
+        folder,
+        f"model.path={base_model}",
+        *(f"trainer.total_training_steps={STEPS}", f"trainer.save_freq={SAVE_FREQ}", "trainer.test_freq=0"),
+        *("data.val_size=16", "data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "actor.use_kl_loss=false"),
+        *("rollout.num_workers=1", "placement=separate", "restart.heartbeat_s=5", "restart.backoff_s=0.1"),
+        lines=SAVE_FREQ + 3,
+    )
+    try:
+        os.kill(processes_of(folder, "actor")[0], signal.SIGTERM)
+        until(lambda: len(processes_of(folder, "actor")) == 2, "a second actor")
+        before = lines(folder)
+        until(lambda: lines(folder) > before, "a step after the restart")
+        stopped = processes_of(folder, "rollout-0")[-1]
+        os.kill(stopped, signal.SIGSTOP)
+        out, err = run.communicate(timeout=300)
+    finally:
+        run.kill()
+    assert run.returncode == 0, (out, err)
+    died = r"a process of the run has died, so the run starts again \(restart 1 of at most 6 an hour, in 0\.1 s\): Worker actor died during "
+    assert len(re.findall(died, out)) == 1, out
+    resumed = re.findall(r"resumes after step (\d+) ", out)
+    assert [int(step) % SAVE_FREQ for step in resumed] == [0], out
+    assert f"Worker rollout-0 (process {stopped}) has not moved for 5 s (restart.heartbeat_s), so it is killed" in out
+    assert "rollout worker rollout-0 is lost and gets a new process (restart 1 of at most 6 an hour, in 0.1 s)" in out
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in metrics if one["step"]] == list(range(1, STEPS + 1))
+    assert (folder / "checkpoint" / "model.safetensors").exists()
