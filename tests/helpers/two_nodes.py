@@ -1,9 +1,10 @@
-"""A Ray cluster of two nodes on this machine."""
+"""A Ray cluster of several nodes on this machine."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -14,16 +15,24 @@ def two_nodes(*marks: str, **each: int) -> Generator[str]:
 
     With two marks, their processes are on two hosts (RL_HOST), which share no memory.
     """
+    first, second = ({"env_vars": {"RL_HOST": mark}} for mark in marks) if marks else ({}, {})
+    with several_nodes({**each, **first}, {**each, **second}) as cluster:
+        yield cluster.address
+
+
+@contextmanager
+def several_nodes(head: dict[str, Any], *others: dict[str, Any]) -> Generator[Any]:
+    """Start nodes with these resources; yields the ray.cluster_utils.Cluster."""
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        node = {"object_store_memory": 80 << 20, **each}
-        first, second = ({"env_vars": {"RL_HOST": mark}} for mark in marks) if marks else ({}, {})
-        started = Cluster(initialize_head=True, head_node_args={**node, **first, "include_dashboard": False})
+        store = {"object_store_memory": 80 << 20}
+        started = Cluster(initialize_head=True, head_node_args={**store, **head, "include_dashboard": False})
         try:
-            started.add_node(**node, **second)
-            yield started.address
+            for node in others:
+                started.add_node(**store, **node)
+            yield started
         finally:
             started.shutdown()
