@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from kept_runs import keep_run
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
@@ -259,6 +260,11 @@ def test_a_command_of_rl_succeeds(place: str, words: list[str], tmp_path: Path, 
     monkeypatch.chdir(tmp_path)
     for name in ("<run>", "fast", "slow"):
         _write_run(tmp_path / "outputs" / name)
+    if words[0] == "replay":
+        for name in ("kept", "<other>"):
+            keep_run(tmp_path / "outputs" / name, {step: [1.0, 0.0] for step in range(1, 8)})
+        if not {"--row", "--field", "--against"} & set(words):  # it would train; test_replay.py does
+            words = [*words, "--field", "advantages"]
     (tmp_path / "verl.sh").write_text("algorithm.adv_estimator=gae\n")
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output

@@ -42,7 +42,7 @@ def test_a_folder_that_cannot_be_made_or_has_no_room_is_refused(tmp_path):
         check_room(tmp_path / "b", 10**9)
     assert not (tmp_path / "b").exists()
     assert check_room(tmp_path / "b" / "c", 0).endswith(f" MiB free in {tmp_path}")
-    with pytest.raises(OutputError, match=r"file is a file: set trainer\.output_dir to a folder"):
+    with pytest.raises(OutputError, match=r"file is a file\. Set trainer\.output_dir to a folder"):
         check_room(tmp_path / "file" / "outputs", 0)
 
 

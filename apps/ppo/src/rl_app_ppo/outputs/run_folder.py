@@ -89,7 +89,7 @@ def check_room(output_dir: Path, min_free_mb: int) -> str:
         there = next(parent for parent in (output_dir, *output_dir.absolute().parents) if parent.exists())
         free = shutil.disk_usage(there).free // 2**20
     if not there.is_dir():
-        raise OutputError(f"{there} is a file: set trainer.output_dir to a folder.")
+        raise OutputError(f"{output_dir} can't be made: {there} is a file. Set trainer.output_dir to a folder.")
     if not os.access(there, os.W_OK):
         raise OutputError(f"{there} can't be written: make it writable, or set trainer.output_dir to another place.")
     if free < min_free_mb:

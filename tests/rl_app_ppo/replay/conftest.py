@@ -1,8 +1,0 @@
-"""The modules of this folder that are no tests can be imported; their names are unique."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
