@@ -63,7 +63,7 @@ def test_nothing_ends_a_process_by_force() -> None:
 def test_only_entry_points_set_logging_up() -> None:
     setting_up = {path.name for path in SOURCES if re.search(r"basicConfig|dictConfig|getLogger\(\)", path.read_text())}
     assert setting_up <= {
-        "training.py",
+        "attempts.py",
         "process.py",
         "server_process.py",
         "plane_driver.py",
