@@ -80,7 +80,9 @@ def start_host_units(
     Args:
         config: that of the plane, with an address of this host in `listen`, and each unit's two
             ports from its port on.
-        runtime_dir, log_dir, start_timeout_s: see `start_local_plane`.
+        runtime_dir: see `start_local_plane`.
+        log_dir: folder of the units' logs, likewise.
+        start_timeout_s: longest wait until all units serve, seconds.
 
     Raises:
         ConfigError: the address can't be used or needs a key; the backend is not `simple`; or
