@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -36,12 +34,11 @@ class HostUnits:
     """
 
     def __init__(
-        self, addresses: tuple[UnitAddress, ...], children: list[ServerChild], runtime_dir: Path, lock: int
+        self, addresses: tuple[UnitAddress, ...], children: list[ServerChild], resources: contextlib.ExitStack
     ) -> None:
         self.addresses = addresses
         self._children = children
-        self._runtime_dir = runtime_dir
-        self._lock: int | None = lock
+        self._resources = resources
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -50,11 +47,7 @@ class HostUnits:
 
     def close(self) -> None:
         """End the units, within 3 seconds; safe to call twice."""
-        stop(self._children)
-        shutil.rmtree(self._runtime_dir, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._resources.close()
 
     def __enter__(self) -> Self:
         return self
@@ -93,12 +86,10 @@ def start_host_units(
     require(bool(config.listen), "TransferQueueConfig.listen", "an address of this host for units that join", "")
     address = listen_address(config.listen, load_key())
     check_ports(config.listen, address, 2 * config.num_storage_units)
-    private, lock = private_dir(runtime_dir)
     children: list[ServerChild] = []
     with contextlib.ExitStack() as undo:
-        undo.callback(os.close, lock)
-        undo.callback(shutil.rmtree, private, ignore_errors=True)
-        undo.callback(lambda: stop(children))
+        private = undo.enter_context(private_dir(runtime_dir))
+        undo.callback(stop, children)
         logs = log_dir or private
         logs.mkdir(parents=True, exist_ok=True)
         ports = [address.port and address.port + 2 * i for i in range(config.num_storage_units)]
@@ -106,6 +97,5 @@ def start_host_units(
         deadline = deadline_after(start_timeout_s)
         children += [spawn(f"unit-{spec.index}", spec, private, logs) for spec in specs]
         ready = [wait_ready(child, deadline, start_timeout_s) for child in children]
-        undo.pop_all()
-    addresses = tuple(unit_address(spec, said) for spec, said in zip(specs, ready, strict=True))
-    return HostUnits(addresses, children, private, lock)
+        addresses = tuple(unit_address(spec, said) for spec, said in zip(specs, ready, strict=True))
+        return HostUnits(addresses, children, undo.pop_all())

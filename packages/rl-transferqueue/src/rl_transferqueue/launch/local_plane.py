@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -60,7 +58,7 @@ class LocalPlane:
         descriptor: PlaneDescriptor,
         servers: list[ServerChild] | ServerThreads,
         runtime_dir: Path,
-        lock: int,
+        resources: contextlib.ExitStack,
         recovery: Recovery | None,
     ) -> None:
         self.settings = settings
@@ -68,7 +66,7 @@ class LocalPlane:
         self.recovery = recovery
         self._servers = servers
         self._runtime_dir = runtime_dir
-        self._lock: int | None = lock
+        self._resources = resources
 
     @property
     def descriptor(self) -> PlaneDescriptor:
@@ -109,14 +107,7 @@ class LocalPlane:
 
     def close(self) -> None:
         """End the plane, within 3 seconds; safe to call twice."""
-        if isinstance(self._servers, ServerThreads):
-            self._servers.close()
-        else:
-            stop(self._servers)
-        shutil.rmtree(self._runtime_dir, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._resources.close()
 
     def __enter__(self) -> Self:
         return self
@@ -174,18 +165,16 @@ def start_local_plane(
         f"a folder with durability={config.durability}",
         config.journal_dir,
     )
-    private, lock = private_dir(runtime_dir)
     children: list[ServerChild] = []
     with contextlib.ExitStack() as undo:
-        undo.callback(os.close, lock)
-        undo.callback(shutil.rmtree, private, ignore_errors=True)
+        private = undo.enter_context(private_dir(runtime_dir))
         if config.backend == "memory":
             controller, units = _specs(config, private, hosts)
             threads = ServerThreads(private.name, controller, units)
-            undo.pop_all()
+            undo.callback(threads.close)
             descriptor = _descriptor(config, controller, units, threads.ready)
-            return LocalPlane(config, descriptor, threads, private, lock, threads.ready[0].recovery)
-        undo.callback(lambda: stop(children))
+            return LocalPlane(config, descriptor, threads, private, undo.pop_all(), threads.ready[0].recovery)
+        undo.callback(stop, children)
         logs = log_dir or private
         logs.mkdir(parents=True, exist_ok=True)
         controller, units = _specs(config, private, hosts)
@@ -196,8 +185,7 @@ def start_local_plane(
         first = wait_ready(children[0], deadline, start_timeout_s)
         descriptor = _descriptor(config, controller, units, [first, *rest])
         descriptor.save(private / DESCRIPTOR_FILE)  # for `find_plane`
-        undo.pop_all()
-    return LocalPlane(config, descriptor, children, private, lock, first.recovery)
+        return LocalPlane(config, descriptor, children, private, undo.pop_all(), first.recovery)
 
 
 def _descriptor(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import msgspec
 
 from rl_protocol.errors import ConfigError, PlaneLostError
 from rl_protocol.support.host_identity import this_host
-from rl_protocol.support.temporary_folders import owned_folder
+from rl_protocol.support.temporary_folders import temporary_folder
 from rl_transferqueue.client.deadline import deadline_after, seconds_until
 from rl_transferqueue.config import TransferQueueConfig
 from rl_transferqueue.launch.server_specs import ControllerSpec, Ready, ServeConfig, UnitSpec
@@ -75,9 +76,9 @@ def unit_address(spec: UnitSpec, said: Ready) -> UnitAddress:
     )
 
 
-def private_dir(base: Path | None) -> tuple[Path, int]:
-    """A directory for sockets, and its lock; directories left behind by killed planes are
-    removed."""
+def private_dir(base: Path | None) -> AbstractContextManager[Path]:
+    """A directory for sockets, removed on exit; directories left behind by killed planes are
+    removed first."""
     parent = Path(tempfile.gettempdir()) if base is None else base.absolute()
     if not parent.is_dir():
         raise ConfigError(f"The runtime directory {parent} is not there; make it first.")
@@ -86,7 +87,7 @@ def private_dir(base: Path | None) -> tuple[Path, int]:
             f"The runtime directory {parent} has too long a path for unix sockets ({_SOCKET_PATH_LIMIT} bytes at most); give a shorter "
             "runtime_dir or set TMPDIR."
         )
-    return owned_folder(RUNTIME_PREFIX, parent)
+    return temporary_folder(RUNTIME_PREFIX, parent)
 
 
 def spawn(name: str, spec: ControllerSpec | UnitSpec, private: Path, logs: Path) -> ServerChild:
