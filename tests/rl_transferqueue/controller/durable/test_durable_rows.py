@@ -222,7 +222,7 @@ def test_a_load_waits_for_memory_and_goes_before_puts() -> None:
     assert ended == []
     assert full[1] is not None
     world.capacity.give(full[1])
-    world.rows.go_on_loading()
+    world.rows.continue_loading()
     assert (ended, places(world, "a")) == ([None], [7])
 
 

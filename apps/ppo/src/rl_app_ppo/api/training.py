@@ -54,12 +54,9 @@ def run_training(
     with startup.phase("preflight", "checking configuration and data"):
         facts = Facts(config, plugins)
         warnings = preflight(facts)
-        written, config, start = (
-            config,
-            facts.with_steps,
-            facts.start,
-        )  # the file keeps the epochs: a resumed run may have more
-        folder, steps = facts.folder, config.trainer.total_training_steps
+        start, folder = facts.start, facts.folder
+        written, config = config, facts.with_steps  # the file keeps the epochs: a resumed run may have more
+        steps = config.trainer.total_training_steps
     if start.finished:
         _finish_removal(RunFiles(folder=folder.resolve()))
         out.print(Text("\n".join(start.notes)), soft_wrap=True)

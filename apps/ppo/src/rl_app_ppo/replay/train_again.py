@@ -53,8 +53,9 @@ def plan(files: RunFiles, step: int) -> TrainAgain | Sequence[int]:
         return missing
     batches = [read_batch(files.batches, one) for one in wanted]
     config = kept_config(files, step)
-    for one in wanted:
-        other, own = weight_settings(kept_config(files, one)), weight_settings(config)
+    own = weight_settings(config)
+    for one in wanted[:-1]:
+        other = weight_settings(kept_config(files, one))
         if changed := sorted(key for key in own if other.get(key) != own[key]):
             raise ConfigError(
                 f"Step {step} can't be trained again from step {wanted[0]}: {changed[0]} was {other.get(changed[0])!r} in step {one} and is "

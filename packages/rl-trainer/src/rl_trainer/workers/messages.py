@@ -159,7 +159,7 @@ class KeepRowsCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Write these rows of the data plane to files, as safetensors."""
 
     path: str
-    """Folder of the files, which is made anew."""
+    """Folder of the files, which replaces one that is there."""
     rows: tuple[SavedRows, ...]
 
 

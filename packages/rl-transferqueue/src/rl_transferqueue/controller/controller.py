@@ -155,7 +155,7 @@ class Controller:
                 self._rows.durable = DurableRows(
                     self._ledger, self._capacity, journal, self._bytes_of, self.server, self._rows
                 )
-                self._memory.first = self._rows.durable.go_on_loading
+                self._memory.first = self._rows.durable.continue_loading
                 callback()
 
         for unit in self._units:

@@ -129,11 +129,11 @@ class DurableRows:
                 done(error)
                 return
             self._loads.append(_Load(list(puts), done))
-            self.go_on_loading()
+            self.continue_loading()
 
         self.journal.read(generations.tolist(), found)
 
-    def go_on_loading(self) -> None:
+    def continue_loading(self) -> None:
         """Load what waits for memory; call it when memory became free."""
         while self._loads and self._load(self._loads[0].puts):
             self._loads.popleft().done(None)
