@@ -88,7 +88,7 @@ MISTAKES = {
         ["--trust", "near.py", *data("rows.jsonl"), "reward.function=near.py:scoer"],
         ["'near.py:scoer'", "Did you mean 'score'?"],
     ),
-    "output is a file": (["trainer.output_dir=a_file"], ["a_file", "set trainer.output_dir"]),
+    "output is a file": (["trainer.output_dir=a_file"], ["a_file", "Set trainer.output_dir"]),
     "no such network": (["trainer.network_interface=eth77"], ["trainer.network_interface", "'eth77'"]),
     "disk": (["trainer.min_free_disk_mb=100000000"], ["trainer.min_free_disk_mb", "trainer.output_dir"]),
     "data is half of a parquet": (
