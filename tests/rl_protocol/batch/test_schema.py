@@ -22,7 +22,7 @@ from rl_protocol import (
     pack_arrays,
     ragged,
 )
-from rl_protocol.rl_columns import IMAGE_COLUMNS, PROMPT_SCHEMA, TRAJECTORY_SCHEMA, prompt_partition
+from rl_protocol.rl_columns import IMAGE_COLUMNS, KEPT_COLUMNS, PROMPT_SCHEMA, TRAJECTORY_SCHEMA, prompt_partition
 
 SCHEMA = BatchSchema(
     (
@@ -156,9 +156,9 @@ def test_rl_schemas_say_who_writes_what():
         for spec in schema.columns.values():
             assert spec.writer
             assert spec.meaning
-            assert bool(spec.absence) == (spec.writer != "rollout" or spec.name in IMAGE_COLUMNS)
+            assert bool(spec.absence) == (spec.writer != "rollout" or spec.name in (*IMAGE_COLUMNS, *KEPT_COLUMNS))
     for law in TRAJECTORY_SCHEMA.laws:
-        assert isinstance(law, SameLength | LengthIsRuns)
+        assert isinstance(law, SameLength | LengthIsRuns | LengthIsSum)
         assert all(TRAJECTORY_SCHEMA[name].kind == "ragged" for name in law.columns)
     assert not set(PROMPT_SCHEMA.columns) & set(TRAJECTORY_SCHEMA.columns)
     assert prompt_partition("train") == "train/prompts"

@@ -2,6 +2,7 @@
 
 from rl_protocol.batch.batch_data import BatchData
 from rl_protocol.batch.columns import Column, DenseColumn, ObjectColumn, RaggedColumn, dense, ragged
+from rl_protocol.batch.kept_sets import KeptSets
 from rl_protocol.batch.kv_batch_meta import KVBatchMeta, LazyRows, Scalar, Tag
 from rl_protocol.batch.packed_arrays import pack_arrays, unpack_arrays
 from rl_protocol.batch.row_key import RowKey
@@ -59,6 +60,7 @@ __all__ = [
     "DuplicateKeyError",
     "HangError",
     "KVBatchMeta",
+    "KeptSets",
     "LazyRows",
     "LengthIsProduct",
     "LengthIsRuns",

@@ -8,7 +8,7 @@ holds the rest. A column without an `absence` is part of the first put of its ro
 from __future__ import annotations
 
 from rl_protocol.batch.packed_arrays import SHAPES_SUFFIX
-from rl_protocol.batch.schema import BatchSchema, ColumnSpec, LengthIsProduct, LengthIsRuns, SameLength
+from rl_protocol.batch.schema import BatchSchema, ColumnSpec, LengthIsProduct, LengthIsRuns, LengthIsSum, SameLength
 
 TRAIN_PARTITION = "train"
 VALIDATION_PARTITION = "val"
@@ -18,7 +18,10 @@ PROMPT_SUFFIX = "/prompts"
 PATCHES, GRIDS = "image_patches", "image_grids"
 IMAGE_COLUMNS = (PATCHES, PATCHES + SHAPES_SUFFIX, GRIDS)
 """The image columns that a vision-language policy reads."""
+KEPT_COLUMNS = ("kept_counts", "kept_words")
+"""The tokens that top-p and top-k kept where each response token was sampled (`KeptSets`)."""
 _BLIND = "the policy reads text alone"
+_UNREPLAYED = "tokens are sampled from all, or log-probs are over all"
 
 PROMPT_SCHEMA = BatchSchema(
     (
@@ -87,6 +90,22 @@ TRAJECTORY_SCHEMA = BatchSchema(
             dims=(2,),
             writer="rollout",
             meaning="runs of [version of the weights, tokens of the response that it generated]",
+        ),
+        ColumnSpec(
+            name="kept_counts",
+            kind="ragged",
+            dtype="int32",
+            writer="rollout",
+            meaning="words of the set of tokens from which each token was sampled; 0: from all",
+            absence=_UNREPLAYED,
+        ),
+        ColumnSpec(
+            name="kept_words",
+            kind="ragged",
+            dtype="int32",
+            writer="rollout",
+            meaning="these sets, by rl_protocol.KeptSets",
+            absence=_UNREPLAYED,
         ),
         ColumnSpec(
             name="scores",
@@ -159,6 +178,7 @@ TRAJECTORY_SCHEMA = BatchSchema(
                 "responses",
                 "response_mask",
                 "rollout_log_probs",
+                "kept_counts",
                 "old_log_probs",
                 "entropy",
                 "ref_log_prob",
@@ -168,6 +188,7 @@ TRAJECTORY_SCHEMA = BatchSchema(
             )
         ),
         LengthIsRuns("responses", "rollout_versions"),
+        LengthIsSum("kept_words", "kept_counts"),
     ),
 )
 """Columns of trajectory rows."""

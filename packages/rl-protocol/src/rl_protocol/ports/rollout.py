@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from rl_protocol.batch.kept_sets import KeptSets
 from rl_protocol.ports.weights import WeightReceiver
 
 
@@ -26,6 +27,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Generate exactly max_new_tokens."""
     seed: int = 0
     """Seed of the run; the random stream of a request is derived from (seed, uid, session)."""
+    kept_sets: bool = False
+    """Report the tokens that top-p and top-k keep, and log-probs over these."""
+
+    @property
+    def reports_kept_sets(self) -> bool:
+        """Whether a response has `kept`: that is asked for, and top-p or top-k exclude tokens."""
+        return self.kept_sets and self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,11 +64,14 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """[R] token ids, including the end-of-sequence token if it was generated."""
     log_probs: tuple[float, ...]
     """[R] natural log-probability of each token under softmax(logits / temperature), before top-p
-    and top-k.
+    and top-k; with `kept`, over the kept tokens.
 
     Greedy decoding uses temperature 1 here."""
     finish_reason: Literal["stop", "length", "abort"]
     weight_version: int
+    kept: KeptSets | None = None
+    """[R] the tokens from which each token was sampled; None unless
+    `SamplingParams.reports_kept_sets`."""
 
 
 @runtime_checkable
