@@ -27,7 +27,8 @@ PARAMETER = re.compile(r"(?<![\w.])([A-Za-z]\w+)\.([a-z]\w*)(?![\w(])")
 WITHOUT_KEY = {
     *("BatchMeta.concat", "BatchMeta.union", "KVBatchMeta.concat"),  # methods
     *("KVBatchMeta.extra_info", "Locate.generations", "WantedPiece.rows"),  # parts of messages
-    *("VLLMConfig.adapter", "VLLMConfig.sleep_mode"),  # the app sets them
+    *("VLLMConfig.adapter", "VLLMConfig.max_logprobs", "VLLMConfig.sleep_mode"),  # the app sets them
+    *("Generation.kept", "Trajectory.kept"),  # what a session returns
 }
 """Parameters in messages that no option sets."""
 CHECKED = sorted(set(PACKAGES) - {"rl_app_ppo"})

@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from rl_protocol import KeptSets
+from rl_protocol.kept_tokens import KeptTokens
 from rl_trainer.algorithms import log_probs
 from rl_trainer.algorithms.log_probs import (
     full_kl,
@@ -151,3 +153,60 @@ def test_a_frozen_layer_gets_no_gradient(monkeypatch):
         gradients(columns, (hidden,))
     assert (TOKENS, WIDTH) in seen.shapes
     assert (VOCABULARY, WIDTH) not in seen.shapes
+
+
+def some_kept(tokens):
+    """Which tokens are kept in each place, `tokens` [T] among them; all in every 4th place."""
+    kept = np.random.default_rng(0).random((TOKENS, VOCABULARY)) < 0.3
+    kept[np.arange(TOKENS), tokens.numpy()] = True
+    kept[::4] = True
+    return kept
+
+
+def test_over_three_kept_tokens_by_hand():
+    """Logits log 1, log 2, log 5 and log 92, of which the last is excluded: 1, 2 and 5 eighths."""
+    logits = torch.log(torch.tensor([[1.0, 2.0, 5.0, 92.0]], dtype=torch.float64)).float()
+    kept = KeptTokens(KeptSets.from_ids([[0, 1, 2]], 4), logits.device)
+    out = log_prob_columns(logits, torch.tensor([2]), 1.0, squares=True, top=3, kept=kept)[:, 0].tolist()
+    eighths = [math.log(n / 8) for n in (5, 2, 1)]
+    entropy = -sum(math.exp(x) * x for x in eighths)
+    assert out == pytest.approx([eighths[0], entropy, 30 / 64, *eighths, 2, 1, 0], rel=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 5, TOKENS])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_excluded_tokens_have_neither_probability_nor_gradient(rows, temperature, monkeypatch):
+    """Log-probs, entropies and gradients against float64 softmax over the kept logits alone."""
+    hidden, weight, bias, tokens = layer()
+    mask = some_kept(tokens)
+    inputs = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
+    scores = torch.nn.functional.linear(*inputs) / temperature
+    truth = []
+    for row, keep in enumerate(torch.from_numpy(mask)):
+        log_p = torch.log_softmax(scores[row][keep], -1)
+        place = int(keep[: tokens[row]].sum())
+        truth.append(torch.stack([log_p[place], -(log_p.exp() * log_p).sum()]))
+    monkeypatch.setattr(log_probs, "CHUNK_BYTES", rows * VOCABULARY * 4)
+    kept = KeptTokens(KeptSets.from_mask(mask), hidden.device)
+    ours = linear_log_probs(hidden, weight, bias, tokens, temperature, squares=False, kept=kept)
+    truth = torch.stack(truth, 1)
+    pairs = zip((ours, *gradients(ours, (hidden, weight, bias))), (truth, *gradients(truth, inputs)), strict=True)
+    for a, b in pairs:
+        assert torch.isfinite(a).all()
+        assert (a - b).norm() < 1e-5 * b.norm()
+
+
+def test_the_log_prob_of_an_excluded_token_has_no_gradient_of_its_own(monkeypatch):
+    """As in the distillation of a teacher whose most probable tokens were excluded."""
+    hidden, weight, bias, tokens = layer()
+    mask = some_kept(tokens)
+    kept = KeptTokens(KeptSets.from_mask(mask), hidden.device)
+    several = torch.stack([tokens, torch.from_numpy((~mask).argmax(1))], 1)  # the first excluded one
+
+    def found(chunk):
+        monkeypatch.setattr(log_probs, "CHUNK_BYTES", chunk * VOCABULARY * 4)
+        out = linear_log_probs(hidden, weight, bias, several, 1.0, squares=False, kept=kept)
+        return torch.autograd.grad((out[0] * out[0].detach() + 0.1 * out[1]).sum(), (hidden, weight, bias))
+
+    for a, b in zip(found(3), found(TOKENS), strict=True):
+        assert (a - b).norm() < 1e-5 * b.norm()

@@ -13,8 +13,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from rl_protocol import BatchData, RolloutError, WeightSyncError, ragged
+from rl_protocol.kept_tokens import KeptTokens
 from rl_protocol.ports import GenerationRequest, RolloutEngine, SamplingParams
 from rl_protocol.torch import to_weight
 from rl_trainer import ActorConfig, LoraConfig, OptimConfig
@@ -104,6 +106,86 @@ def test_top_k_and_top_p_restrict_the_choice(engine):
     assert {g.response_ids for g in generate(engine, request, top_k=1, max_new_tokens=3)} == {greedy}
     assert {g.response_ids for g in generate(engine, request, top_p=1e-6, max_new_tokens=3)} == {greedy}
     assert len({g.response_ids for g in generate(engine, request, max_new_tokens=3)}) > 5
+
+
+TRUNCATIONS = [{"top_p": 0.8}, {"top_k": 3}, {"top_p": 0.7, "top_k": 4, "temperature": 0.6}]
+
+
+def kept_batch(requests, generations):
+    """The columns of responses with their kept sets."""
+    return BatchData(
+        {
+            "prompts": ragged([r.prompt_ids for r in requests], "int64"),
+            "responses": ragged([g.response_ids for g in generations], "int64"),
+            "kept_counts": ragged([g.kept.counts for g in generations], "int32"),
+            "kept_words": ragged([g.kept.words for g in generations], "int32"),
+        }
+    )
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+def test_kept_sets_are_those_of_top_k_and_top_p(engine, model_path, truncation):
+    """Against the rule of both on all probabilities, in float64, with the model of transformers."""
+    generations = generate(engine, REQUESTS, kept_sets=True, **truncation)
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    temperature, seen = truncation.get("temperature", 1.0), 0
+    for request, generation in zip(REQUESTS, generations, strict=True):
+        ids = [*request.prompt_ids, *generation.response_ids]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, len(request.prompt_ids) - 1 : -1]
+        p = torch.softmax(logits.double() / temperature, -1).numpy()
+        excluded = KeptTokens(generation.kept, torch.device("cpu")).excluded(slice(0, len(p)), p.shape[1]).numpy()
+        for place, token in enumerate(generation.response_ids):
+            order = np.argsort(-p[place])
+            best = order[: truncation.get("top_k", len(order))]
+            share = p[place][best] / p[place][best].sum()
+            needed = int(np.searchsorted(np.cumsum(share), truncation.get("top_p", 1.0))) + 1
+            kept = best[:needed]
+            assert set(np.flatnonzero(~excluded[place])) == set(kept)
+            expected = np.log(p[place][token] / p[place][kept].sum())
+            assert generation.log_probs[place] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+            seen += 1
+    assert seen > 12
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+def test_the_trainer_computes_over_the_kept_tokens(engine, model_path, truncation, packed):
+    """Without the sets its log-probs are over all tokens, and smaller."""
+    generations = generate(engine, REQUESTS, kept_sets=True, **truncation)
+    policy = TorchPolicyBackend(model_path, ActorConfig(use_remove_padding=packed))
+    batch, temperature = kept_batch(REQUESTS, generations), truncation.get("temperature", 1.0)
+    out = policy.compute_log_probs(batch, temperature=temperature)
+    over_kept = out.ragged("log_probs").values
+    sampled = np.concatenate([g.log_probs for g in generations])
+    assert over_kept.tolist() == pytest.approx(sampled.tolist(), rel=1e-4, abs=1e-5)
+    tokens = batch.select_fields(["prompts", "responses"])
+    over_all = policy.compute_log_probs(tokens, temperature=temperature).ragged("log_probs").values
+    gap = over_kept.astype(np.float64) - over_all
+    assert (gap > -1e-5).all()
+    assert gap.mean() > 0.05
+    assert (out.ragged("entropy").values >= -1e-6).all()
+
+
+def test_without_truncation_there_are_no_kept_sets(engine):
+    plain = generate(engine, REQUESTS)
+    asked = generate(engine, REQUESTS, kept_sets=True)
+    assert [(g.response_ids, g.log_probs, g.kept) for g in asked] == [
+        (g.response_ids, g.log_probs, None) for g in plain
+    ]
+    for params in ({"top_k": 3}, {"top_k": 3, "temperature": 0.0, "kept_sets": True}):
+        assert {g.kept for g in generate(engine, REQUESTS, **params)} == {None}
+
+
+def test_kept_sets_do_not_change_what_is_sampled(engine):
+    """The set of a finished response ends with it, also where others in its batch go on."""
+    plain = generate(engine, REQUESTS, top_p=0.9, max_new_tokens=30)
+    asked = generate(engine, REQUESTS, top_p=0.9, max_new_tokens=30, kept_sets=True)
+    assert [g.response_ids for g in asked] == [g.response_ids for g in plain]
+    assert len({len(g.response_ids) for g in asked}) > 1
+    for generation in asked:
+        assert len(generation.kept) == len(generation.response_ids)
+        assert generation.kept.contain(generation.response_ids).all()
 
 
 def test_stopping(engine):
@@ -226,6 +308,7 @@ SLEEPS = """
 import asyncio, sys
 import psutil, torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from rl_protocol.kept_tokens import KeptTokens
 from rl_protocol.ports import GenerationRequest, SamplingParams
 from rl_protocol.torch import to_weight
 from rl_trainer.rollout.decoding import DecodingBatch

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 
+import msgspec
 import numpy as np
 import pytest
 
-from rl_protocol import BatchData, ConfigError, KVBatchMeta, ObjectColumn, RolloutError, RowKey, dense, ragged
+from rl_protocol import BatchData, ConfigError, KeptSets, KVBatchMeta, ObjectColumn, RolloutError, RowKey, dense, ragged
 from rl_protocol.ports import Generation, SamplingParams
 from rl_protocol.rl_columns import prompt_partition
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
@@ -24,6 +25,7 @@ from rl_trainer import (
 from rl_trainer.algorithms.advantage_pipeline import AdvantageSettings, estimate_advantages
 from rl_trainer.config import FilterGroupsConfig
 from rl_trainer.rewards import InlineScorer
+from rl_trainer.rollout.agents.transcript import Transcript
 from rl_trainer.rollout.session_turns import SINGLE_TURN, SessionKind, SessionRef, Trajectory, run_sessions
 from rl_trainer.workers.messages import StageCall
 from rl_trainer.workers.scoring import final_rows
@@ -113,6 +115,56 @@ def test_sessions_that_wait_are_served_together_and_every_turn_has_a_stream_of_i
         ([("p0/turn1", (1,))], 4),
         ([("p1/turn2", (1, 2))], 4),
     ]
+
+
+TRUNCATED = SamplingParams(max_new_tokens=4, top_k=2, kept_sets=True)
+
+
+class KeepsTwo(Echo):
+    """Reports that token 9 and the sampled one were kept; `wrong` reports others."""
+
+    def __init__(self, *, wrong=False):
+        super().__init__()
+        self._wrong = wrong
+
+    async def generate(self, requests, params):
+        return [
+            msgspec.structs.replace(
+                made, kept=KeptSets.from_ids([(3, 9) if self._wrong else (token, 9) for token in made.response_ids], 99)
+            )
+            for made in await super().generate(requests, params)
+        ]
+
+
+def test_a_trajectory_of_several_turns_keeps_the_sets_of_its_own_tokens():
+    async def session(row, generate):
+        transcript = Transcript(row.prompt_ids, generate)
+        await transcript.turn(1)
+        transcript.observe([5, 6])
+        await transcript.turn(1)
+        return [transcript.trajectory()]
+
+    ((trajectory,),) = asyncio.run(run_sessions(SessionKind(session), refs(2), KeepsTwo(), TRUNCATED))
+    assert trajectory.response_ids == (2, 5, 6, 6)
+    assert trajectory.kept.counts.tolist() == [2, 0, 0, 2]
+    assert trajectory.kept.words.tolist() == [2, 9, 6, 9]
+
+
+def test_sets_that_lack_a_token_or_are_missing_are_an_error():
+    async def own_trajectory(row, generate):
+        made = await generate(row.prompt_ids)
+        return [
+            Trajectory(
+                response_ids=made.response_ids, response_mask=(True,) * 4, log_probs=made.log_probs, weight_version=7
+            )
+        ]
+
+    (failure,) = asyncio.run(run_sessions(SessionKind(own_trajectory), refs(2), KeepsTwo(), TRUNCATED))
+    assert "has 4 tokens, and kept sets of 0; with top_p or top_k Trajectory.kept must join" in str(failure)
+    (failure,) = asyncio.run(run_sessions(SINGLE_TURN, refs(2), KeepsTwo(wrong=True), TRUNCATED))
+    assert "token 0 after the prompt is not in the set that it was sampled from" in str(failure)
+    (failure,) = asyncio.run(run_sessions(SINGLE_TURN, refs(2), Echo(), TRUNCATED))
+    assert "kept sets of 0" in str(failure)
 
 
 @pytest.mark.parametrize(

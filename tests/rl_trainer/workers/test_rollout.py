@@ -13,6 +13,7 @@ from replay_buffers import leased
 
 from rl_protocol import ConfigError, RolloutError
 from rl_protocol.ports import Generation, ImageInput, SamplingParams
+from rl_protocol.rl_columns import KEPT_COLUMNS
 from rl_protocol.testing.bigram_model import BigramEngine
 from rl_protocol.testing.memory_data_plane import MemoryDataPlane
 from rl_protocol.torch import to_weight
@@ -168,6 +169,34 @@ def test_every_token_has_its_version():
     assert data["rollout_versions"].dtype == "int32"
     assert [tag["version"] for tag in rows.tags] == [4, 4, 5]
     assert [tag.get("newest_version") for tag in rows.tags] == [None, 5, None]
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_the_kept_sets_of_sampled_tokens_are_columns(model_path, replay):
+    """Of the data's answer, which nothing sampled, all tokens are kept."""
+    sampling = SamplingParams(max_new_tokens=3, top_k=2, kept_sets=replay)
+    call = RolloutCall(
+        partition=Partition(name="train", split="train", step=0, n=2, sampling=sampling),
+        prompts=leased({"p": 0}, n=2),
+    )
+
+    async def body():
+        plane, row = MemoryDataPlane(), PromptRow(prompt_ids=(2, 3), data_source="d", ground_truth="ef")
+        answers = Demonstrations(tokenizer=SPELLED.tokenizer, eos_id=1)
+        engine = HFRolloutEngine(model_path)
+        worker = RolloutWorker(plane, engine, {"train": [row]}, demonstrations=answers, kept_sets=replay)
+        await worker.rollout(call)
+        rows = await plane.list_rows("train")
+        return rows.fields, await plane.get(rows, [name for name in KEPT_COLUMNS if replay])
+
+    fields, data = asyncio.run(body())
+    assert set(KEPT_COLUMNS) <= set(fields) if replay else not set(KEPT_COLUMNS) & set(fields)
+    if replay:
+        sampled, answer = data.ragged("kept_counts").rows()
+        # of 14 tokens two are kept: their ids, or a bitmap of one word and the one before it
+        assert set(sampled.tolist()) == {2}
+        assert answer.tolist() == [0, 0, 0]
+        assert data.ragged("kept_words").lengths.tolist() == [2 * len(sampled), 0]
 
 
 SPELLED = Demonstrations(

@@ -20,6 +20,7 @@ from rl_megatron_peft.backend.train.forward_backward import log_probs
 from rl_megatron_peft.peft.adapter_folder import Adapter, peft_tensors, read_adapter, write_adapter_files
 from rl_megatron_peft.peft.lora_config import LoraConfig
 from rl_protocol import BatchData, ConfigError, WeightTensor
+from rl_protocol.kept_tokens import KeptTokens
 from rl_protocol.ports import WeightCapabilities
 from rl_protocol.torch import to_weight
 
@@ -51,7 +52,7 @@ class MegatronPolicyBackend(MegatronLearner[PolicyLoss]):
 
     def compute_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
         def read_columns(micro: BatchData, logits: torch.Tensor) -> torch.Tensor:
-            return torch.stack(log_probs(logits, self._targets(micro), temperature))
+            return torch.stack(self._log_probs(logits, micro, temperature))
 
         return self.compute_columns(batch, ["log_probs", "entropy"], read_columns)
 
@@ -75,7 +76,7 @@ class MegatronPolicyBackend(MegatronLearner[PolicyLoss]):
         """Run this replica's part of an update; see `MegatronLearner.run_update`."""
 
         def loss_of(micro: BatchData, counts: MiniBatchCounts, logits: torch.Tensor) -> tuple[torch.Tensor, MetricSums]:
-            return self._loss(*log_probs(logits, self._targets(micro), temperature), micro, counts)
+            return self._loss(*self._log_probs(logits, micro, temperature), micro, counts)
 
         found = self.run_update(batch, mini_batches, loss_of)
         return {name if "/" in name else f"actor/{name}": value for name, value in found.items()}
@@ -140,6 +141,12 @@ class MegatronPolicyBackend(MegatronLearner[PolicyLoss]):
                 field="lora",
             )
         return self.lora
+
+    def _log_probs(
+        self, logits: torch.Tensor, micro: BatchData, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kept = KeptTokens.of(micro, logits.device)
+        return log_probs(logits, self._targets(micro), temperature, kept)
 
     def _targets(self, micro: BatchData) -> torch.Tensor:
         return torch.tensor(np.asarray(micro.ragged("responses").values, np.int64), device=self.ranks.device)

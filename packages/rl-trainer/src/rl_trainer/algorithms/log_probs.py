@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from rl_protocol.kept_tokens import EXCLUDED, KeptTokens
+
 CHUNK_BYTES = 64 << 20
 """Largest float32 logits that are computed at once."""
 
@@ -26,7 +28,13 @@ def sum_pi_squared(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def log_prob_columns(
-    logits: torch.Tensor, tokens: torch.Tensor, temperature: float, *, squares: bool, top: int = 0
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    temperature: float,
+    *,
+    squares: bool,
+    top: int = 0,
+    kept: KeptTokens | None = None,
 ) -> torch.Tensor:
     """Statistics of the distributions softmax(logits / temperature), nats.
 
@@ -36,16 +44,21 @@ def log_prob_columns(
         temperature: > 0.
         squares: also compute `sum_pi_squared`.
         top: also find that many of the most probable tokens.
+        kept: the tokens that each distribution is over; None: all. Others have the log-prob
+            EXCLUDED, about.
 
     Returns:
         float32 [rows, T]: the log-prob of each of the J tokens, the entropy, with `squares` the sum
         of squares, the largest `top` log-probs, and the ids of their tokens, which float32 holds
         exactly up to 2^24.
     """
-    log_p = torch.log_softmax(_scaled(logits, temperature), dim=-1)
+    scores = _scaled(logits, temperature)
+    if kept is not None:
+        scores = kept.restricted(scores)
+    log_p = torch.log_softmax(scores, dim=-1)
     rows = [*log_p.gather(-1, _several(tokens)).unbind(-1), -(log_p.exp() * log_p).sum(-1)]
     if squares:
-        rows.append(sum_pi_squared(logits.detach(), temperature))
+        rows.append(sum_pi_squared(scores.detach(), 1.0))
     if top:
         rows += _top_rows(log_p.detach(), top)
     return torch.stack(rows)
@@ -71,6 +84,7 @@ def linear_log_probs(
     *,
     squares: bool,
     top: int = 0,
+    kept: KeptTokens | None = None,
 ) -> torch.Tensor:
     """`log_prob_columns` of the logits of a linear layer.
 
@@ -80,12 +94,12 @@ def linear_log_probs(
         hidden: [T, H], inputs of the layer.
         weight: [V, H].
         bias: [V] or None.
-        tokens, temperature, squares, top: as there.
+        tokens, temperature, squares, top, kept: as there.
     """
     if len(hidden) * len(weight) * 4 <= CHUNK_BYTES:
         logits = torch.nn.functional.linear(hidden, weight, bias)
-        return log_prob_columns(logits, tokens, temperature, squares=squares, top=top)
-    columns: Any = _ChunkedLogProbs.apply(hidden, weight, bias, _several(tokens), temperature, squares, top)
+        return log_prob_columns(logits, tokens, temperature, squares=squares, top=top, kept=kept)
+    columns: Any = _ChunkedLogProbs.apply(hidden, weight, bias, _several(tokens), temperature, squares, top, kept)
     return columns
 
 
@@ -102,10 +116,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
         temperature: float,
         squares: bool,
         top: int,
+        kept: KeptTokens | None,
     ) -> torch.Tensor:
         several = tokens.shape[1]
         out = torch.empty(several + 1 + squares + 2 * top, len(hidden), device=hidden.device)
-        for rows, log_p, room in _chunks(hidden, weight, bias, temperature):
+        for rows, log_p, room, _ in _chunks(hidden, weight, bias, temperature, kept):
             out[:several, rows] = log_p.gather(-1, tokens[rows]).t()
             p = torch.exp(log_p, out=room)
             out[several, rows] = -torch.linalg.vecdot(p, log_p)
@@ -114,14 +129,14 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if top:
                 out[-2 * top :, rows] = torch.stack(_top_rows(log_p, top))
         ctx.save_for_backward(hidden, weight, bias, tokens, out)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.kept = temperature, kept
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """With p, its entropy H, and gradients g_t of the log-prob of each token t and h of the
         entropy, the gradient of logit j is g_j (0 for other tokens) - p_j (sum of g + h (log p_j +
-        H)).
+        H)). That of an excluded token is 0.
         """
         hidden, weight, bias, tokens, out = ctx.saved_tensors
         several = tokens.shape[1]
@@ -131,10 +146,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden)
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         of_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
-        for rows, log_p, room in _chunks(hidden, weight, bias, ctx.temperature):
+        for rows, log_p, room, excluded in _chunks(hidden, weight, bias, ctx.temperature, ctx.kept):
             p = torch.exp(log_p, out=room)
             slope = log_p.add_(entropy[rows]).mul_(of_entropy[rows]).add_(of_all[rows]).mul_(p).neg_()
             slope.scatter_add_(1, tokens[rows], of_log_prob[rows])
+            if excluded is not None:
+                slope.masked_fill_(excluded, 0.0)
             slope = slope.div_(ctx.temperature).to(weight.dtype)
             of_hidden[rows] = slope @ weight
             if of_weight is not None:
@@ -142,13 +159,18 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if of_bias is not None:
                 of_bias.add_(slope.sum(0))
         sums = (None if total is None else total.to(weight.dtype) for total in (of_weight, of_bias))
-        return (of_hidden, *sums, None, None, None, None)
+        return (of_hidden, *sums, *(None,) * 5)
 
 
 def _chunks(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float
-) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """(rows, their log-probs [rows, V], room for as many float32); memory is used again for each.
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: float,
+    kept: KeptTokens | None,
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """(rows, their log-probs [rows, V], room for as many float32, bool [rows, V] what `kept`
+    excludes); memory is used again for each.
 
     Reused memory is not cleared by the operating system each time.
     """
@@ -164,7 +186,10 @@ def _chunks(
             scores.add_(bias)
         if temperature != 1.0:
             scores.div_(temperature)
-        yield rows, torch.log_softmax(scores, -1, dtype=torch.float32, out=log_p[:count]), room[:count]
+        excluded = None if kept is None else kept.excluded(rows, len(weight))
+        if excluded is not None:
+            scores.masked_fill_(excluded, EXCLUDED)
+        yield rows, torch.log_softmax(scores, -1, dtype=torch.float32, out=log_p[:count]), room[:count], excluded
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rl_protocol.kept_tokens import KeptTokens
 from rl_trainer.algorithms.log_probs import linear_log_probs
 from rl_trainer.data.images import FAMILIES
 from rl_trainer.data.model_families import JOINED_FAMILIES
@@ -39,20 +40,27 @@ class OutputHead:
 
     @contextmanager
     def reading(
-        self, places: torch.Tensor, tokens: torch.Tensor, temperature: float, *, squares: bool, top: int = 0
+        self,
+        places: torch.Tensor,
+        tokens: torch.Tensor,
+        temperature: float,
+        *,
+        squares: bool,
+        top: int = 0,
+        kept: KeptTokens | None = None,
     ) -> Generator[None]:
         """Within it, `logits` of the model's output are the result of `linear_log_probs`.
 
         Args:
             places: int64 [T], where the layer's inputs [rows, places, H] predict the tokens, as
                 row * places + place.
-            tokens, temperature, squares, top: see `log_prob_columns`.
+            tokens, temperature, squares, top, kept: see `log_prob_columns`.
         """
 
         def forward(input: torch.Tensor) -> torch.Tensor:
             inputs = input.flatten(0, -2).index_select(0, places)
             weight, bias = self._layer.weight, self._layer.bias
-            return linear_log_probs(inputs, weight, bias, tokens, temperature, squares=squares, top=top)
+            return linear_log_probs(inputs, weight, bias, tokens, temperature, squares=squares, top=top, kept=kept)
 
         self._layer.forward = forward
         try:

@@ -13,6 +13,7 @@ import torch
 from rl_protocol import BatchData
 from rl_protocol.batch.columns import AnyArray
 from rl_protocol.batch.packed_arrays import SHAPES_SUFFIX
+from rl_protocol.kept_tokens import KeptTokens
 from rl_protocol.padding import pad_sequences
 from rl_protocol.rl_columns import GRIDS, PATCHES
 from rl_trainer.algorithms.arrays import IntArray
@@ -49,6 +50,8 @@ class TokenBatch:
     """int64 [T], the response tokens."""
     first: int
     """The first place that is read; outputs before it are not needed."""
+    kept: KeptTokens | None = None
+    """The tokens from which each response token was sampled; None: from all."""
 
     def read(self, output: torch.Tensor, first: int = 0) -> torch.Tensor:
         """[T, ...] of the model's output for every place from `first` on, [rows, places, ...]."""
@@ -68,7 +71,8 @@ def token_batch(
     """Join `prompts` and `responses` of every row, with the images of the prompts.
 
     Args:
-        batch: `prompts`, `responses`; for a model with images also IMAGE_COLUMNS.
+        batch: `prompts`, `responses`; for a model with images also IMAGE_COLUMNS; where top-p or
+            top-k excluded tokens also KEPT_COLUMNS.
         pad_id: padding token.
         packed: join sequences end to end, without their last tokens, whose outputs are not read;
             not possible with images. Rows may share the tokens of equal prompts.
@@ -112,6 +116,7 @@ def token_batch(
         rows=len(batch),
         targets=joined.targets.to(device),
         first=int(place.numpy().min(initial=int(prompts.lengths.max(initial=0)))),
+        kept=KeptTokens.of(batch, device),
     )
 
 

@@ -294,9 +294,10 @@ class TorchPolicyBackend:
         """`log_prob_columns` of the response tokens, and of `others` [T, K] in their places."""
         targets = tokens.targets if others is None else torch.cat([tokens.targets[:, None], others], 1)
         if self._head is None:
-            return log_prob_columns(self._logits(tokens), targets, temperature, squares=squares, top=top)
+            logits = self._logits(tokens)
+            return log_prob_columns(logits, targets, temperature, squares=squares, top=top, kept=tokens.kept)
         places = tokens.line * tokens.inputs["input_ids"].shape[1] + tokens.position
-        with self._head.reading(places, targets, temperature, squares=squares, top=top):
+        with self._head.reading(places, targets, temperature, squares=squares, top=top, kept=tokens.kept):
             return self._model(**tokens.inputs, use_cache=False).logits
 
     def _logits(self, tokens: TokenBatch) -> torch.Tensor:

@@ -36,6 +36,12 @@ class RolloutConfig(Options):
         1.0, "sample from the smallest set of tokens with this much probability", gt=0, le=1, verl="."
     )
     top_k: int = option(0, "sample from this many most likely tokens; 0: all", ge=0)
+    sampling_replay: bool = option(
+        True,
+        "the actor and the reference compute over the tokens that top_p and top_k kept, which the rollout records, so that "
+        "ratios are of what was sampled; false: over all tokens, in the rollout too",
+        needs="top_p!=1.0 or top_k>0",
+    )
     response_length: int = option(512, "most tokens per response", ge=1, verl=(".", "data.max_response_length"))
     session: str = option("single_turn", "how a session runs", plugins="rl_trainer.sessions")
     agent: AgentConfig = group(AgentConfig, "the policy calls tools", needs="session=tool_agent")
@@ -48,6 +54,11 @@ class RolloutConfig(Options):
     )
     val_kwargs: ValidationSampling = group(ValidationSampling, "sampling for validation", resume="free", verl=".")
 
+    @property
+    def records_kept_sets(self) -> bool:
+        """Whether responses are sampled from a part of the tokens, and log-probs are over these."""
+        return self.sampling_replay and (self.top_p < 1 or self.top_k > 0)
+
     def sampling(self, seed: int = 0) -> SamplingParams:
         """How training responses are sampled; `seed` is that of the run."""
         return SamplingParams(
@@ -57,4 +68,5 @@ class RolloutConfig(Options):
             top_k=self.top_k,
             ignore_eos=self.ignore_eos,
             seed=seed,
+            kept_sets=self.records_kept_sets,
         )

@@ -76,8 +76,10 @@ def needs_reference(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
     return bool(step_columns(algorithm, actor).reference)
 
 
-def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig, *, images: bool = False) -> StepGraph:
-    """The checked graph of a step; with `images`, for a policy that sees images.
+def build_graph(
+    algorithm: AlgorithmConfig, actor: ActorConfig, *, images: bool = False, kept: bool = False
+) -> StepGraph:
+    """The checked graph of a step; `images` and `kept` as for `step_columns`.
 
     With algorithm.old_log_prob=auto, its stage `old_log_prob` runs in some steps, and the graph of
     the others is checked as well.
@@ -86,7 +88,7 @@ def build_graph(algorithm: AlgorithmConfig, actor: ActorConfig, *, images: bool 
         ConfigError: the advantage estimator or policy loss is unknown, or columns do not fit
             together.
     """
-    columns, mode = step_columns(algorithm, actor, images=images), old_log_prob_mode(algorithm)
+    columns, mode = step_columns(algorithm, actor, images=images, kept=kept), old_log_prob_mode(algorithm)
     if not columns.advantages:
         return check_graph(_stages(algorithm, actor, columns, samples=False, recomputes=False))
     if mode == "auto":

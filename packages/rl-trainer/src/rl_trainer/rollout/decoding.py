@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl_protocol import KeptSets
 from rl_protocol.padding import mask_left, position_ids
 from rl_protocol.ports import GenerationRequest
 from rl_trainer.backends.loading import Facts
 from rl_trainer.backends.token_batch import image_inputs
+from rl_trainer.rollout.kept_steps import KeptSteps
 from rl_trainer.rollout.kv_cache import keep_rows, new_cache
 from rl_trainer.rollout.llama_decoder import decodes, next_logits
 from rl_trainer.rollout.sampling import Sampler
@@ -123,6 +125,7 @@ class DecodingBatch:
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._tokens = torch.zeros((len(self._rows), max_new_tokens), dtype=torch.int64, device=device)
         self._log_probs = torch.zeros((len(self._rows), max_new_tokens), device=device)
+        self._kept = KeptSteps(len(self._rows))
         self.made = 0
         self._by_hand = decodes(model, self._cache)
         self._mask: torch.Tensor | None = None
@@ -146,6 +149,10 @@ class DecodingBatch:
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and log-probs, both [requests, made]; what follows `eos_id` has no meaning."""
         return self._tokens[:, : self.made], self._log_probs[:, : self.made]
+
+    def kept_sets(self) -> Sequence[KeptSets | None]:
+        """The tokens from which those of each request were sampled; None: from all."""
+        return self._kept.of_each()
 
     def _prefill(self) -> torch.Tensor:
         prompts = self._prompts
@@ -179,7 +186,9 @@ class DecodingBatch:
 
     def _choose(self, logits: torch.Tensor, step: int) -> bool:
         """Choose one token for each row; true if no row needs another."""
-        tokens, log_probs = self._sampler(logits, self._rows, step)
+        tokens, log_probs, kept = self._sampler(logits, self._rows, step)
+        if kept is not None:
+            self._kept.add(self._rows.cpu().numpy(), kept.cpu().numpy())
         self._tokens[self._rows, step] = tokens
         self._log_probs[self._rows, step] = log_probs
         if self._eos_id is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from rl_protocol import RolloutError, WeightSyncError, WeightTensor
+from rl_protocol import KeptSets, RolloutError, WeightSyncError, WeightTensor
 from rl_protocol.ports import Generation, GenerationRequest, Memory, SamplingParams, WeightCapabilities
 from rl_protocol.torch import TORCH_DTYPES, lent_weight, torch_dtype_name
 from rl_trainer.backends.loading import Facts, load_model
@@ -261,11 +261,19 @@ class HFRolloutEngine:
         end = "length" if batch.made == params.max_new_tokens else "abort"
         eos_id = None if params.ignore_eos else self._eos_id
         rows = zip(*(column.tolist() for column in batch.result()), strict=True)
-        return [_generation(tokens, log_probs, end, eos_id, version) for tokens, log_probs in rows]
+        return [
+            _generation(tokens, log_probs, kept, end, eos_id, version)
+            for (tokens, log_probs), kept in zip(rows, batch.kept_sets(), strict=True)
+        ]
 
 
 def _generation(
-    tokens: list[int], log_probs: list[float], end: Literal["length", "abort"], eos_id: int | None, version: int
+    tokens: list[int],
+    log_probs: list[float],
+    kept: KeptSets | None,
+    end: Literal["length", "abort"],
+    eos_id: int | None,
+    version: int,
 ) -> Generation:
     """A response of these tokens up to `eos_id`; without that token its finish reason is `end`."""
     length = tokens.index(eos_id) + 1 if eos_id is not None and eos_id in tokens else 0
@@ -274,6 +282,7 @@ def _generation(
         log_probs=tuple(log_probs[: length or None]),
         finish_reason="stop" if length else end,
         weight_version=version,
+        kept=None if kept is None else kept.head(length or len(tokens)),
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,6 +26,21 @@ def uniforms(seed: int, requests: Sequence[GenerationRequest], count: int) -> np
     return (np.frombuffer(bits, "<u8") >> 11).reshape(-1, count) * 2.0**-53  # all bits of a double's fraction
 
 
+class Sampled(NamedTuple):
+    """The next token of each of B rows.
+
+    Attributes:
+        tokens: int64 [B].
+        log_probs: float32 [B], under softmax(logits / temperature), over the kept tokens if
+            `kept` is there.
+        kept: bool [B, vocabulary], the tokens that top-p and top-k keep; None: not asked for.
+    """
+
+    tokens: torch.Tensor
+    log_probs: torch.Tensor
+    kept: torch.Tensor | None
+
+
 class Sampler:
     """Samples by inverse transform: a row's random number selects the token whose share of the unit
     interval contains it.
@@ -32,7 +48,8 @@ class Sampler:
     Args:
         requests: one per row.
         params: temperature 0 takes the most probable tokens.
-        banned: tokens that are never chosen. Log-probs are unaffected.
+        banned: tokens that are never chosen. Kept sets lack them; without these, log-probs are
+            unaffected.
         device: of the logits.
     """
 
@@ -45,6 +62,7 @@ class Sampler:
     ) -> None:
         self._temperature = params.temperature
         self._banned = torch.tensor(banned, dtype=torch.int64, device=device)
+        self._reports_kept = params.reports_kept_sets
         self._warpers = LogitsProcessorList()
         self._numbers: torch.Tensor | None = None
         if params.temperature == 0:
@@ -56,17 +74,13 @@ class Sampler:
         numbers = uniforms(params.seed, requests, params.max_new_tokens)
         self._numbers = torch.from_numpy(numbers).to(device)
 
-    def __call__(self, logits: torch.Tensor, rows: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, logits: torch.Tensor, rows: torch.Tensor, step: int) -> Sampled:
         """Choose a token for each row.
 
         Args:
             logits: [B, vocabulary].
             rows: int64 [B], the request of each row.
             step: how many tokens the rows have already.
-
-        Returns:
-            tokens: int64 [B].
-            log_probs: float32 [B], under softmax(logits / temperature).
         """
         scores = logits.float()
         if self._temperature not in (0, 1):
@@ -80,7 +94,9 @@ class Sampler:
                 cumulative = allowed.exp().cumsum(-1, dtype=torch.float64)
             target = self._numbers[rows, step, None] * cumulative[:, -1:]
             tokens = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=scores.shape[-1] - 1)
-        return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
+        chosen_from = allowed if self._reports_kept else log_probs
+        kept = allowed > -math.inf if self._reports_kept else None
+        return Sampled(tokens, chosen_from.gather(-1, tokens[:, None])[:, 0], kept)
 
     def _allowed(self, scores: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
         """Log-probs after bans, top-k and top-p, up to a constant per row."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
-from rl_protocol import ConfigError, RLError, RolloutError
+from rl_protocol import ConfigError, KeptSets, RLError, RolloutError
 from rl_protocol.ports import Generation, GenerationRequest, ImageInput, RolloutEngine, SamplingParams
 from rl_trainer.asyncio_tasks import gather_or_cancel
 from rl_trainer.data import PromptRow
@@ -50,6 +51,8 @@ class Trajectory:
     """Statistics for metrics; None: no statistics."""
     truncated: bool = False
     """The trajectory ended because rollout.response_length was reached."""
+    kept: KeptSets | None = field(default=None, repr=False)
+    """[R] the tokens from which each token was sampled, as `Generation.kept`; None: from all."""
 
     @classmethod
     def of(cls, *parts: Generation) -> Trajectory:
@@ -63,6 +66,7 @@ class Trajectory:
             weight_version=min((version for version, _ in runs), default=parts[-1].weight_version),
             versions=runs if len(runs) > 1 else (),
             truncated=parts[-1].finish_reason == "length",
+            kept=KeptSets.joined((len(part.response_ids), part.kept) for part in parts),
         )
 
     @property
@@ -334,3 +338,17 @@ def _check(ref: SessionRef, trajectories: Sequence[Trajectory], sampling: Sampli
                 f"{where}, trajectory {index} has {len(one.response_ids)} tokens after the prompt, more than "
                 f"SamplingParams.max_new_tokens={sampling.max_new_tokens}; raise that, or end the trajectory sooner."
             )
+        if sampling.reports_kept_sets:
+            _check_kept(one, f"{where}, trajectory {index}")
+
+
+def _check_kept(one: Trajectory, where: str) -> None:
+    """Check that a trajectory says from which tokens each of its tokens was sampled."""
+    if one.kept is None or len(one.kept) != len(one.response_ids):
+        raise RolloutError(
+            f"{where} has {len(one.response_ids)} tokens, and kept sets of {0 if one.kept is None else len(one.kept)}; with top_p or top_k "
+            "Trajectory.kept must join Generation.kept of its turns, or set RolloutConfig.sampling_replay=false."
+        )
+    excluded = np.flatnonzero(~one.kept.contain(one.response_ids))
+    if excluded.size:
+        raise RolloutError(f"{where}: token {excluded[0]} after the prompt is not in the set that it was sampled from.")

@@ -20,7 +20,9 @@ from rl_trainer.workers.model import ModelWorker, ranked, resumable
 from rl_trainer.workers.stateful import StatefulWorker
 
 _reference = tqbridge(
-    reads=lambda step: step.tokens, writes=lambda step: ("ref_log_prob", *step.reference_top), schema=TRAINER_SCHEMA
+    reads=lambda step: step.sampled_tokens,
+    writes=lambda step: ("ref_log_prob", *step.reference_top),
+    schema=TRAINER_SCHEMA,
 )
 """The columns of the stage `ref`, in whichever worker."""
 EXPORT = "hf"
@@ -74,7 +76,7 @@ class ActorWorker(ModelWorker, StatefulWorker):
         self._backend = backend
         self._temperature = temperature
 
-    @tqbridge(reads=lambda step: (*step.tokens, "response_mask", "rollout_log_probs"))
+    @tqbridge(reads=lambda step: (*step.sampled_tokens, "response_mask", "rollout_log_probs"))
     async def log_prob_gap(self, data: BatchData, _: StageCall) -> LogProbGap:
         """Compare log-probs of the policy before its update with those of the rollout engine."""
         out = self._backend.compute_log_probs(data, temperature=self._temperature)
@@ -82,7 +84,7 @@ class ActorWorker(ModelWorker, StatefulWorker):
         return LogProbGap.of(rollout, out.ragged("log_probs").values, mask.astype(np.bool_))
 
     @tqbridge(
-        reads=lambda step: step.tokens,
+        reads=lambda step: step.sampled_tokens,
         writes=lambda step: ("old_log_probs", "entropy", *step.sum_pi_squared),
         schema=TRAINER_SCHEMA,
     )
@@ -97,7 +99,7 @@ class ActorWorker(ModelWorker, StatefulWorker):
 
     @tqbridge(
         reads=lambda step: (
-            *step.tokens,
+            *step.sampled_tokens,
             *step.mask,
             *step.old,
             *step.advantages[:1],

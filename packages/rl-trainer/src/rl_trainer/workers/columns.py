@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from rl_protocol import KVBatchMeta, Tag
 from rl_protocol.batch.schema import BatchSchema, ColumnSpec, SameLength
-from rl_protocol.rl_columns import IMAGE_COLUMNS, TRAIN_PARTITION, TRAJECTORY_SCHEMA, VALIDATION_PARTITION
+from rl_protocol.rl_columns import IMAGE_COLUMNS, KEPT_COLUMNS, TRAIN_PARTITION, TRAJECTORY_SCHEMA, VALIDATION_PARTITION
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl_trainer.algorithms.loss_parts import loss_parts
 from rl_trainer.algorithms.losses import POLICY_LOSSES
@@ -152,6 +152,7 @@ class StepColumns:
 
     Attributes:
         images: of prompts, for a policy that sees images.
+        kept: the tokens from which each token was sampled, where log-probs are over these.
         reward_components: parts of the reward.
         filter: decides which prompts are informative.
         old: log-probs that the ratio of the policy loss is to: of the actor before its update, or
@@ -174,6 +175,7 @@ class StepColumns:
     """
 
     images: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     reward_components: tuple[str, ...] = ()
     filter: tuple[str, ...] = ()
     old: tuple[str, ...] = ("old_log_probs",)
@@ -198,6 +200,11 @@ class StepColumns:
         return ("prompts", "responses", *self.images)
 
     @property
+    def sampled_tokens(self) -> tuple[str, ...]:
+        """What a policy reads to compute the log-probs of a trajectory."""
+        return (*self.tokens, *self.kept)
+
+    @property
     def mask(self) -> tuple[str, ...]:
         """The mask that losses read, which they know as `response_mask`."""
         return self.rejected or ("response_mask",)
@@ -213,8 +220,11 @@ class StepColumns:
         )
 
 
-def step_columns(algorithm: AlgorithmConfig, actor: ActorConfig, *, images: bool = False) -> StepColumns:
-    """The columns of a run with these settings; with `images`, for a policy that sees images.
+def step_columns(
+    algorithm: AlgorithmConfig, actor: ActorConfig, *, images: bool = False, kept: bool = False
+) -> StepColumns:
+    """The columns of a run with these settings; with `images`, for a policy that sees images, and
+    with `kept`, for log-probs over the tokens that top-p and top-k keep.
 
     Raises:
         ConfigError: the advantage estimator or policy loss is unknown.
@@ -228,6 +238,7 @@ def step_columns(algorithm: AlgorithmConfig, actor: ActorConfig, *, images: bool
     parts = loss_parts(algorithm, actor)
     columns = StepColumns(
         images=IMAGE_COLUMNS if images else (),
+        kept=KEPT_COLUMNS if kept else (),
         reward_components=("reward_components",) if algorithm.gdpo_reward_keys else (),
         filter=(FILTER_COLUMNS[filtering.metric],) if filtering.enable else (),
         sum_pi_squared=("sum_pi_squared",) if "sum_pi_squared" in estimator.reads else (),

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from rl_protocol import BatchData, ConfigError, KVBatchMeta, ObjectColumn, RLError, Tag, ragged
+from rl_protocol import BatchData, ConfigError, KeptSets, KVBatchMeta, ObjectColumn, RLError, Tag, ragged
 from rl_protocol.bridge import Output, tqbridge
 from rl_protocol.ports import DataPlane, ImageInput, Lease, RolloutEngine, SessionResult, settle
-from rl_protocol.rl_columns import IMAGE_COLUMNS, PROMPT_SCHEMA, TRAIN_PARTITION, prompt_partition
+from rl_protocol.rl_columns import IMAGE_COLUMNS, KEPT_COLUMNS, PROMPT_SCHEMA, TRAIN_PARTITION, prompt_partition
 from rl_trainer.asyncio_tasks import gather_or_cancel
 from rl_trainer.data import PromptDataset, PromptRow
 from rl_trainer.data.image_columns import ImageReader, image_columns
@@ -38,6 +38,7 @@ class RolloutWorker(Worker):
             prompt; None: all responses are generated.
         restart: whether sessions start again when an update of the weights aborts one of their
             requests; otherwise the new weights continue it.
+        kept_sets: whether the tokens that top-p and top-k keep are written.
     """
 
     handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"rollout": RolloutCall}
@@ -53,11 +54,13 @@ class RolloutWorker(Worker):
         *,
         demonstrations: Demonstrations | None = None,
         restart: bool = False,
+        kept_sets: bool = False,
     ) -> None:
         self.plane = plane
         self.columns = StepColumns(
             images=IMAGE_COLUMNS if images is not None else (),
             demonstration=() if demonstrations is None else ("demonstration",),
+            kept=KEPT_COLUMNS if kept_sets else (),
         )
         self._demonstrations = demonstrations
         self._engine = engine
@@ -191,6 +194,7 @@ class RolloutWorker(Worker):
             "rollout_log_probs",
             "rollout_versions",
             *step.demonstration,
+            *step.kept,
         ),
         schema=TRAINER_SCHEMA,
     )
@@ -209,6 +213,8 @@ class RolloutWorker(Worker):
         if self.columns.demonstration:
             given = [[self._is_given(partition, ref)] * len(t.response_ids) for _, ref, t in named]
             data = data.union(BatchData({"demonstration": ragged(given, "bool")}))
+        if self.columns.kept:
+            data = data.union(_kept_columns([trajectory for *_, trajectory in named]))
         tags: list[Tag] = [
             {
                 **lease.tags,
@@ -223,6 +229,13 @@ class RolloutWorker(Worker):
             for lease, ref, t in named
         ]
         return Output(columns=data, tags=tags, result=None)
+
+
+def _kept_columns(trajectories: Sequence[Trajectory]) -> BatchData:
+    """KEPT_COLUMNS of these trajectories."""
+    kept = [KeptSets.all_kept(len(one.response_ids)) if one.kept is None else one.kept for one in trajectories]
+    columns = [one.counts for one in kept], [one.words for one in kept]
+    return BatchData({name: ragged(rows, "int32") for name, rows in zip(KEPT_COLUMNS, columns, strict=True)})
 
 
 def _extra_info(row: PromptRow) -> dict[str, Any]:

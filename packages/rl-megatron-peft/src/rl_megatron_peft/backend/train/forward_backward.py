@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from rl_protocol import BatchData
+from rl_protocol.kept_tokens import KeptTokens
 from rl_protocol.padding import Sequences, pad_sequences
 
 T = TypeVar("T")
@@ -24,9 +25,16 @@ def _padded(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def log_probs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probs and entropies [T] of softmax(logits [T, V] / temperature), in nats."""
-    log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
+def log_probs(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, kept: KeptTokens | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probs and entropies [T] of softmax(logits [T, V] / temperature), in nats, over the
+    tokens of `kept`; None: over all.
+    """
+    scores = logits.float() / temperature
+    if kept is not None:
+        scores = kept.restricted(scores)
+    log_p = torch.log_softmax(scores, dim=-1)
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 

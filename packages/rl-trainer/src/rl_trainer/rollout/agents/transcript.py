@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rl_protocol import KeptSets
 from rl_protocol.ports import Generation
 from rl_trainer.rollout.partial_generation import generate_turn
 from rl_trainer.rollout.session_turns import Generate, Trajectory
@@ -30,6 +31,8 @@ class Transcript:
         self._log_probs: list[float] = []
         self._versions: list[int | None] = []
         """[R] version of the weights that generated each token; None: the policy did not."""
+        self._kept: list[tuple[int, KeptSets | None]] = []
+        """Tokens and their sets, of each turn and observation."""
         self._newest = 0
         """Version of the weights that the last turn ended with."""
 
@@ -54,9 +57,10 @@ class Transcript:
             log_probs=tuple(value for part in parts for value in part.log_probs),
             finish_reason=finish,
             weight_version=min(part.weight_version for part in parts if part.response_ids or part is parts[-1]),
+            kept=KeptSets.joined((len(part.response_ids), part.kept) for part in parts),
         )
         versions = [part.weight_version for part in parts for _ in part.response_ids]
-        self._add(turn.response_ids, turn.log_probs, versions)
+        self._add(turn.response_ids, turn.log_probs, versions, turn.kept)
         self._newest = parts[-1].weight_version
         return turn
 
@@ -64,11 +68,18 @@ class Transcript:
         """Append tokens that the policy reads, and is not trained on."""
         self._add(ids, [0.0] * len(ids), [None] * len(ids))
 
-    def _add(self, ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int | None]) -> None:
+    def _add(
+        self,
+        ids: Sequence[int],
+        log_probs: Sequence[float],
+        versions: Sequence[int | None],
+        kept: KeptSets | None = None,
+    ) -> None:
         self._ids += ids
         self._log_probs += log_probs
         self._versions += versions
         self._mask += [version is not None for version in versions]
+        self._kept.append((len(ids), kept))
 
     def trajectory(self, stats: RolloutStats | None = None) -> Trajectory:
         """The trajectory, after at least one turn."""
@@ -80,4 +91,5 @@ class Transcript:
             weight_version=min((version for version, _ in runs), default=self._newest),
             versions=runs,
             stats=stats,
+            kept=KeptSets.joined(self._kept),
         )

@@ -22,7 +22,7 @@ from typing import Any, Self
 import msgspec
 from aiohttp import web
 
-from rl_protocol import ConfigError, RLError, RolloutError, SchemaError
+from rl_protocol import ConfigError, KeptSets, RLError, RolloutError, SchemaError
 from rl_protocol.errors import UNREADABLE
 from rl_protocol.ports import SamplingParams
 from rl_protocol.support.shared_secret import MIN_CHARACTERS, SecretSource
@@ -272,10 +272,15 @@ class Endpoint:
         ids = tuple(token for part in parts for token in part.response_ids)
         log_probs = tuple(value for part in parts for value in part.log_probs)
         versions = tuple(part.weight_version for part in parts for _ in part.response_ids)
-        kept = self._until_stop(ids, asked.stops)
-        finish = "stop" if kept < len(ids) else finish
+        count = self._until_stop(ids, asked.stops)
+        finish = "stop" if count < len(ids) else finish
+        sets = KeptSets.joined((len(part.response_ids), part.kept) for part in parts)
         whole = Completion(
-            context=context, response_ids=ids[:kept], log_probs=log_probs[:kept], versions=versions[:kept]
+            context=context,
+            response_ids=ids[:count],
+            log_probs=log_probs[:count],
+            versions=versions[:count],
+            kept=None if sets is None else sets.head(count),
         )
         return whole, finish
 

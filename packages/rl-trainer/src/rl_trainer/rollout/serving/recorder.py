@@ -8,9 +8,9 @@ trajectory. So each generated token is in exactly one trajectory as generated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from rl_protocol import RolloutError
+from rl_protocol import KeptSets, RolloutError
 from rl_trainer.rollout.session_turns import Trajectory
 from rl_trainer.rollout.token_versions import version_runs
 
@@ -27,6 +27,8 @@ class Completion:
     """[R] log-probs, nats."""
     versions: tuple[int, ...]
     """[R] version of the weights that generated each token."""
+    kept: KeptSets | None = field(default=None, repr=False)
+    """[R] the tokens from which each token was sampled, as `Generation.kept`."""
 
 
 class Recorder:
@@ -107,6 +109,7 @@ class _Growing:
         self._made: list[bool] = []
         self._log_probs: list[float] = []
         self._versions: list[int | None] = []
+        self._kept: list[tuple[int, KeptSets | None]] = []
 
     def go_on(self, completion: Completion) -> None:
         given = len(completion.context) - len(self.ids)
@@ -115,6 +118,7 @@ class _Growing:
         self._made += [False] * given + [True] * made
         self._log_probs += [0.0] * given + list(completion.log_probs)
         self._versions += [None] * given + list(completion.versions)
+        self._kept += [(given, None), (made, completion.kept)]
 
     def trajectory(self, prompt: int) -> Trajectory:
         runs = version_runs(self._versions)
@@ -124,4 +128,5 @@ class _Growing:
             log_probs=tuple(self._log_probs),
             weight_version=min((version for version, _ in runs), default=-1),
             versions=runs,
+            kept=KeptSets.joined(self._kept),
         )
