@@ -98,10 +98,20 @@ def test_an_empty_prompt_is_named():
         ({"top_p": 0.5, "top_k": 3}, "raw_logprobs"),
         ({"temperature": 0.7}, "processed_logprobs"),
         ({"temperature": 1.3}, "processed_logprobs"),
+        ({"temperature": 0.7, "top_p": 0.5, "top_k": 3, "kept_sets": True}, "processed_logprobs"),
+        ({"kept_sets": True}, None),
+        ({"temperature": 0.0, "top_p": 0.5, "kept_sets": True}, None),
     ],
 )
 def test_which_log_probs_are_needed(params: dict[str, float], mode: str | None):
     assert required_logprobs_mode(SamplingParams(max_new_tokens=4, **params)) == mode
+
+
+def test_kept_sets_are_read_from_the_log_probs_of_the_top_k_tokens():
+    params = SamplingParams(max_new_tokens=4, top_p=0.9, top_k=50, kept_sets=True)
+    assert sampling_arguments(REQUEST, params)["logprobs"] == 50
+    with pytest.raises(ConfigError, match=r"the tokens that top_p 0\.9 keeps among the top_k .*, and top_k is 0"):
+        required_logprobs_mode(SamplingParams(max_new_tokens=4, top_p=0.9, kept_sets=True))
 
 
 @pytest.mark.parametrize("extra", [{"top_p": 0.9}, {"top_k": 5}])

@@ -494,6 +494,10 @@ def test_log_probs_the_engine_does_not_report_are_refused(opened):
         generate(processed, [request()], top_k=3)
     for engine in (raw, processed):
         assert generate(engine, [request()]) == generate(engine, [request()])
+    few, client = opened(max_logprobs=3)
+    with pytest.raises(ConfigError, match=r"top_k=4 .*VLLMConfig\.max_logprobs of at least that; this one has 3"):
+        generate(few, [request()], top_k=4, kept_sets=True)
+    assert client.seen == []
 
 
 def test_folders_and_settings_that_do_not_fit(checkpoint, tmp_path):

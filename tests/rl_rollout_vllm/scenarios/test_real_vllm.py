@@ -17,11 +17,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 from abandoned_memory import SHARED_MEMORY, held_by
 
 from rl_protocol import ConfigError
+from rl_protocol.batch.kept_sets import BITMAP
 from rl_protocol.ports import GenerationRequest, SamplingParams
 from rl_protocol.testing.rollout_suite import RolloutEngineSuite
 from rl_rollout_vllm import AdapterConfig, EngineDiedError, VLLMConfig, VLLMRolloutEngine, continued, require_vllm
@@ -188,6 +190,29 @@ def test_log_probs_are_the_trainers_at_the_same_temperature(engine, temperature)
     worst = difference(model(0), REQUESTS, generate(engine, temperature=temperature), temperature or 1.0)
     tell(f"temperature {temperature}: max |difference| {worst:.1e}")
     assert worst < TOLERANCE
+
+
+@pytest.mark.parametrize("truncation", [{"top_k": 5}, {"top_k": 6, "top_p": 0.8, "temperature": 0.7}])
+def test_kept_sets_are_those_of_top_k_and_top_p(engine, truncation):
+    """Against the rule of both on the probabilities of transformers, in float64."""
+    import torch
+
+    reference, temperature = model(0), truncation.get("temperature", 1.0)
+    for request, made in zip(REQUESTS, generate(engine, kept_sets=True, **truncation), strict=True):
+        with torch.no_grad():
+            logits = reference(torch.tensor([[*request.prompt_ids, *made.response_ids]])).logits[0]
+        p = torch.softmax(logits.double() / temperature, -1).numpy()[len(request.prompt_ids) - 1 : -1]
+        words = made.kept.words.tolist()
+        for row, count, token, log_prob in zip(
+            p, made.kept.counts.tolist(), made.response_ids, made.log_probs, strict=True
+        ):
+            ids, words = words[:count], words[count:]
+            kept = {bit for bit in range(14) if ids[1] >> bit & 1} if ids[0] == BITMAP else set(ids)
+            best = np.argsort(-row)[: truncation["top_k"]]
+            needed = int(np.searchsorted(np.cumsum(row[best]) / row[best].sum(), truncation.get("top_p", 1.0))) + 1
+            assert kept == set(best[:needed])
+            assert log_prob == pytest.approx(np.log(row[token] / row[list(kept)].sum()), abs=TOLERANCE)
+        assert not words
 
 
 def test_twenty_updates_leave_no_drift_and_no_old_prefix(engine):

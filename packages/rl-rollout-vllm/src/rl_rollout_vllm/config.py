@@ -51,6 +51,7 @@ class VLLMConfig:
             gpu_memory_utilization leaves.
         gpu_memory_utilization: part of each GPU's memory for weights, activations, keys and values.
         logprobs_mode: which log-probs vLLM reports; see `rl_rollout_vllm.sampling`.
+        max_logprobs: largest top_k of requests for kept sets.
         enforce_eager: use neither compilation nor CUDA graphs.
         prefix_caching: keep keys and values of prompts for later requests, until the next update.
         bucket_bytes: most bytes of weights sent at once; a larger tensor is sent alone.
@@ -74,6 +75,7 @@ class VLLMConfig:
     kv_cache_bytes: int = 0
     gpu_memory_utilization: float = 0.9
     logprobs_mode: LogprobsMode = "processed_logprobs"
+    max_logprobs: int = 20
     enforce_eager: bool = True
     prefix_caching: bool = True
     bucket_bytes: int = 64 << 20
@@ -86,7 +88,7 @@ class VLLMConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.model_path), "model_path", "a folder", self.model_path)
-        for name in ("max_model_len", "kv_cache_bytes"):
+        for name in ("max_model_len", "kv_cache_bytes", "max_logprobs"):
             _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
         utilization = self.gpu_memory_utilization
         _require(0 < utilization <= 1, "gpu_memory_utilization", "in (0, 1]", utilization)

@@ -10,7 +10,8 @@ ignore_eos        ignore_eos
 seed              seed              derived per request from (seed, uid, session, prompt length)
 -                 stop_token_ids    the model's end-of-sequence tokens; vLLM has no tokenizer here
 -                 n=1               each of n samples is a request with its own session
--                 logprobs=0        log-probability of the sampled token only
+-                 logprobs          0: log-probability of the sampled token only; top_k where kept
+                                    sets are asked for: also those of the kept tokens
 -                 detokenize=False  only token ids are needed
 """
 
@@ -66,7 +67,7 @@ def sampling_arguments(
         seed=request_seed(params.seed, request.uid, request.session, len(request.prompt_ids)),
         ignore_eos=params.ignore_eos,
         stop_token_ids=[] if params.ignore_eos else list(eos_ids),
-        logprobs=0,
+        logprobs=params.top_k if params.reports_kept_sets else 0,
         detokenize=False,
     )
 
@@ -89,13 +90,22 @@ def required_logprobs_mode(params: SamplingParams) -> LogprobsMode | None:
 
     They are defined after temperature and before top-p and top-k. vLLM reports log-probs before all
     of these ("raw_logprobs", its default, which ignores temperature) or after all of them
-    ("processed_logprobs"). Both report greedy requests at temperature 1.
+    ("processed_logprobs"). Both report greedy requests at temperature 1. Where kept sets are asked
+    for, they are defined after all of these.
 
     Raises:
         ConfigError: a parameter is out of range, or temperature is not 1 and top-p or top-k is set,
-            which neither mode reports.
+            which neither mode reports; or kept sets are asked for without top-k.
     """
     _check(params)
+    if params.reports_kept_sets:
+        if not params.top_k:
+            raise ConfigError(
+                f"vLLM reports the tokens that top_p {params.top_p} keeps among the top_k most probable ones, and top_k is 0: set it, or "
+                "kept_sets=False.",
+                field="top_k",
+            )
+        return "processed_logprobs"
     restricted = params.top_p < 1.0 or params.top_k > 0
     if params.temperature == 0.0 or (params.temperature == 1.0 and not restricted):
         return None

@@ -21,11 +21,13 @@ class TokenChunk:
         token_ids: their ids.
         log_probs: their log-probabilities.
         finish_reason: set in the last chunk of a request.
+        kept_ids: the tokens from which each was sampled; empty: not asked for.
     """
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     finish_reason: Finish | None
+    kept_ids: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ def engine_arguments(config: VLLMConfig, model: Checkpoint, capabilities: VLLMCa
         "max_num_seqs": config.max_num_seqs,
         **memory,
         "logprobs_mode": config.logprobs_mode,
+        "max_logprobs": config.max_logprobs,
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": config.prefix_caching,
         "worker_extension_cls": WORKER_EXTENSION,

@@ -24,12 +24,14 @@ class TokenRange:
         log_probs: log-probabilities [T], as in `Generation.log_probs`.
         weight_version: version of the weights.
         finish_reason: set in the last range of a response, otherwise None.
+        kept_ids: the tokens from which each was sampled [T]; empty: not asked for.
     """
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     weight_version: int
     finish_reason: Finish | None
+    kept_ids: tuple[tuple[int, ...], ...] = ()
 
 
 def continued(

@@ -35,6 +35,11 @@ def check_requests(
             f"temperature={params.temperature}, top_p={params.top_p}, top_k={params.top_k} need an engine with "
             f"logprobs_mode={mode!r}; this one has {config.logprobs_mode!r}."
         )
+    if params.reports_kept_sets and params.top_k > config.max_logprobs:
+        raise ConfigError(
+            f"top_k={params.top_k} with kept sets needs an engine with VLLMConfig.max_logprobs of at least that; this one has "
+            f"{config.max_logprobs}."
+        )
     for request in requests:
         _check_prompt(request, params.max_new_tokens, config.max_model_len or model.context, model.vocabulary)
 
@@ -157,7 +162,7 @@ class RequestRunner:
         chunks = self._client.generate(number, request.prompt_ids, arguments, adapter, stream=stream)
         try:
             async for chunk in chunks:
-                yield TokenRange(chunk.token_ids, chunk.log_probs, version, chunk.finish_reason)
+                yield TokenRange(chunk.token_ids, chunk.log_probs, version, chunk.finish_reason, chunk.kept_ids)
         finally:
             await chunks.aclose()
             self.running.discard(number)

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Seque
 from pathlib import Path
 from typing import Literal
 
+from rl_protocol.batch.kept_sets import KeptSets
 from rl_protocol.batch.weight_tensor import WeightTensor
 from rl_protocol.errors import ConfigError
 from rl_protocol.ports import Generation, GenerationRequest, SamplingParams, WeightCapabilities
@@ -100,7 +101,8 @@ class VLLMRolloutEngine:
             EngineDiedError: the engine's process is gone.
             ConfigError: vLLM, or this engine's logprobs_mode, can't serve the parameters.
         """
-        return [_generation(made) for (made,) in await self.ranges(requests, params, on_update="abort")]
+        made = await self.ranges(requests, params, on_update="abort")
+        return [_generation(only, self._model.vocabulary) for (only,) in made]
 
     async def ranges(
         self, requests: Sequence[GenerationRequest], params: SamplingParams, *, on_update: OnUpdate
@@ -235,11 +237,12 @@ async def _start(start: StartEngine, config: VLLMConfig, model: Checkpoint) -> E
     return await start(config, model)
 
 
-def _generation(made: TokenRange) -> Generation:
+def _generation(made: TokenRange, vocabulary: int) -> Generation:
     assert made.finish_reason is not None, "the last range of a response"
     return Generation(
         response_ids=made.token_ids,
         log_probs=made.log_probs,
         finish_reason=made.finish_reason,
         weight_version=made.weight_version,
+        kept=KeptSets.from_ids(made.kept_ids, vocabulary) if made.kept_ids else None,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -66,7 +67,7 @@ class VLLMClient:
                 request_id,
                 lora_request=lora,
             ):
-                yield _chunk(output.outputs[0])
+                yield _chunk(output.outputs[0], kept=arguments["logprobs"] > 0)
         except EngineDeadError as error:
             raise _died() from error
 
@@ -135,10 +136,17 @@ def _died() -> EngineDiedError:
     )
 
 
-def _chunk(output: Any) -> TokenChunk:
+def _chunk(output: Any, *, kept: bool) -> TokenChunk:
     tokens = tuple(output.token_ids)
-    log_probs = tuple(float(at[token].logprob) for at, token in zip(output.logprobs or (), tokens, strict=True))
+    places = [{token: float(one.logprob) for token, one in at.items()} for at in output.logprobs or ()]
+    log_probs = tuple(at[token] for at, token in zip(places, tokens, strict=True))
     reason = output.finish_reason
     if reason not in (None, "stop", "length", "abort"):
         raise RolloutError(f"vLLM ended a request with the unknown reason {reason!r}.")
-    return TokenChunk(tokens, log_probs, reason)
+    if not kept:
+        return TokenChunk(tokens, log_probs, reason)
+    sets = [{token: value for token, value in at.items() if value > -math.inf} for at in places]
+    # of tokens that tie with the last of top_k, vLLM keeps all and reports some
+    masses = [math.log(math.fsum(map(math.exp, one.values()))) for one in sets]
+    over_sets = tuple(value - mass for value, mass in zip(log_probs, masses, strict=True))
+    return TokenChunk(tokens, over_sets, reason, tuple(map(tuple, sets)))
