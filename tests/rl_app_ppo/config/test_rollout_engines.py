@@ -188,8 +188,9 @@ def test_vllm_computes_in_bfloat16_by_default_where_it_is_for_gpus(monkeypatch):
         ("cpu", "rollout.max_model_len=16", r"max_model_len=16 leaves no room for a prompt beside rollout.response_length=16"),
         ("cpu", "rollout.temperature=2.5", r"rollout.temperature=2.5: .* must be 0 or a number in 0.01..2; got 2.5"),
         ("cpu", "rollout.val_kwargs.temperature=3", r"rollout.val_kwargs.temperature=3.0: .* got 3.0"),
-        ("cpu", "rollout.top_p=0.5 rollout.temperature=0.7", r"rollout.temperature=0.7: .* before top_p 0.5"),
-        ("cpu", "rollout.top_p=0.5 rollout.val_kwargs.temperature=0.7", "Set rollout.val_kwargs.temperature to 0 or 1"),
+        ("cpu", "rollout.sampling_replay=false rollout.top_p=0.5 rollout.temperature=0.7", r"rollout.temperature=0.7: .* before top_p 0.5"),
+        ("cpu", "rollout.sampling_replay=false rollout.top_p=0.5 rollout.val_kwargs.temperature=0.7", "Set rollout.val_kwargs.temperature to 0 or 1"),
+        ("cpu", "rollout.top_p=0.5", "rollout.top_p=0.5 keeps among the rollout.top_k most probable ones; got rollout.top_k=0. Set it"),
         ("cpu", "rollout.gpu_memory_utilization=0.5", r"gpu_memory_utilization=0.5 needs vLLM for GPUs.*Remove it; rollout.kv_cache_mb"),
     ],
 )  # fmt: skip
@@ -200,7 +201,13 @@ def test_settings_of_vllm_that_do_not_fit_are_refused(device, setting, words, mo
     rollout = load_config([VLLM, "rollout.response_length=16", *setting.split()]).rollout
     with pytest.raises(ConfigError, match=words):
         engine.check_model(described, rollout)
-    fine = ["rollout.max_model_len=64", *(["rollout.gpu_memory_utilization=0.5"] if device == "cuda" else [])]
+    fine = [
+        "rollout.max_model_len=64",
+        "rollout.top_p=0.5",
+        "rollout.top_k=9",
+        "rollout.temperature=0.7",
+        *(["rollout.gpu_memory_utilization=0.5"] if device == "cuda" else []),
+    ]
     engine.check_model(described, load_config([VLLM, "rollout.response_length=16", *fine]).rollout)
 
 
@@ -216,7 +223,12 @@ def test_settings_of_vllm_are_refused_with_another_engine(setting):
 def test_vllm_is_built_with_its_settings(device, eager, monkeypatch, tmp_path):
     vllm_on(device, monkeypatch)
     monkeypatch.setattr(rollout_engines, "VLLMRolloutEngine", lambda config: config)
-    settings = ["rollout.gpu_memory_utilization=0.5", "rollout.max_model_len=32", "rollout.max_batch_size=7"]
+    settings = [
+        "rollout.top_k=64",
+        "rollout.gpu_memory_utilization=0.5",
+        "rollout.max_model_len=32",
+        "rollout.max_batch_size=7",
+    ]
     setup = RolloutSetup(
         path=tmp_path,
         rollout=load_config([VLLM, *settings]).rollout,
@@ -228,3 +240,14 @@ def test_vllm_is_built_with_its_settings(device, eager, monkeypatch, tmp_path):
     built = ROLLOUT_ENGINES.get("vllm").build(setup)
     assert (built.gpu_memory_utilization, built.max_model_len, built.max_num_seqs) == (0.5, 32, 7)
     assert (built.kv_cache_bytes, built.enforce_eager) == (0, eager)
+    assert (built.max_logprobs, built.logprobs_mode) == (64, "processed_logprobs")
+
+
+def test_an_engine_that_reports_no_kept_sets_samples_without_their_replay(monkeypatch):
+    monkeypatch.setattr(type(ROLLOUT_ENGINES.get("hf")), "kept_sets", False)
+    with pytest.raises(ConfigError, match=r"rollout\.name=hf does not report the tokens that rollout\.top_p=0\.5 and"):
+        load_config(["rollout.top_p=0.5"])
+    assert not load_config(["rollout.top_p=0.5", "rollout.sampling_replay=false"]).rollout.records_kept_sets
+    assert not load_config([]).rollout.records_kept_sets
+    with pytest.raises(ConfigError, match=r"no effect.*another rollout\.top_p than 1\.0 or rollout\.top_k greater"):
+        load_config(["rollout.sampling_replay=false"])

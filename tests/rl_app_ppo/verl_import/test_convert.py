@@ -291,6 +291,7 @@ actor_rollout_ref.actor.kl_loss_type=k3+ actor_rollout_ref.actor.use_kl_loss=Tru
 actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.strategy=fsdp2
 actor_rollout_ref.actor.fsdp_config.dtype=bf16 actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=16
 actor_rollout_ref.rollout.tensor_model_parallel_size=4 actor_rollout_ref.rollout.top_k=-1
+actor_rollout_ref.rollout.top_p=0.95
 actor_rollout_ref.rollout.val_kwargs.n=32 actor_rollout_ref.rollout.val_kwargs.temperature=1.0
 actor_rollout_ref.rollout.val_kwargs.do_sample=True reward.reward_manager.name=dapo
 +reward.reward_kwargs.overlong_buffer_cfg.enable=True +reward.reward_kwargs.overlong_buffer_cfg.len=4096
@@ -334,6 +335,8 @@ def test_a_whole_recipe_means_here_what_it_meant_there(accepted, tmp_path):
         "actor.kl_loss_type": "k3+",
         "actor.policy_loss.loss_mode": "gspo",
         "rollout.top_k": 0,
+        "rollout.top_p": 0.95,
+        "rollout.sampling_replay": False,
         "rollout.tensor_model_parallel_size": 4,
         "rollout.val_kwargs.n": 32,
         "rollout.val_kwargs.temperature": 1.0,

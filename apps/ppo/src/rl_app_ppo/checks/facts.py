@@ -54,7 +54,10 @@ class Facts:
     @cached_property
     def graph(self) -> StepGraph:
         """The graph of a step."""
-        return build_graph(self.config.algorithm, self.config.actor, images=self.sees_images)
+        config = self.config
+        return build_graph(
+            config.algorithm, config.actor, images=self.sees_images, kept=config.rollout.records_kept_sets
+        )
 
     @cached_property
     def sync(self) -> type[CheckpointEngine]:

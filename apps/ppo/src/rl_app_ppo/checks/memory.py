@@ -22,6 +22,8 @@ from rl_trainer.workers.columns import REFERENCE_TOP, TRAINER_SCHEMA
 
 _PROMPT_TOKEN = 8
 """Bytes of a prompt token in the data plane."""
+_KEPT_WORDS = 64
+"""Words of a set that top-p keeps, which a flat distribution exceeds."""
 _HEADROOM = 1.1
 """Blocks do not span storage units, so the free space of several units is not contiguous."""
 
@@ -127,6 +129,7 @@ def check_memory(
 def step_bytes(config: AppConfig, graph: StepGraph, longest: int, validation_rows: int) -> int:
     """Most bytes that a step can take in the data plane, without images.
 
+    Of the tokens that top-p keeps without top-k it counts _KEPT_WORDS for each token.
     Batches that were generated ahead (async_rl.depth) are there, too, and during validation.
 
     Args:
@@ -136,7 +139,8 @@ def step_bytes(config: AppConfig, graph: StepGraph, longest: int, validation_row
         validation_rows: rows of the validation set, which is rolled out as a whole.
     """
     rollout, batch = config.rollout, config.data.train_batch_size
-    widths = {stage.name: _token_bytes(stage.writes, config.actor.kl_loss_topk) for stage in graph.stages}
+    words = rollout.top_k or _KEPT_WORDS
+    widths = {stage.name: _token_bytes(stage.writes, config.actor.kl_loss_topk, words) for stage in graph.stages}
     filtering = config.algorithm.filter_groups
     rounds = filtering.max_num_gen_batches if filtering.enable else 1
     greedy = 1 if "baseline" in graph else 0
@@ -152,10 +156,12 @@ def step_bytes(config: AppConfig, graph: StepGraph, longest: int, validation_row
     return train * batches + validation_rows * validated if batches > 1 else max(train, validation_rows * validated)
 
 
-def _token_bytes(columns: Sequence[str], top: int) -> int:
-    """Bytes of one response token in the columns that have a value, or `top` values, per token."""
+def _token_bytes(columns: Sequence[str], top: int, words: int) -> int:
+    """Bytes of one response token in the columns that have a value, `top` values, or `words` of a
+    kept set, per token.
+    """
     per_token = {name for law in TRAINER_SCHEMA.laws if isinstance(law, SameLength) for name in law.columns}
-    values = dict.fromkeys(per_token, 1) | dict.fromkeys(REFERENCE_TOP, top)
+    values = dict.fromkeys(per_token, 1) | dict.fromkeys(REFERENCE_TOP, top) | {"kept_words": words}
     return sum(values[name] * np.dtype(TRAINER_SCHEMA[name].dtype).itemsize for name in columns if name in values)
 
 

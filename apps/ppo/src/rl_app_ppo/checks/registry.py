@@ -156,7 +156,8 @@ def planned_step_bytes(facts: Facts) -> int:
     """Memory of the data plane for a step whose prompts are as long as allowed."""
     config = facts.config
     longest = config.data.max_prompt_length if config.data.train_files else ModelSettings().context
-    return step_bytes(config, build_graph(config.algorithm, config.actor), longest, 0)
+    graph = build_graph(config.algorithm, config.actor, kept=config.rollout.records_kept_sets)
+    return step_bytes(config, graph, longest, 0)
 
 
 def _engines(facts: Facts) -> str | None:

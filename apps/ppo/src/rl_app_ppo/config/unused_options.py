@@ -39,6 +39,11 @@ def check_engine(config: AppConfig) -> None:
                 f"rollout.name={config.rollout.name} takes no adapters; got lora.rank={config.lora.rank}. Set lora.merge=true."
             )
         config.generator.check_adapters(config.lora)
+    if config.rollout.records_kept_sets and not config.generator.kept_sets:
+        raise ConfigError(
+            f"rollout.name={config.rollout.name} does not report the tokens that rollout.top_p={config.rollout.top_p} and "
+            f"rollout.top_k={config.rollout.top_k} keep. Set rollout.sampling_replay=false for log-probs over all tokens, or sample from all."
+        )
     if config.actor.use_kl_loss and config.actor.kl_loss_topk and not config.backend.finds_top_tokens:
         raise ConfigError(
             f"model_engine={config.model_engine} does not find the most probable tokens, for which actor.kl_loss_topk={config.actor.kl_loss_topk} "

@@ -96,7 +96,9 @@ async def build_workers(
     """
     config, path = from_yaml(call.config), Path(call.model_path)
     plane = await connect(msgspec.json.decode(call.plane, type=PlaneDescriptor))
-    columns = step_columns(config.algorithm, config.actor, images=vision_of(path) is not None)
+    columns = step_columns(
+        config.algorithm, config.actor, images=vision_of(path) is not None, kept=config.rollout.records_kept_sets
+    )
     trains = set(roles) & set(TRAINED)
     if config.trainer.deterministic:
         from rl_trainer.backends.world import compute_deterministically  # torch: the reward process needs none
@@ -201,6 +203,7 @@ def _rollout(config: AppConfig, call: BuildCall, plane: DataPlane, engine: Rollo
         _reader(path),
         demonstrations=demonstrations(config, tokenizer, eos_of(path)) if config.demonstrates else None,
         restart=restart,
+        kept_sets=config.rollout.records_kept_sets,
     )
     return worker, receiver
 

@@ -65,6 +65,16 @@ def at_least_0(key: str) -> Convert:
     return convert
 
 
+def kept_tokens(key: str) -> Convert:
+    """verl samples from a part of the tokens, and trains on log-probs over all of them."""
+
+    def convert(value: Value, _: Verl) -> Answer:
+        truncates = value < 1 if key == "rollout.top_p" else value > 0
+        return {key: max(value, 0), "rollout.sampling_replay": False} if truncates else {key: max(value, 0)}
+
+    return convert
+
+
 def if_positive(key: str) -> Convert:
     """verl writes 0 or -1 for "not set"."""
 

@@ -25,6 +25,8 @@ def _declared() -> Iterator[Entry]:
         for key in option.verl:
             if of_adapters:
                 yield converted(key, option.key, conversions.lora(key, option.key))
+            elif option.key == "rollout.top_p":
+                yield converted(key, f"{option.key} rollout.sampling_replay", conversions.kept_tokens(option.key))
             else:
                 yield same(key, option.key)
 

@@ -12,6 +12,7 @@ from rl_trainer.config.agent import DIALECT_NAMES
 _ENGINE = "the rollout engine's own settings are not passed on"
 _LAYOUT = "rollout.num_workers replicas of rollout.tensor_model_parallel_size processes generate"
 _SESSION = "set rollout.session to a session that an installed package offers"
+_TOP_K = "rollout.top_k rollout.sampling_replay"
 _QUEUE = "the data plane is always used, on this host"
 
 
@@ -49,7 +50,7 @@ def _multi_turn(group: str) -> Iterator[Entry]:
 
 ENTRIES: tuple[Entry, ...] = (
     converted(f"{ROLLOUT}.name", "rollout.name", conversions.rollout_name),
-    converted(f"{ROLLOUT}.top_k", "rollout.top_k", conversions.at_least_0("rollout.top_k")),
+    converted(f"{ROLLOUT}.top_k", _TOP_K, conversions.kept_tokens("rollout.top_k")),
     converted(f"{ROLLOUT}.dtype", "rollout.dtype", conversions.one_of("rollout.dtype", conversions.DTYPES)),
     converted(f"{ROLLOUT}.free_cache_engine", "rollout.free_cache_engine", conversions.free_cache_engine),
     only(f"{ROLLOUT}.do_sample", True, why="greedy samples teach nothing; rollout.temperature is above 0"),
