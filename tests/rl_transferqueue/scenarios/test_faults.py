@@ -546,6 +546,7 @@ def nonsense() -> st.SearchStrategy[AnyRequest]:
         st.builds(messages.Abandon, st.lists(span, max_size=3).map(tuple)),
         st.builds(messages.Commit, text, texts, columns, expect, st.one_of(st.none(), span), header, number),
         st.builds(messages.Locate, number, text, texts, texts, raw),
+        st.builds(messages.FindHosts, text, texts),
         st.builds(messages.ReleaseLeases, ids),
         st.builds(messages.WaitReady, text, number, texts, tag, task, seconds),
         st.builds(messages.ListRows, text, tag, texts, task, st.one_of(st.none(), texts)),

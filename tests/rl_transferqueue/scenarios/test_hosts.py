@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from conftest import until_async
 from host_helpers import host_units, on_host, start_client
@@ -88,6 +89,23 @@ def test_rows_of_another_host_are_got_over_tcp_alone_and_beside_own_ones(plane: 
     row = NBYTES // ROWS
     moved = asyncio.run(links(plane.descriptor))
     assert moved == LinkBytes(shared_memory=(2 * ROWS + 2 + 2) * row, loopback=(2 + 2) * row)
+
+
+def test_the_controller_says_how_many_bytes_of_each_row_are_on_which_host(plane: LocalPlane) -> None:
+    """Of row 3 a column is on the other host."""
+    on_host("b", plane.descriptor, PUT)
+
+    async def ask() -> None:
+        async with await connect(plane.descriptor) as client:
+            await client.put("p", ["3"], BatchData({"y": dense(np.ones((1, 64), np.int64))}))
+            await client.put("p", ["here"], BatchData({"y": dense(np.ones((1, 128), np.int64))}))
+            found = await client.row_hosts("p", ["here", "3", "0"])
+            here = [host.endswith("/a") for host in found.hosts]
+            assert sorted(here) == [False, True]
+            by_host = found.nbytes[:, np.argsort(here)[::-1]]  # this host first
+            assert by_host.tolist() == [[128 * 8, 0], [64 * 8, NBYTES // ROWS], [0, NBYTES // ROWS]]
+
+    asyncio.run(ask())
 
 
 def test_a_full_host_puts_into_units_of_another(plane: LocalPlane) -> None:

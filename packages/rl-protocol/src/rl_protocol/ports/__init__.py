@@ -4,7 +4,7 @@ Every port that does I/O is async, takes a deadline in seconds on every call, an
 of `rl_protocol.errors`. Implementations must pass the conformance suites in `rl_protocol.testing`.
 """
 
-from rl_protocol.ports.data_plane import DataPlane, PlaneStats, RowChanges, RowFlags, Traffic
+from rl_protocol.ports.data_plane import DataPlane, PlaneStats, RowChanges, RowFlags, RowHosts, Traffic
 from rl_protocol.ports.metrics import MetricSink
 from rl_protocol.ports.replay import GroupFailure, GroupStatus, Lease, ReplayBuffer, SessionResult, settle
 from rl_protocol.ports.reward import RewardFunction
@@ -39,6 +39,7 @@ __all__ = [
     "RolloutMemory",
     "RowChanges",
     "RowFlags",
+    "RowHosts",
     "SamplingParams",
     "SessionResult",
     "Traffic",

@@ -76,6 +76,18 @@ class RowFlags:
     """bool [N], or [N, F] for F columns."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowHosts:
+    """How many bytes of each row lie on which host."""
+
+    hosts: tuple[str, ...]
+    """[H] names of hosts, as `rl_protocol.support.host_identity.this_host` gives them."""
+    nbytes: npt.NDArray[np.int64]
+    """[N, H] payload bytes, including alignment. Rows that were put together have equal parts of
+    them.
+    """
+
+
 @runtime_checkable
 class DataPlane(Protocol):
     """Rows of named columns, addressed by partition and key.
@@ -221,6 +233,14 @@ class DataPlane(Protocol):
 
     async def production_status(self, partition: str, *, fields: Sequence[str], timeout_s: float = 60.0) -> RowFlags:
         """Which rows have which of the columns: flags [N, F]."""
+        ...
+
+    async def row_hosts(self, partition: str, keys: Sequence[str], *, timeout_s: float = 60.0) -> RowHosts:
+        """Where the columns of rows are, in the order of `keys`.
+
+        Raises:
+            MissingDataError: one of `keys` does not exist.
+        """
         ...
 
     async def reset_consumption(

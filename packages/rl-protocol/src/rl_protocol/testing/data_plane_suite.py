@@ -352,6 +352,21 @@ class DataPlaneSuite(ConsumptionSuite):
 
         self.run(body)
 
+    # ---- where rows are
+    def test_row_hosts_counts_the_bytes_of_each_row(self) -> None:
+        async def body(plane: DataPlane) -> None:
+            await plane.put("p", ["none"], tags=[{"n": 1}])
+            await plane.put("p", ["a", "b"], BatchData({"x": dense(np.ones((2, 4096), np.int64))}))
+            await plane.put("p", ["b"], BatchData({"y": dense(np.ones((1, 4096), np.int64))}))
+            found = await plane.row_hosts("p", ["b", "none", "a"])
+            assert found.nbytes.shape == (3, len(found.hosts))
+            assert found.nbytes.sum(axis=1).tolist() == [2 * 4096 * 8, 0, 4096 * 8]
+            assert (await plane.row_hosts("p", [])).nbytes.shape == (0, len(found.hosts))
+            with pytest.raises(MissingDataError, match="ghost"):
+                await plane.row_hosts("p", ["a", "ghost"])
+
+        self.run(body)
+
     # ---- stats, closing
     def test_stats_and_traffic(self) -> None:
         async def body(plane: DataPlane) -> None:

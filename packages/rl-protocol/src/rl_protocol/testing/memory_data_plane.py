@@ -13,7 +13,8 @@ from rl_protocol.batch.columns import Column
 from rl_protocol.batch.kv_batch_meta import KVBatchMeta, Scalar, Tag, check_tag, check_where
 from rl_protocol.batch.schema import ColumnSpec
 from rl_protocol.errors import BatchError, ConflictError, DuplicateKeyError, MissingDataError, PlaneTimeout
-from rl_protocol.ports import PlaneStats, RowChanges, RowFlags, Traffic
+from rl_protocol.ports import PlaneStats, RowChanges, RowFlags, RowHosts, Traffic
+from rl_protocol.support.host_identity import this_host
 from rl_protocol.wire.draft import Draft, plan_columns
 
 
@@ -210,6 +211,12 @@ class MemoryDataPlane:
         rows = self._partitions.get(partition, {})
         flags = [[name in row.columns for name in fields] for row in rows.values()]
         return RowFlags(keys=tuple(rows), flags=np.array(flags, np.bool_).reshape(len(rows), len(fields)))
+
+    async def row_hosts(self, partition: str, keys: Sequence[str], *, timeout_s: float = 60.0) -> RowHosts:
+        del timeout_s
+        rows = self._existing(KVBatchMeta(partition=partition, keys=tuple(keys)))
+        nbytes = [[sum(column.nbytes for column in rows[key].columns.values())] for key in keys]
+        return RowHosts(hosts=(this_host(),), nbytes=np.array(nbytes, np.int64).reshape(len(nbytes), 1))
 
     async def reset_consumption(
         self,

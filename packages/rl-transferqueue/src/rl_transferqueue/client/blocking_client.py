@@ -110,6 +110,7 @@ class BlockingPlane:
         self.watch = loop_thread.blocking(plane.watch)
         self.consumption_status = loop_thread.blocking(plane.consumption_status)
         self.production_status = loop_thread.blocking(plane.production_status)
+        self.row_hosts = loop_thread.blocking(plane.row_hosts)
         self.reset_consumption = loop_thread.blocking(plane.reset_consumption)
         self.clear = loop_thread.blocking(plane.clear)
         self.unload = loop_thread.blocking(plane.unload)

@@ -17,7 +17,7 @@ from rl_protocol.batch.batch_data import BatchData
 from rl_protocol.batch.kv_batch_meta import KVBatchMeta, LazyRows, Scalar, Tag, check_where
 from rl_protocol.batch.schema import ColumnSpec
 from rl_protocol.errors import BatchError, DuplicateKeyError, PlaneLostError, PlaneTimeout, RLError
-from rl_protocol.ports import DataPlane, PlaneStats, RowChanges, RowFlags, Traffic
+from rl_protocol.ports import DataPlane, PlaneStats, RowChanges, RowFlags, RowHosts, Traffic
 from rl_protocol.support.host_identity import this_host
 from rl_protocol.wire.draft import Draft
 from rl_transferqueue.backends import BUILT_IN
@@ -43,12 +43,14 @@ from rl_transferqueue.wire.messages import (
     Cleared,
     Commit,
     Done,
+    FindHosts,
     Flags,
     GetConsumption,
     GetMetrics,
     GetProduction,
     GetStats,
     Hello,
+    HostBytes,
     JoinUnits,
     ListRows,
     Metrics,
@@ -246,6 +248,12 @@ class Client(DataPlane):
         found = await self._controller.call(request, Flags, self._seconds(timeout_s))
         flags = np.frombuffer(found.flags, np.bool_).reshape(len(found.keys), len(fields))
         return RowFlags(keys=found.keys, flags=flags)
+
+    async def row_hosts(self, partition: str, keys: Sequence[str], *, timeout_s: float | None = None) -> RowHosts:
+        request = FindHosts(partition, tuple(keys))
+        found = await self._controller.call(request, HostBytes, self._seconds(timeout_s))
+        nbytes = np.frombuffer(found.nbytes, "<i8").reshape(len(request.keys), len(found.hosts))
+        return RowHosts(hosts=found.hosts, nbytes=nbytes)
 
     async def reset_consumption(
         self,

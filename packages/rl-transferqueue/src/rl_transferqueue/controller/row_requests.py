@@ -26,8 +26,10 @@ from rl_transferqueue.wire.messages import (
     Commit,
     Committed,
     Done,
+    FindHosts,
     GetConsumption,
     GetProduction,
+    HostBytes,
     ListRows,
     Locate,
     Located,
@@ -79,6 +81,7 @@ class RowRequests:
             Claim: self._claim,
             GetConsumption: lambda _, its: ledger.consumption(its.partition, its.task),
             GetProduction: lambda _, its: ledger.production(its.partition, its.fields),
+            FindHosts: lambda _, message: self._find_hosts(message),
             ResetConsumption: lambda _, message: self._reset_consumption(message),
         }
 
@@ -176,6 +179,14 @@ class RowRequests:
         )
         self.columns.located(message.fields, len(message.keys))
         return located
+
+    def _find_hosts(self, message: FindHosts) -> HostBytes:
+        hosts = self._capacity.hosts
+        names = tuple(dict.fromkeys(hosts.values()))
+        found = np.zeros((len(message.keys), len(names)), np.int64)
+        for unit, nbytes in self._ledger.bytes_by_unit(message.partition, message.keys).items():
+            found[:, names.index(hosts[unit])] += nbytes
+        return HostBytes(names, found.astype("<i8").tobytes())
 
     def _watch(self, caller: Caller, message: Watch) -> Changes | None:
         watcher = Watcher(partition=message.partition, since=message.since, where=message.where, token=caller)

@@ -113,6 +113,13 @@ class Locate(_Message, frozen=True):
     """int64 [N] generations the rows must have, 0: any; empty: any for all rows."""
 
 
+class FindHosts(_Message, frozen=True):
+    """Ask on which hosts the columns of rows are."""
+
+    partition: str
+    keys: tuple[str, ...]
+
+
 class ReleaseLeases(_Message, frozen=True):
     """End leases. Sent without waiting for the answer."""
 
@@ -312,6 +319,13 @@ class Changes(_Message, frozen=True):
     reset: bool
 
 
+class HostBytes(_Message, frozen=True):
+    hosts: tuple[str, ...]
+    """[H] `this_host` of each host that has storage units."""
+    nbytes: bytes
+    """int64 [N, H] payload bytes of the rows asked for."""
+
+
 class Flags(_Message, frozen=True):
     keys: tuple[str, ...]
     flags: bytes
@@ -416,6 +430,7 @@ ControllerRequest: TypeAlias = (
     | Abandon
     | Commit
     | Locate
+    | FindHosts
     | ReleaseLeases
     | WaitReady
     | ListRows
@@ -441,6 +456,7 @@ Answer: TypeAlias = (
     | Located
     | Rows
     | Changes
+    | HostBytes
     | Flags
     | Cleared
     | Stats

@@ -7,7 +7,7 @@ dies leaks no memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rl_protocol.errors import BatchError, CapacityTimeout, PlaneLostError, WireError
@@ -78,6 +78,11 @@ class Capacity:
     def running(self) -> tuple[int, ...]:
         """Units that run."""
         return tuple(self._free)
+
+    @property
+    def hosts(self) -> Mapping[int, str]:
+        """Host of each unit that runs, or has."""
+        return self._hosts
 
     def runs(self, unit: int) -> bool:
         """Whether the unit has not ended."""

@@ -18,7 +18,7 @@ from rl_transferqueue.controller.rows.all_partitions import Partitions
 from rl_transferqueue.controller.rows.block_table import Block, BlockTable
 from rl_transferqueue.controller.rows.column_places import ON_DISK
 from rl_transferqueue.controller.rows.commit_checks import check_commit, check_expected, check_unique
-from rl_transferqueue.controller.rows.lookup import cells_of, existing_slots, places_of
+from rl_transferqueue.controller.rows.lookup import bytes_by_unit, cells_of, existing_slots, places_of
 from rl_transferqueue.controller.rows.partition_rows import describe_rows
 from rl_transferqueue.controller.rows.waiters import Served, Waiters
 from rl_transferqueue.journal.records import PutRecord
@@ -288,6 +288,17 @@ class Ledger:
             return describe_rows(table, table.slots() if whole else table.find_ready(fields, where, task))
         slots = existing_slots(table, partition, keys, None)
         return describe_rows(table, slots if whole else slots[table.ready(slots, fields, where, task)])
+
+    def bytes_by_unit(self, partition: str, keys: tuple[str, ...]) -> dict[int, Ints]:
+        """Payload bytes [N] of the rows in each storage unit that has some.
+
+        Columns that were put together are counted in equal parts per row.
+
+        Raises:
+            MissingDataError: a row is not there.
+        """
+        table = self._partitions.get(partition)
+        return bytes_by_unit(table, existing_slots(table, partition, keys, None), self.blocks.blocks)
 
     def consumption(self, partition: str, task: str) -> Flags:
         """Which rows are consumed by the task."""

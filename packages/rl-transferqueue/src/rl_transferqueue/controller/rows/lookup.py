@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from rl_protocol.errors import DataLostError, MissingDataError
+from rl_transferqueue.controller.rows.block_table import Block
 from rl_transferqueue.controller.rows.column_places import Cells
 from rl_transferqueue.controller.rows.partition_rows import PartitionTable
 from rl_transferqueue.wire.arrays import Ints
@@ -69,6 +70,22 @@ def places_of(
         for block, family in zip(blocks, distinct.values(), strict=True)
     )
     return found.tolist(), places, place_of
+
+
+def bytes_by_unit(table: PartitionTable, slots: Ints, blocks: Mapping[int, Block]) -> dict[int, Ints]:
+    """Bytes [N] of the rows in the blocks of each storage unit: of each block an equal part per
+    cell.
+    """
+    found: dict[int, Ints] = {}
+    for cells in {id(cells): cells for cells in table.columns.cells.values()}.values():
+        used, which = np.unique(cells.block[slots], return_inverse=True)
+        inside = [blocks.get(place) for place in used.tolist()]  # none: not there, or on the disk
+        share = np.array([it.ref.span.nbytes * cells.columns // it.cells if it else 0 for it in inside], np.int64)
+        units = np.array([it.ref.span.unit if it else -1 for it in inside], np.int64)
+        for unit in np.unique(units[units >= 0]).tolist():
+            nbytes = found.setdefault(unit, np.zeros(slots.size, np.int64))
+            nbytes += np.where(units == unit, share, 0)[which]
+    return found
 
 
 def _lacking(
