@@ -73,6 +73,19 @@ def test_two_nodes_learn_what_one_host_does(app, cluster, base_model, monkeypatc
     assert_equal(learned(folder, "two"), learned(folder, "one"), load_file(base_model / "model.safetensors"))
 
 
+def test_ranks_that_train_on_rows_of_their_own_host_move_fewer_bytes_between_hosts(app, cluster, monkeypatch):
+    """Between two hosts of one machine bytes go through loopback."""
+    more = ("trainer.nnodes=2", "transfer_queue.listen=127.0.0.1", "checkpoint_engine.backend=tcp")
+    free = [*RANKS, *more, f"ray.address={cluster}", "trainer.deterministic=false", "rollout.n=8"]
+    monkeypatch.setenv("RL_HOST", "a")
+    crossed = list[float]()
+    for slack in (0, 0.2):
+        done = app(*free, f"trainer.local_rows_slack={slack}", f"trainer.run_name=slack-{slack}")
+        assert done.code == 0, done.err
+        crossed.append(sum(loopback for _, loopback, _ in moved(done.folder.parent / f"slack-{slack}")))
+    assert crossed[1] < 0.8 * crossed[0]
+
+
 @contextmanager
 def namespaces() -> Generator[tuple[str, str]]:
     """Two network namespaces with a cable between them, without a way to any other network."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -26,7 +27,7 @@ from rl_trainer import (
 from rl_trainer.algorithms.batching import schedule_rows, split_over_ranks
 from rl_trainer.asyncio_tasks import gather_or_cancel
 from rl_trainer.config.optim import Schedule
-from rl_trainer.driver.stage_calls import StepRows, forward_calls, run_stage, update_calls
+from rl_trainer.driver.stage_calls import PlacedRows, StepRows, forward_calls, run_stage, update_calls
 from rl_trainer.workers.messages import ReadAheadCall, StageCall, StageResult
 
 
@@ -139,6 +140,44 @@ def test_ranks_of_one_replica_get_the_same_rows():
     assert [rank.calls[1].mini_batches for rank in ranks] == [dealt[i].mini_batches for i in shares]
     with pytest.raises(BatchError, match="has 1 rows for 2 ranks"):
         forward_calls("ref", 1, step_rows(1), 4, shares)
+
+
+def test_ranks_get_the_rows_of_their_host_where_tokens_allow():
+    """Eight equal rows: the even ones on host a, the odd ones on b, the last pair on none."""
+    keys = tuple(f"p{i}/0/0" for i in range(8))
+    names = KVBatchMeta(partition="train", keys=keys)
+    nbytes = np.array([[100, 0], [0, 100]] * 3 + [[0, 0]] * 2)
+    placed = PlacedRows(hosts=("a", "b"), nbytes=nbytes, slack=0.0)
+    rows = StepRows(names=names, lengths=np.full(8, 5), placed=placed)
+    asked = [sorted(call.batch.keys) for call in forward_calls("ref", 1, rows, 2, hosts=["b", "a"])]
+    on_b, on_a = {keys[1], keys[3], keys[5]}, {keys[0], keys[2], keys[4]}
+    assert on_b < set(asked[0])
+    assert on_a < set(asked[1])
+    schedule = ActorConfig(ppo_mini_batch_size=8).schedule(1, 0)
+    trained = [set(call.batch.keys) for call in update_calls(1, rows, schedule, 0, 2, hosts=["b", "a"])]
+    assert on_b < trained[0]
+    assert on_a < trained[1]
+    half = rows.select([0, 2, 4, 6])  # all rows that are on some host are on a
+    assert {len(call.batch) for call in forward_calls("ref", 1, half, 2, hosts=["b", "a"])} == {2}
+
+
+def test_rows_without_a_host_and_ranks_on_one_host_change_no_call():
+    rows, schedule = step_rows(12), ActorConfig(ppo_mini_batch_size=4).schedule(1, 0)
+    nbytes = np.random.default_rng(0).integers(0, 9, (12, 2))
+    placed = replace(rows, placed=PlacedRows(hosts=("a", "b"), nbytes=nbytes, slack=1.0))
+    for known, hosts in ((rows, ["a", "b", "b"]), (placed, ["a", "a", "a"]), (placed, [])):
+        assert forward_calls("ref", 1, known, 3, hosts=hosts) == forward_calls("ref", 1, rows, 3)
+        assert update_calls(1, known, schedule, 0, 3, hosts=hosts) == update_calls(1, rows, schedule, 0, 3)
+
+
+def test_the_host_of_a_replica_is_that_of_the_rank_that_reads_its_rows():
+    ranks = [Recording(f"r{i}") for i in range(4)]
+    for rank in ranks:
+        rank.process = rank
+    hosts = dict(zip(ranks, "abcd", strict=True))
+    workers = Workers(rollout=[], reward=ranks[0], actor=ranks, dp_ranks=(0, 0, 1, 1), hosts=hosts)
+    assert workers.hosts_of(ranks) == ["a", "c"]
+    assert Workers(rollout=[], reward=ranks[0], actor=ranks).hosts_of(ranks) == ["", "", "", ""]
 
 
 def test_fewer_rows_than_ranks_are_refused():

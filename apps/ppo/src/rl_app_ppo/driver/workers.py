@@ -74,6 +74,7 @@ class WorkerPool:
             dp_ranks=self._config.replicas,
             ref=actor if colocated else ref,
             critic=self._of("critic"),
+            hosts={process: process.memory for process in self.processes},
         )
 
     @property

@@ -12,6 +12,7 @@ import numpy as np
 
 from rl_protocol import BatchError, balanced_parts
 from rl_trainer.algorithms.arrays import IntArray
+from rl_trainer.algorithms.near_rows import NearRows
 from rl_trainer.config.optim import Schedule
 
 
@@ -45,12 +46,21 @@ class RankBatches:
     mini_batches: tuple[tuple[int, ...], ...]
 
 
-def split_over_ranks(lengths: IntArray, schedule: Schedule, update: int, ranks: int) -> list[RankBatches]:
+def split_over_ranks(
+    lengths: IntArray, schedule: Schedule, update: int, ranks: int, near: NearRows | None = None
+) -> list[RankBatches]:
     """The mini-batches of `schedule_rows`, each split over ranks with similar token counts.
 
     Of a mini-batch's parts, the heaviest goes to the rank with the fewest tokens so far. The ranks
     stay balanced over the whole update, also when mini-batches have fewer rows than there are
     ranks.
+
+    Args:
+        lengths: [N] tokens per row.
+        schedule: see `schedule_rows`.
+        update: number of the update.
+        ranks: number of data-parallel ranks.
+        near: which rows the ranks prefer; None: none.
 
     Raises:
         BatchError: fewer rows than ranks.
@@ -68,7 +78,7 @@ def split_over_ranks(lengths: IntArray, schedule: Schedule, update: int, ranks: 
             dealt[rank].append(part)
             load[rank] = load[rank][0] + int(lengths[part].sum()), load[rank][1] + len(part)
     result: list[RankBatches] = []
-    for steps in dealt:
+    for steps in dealt if near is None else near.deal(lengths, dealt):
         rows = sorted({row for step in steps for row in step})
         place = {row: i for i, row in enumerate(rows)}
         result.append(

@@ -47,4 +47,12 @@ class LoopConfig(Options):
         "AsyncConfig.max_staleness>0 a weight update waits until all admitted steps are sampled. Needs AlgorithmConfig.old_log_prob=recompute, "
         "which the app sets",
     )
+    local_rows_slack: float = option(
+        0.05,
+        "with ranks of a model on several hosts, a rank may get so much more tokens than the busiest rank of an even split, in order to train on "
+        "rows of its own host; 0: rows are split by tokens alone, as with LoopConfig.deterministic=true and LoopConfig.keep_batches",
+        ge=0,
+        le=1,
+        resume="free",
+    )
     stage_timeout_s: float = option(600.0, "longest one stage of a step may take, seconds", gt=0, resume="free")

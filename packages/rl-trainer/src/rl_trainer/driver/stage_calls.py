@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -12,6 +12,7 @@ import numpy as np
 from rl_protocol import BatchError, KVBatchMeta, balanced_parts
 from rl_trainer.algorithms.arrays import IntArray
 from rl_trainer.algorithms.batching import split_over_ranks
+from rl_trainer.algorithms.near_rows import NearRows
 from rl_trainer.asyncio_tasks import gather_or_cancel
 from rl_trainer.config.optim import Schedule
 from rl_trainer.workers.columns import OLD_LOG_PROB, ROLLOUT
@@ -69,13 +70,46 @@ class Workers:
     """Empty: no reference. The actors themselves: they can compute initial log-probs."""
     critic: Sequence[WorkerHandle] = ()
 
+    hosts: Mapping[object, str] = field(default_factory=dict[object, str])
+    """Host of each process (`WorkerHandle.process`), as the data plane names it; empty: all are on
+    one host.
+    """
+
     def dp_ranks_of(self, ranks: Sequence[WorkerHandle]) -> Sequence[int]:
         """`dp_ranks`, or a separate one for each of these ranks."""
         return self.dp_ranks or range(len(ranks))
 
+    def hosts_of(self, ranks: Sequence[WorkerHandle]) -> list[str]:
+        """Host of each data-parallel rank: that of the first of its ranks, which reads its rows."""
+        first: dict[int, WorkerHandle] = {}
+        for dp_rank, rank in zip(self.dp_ranks_of(ranks), ranks, strict=True):
+            first.setdefault(dp_rank, rank)
+        return [self.hosts.get(first[dp_rank].process, "") for dp_rank in sorted(first)]
+
     def all(self) -> list[WorkerHandle]:
         """Every worker once."""
         return list({id(w): w for w in (*self.rollout, self.reward, *self.actor, *self.ref, *self.critic)}.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedRows:
+    """Where the rows of a step are.
+
+    Attributes:
+        hosts: [H] names of hosts.
+        nbytes: [N, H] bytes of each row on each host.
+        slack: see `NearRows`.
+    """
+
+    hosts: Sequence[str]
+    nbytes: IntArray
+    slack: float
+
+    def near(self, ranks: Sequence[str]) -> NearRows:
+        """Which rows are near which ranks, by the host of each data-parallel rank."""
+        columns = {host: self.nbytes[:, number] for number, host in enumerate(self.hosts)}
+        nowhere = np.zeros(len(self.nbytes), np.int64)
+        return NearRows(nbytes=np.stack([columns.get(host, nowhere) for host in ranks], axis=1), slack=self.slack)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +119,8 @@ class StepRows:
     names: KVBatchMeta
     lengths: IntArray
     """[N] tokens, prompt and response."""
+    placed: PlacedRows | None = None
+    """None: any rank may get any row."""
 
     @classmethod
     def of(cls, tagged: KVBatchMeta) -> StepRows:
@@ -97,7 +133,14 @@ class StepRows:
 
     def select(self, rows: Sequence[int]) -> StepRows:
         """Some of them, by number."""
-        return StepRows(names=self.names.select_rows(rows), lengths=self.lengths[list(rows)])
+        placed = self.placed and replace(self.placed, nbytes=self.placed.nbytes[list(rows)])
+        return StepRows(names=self.names.select_rows(rows), lengths=self.lengths[list(rows)], placed=placed)
+
+    def near(self, ranks: Sequence[str]) -> NearRows | None:
+        """Which rows are near which ranks, by the host of each data-parallel rank; None: it makes
+        no difference.
+        """
+        return self.placed.near(ranks) if self.placed is not None and len(set(ranks)) > 1 else None
 
     @property
     def has_rollout_log_probs(self) -> bool:
@@ -123,11 +166,17 @@ async def call(
 
 
 def forward_calls(
-    name: str, step: int, rows: StepRows, ranks: int, dp_ranks: Sequence[int] | None = None
+    name: str,
+    step: int,
+    rows: StepRows,
+    ranks: int,
+    dp_ranks: Sequence[int] | None = None,
+    hosts: Sequence[str] = (),
 ) -> list[StageCall]:
     """Calls of a stage that computes every row once.
 
-    Each data-parallel rank gets about as many tokens.
+    Each data-parallel rank gets about as many tokens; see `NearRows` for rows whose hosts are
+    known.
 
     Args:
         name: the stage.
@@ -136,6 +185,7 @@ def forward_calls(
         ranks: number of ranks of the model.
         dp_ranks: data-parallel rank of each rank; those with the same one get the same rows, which
             the first of them reads and writes. None: all differ.
+        hosts: host of each data-parallel rank; empty: all are on one.
 
     Raises:
         BatchError: fewer rows than data-parallel ranks.
@@ -147,11 +197,19 @@ def forward_calls(
             f"Stage {name!r} has {len(rows.names)} rows for {count} ranks; raise PromptOrder.batch_size, or use fewer ranks."
         )
     parts = balanced_parts(rows.lengths, count)
+    if near := rows.near(hosts):
+        parts = [part for (part,) in near.deal(rows.lengths, [[part] for part in parts])]
     return [StageCall(step=step, batch=rows.names.select_rows(parts[dp_rank])) for dp_rank in dp_ranks]
 
 
 def update_calls(
-    step: int, rows: StepRows, schedule: Schedule, count: int, ranks: int, dp_ranks: Sequence[int] | None = None
+    step: int,
+    rows: StepRows,
+    schedule: Schedule,
+    count: int,
+    ranks: int,
+    dp_ranks: Sequence[int] | None = None,
+    hosts: Sequence[str] = (),
 ) -> list[StageCall]:
     """Calls of an update.
 
@@ -164,6 +222,7 @@ def update_calls(
         count: updates made before this one.
         ranks: number of ranks of the model.
         dp_ranks: see `forward_calls`.
+        hosts: see `forward_calls`.
 
     Raises:
         BatchError: a rank would get no row.
@@ -171,7 +230,7 @@ def update_calls(
     if ranks == 1:
         return [StageCall(step=step, batch=rows.names, updates=count)]
     dp_ranks = dp_ranks or range(ranks)
-    dealt = split_over_ranks(rows.lengths, schedule, count, max(dp_ranks) + 1)
+    dealt = split_over_ranks(rows.lengths, schedule, count, max(dp_ranks) + 1, rows.near(hosts))
     return [
         StageCall(
             step=step,

@@ -53,11 +53,13 @@ from rl_trainer.driver.hooks import notify
 from rl_trainer.driver.idle import IdleClock
 from rl_trainer.driver.kept_rows import KeptRows, RecoveredRows
 from rl_trainer.driver.old_log_prob import STAGE, AutoOldLogProb
-from rl_trainer.driver.stage_calls import StepRows, call, forward_calls
+from rl_trainer.driver.plane.moved_bytes import MovedBytes
+from rl_trainer.driver.plane.row_hosts import RowFinder
+from rl_trainer.driver.stage_calls import StepRows, call
 from rl_trainer.driver.stage_runner import Clock, ModelStage, RolloutSleep, StageRunner, noted
 from rl_trainer.driver.trainer_parts import TrainerParts
 from rl_trainer.driver.updates.batch_files import BatchFiles
-from rl_trainer.driver.updates.stages import Updates
+from rl_trainer.driver.updates.stages import Updates, forward_stages
 from rl_trainer.rollout.trajectory_stats import rollout_metrics
 from rl_trainer.workers.columns import BASELINE_PARTITION
 from rl_trainer.workers.messages import (
@@ -143,7 +145,8 @@ class PPOTrainer:
         self._trained = 0
         self._counted = Admissions(admitted=0, refilled=0, dropped=0)
         """Those in the metrics of the steps before; prompts are also drawn between steps."""
-        self._links: dict[str, int] = {}  # bytes that the data plane had moved at the end of the last step
+        self._moved = MovedBytes(parts.plane)
+        self._row_finder = RowFinder(parts)
         self._turns: Sequence[int] = ()
         """What the newest step trains."""
 
@@ -363,12 +366,7 @@ class PPOTrainer:
         metrics["perf/throughput"] = result.tokens / elapsed
         metrics["perf/driver_cpu_s"] = time.process_time() - cpu_before
         metrics["perf/driver_bytes"] = float(self._driver_bytes() - bytes_before)
-        return metrics | await self._moved()
-
-    async def _moved(self) -> dict[str, float]:
-        """Bytes that the data plane has moved since the step before, by link."""
-        before, self._links = self._links, dict((await self._parts.plane.stats()).links)
-        return {f"transfer_queue/bytes_{link}": float(n - before.get(link, 0)) for link, n in self._links.items()}
+        return metrics | await self._moved.read()
 
     async def _update_weights(self, clock: Clock, result: StepResult) -> dict[str, float]:
         """Send the new weights to the replicas, if there are any; returns metrics.
@@ -548,7 +546,7 @@ class PPOTrainer:
         self, clock: Clock, step: int, sampled: Sampled, lag: int
     ) -> tuple[StepRows, dict[str, float]]:
         """The rows with the choice of their old log-probs, and its metrics."""
-        rows, gap, auto = StepRows.of(sampled.rows), sampled.gap, self._old_log_prob
+        rows, gap, auto = await self._row_finder.placed(StepRows.of(sampled.rows)), sampled.gap, self._old_log_prob
         metrics = {"old_log_prob/recomputed": float("old_log_prob" in self._parts.graph)}
         if gap is None and STAGE in self._parts.graph:
             gap = await auto.compare(clock, step, sampled.rows, self._parts.workers, lag)
@@ -564,12 +562,7 @@ class PPOTrainer:
         graph, workers = self._parts.graph, self._parts.workers
         if "baseline" in graph:
             metrics |= await clock.time("baseline", self._baseline(step, rows.names, prompts))
-        stages = [("old_log_prob", workers.actor), ("ref", workers.ref), ("values", workers.critic)]
-        forwards = [
-            ModelStage(name, ranks, forward_calls(name, step, rows, len(ranks), workers.dp_ranks_of(ranks)))
-            for name, ranks in stages
-            if ranks and name in graph and not (name == "old_log_prob" and rows.has_rollout_log_probs)
-        ]
+        forwards = forward_stages(step, rows, graph, workers)
         metrics |= await self._runner.forward(clock, forwards)
         return metrics | await clock.time("adv", self._reward_stage("adv", step, rows.names))
 
