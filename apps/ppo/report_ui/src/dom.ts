@@ -49,3 +49,10 @@ export function seconds(value: number): string {
   if (value < 7200) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
   return `${(value / 3600).toFixed(1)} h`;
 }
+
+export function bytes(value: number): string {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let power = 0;
+  for (; value >= 1024 && power < units.length - 1; power++) value /= 1024;
+  return `${num(value)} ${units[power]}`;
+}

@@ -2,7 +2,7 @@ import { chart } from "./chart";
 import { series, textOn } from "./color";
 import { linesOf, openStep } from "./curves";
 import type { Run } from "./data";
-import { brief, h, num, seconds, visible, type Child } from "./dom";
+import { brief, bytes, h, num, seconds, visible, type Child } from "./dom";
 import { CURVES, leading } from "./metrics";
 import { link } from "./route";
 
@@ -14,7 +14,7 @@ export function overview(runs: Run[]): Node {
       const lines = linesOf(runs, curve.metrics);
       return lines.length ? chart(`${title} \u00b7 ${curve.what}`, lines, openStep, 220) : null;
     }).filter((node): node is HTMLElement => node !== null)),
-    ...runs.flatMap((run) => [stages(run), notable(run)]));
+    ...runs.flatMap((run) => [stages(run), moved(run), notable(run)]));
 }
 
 function alarms(run: Run): Node {
@@ -49,29 +49,45 @@ function tiles(run: Run): Node {
     tile("steps", String(last), run.header.total > 0 ? `of ${run.header.total} in ${seconds(wall)}` : seconds(wall)));
 }
 
-/** The mean seconds of each stage of a step, as one bar. */
-function stages(run: Run): Node {
-  const skip = new Set(["timing_s/step", "timing_s/testing", "timing_s/save_checkpoint"]);
-  const means = run.metricNames.filter((name) => name.startsWith("timing_s/") && !skip.has(name)).map((name) => {
+interface Part { name: string; mean: number }
+
+/** The mean over the steps of a run of each metric with this prefix, largest first; those of 0 are left out. */
+function means(run: Run, prefix: string, skip: Set<string> = new Set()): Part[] {
+  return run.metricNames.filter((name) => name.startsWith(prefix) && !skip.has(name)).map((name) => {
     const points = run.points(name).filter(([step]) => step > 0);
-    return { name: name.slice(9), mean: points.reduce((sum, [, v]) => sum + v, 0) / Math.max(1, run.steps.length - 1) };
+    return { name: name.slice(prefix.length), mean: points.reduce((sum, [, v]) => sum + v, 0) / Math.max(1, run.steps.length - 1) };
   }).filter(({ mean }) => mean > 0).sort((a, b) => b.mean - a.mean);
-  const sum = means.reduce((total, { mean }) => total + mean, 0);
+}
+
+/** Parts of a step as one bar with a legend; nothing without parts. */
+function bar(title: string, parts: Part[], shown: (value: number) => string, more: Node | null = null): Node {
+  const sum = parts.reduce((total, { mean }) => total + mean, 0);
   if (!sum) return h("span");
-  const parts = means.map(({ name, mean }, i) => {
-    const part = h("div", { title: `${name}: ${seconds(mean)}` }, mean / sum > 0.08 ? name : "");
-    part.style.flex = `${mean / sum} 0 0`;
-    part.style.background = series(i);
-    part.style.color = textOn(series(i));
-    return part;
+  const boxes = parts.map(({ name, mean }, i) => {
+    const box = h("div", { title: `${name}: ${shown(mean)}` }, mean / sum > 0.08 ? name : "");
+    box.style.flex = `${mean / sum} 0 0`;
+    box.style.background = series(i);
+    box.style.color = textOn(series(i));
+    return box;
   });
-  return h("div", { class: "card" }, h("h3", {}, "Time per stage of a step", h("a", { href: link("timeline") }, "timeline")),
-    h("div", { class: "stack", role: "img", "aria-label": means.map(({ name, mean }) => `${name} ${num((100 * mean) / sum)} percent`).join(", ") }, ...parts),
-    h("div", { class: "legend" }, ...means.slice(0, 8).map(({ name, mean }, i) => {
+  return h("div", { class: "card" }, h("h3", {}, title, more),
+    h("div", { class: "stack", role: "img", "aria-label": parts.map(({ name, mean }) => `${name} ${num((100 * mean) / sum)} percent`).join(", ") }, ...boxes),
+    h("div", { class: "legend" }, ...parts.slice(0, 8).map(({ name, mean }, i) => {
       const dot = h("i", { class: "dot" });
       dot.style.background = series(i);
-      return h("span", {}, dot, `${name} `, h("b", {}, `${Math.round((100 * mean) / sum)} %`), ` ${seconds(mean)}`);
+      return h("span", {}, dot, `${name} `, h("b", {}, `${Math.round((100 * mean) / sum)} %`), ` ${shown(mean)}`);
     })));
+}
+
+function stages(run: Run): Node {
+  const skip = new Set(["timing_s/step", "timing_s/testing", "timing_s/save_checkpoint"]);
+  return bar("Time per stage of a step", means(run, "timing_s/", skip), seconds, h("a", { href: link("timeline") }, "timeline"));
+}
+
+/** The bytes of rows that a step puts into the data plane and gets from it, by the link they take. */
+function moved(run: Run): Node {
+  const links = means(run, "transfer_queue/bytes_").map(({ name, mean }) => ({ name: name.replace("_", " "), mean }));
+  return bar("Data moved in a step, by link", links, bytes, h("a", { href: link("curves", [], { q: "transfer_queue/bytes" }) }, "curves"));
 }
 
 function notable(run: Run): Node {
