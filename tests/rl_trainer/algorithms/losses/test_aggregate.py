@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_protocol import ConfigError
-from rl_trainer.algorithms.losses.aggregate import BatchCounts, aggregate
+from rl_trainer.algorithms.losses.aggregate import BatchCounts, add_masked, aggregate
+from rl_trainer.algorithms.metrics import WeightedMeans
 from rl_trainer.config.actor import LOSS_AGG_MODES
 
 pytestmark = pytest.mark.numeric
@@ -65,3 +66,16 @@ def test_masked_tokens_get_no_gradient_even_when_not_finite(mode):
     counts = BatchCounts(tokens=1, sequences=1)
     aggregate(loss, mask, torch.zeros(2, dtype=torch.int64), 1, counts, mode, 1).backward()
     assert loss.grad.tolist() == [1.0, 0.0]
+
+
+def test_metrics_are_sums_over_unmasked_tokens_of_any_element_type():
+    means, mask = WeightedMeans(), torch.tensor([True, False, True, True])
+    values = {
+        "loss": torch.tensor([1.5, float("nan"), 2.0, -1.0], requires_grad=True),
+        "exact": torch.tensor([0.1, 9.0, 0.2, 0.3], dtype=torch.float64),
+        "masked": torch.tensor([True, True, False, True]),
+    }
+    add_masked(means, values, mask)
+    add_masked(means, {"loss": torch.tensor([4.0])}, torch.tensor([True]))
+    add_masked(means, {"loss": torch.tensor([float("inf")])}, torch.tensor([False]))
+    assert means.parts() == {"loss": (6.5, 4.0), "exact": (0.1 + 0.2 + 0.3, 3.0), "masked": (2.0, 3.0)}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from rl_protocol import ConfigError
 from rl_protocol.support.options import nearest
+from rl_trainer.algorithms.metrics import WeightedMeans
 from rl_trainer.config.actor import LOSS_AGG_MODES
 
 
@@ -22,6 +24,16 @@ class BatchCounts:
     """Unmasked response tokens."""
     sequences: int
     """Trajectories with at least one unmasked token."""
+
+
+def add_masked(means: WeightedMeans, values: Mapping[str, torch.Tensor], mask: torch.Tensor) -> None:
+    """Add the sums of the unmasked elements of values [T], weighted by their number.
+
+    A GPU is waited for twice, however many values there are.
+    """
+    kept = torch.arange(len(mask), device=mask.device)[mask]
+    sums = [value.detach().index_select(0, kept).sum().double() for value in values.values()]
+    means.add(dict(zip(values, torch.stack(sums).cpu().tolist(), strict=True)), float(len(kept)))
 
 
 def masked_counts(mask: torch.Tensor, row: torch.Tensor, rows: int) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from rl_protocol import BatchError
 from rl_trainer.algorithms.arrays import sum_by
 from rl_trainer.algorithms.losses import POLICY_LOSSES
-from rl_trainer.algorithms.losses.aggregate import BatchCounts, aggregate
+from rl_trainer.algorithms.losses.aggregate import BatchCounts, add_masked, aggregate
 from rl_trainer.algorithms.losses.kl_loss import kl_loss, topk_kl
 from rl_trainer.algorithms.losses.loss_function import LossFunction, LossInputs
 from rl_trainer.algorithms.metrics import WeightedMeans
@@ -134,14 +133,14 @@ class PolicyObjective:
             per_token, mask = self._policy_loss(log_prob, tokens.advantages, tokens, means)
         if tokens.ce_weights is not None:
             per_token = per_token - tokens.ce_weights * log_prob
-            _report(means, {"ce_loss": -log_prob}, tokens.mask & (tokens.ce_weights != 0))
-        _report(means, {"entropy_loss": entropy}, mask)
+            add_masked(means, {"ce_loss": -log_prob}, tokens.mask & (tokens.ce_weights != 0))
+        add_masked(means, {"entropy_loss": entropy}, mask)
         if config.entropy_coeff:
             per_token = per_token - config.entropy_coeff * entropy
         if config.use_kl_loss:
             divergence = self._divergence(log_prob, top_log_prob, tokens)
             weights = tokens.ref_kl_weights
-            _report(means, {"kl_loss": divergence}, mask if weights is None else mask & (weights != 0))
+            add_masked(means, {"kl_loss": divergence}, mask if weights is None else mask & (weights != 0))
             per_token = per_token + config.kl_loss_coef * (divergence if weights is None else weights * divergence)
         return aggregate(
             per_token, mask, tokens.row, tokens.rows, counts, config.loss_agg_mode, config.loss_scale_factor
@@ -181,7 +180,7 @@ class PolicyObjective:
         )
         out = self._function(inputs)
         per_token = out.loss if weights is None else out.loss * weights
-        _report(means, {"pg_loss": per_token, **out.metrics, "ppo_kl": -inputs.log_ratio()}, own)
+        add_masked(means, {"pg_loss": per_token, **out.metrics, "ppo_kl": -inputs.log_ratio()}, own)
         if tokens.rl_weights is not None:
             per_token = torch.where(own, tokens.rl_weights * per_token, torch.zeros_like(per_token))
         return per_token, mask
@@ -207,9 +206,5 @@ class PolicyObjective:
             values, _ = importance_weights(log_ratio, rows, correction.rollout_is, correction.is_bounds())
             weights = torch.from_numpy(values).to(log_prob)
             report["rollout_is_mean"] = torch.from_numpy(values)
-        _report(means, {f"rollout_corr/{name}": value for name, value in report.items()}, tokens.mask.cpu())
+        add_masked(means, {f"rollout_corr/{name}": value for name, value in report.items()}, tokens.mask.cpu())
         return keep, weights
-
-
-def _report(means: WeightedMeans, values: Mapping[str, torch.Tensor], mask: torch.Tensor) -> None:
-    means.add({name: float(value.detach()[mask].sum()) for name, value in values.items()}, float(mask.sum()))

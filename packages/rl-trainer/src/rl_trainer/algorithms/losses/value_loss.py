@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rl_protocol import BatchData
-from rl_trainer.algorithms.losses.aggregate import BatchCounts, aggregate
+from rl_trainer.algorithms.losses.aggregate import BatchCounts, add_masked, aggregate
 from rl_trainer.algorithms.metrics import WeightedMeans, explained_variance
 from rl_trainer.config import CriticConfig
 
@@ -70,8 +70,7 @@ class ValueObjective:
         """
         config, mask = self._config, tokens.mask
         loss, clipped = value_loss(values, tokens.values, tokens.returns, config.cliprange_value)
-        sums = {"vf_loss": loss, "vf_clipfrac": clipped, "vpred_mean": values}
-        means.add({name: float(value.detach()[mask].sum()) for name, value in sums.items()}, float(mask.sum()))
+        add_masked(means, {"vf_loss": loss, "vf_clipfrac": clipped, "vpred_mean": values}, mask)
         return aggregate(loss, mask, tokens.row, tokens.rows, counts, config.loss_agg_mode)
 
 
