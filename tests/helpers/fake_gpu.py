@@ -8,7 +8,8 @@ weight a gradient without computing it, because torch needs a driver to run one 
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -31,16 +32,56 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **ho
     return flash(query, key, value, 0.0, how["is_causal"], scale=how.get("scale"))[0]
 
 
+class HostRead(NamedTuple):
+    """A place where the host waits for the GPU, because it needs a value from there."""
+
+    where: str
+    """`package/folder/module.py:function` of the innermost frame in this repository's packages."""
+    what: str
+    """`scalar` (item, float, int, bool of a tensor, or a branch on one), `copy` to the CPU, or the
+    operation whose shape depends on values.
+    """
+    through: str
+    """The library that reads, where that frame calls one; empty: the frame itself, or torch for it.
+    """
+
+
+_SHAPED_BY_VALUES = {
+    _ops.nonzero.default: "nonzero",
+    _ops.masked_select.default: "masked_select",
+    _ops.equal.default: "equal",
+    _ops.unique_consecutive.default: "unique_consecutive",
+    _ops._unique2.default: "unique",
+    _ops.repeat_interleave.Tensor: "repeat_interleave",
+}
+_SOURCES = "/packages/"
+
+
+def _read(what: str) -> HostRead:
+    """A read of the code that runs."""
+    through, frame = "", sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if _SOURCES in file and "/src/" in file:
+            return HostRead(f"{file.rpartition('/src/')[2]}:{frame.f_code.co_qualname}", what, through)
+        library = file.rpartition("/site-packages/")[2].partition("/")[0] if "/site-packages/" in file else ""
+        through = library if library != "torch" and library else through
+        frame = frame.f_back
+    return HostRead("elsewhere", what, through)
+
+
 class FakeGpu(FakeTensorMode):
     """Within it, the device GPU can be used.
 
     Attributes:
         at_backward: bytes of the GPU in use at the start of each backward pass.
+        host_reads: where the host has read from the GPU, outside of backward passes.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.at_backward: list[int] = []
+        self.host_reads: set[HostRead] = set()
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._patches: list[Any] = []  # FakeTensorMode enters itself within operations
 
@@ -72,14 +113,20 @@ class FakeGpu(FakeTensorMode):
         if not there and (asked is None or torch.device(asked).type != GPU.type):
             return func(*args, **kwargs)
         if func is _ops._local_scalar_dense.default:
+            self.host_reads.add(_read("scalar"))
             return torch.ones((), dtype=args[0].dtype).item()
         if func is _ops._to_copy.default and asked is not None and torch.device(asked) == CPU:
+            self.host_reads.add(_read("copy"))
             return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         if func is _ops.copy_.default and not isinstance(args[0], FakeTensor):
+            self.host_reads.add(_read("copy"))
             return args[0].fill_(1)
         args, kwargs = tree_map_only(torch.Tensor, self._taken, (args, kwargs))
         if func is _ops.index.Tensor and [index.dtype for index in args[1] if index is not None] == [torch.bool]:
+            self.host_reads.add(_read("index by a mask"))
             func, args = _ops.reshape.default, (args[0], (-1,))
+        if func in _SHAPED_BY_VALUES:
+            self.host_reads.add(_read(_SHAPED_BY_VALUES[func]))
         made = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in tree_leaves(made):
             if isinstance(tensor, FakeTensor) and tensor.device.type == GPU.type:
