@@ -7,6 +7,7 @@ import pytest
 from rl_app_ppo.api.restarts import with_restarts
 from rl_app_ppo.config.restart import RestartConfig
 from rl_app_ppo.driver.restart_policy import RestartLimitError, RestartPolicy
+from rl_app_ppo.worker.rank_connections import RankConnectionError
 from rl_protocol import ConfigError, HangError, RewardError, WorkerDiedError, WorkerError
 
 DIED = WorkerDiedError("Worker actor died during update_actor: it was killed.")
@@ -39,6 +40,19 @@ def test_each_death_is_named_and_delays_the_next_attempt():
         "Worker actor died during update_actor: it was killed."
         for i, wait in ((1, "0.5"), (2, "1"))
     ]
+
+
+def test_ranks_that_lost_their_connection_are_started_again():
+    cut = RankConnectionError("Worker actor-1 on node7 has lost its connection.")
+    death, said = outcome(cut)
+    assert death.restart.number == 1
+    assert said == [
+        "ranks of a model have lost their connection, so the run starts again (restart 1 of at most 2 an hour, in 0.5 s): "
+        "Worker actor-1 on node7 has lost its connection."
+    ]
+    error, _ = outcome(cut, max_per_hour=0)
+    assert isinstance(error, RestartLimitError)
+    assert str(error).startswith("Worker actor-1 on node7 has lost its connection. It is not started again: ")
 
 
 def test_beyond_the_limit_the_death_is_the_error_and_names_the_key():

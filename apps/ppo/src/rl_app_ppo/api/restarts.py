@@ -1,4 +1,4 @@
-"""Start a run again from its newest checkpoint when one of its processes has died."""
+"""Start a run again from its newest checkpoint when a process has died or ranks were cut off."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from rl_app_ppo.driver.restart_policy import Restart, RestartLimitError, RestartPolicy
+from rl_app_ppo.worker.rank_connections import RankConnectionError
 from rl_protocol import ConfigError, OutputError, WorkerDiedError
 
 T = TypeVar("T")
@@ -14,20 +15,23 @@ Attempt = Callable[["Death | None"], T]
 
 
 class Death:
-    """A process has died, and the run starts again.
+    """A process has died, or ranks have lost their connection, and the run starts again.
 
     Attributes:
         restart: the restart that the policy allows.
-        note: what died, and what follows, for the user.
+        note: what happened, and what follows, for the user.
     """
 
-    def __init__(self, error: WorkerDiedError, restart: Restart) -> None:
+    def __init__(self, error: WorkerDiedError | RankConnectionError, restart: Restart) -> None:
         self.restart = restart
-        self.note = f"a process of the run has died, so the run starts again ({restart}): {error.message}"
+        died = isinstance(error, WorkerDiedError)
+        what = "a process of the run has died" if died else "ranks of a model have lost their connection"
+        self.note = f"{what}, so the run starts again ({restart}): {error.message}"
 
 
 def with_restarts(attempt: Attempt[T], policy: RestartPolicy, say: Callable[[str], None]) -> T:
-    """Make attempts at a run until one does not end with the death of a process.
+    """Make attempts at a run until one does not end with the death of a process or of a connection
+    between ranks.
 
     Any other error would occur again: it ends the run.
 
@@ -47,7 +51,7 @@ def with_restarts(attempt: Attempt[T], policy: RestartPolicy, say: Callable[[str
             return attempt(death)
         except RestartLimitError:
             raise
-        except WorkerDiedError as error:
+        except (WorkerDiedError, RankConnectionError) as error:
             death = Death(error, _next(policy, error))
             say(death.note)
         except (ConfigError, OutputError) as error:
@@ -56,7 +60,7 @@ def with_restarts(attempt: Attempt[T], policy: RestartPolicy, say: Callable[[str
             raise RestartLimitError(f"The run can't start again: {error.message} Before that, {death.note}") from error
 
 
-def _next(policy: RestartPolicy, error: WorkerDiedError) -> Restart:
+def _next(policy: RestartPolicy, error: WorkerDiedError | RankConnectionError) -> Restart:
     try:
         return policy.next("the run")
     except RestartLimitError as limit:

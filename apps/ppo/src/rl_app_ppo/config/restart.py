@@ -16,8 +16,8 @@ class RestartConfig(Options):
 
     max_per_hour: int = option(
         6,
-        "most new processes of each rollout worker within an hour, and most restarts of the run after the death of any other process; then "
-        "the run fails. 0: it fails at the first death",
+        "most new processes of each rollout worker within an hour, and most restarts of the run after the death of any other process, or of "
+        "a connection between ranks; then the run fails. 0: it fails at the first death",
         ge=0,
     )
     backoff_s: float = option(

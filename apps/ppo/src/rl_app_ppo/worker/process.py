@@ -19,6 +19,7 @@ from rl_app_ppo.config.full_keys import FullKeysFormatter
 from rl_app_ppo.config.placement import Role
 from rl_app_ppo.worker.call_socket import CallServer
 from rl_app_ppo.worker.messages import CLOSE_RECORD, BuildCall, RankNetwork, WarmupProgress
+from rl_app_ppo.worker.rank_connections import named_rank_connections
 from rl_app_ppo.worker.rank_network import rank_interface
 from rl_app_ppo.worker.weight_endpoints import require_admission
 from rl_ckpt_engine.endpoints.operations import METHODS
@@ -128,7 +129,7 @@ class WorkerProcess:
         """Answer one call to the worker of a role; `build` and `profile.*` are for all of them.
 
         Raises:
-            RLError: raised by the handler.
+            RLError: raised by the handler, or a RankConnectionError.
             WorkerError: there is no such method, or the worker is not built yet.
         """
         if method == "build":
@@ -141,7 +142,7 @@ class WorkerProcess:
             return self._profile(method, Path(payload.decode()))
         if role not in self._workers:
             raise WorkerError(f"{method!r} of {role} was called before build.")
-        with self._recorded(method):
+        with self._recorded(method), named_rank_connections(self._name, method):
             return await self._answer(role, method, payload)
 
     @contextmanager
