@@ -49,9 +49,19 @@ def shared_memory() -> set[str]:
     return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
 
 
-def unused(names: set[str]) -> set[str]:
-    """Those of these files in shared memory that no process has mapped: others may be of programs
-    beside the run."""
+def left_in_memory(before: set[str], seconds: float) -> set[str]:
+    """Names of the files in shared memory that are new since `before` and that no process has
+    mapped.
+
+    Others may be of programs beside the run. One of these that ends unmaps its files first and then
+    deletes them, so this waits, at most so many seconds, until there are none.
+    """
+    wait_until(lambda: not _unmapped(shared_memory() - before), seconds)
+    return _unmapped(shared_memory() - before)
+
+
+def _unmapped(names: set[str]) -> set[str]:
+    """Those of these files in shared memory that no process has mapped."""
     mapped: set[str] = set()
     if names:
         for path in Path("/proc").glob("[0-9]*/maps"):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rl_app_ppo.chaos.judge import Counted, Kind, Outcome
-from rl_app_ppo.chaos.processes import MARK, POLL_S, describe, marked, shared_memory, unused, wait_until
+from rl_app_ppo.chaos.processes import MARK, POLL_S, describe, left_in_memory, marked, shared_memory, wait_until
 from rl_app_ppo.chaos.schedule import FLIPS, Fault, Schedule, Strike, Victim
 from rl_app_ppo.chaos.strikes import send, strike
 from rl_protocol.support.fault_points import armed_for
@@ -199,7 +199,7 @@ class Runner:
     def _left(self, memory: set[str]) -> tuple[str, ...]:
         """What the run has left behind."""
         files = [*map(str, self._temporary.glob("rl-*")), *self._subject.left()]
-        files += [f"/dev/shm/{name}" for name in sorted(unused(shared_memory() - memory))]
+        files += [f"/dev/shm/{name}" for name in sorted(left_in_memory(memory, _GONE_S))]
         return (*map(describe, marked(self._mark)), *files)
 
     def _tail(self) -> str:
