@@ -13,6 +13,7 @@ HEALTHY = {
     "actor/ppo_kl": 0.01,
     "async/admitted": 8.0,
     "critic/score/mean": 0.5,
+    "idle/rollout/starved": 0.3,
     "idle/trainer/starved": 0.4,
     "response_length/truncated_ratio": 0.1,
     "timing_s/step": 1.0,
@@ -27,6 +28,8 @@ TRENDS = {
         {"actor/entropy": 0.09, "critic/score/mean": 0.3},
         {"actor/entropy": 0.09, "critic/score/mean": 0.31},
     ),
+    "idle rollout": ({"idle/rollout/starved": 0.51}, {"idle/rollout/starved": 0.5}),
+    "uneven rollout": ({"rollout/imbalance": 1.51}, {"rollout/imbalance": 1.5}),
     "starved trainer": ({"idle/trainer/starved": 1.02, "timing_s/step": 2.0}, {"timing_s/step": 0.8}),
 }
 
@@ -47,7 +50,7 @@ def test_a_trend_is_a_symptom_once_three_steps_in_a_row_show_it(name):
 def test_the_text_has_the_number_and_a_key():
     texts = symptoms(FIRST, [HEALTHY | ill for ill, _ in TRENDS.values()] * 3, tools=False)
     assert texts == {}
-    ill = {key: value for one, _ in TRENDS.values() for key, value in one.items()}
+    ill = {key: value for one, _ in TRENDS.values() for key, value in one.items()} | {"idle/rollout/starved": 1.2}
     texts = symptoms(FIRST, [HEALTHY | ill] * 3, tools=False)
     assert texts.keys() == TRENDS.keys()
     assert "50% of the responses" in texts["truncation"]
@@ -55,6 +58,10 @@ def test_the_text_has_the_number_and_a_key():
     assert "from 1 to 0.09" in texts["entropy"]
     assert "in 51% of the step" in texts["starved trainer"]
     assert "async_rl.max_staleness" in texts["starved trainer"]
+    assert "in 60% of the step" in texts["idle rollout"]
+    assert "rollout.num_workers" in texts["idle rollout"]
+    assert "1.5 times as many tokens" in texts["uneven rollout"]
+    assert "rollout.router=least_loaded" in texts["uneven rollout"]
 
 
 def test_a_small_gap_that_grows_is_a_symptom():
@@ -78,9 +85,32 @@ def test_a_divergence_beyond_twice_the_target_is_a_symptom():
 def test_old_weights_explain_a_gap_and_a_synchronous_trainer_waits_by_design():
     stale = {"training/rollout_probs_diff_mean": 0.3, "training/off_policy/trajectory_staleness_worst/max": 1.0}
     assert found(stale, stale, stale) == set()
-    waits = {**HEALTHY, "idle/trainer/starved": 0.9}
+    waits = {**HEALTHY, "idle/trainer/starved": 0.9, "idle/rollout/starved": 0.9}
     del waits["async/admitted"]
     assert symptoms(FIRST, [waits] * 3, tools=False) == {}
+
+
+SAME = {"critic/score/min": 0.0, "critic/score/max": 0.0, "critic/score/equal_groups": 1.0}
+LEARNS = {"critic/advantages/min": -0.5, "critic/advantages/max": 0.7}
+"""Advantages of a critic, which differ although the rewards do not."""
+
+
+def test_rewards_that_are_all_equal_are_a_symptom_in_the_first_step_of_a_run():
+    steps = [{**HEALTHY, **SAME, **LEARNS}]
+    text = symptoms(FIRST, steps, tools=False, first_step=True, reward="reward.function=near.py")["equal rewards"]
+    assert text.startswith("every response has the reward 0, ")
+    assert "reward.function=near.py" in text
+    other = {**steps[0], "critic/score/max": 0.1}
+    assert symptoms(FIRST, [other], tools=False, first_step=True) == {}
+    assert symptoms(FIRST, steps, tools=False, first_step=True, rewarded=False) == {}
+
+
+def test_in_later_steps_equal_rewards_are_a_symptom_with_zero_advantages_or_three_times_in_a_row():
+    assert found(SAME | LEARNS) == set()
+    assert found(SAME | LEARNS, SAME | LEARNS) == set()
+    assert found(SAME | LEARNS, {**LEARNS, "critic/score/min": 0.0, "critic/score/max": 1.0}, SAME | LEARNS) == set()
+    assert found(SAME | LEARNS, SAME | LEARNS, SAME | LEARNS) == {"equal rewards"}
+    assert found(SAME | {"critic/advantages/min": 0.0, "critic/advantages/max": 0.0}) == {"equal rewards"}
 
 
 def test_a_gradient_norm_is_a_spike_beside_the_median_of_at_least_five_steps():

@@ -1,4 +1,4 @@
-"""Check that the rest of the configuration fits the parts of the loss."""
+"""What the parts of the loss read, and the check that the rest of the configuration fits them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from rl_protocol.support.options import require
 
 if TYPE_CHECKING:
     from rl_app_ppo.config.schema import AppConfig
+
+DISTILLATION = "opd"
+"""Estimator of advantages that no reward has a part in."""
+
+
+def learns_from_rewards(config: AppConfig) -> bool:
+    """Whether the advantages of a step come from the rewards of several responses."""
+    algorithm = config.algorithm
+    rewarded = algorithm.rl_coef > 0 and algorithm.adv_estimator != DISTILLATION
+    return rewarded and config.data.train_batch_size * config.rollout.n > 1
 
 
 def check_loss_parts(config: AppConfig, path: str) -> None:
@@ -22,7 +32,7 @@ def check_loss_parts(config: AppConfig, path: str) -> None:
     """
     algorithm = config.algorithm
     # where nothing is learned but the reference policy, it must be another model
-    distils = algorithm.adv_estimator == "opd" if algorithm.rl_coef else not algorithm.sft_coef
+    distils = algorithm.adv_estimator == DISTILLATION if algorithm.rl_coef else not algorithm.sft_coef
     require(
         not distils or bool(config.reference.path),
         f"{path}reference.path",

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from rl_app_ppo.cluster.lost_processes import fate, named_losses, named_remote_losses
 from rl_app_ppo.cluster.ray_session import write_timeline
 from rl_app_ppo.config.loading import flat_settings, to_yaml
+from rl_app_ppo.config.loss_parts import learns_from_rewards
 from rl_app_ppo.config.placement import rollout_in_actor
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.driver.hang_watch import hang_watch
@@ -137,6 +138,7 @@ def _warnings(plan: RunPlan, screen: Screen) -> TrainingWarnings:
         screen.note,
         tools=config.rollout.session == TOOL_AGENT,
         reward_log=plan.files.logs / "reward.log",
+        rewarded=learns_from_rewards(config),
         reward=f"reward.function={rewards}",
         target_kl=control.target_kl if control.type == "adaptive" else None,
         record=plan.record.alarm,

@@ -13,11 +13,12 @@ KEPT = 10
 """Steps that `symptoms` looks at."""
 STEPS = 3
 """Steps in a row that must have a symptom of a trend."""
-TRUNCATED, GAP, STEP_KL, STARVED = 0.5, 0.05, 0.2, 0.5
+TRUNCATED, GAP, STEP_KL, STARVED, UNEVEN = 0.5, 0.05, 0.2, 0.5, 1.5
 """Limits: share of truncated responses; mean difference between the probabilities of tokens in the
 rollout engine and in the trainer, with weights of the same version; divergence from the policy at
 the begin of a step, nats per token; share of an asynchronous step in which the trainer waits for
-responses."""
+responses, or the rollout workers for the trainer; response tokens of the busiest rollout worker
+over the mean."""
 GROWN, SMALL_GAP = 4.0, 0.01
 """Gap over that of the first step, and a gap below which growth does not matter."""
 BEYOND = 2.0
@@ -35,6 +36,8 @@ def symptoms(
     last: Sequence[Metrics],
     *,
     tools: bool,
+    first_step: bool = False,
+    rewarded: bool = True,
     reward: str = "reward.function",
     target_kl: float | None = None,
 ) -> dict[str, str]:
@@ -44,25 +47,48 @@ def symptoms(
         first: metrics of the first training step.
         last: those of the last steps, at most KEPT, the newest last.
         tools: the session has tools.
+        first_step: the newest step is the first one of the run.
+        rewarded: the policy learns from the rewards of several responses.
         reward: the setting of rewards, and where their functions are.
         target_kl: algorithm.kl_ctrl.target_kl, nats per token; None: there is no target.
     """
-    found = _of_step(last[-1], tools=tools, reward=reward) | _of_gradients(last)
+    found = _of_step(last[-1], tools=tools) | _of_gradients(last)
+    if rewarded:
+        found = _of_rewards(last, first_step=first_step, reward=reward) | found
     if len(last) >= STEPS:
-        found = _of_trends(first, last[-STEPS:]) | _of_divergence(last[-STEPS:], target_kl) | found
+        newest = last[-STEPS:]
+        found = _of_trends(first, newest) | _of_waiting(newest) | _of_divergence(newest, target_kl) | found
     return found
 
 
-def _of_step(metrics: Metrics, *, tools: bool, reward: str) -> dict[str, str]:
+def _of_rewards(last: Sequence[Metrics], *, first_step: bool, reward: str) -> dict[str, str]:
+    """Rewards that do not tell responses apart.
+
+    One step shows it if its advantages are all zero. Otherwise, as with a critic or with baselines
+    across prompts, it takes the first step of a run, or several in a row.
+    """
+    newest = last[-1]
+    same = [_all_same(metrics, "critic/score") for metrics in last]
+    nothing = newest.get("critic/score/equal_groups") == 1.0 and _all_zero(newest, "critic/advantages")
+    always = same[-1] and (first_step or (len(last) >= STEPS and all(same[-STEPS:])))
+    if not nothing and not always:
+        return {}
+    what = (
+        f"every response has the reward {newest['critic/score/min']:g}"
+        if same[-1]
+        else "the responses to each prompt all have the same reward"
+    )
+    return {
+        "equal rewards": (
+            f"{what}, so there is nothing to learn from; look at {reward} and at the responses (rl samples RUN --train), and raise rollout.n or "
+            "rollout.temperature"
+        )
+    }
+
+
+def _of_step(metrics: Metrics, *, tools: bool) -> dict[str, str]:
     """What one step shows."""
     found: dict[str, str] = {}
-    if metrics.get("critic/score/equal_groups") == 1.0 and _all_zero(metrics, "critic/advantages"):
-        lowest, highest = metrics.get("critic/score/min"), metrics.get("critic/score/max")
-        same = f"every response has the reward {lowest:g}" if lowest is not None and lowest == highest else ""
-        found["equal rewards"] = (
-            f"{same or 'the responses to each prompt all have the same reward'}, so there is nothing to learn from; look at {reward} and at "
-            "samples/, and raise rollout.n or rollout.temperature"
-        )
     if metrics.get("response_length/truncated_ratio") == 1.0:
         found["truncation"] = (
             "every response was cut off at rollout.response_length; raise it, or see that the model ends with its end-of-sequence token"
@@ -135,14 +161,40 @@ def _of_trends(first: Metrics, last: Sequence[Metrics]) -> dict[str, str]:
             f"the entropy of the policy fell from {entropy:.2g} to {newest['actor/entropy']:.2g} and the reward has not risen, so its responses "
             "hardly differ; lower actor.optim.lr, or raise actor.entropy_coeff or actor.kl_loss_coef"
         )
-    starved, steps = "idle/trainer/starved", [metrics.get("timing_s/step", 0.0) for metrics in last]
-    shares = [metrics.get(starved, 0.0) / step if step else 0.0 for metrics, step in zip(last, steps, strict=True)]
-    if in_all("async/admitted", lambda _: True) and min(shares) > STARVED:
+    return found
+
+
+def _of_waiting(last: Sequence[Metrics]) -> dict[str, str]:
+    """Workers that wait for others in each of the last steps.
+
+    Trainer and rollout take turns in a synchronous run, so there only rollout workers that wait for
+    one of them count.
+    """
+    found: dict[str, str] = {}
+    asynchronous = all("async/admitted" in metrics for metrics in last)
+    trainer, rollout = (_shares_of_step(last, f"idle/{role}/starved") for role in ("trainer", "rollout"))
+    if asynchronous and min(trainer) > STARVED:
         found["starved trainer"] = (
-            f"the trainer waits for responses in {shares[-1]:.0%} of the step (idle/trainer/starved); raise rollout.num_workers or "
+            f"the trainer waits for responses in {trainer[-1]:.0%} of the step (idle/trainer/starved); raise rollout.num_workers or "
             "async_rl.max_staleness, or set async_rl.on_update=continue or async_rl.order=ready_first"
         )
+    if asynchronous and min(rollout) > STARVED:
+        found["idle rollout"] = (
+            f"the rollout workers wait for the trainer in {rollout[-1]:.0%} of the step (idle/rollout/starved), because training is slower than "
+            "generation; lower rollout.num_workers and raise fsdp.world_size, or raise actor.ppo_max_token_len"
+        )
+    uneven = [metrics.get("rollout/imbalance", 1.0) for metrics in last]
+    if min(uneven) > UNEVEN:
+        found["uneven rollout"] = (
+            f"one rollout worker generates {uneven[-1]:.1f} times as many tokens as the mean, and the others wait for it (rollout/imbalance); set "
+            "rollout.router=least_loaded, or raise data.train_batch_size"
+        )
     return found
+
+
+def _shares_of_step(last: Sequence[Metrics], name: str) -> list[float]:
+    """These seconds in the time of each step; 0 where a step has no time."""
+    return [metrics.get(name, 0.0) / step if (step := metrics.get("timing_s/step", 0.0)) else 0.0 for metrics in last]
 
 
 def _of_divergence(last: Sequence[Metrics], target: float | None) -> dict[str, str]:
@@ -161,3 +213,8 @@ def _of_divergence(last: Sequence[Metrics], target: float | None) -> dict[str, s
 
 def _all_zero(metrics: Metrics, name: str) -> bool:
     return metrics.get(f"{name}/max") == 0.0 == metrics.get(f"{name}/min")
+
+
+def _all_same(metrics: Metrics, name: str) -> bool:
+    lowest = metrics.get(f"{name}/min")
+    return lowest is not None and lowest == metrics.get(f"{name}/max")

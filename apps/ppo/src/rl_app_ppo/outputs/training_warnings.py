@@ -21,6 +21,7 @@ class TrainingWarnings:
         warn: prints one line.
         tools: the session has tools.
         reward_log: the log of all failures of the reward function, for the message.
+        rewarded: the policy learns from the rewards of several responses.
         reward: the setting of rewards, and where their functions are, for the message.
         target_kl: algorithm.kl_ctrl.target_kl, nats per token; None: there is no target.
         record: records a symptom by name and text.
@@ -32,6 +33,7 @@ class TrainingWarnings:
         *,
         tools: bool,
         reward_log: Path,
+        rewarded: bool = True,
         reward: str = "reward.function",
         target_kl: float | None = None,
         record: Callable[[str, str], None] | None = None,
@@ -39,6 +41,7 @@ class TrainingWarnings:
         self._warn = warn
         self._tools = tools
         self._reward_log = reward_log
+        self._rewarded = rewarded
         self._reward = reward
         self._target_kl = target_kl
         self._record = record
@@ -61,7 +64,13 @@ class TrainingWarnings:
         self._last.append(metrics)
         self._first = self._first or metrics
         found = symptoms(
-            self._first, list(self._last), tools=self._tools, reward=self._reward, target_kl=self._target_kl
+            self._first,
+            list(self._last),
+            tools=self._tools,
+            first_step=step == 1,
+            rewarded=self._rewarded,
+            reward=self._reward,
+            target_kl=self._target_kl,
         )
         for name, text in found.items():
             self._say(name, f"step {step}: {text}")
