@@ -85,18 +85,19 @@ def test_handlers_of_the_process_are_restored(number: signal.Signals):
 
 
 def test_ctrl_c_cancels_the_coroutine_and_waits_for_its_clean_up():
-    cleaned_up: list[str] = []
+    cleaned_up, said = list[str](), list[list[str]]()
     with pytest.raises(KeyboardInterrupt):
-        run_interruptibly(interrupted(cleaned_up))
+        run_interruptibly(interrupted(cleaned_up), lambda: said.append(list(cleaned_up)))
     assert cleaned_up == [threading.current_thread().name]
+    assert said == [[]], "said once, before the clean-up"
 
 
 def test_ctrl_c_in_a_notebook_cancels_the_coroutine_and_waits_for_its_clean_up():
-    cleaned_up: list[str] = []
+    cleaned_up, said = list[str](), list[list[str]]()
 
     def cell() -> None:
         with pytest.raises(KeyboardInterrupt):
-            run_interruptibly(interrupted(cleaned_up))
+            run_interruptibly(interrupted(cleaned_up), lambda: said.append(list(cleaned_up)))
 
     loop = asyncio.new_event_loop()  # asyncio.run would handle Ctrl-C itself; the loop of a notebook does not
     loop.call_soon(cell)
@@ -104,6 +105,7 @@ def test_ctrl_c_in_a_notebook_cancels_the_coroutine_and_waits_for_its_clean_up()
     loop.run_forever()
     loop.close()
     assert [name.startswith("rl-app-ppo") for name in cleaned_up] == [True]
+    assert said == [[]]
 
 
 def test_ctrl_c_as_the_coroutine_of_a_notebook_ends_is_no_other_error(monkeypatch: pytest.MonkeyPatch):

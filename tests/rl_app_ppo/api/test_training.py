@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from io import StringIO
 from types import FunctionType, SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ def launch(tmp_path, monkeypatch):
     """launch(error, *overrides): start a run that raises `error` once its folder exists.
 
     Of several errors, or functions of the plan that return one, each ends an attempt.
-    `launch.plans` has the plans of the attempts.
+    `launch.plans` has the plans of the attempts, `launch.out` what was printed.
     """
     monkeypatch.setattr(training, "preflight", lambda facts: [])
 
@@ -38,11 +39,11 @@ def launch(tmp_path, monkeypatch):
         startup = Startup(lambda _: None)
         config = load_config([f"trainer.output_dir={tmp_path}/out", "trainer.run_name=a", *overrides])
         try:
-            return training.run_training(config, PluginPolicy(), Console(quiet=True), startup, None)
+            return training.run_training(config, PluginPolicy(), Console(file=start.out), startup, None)
         finally:
             startup.end()
 
-    start.plans = plans
+    start.plans, start.out = plans, StringIO()
     return start
 
 
@@ -74,6 +75,46 @@ def test_a_run_that_fails_has_the_reason_in_its_log(launch, tmp_path):
         "ERROR rl_app_ppo.api.attempts: the run failed: actor died"
         in (tmp_path / "out" / "a" / "logs" / "driver.log").read_text()
     )
+
+
+def interrupted(launch, tmp_path, after=lambda files: None, *overrides):
+    """What a run prints that is interrupted after a step."""
+
+    def step_done(plan):
+        plan.files.metrics.write_text('{"step": 1}\n')
+        after(plan.files)
+        return KeyboardInterrupt()
+
+    with pytest.raises(KeyboardInterrupt):
+        launch([step_done], *overrides)
+    assert (tmp_path / "out" / "a" / "report.html").exists()
+    return " ".join(launch.out.getvalue().split())
+
+
+def test_an_interrupted_run_has_a_report_and_says_how_to_resume(launch, tmp_path):
+    def publish(files):
+        for step in (10, 20):
+            (files.checkpoints / f"step-{step:06}").mkdir(parents=True)
+
+    said = interrupted(launch, tmp_path, publish)
+    assert f"report: {tmp_path}/out/a/report.html" in said
+    assert "after step 20, give the same command with trainer.run_name=a trainer.resume_mode=auto" in said
+
+
+def test_an_interrupted_run_without_a_checkpoint_says_which_key_writes_them(launch, tmp_path):
+    said = interrupted(launch, tmp_path)
+    assert "no checkpoint to resume from; trainer.save_freq=10" in said
+
+
+def test_an_interrupted_run_with_a_journal_resumes_without_a_checkpoint(launch, tmp_path):
+    said = interrupted(launch, tmp_path, lambda files: files.journal.mkdir(), "transfer_queue.durability=commit")
+    assert "responses in its journal, give the same command" in said
+
+
+def test_a_run_that_is_interrupted_before_its_first_step_has_no_report(launch, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        launch(KeyboardInterrupt())
+    assert not (tmp_path / "out" / "a" / "report.html").exists()
 
 
 def test_a_handler_of_the_caller_gets_no_more_than_without_the_run(launch, tmp_path, monkeypatch):

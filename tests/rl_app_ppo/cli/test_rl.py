@@ -34,6 +34,7 @@ def run():
 @pytest.fixture
 def samples(tmp_path):
     """A run with samples of the validations 0 and 5."""
+    (tmp_path / "config.yaml").touch()
     rewards = {0: 0.5, 1: None, 2: 1.0, 10: 0.0}
     for step in (0, 5):
         rows = [
@@ -53,6 +54,7 @@ def samples(tmp_path):
 
 
 def test_training_samples_are_those_that_the_run_has_recorded(run, tmp_path):
+    (tmp_path / "config.yaml").touch()
     row = TrajectoryRow(
         at=1.0,
         step=3,
@@ -124,6 +126,15 @@ def test_a_program_can_read_the_configuration_a_key_and_a_difference(run):
     (change,) = json.loads(run("diff", "", "rollout.n=4", "--json").output)
     assert (change["key"], change["b"], change["origin_b"]) == ("rollout.n", 4, "command line")
     assert json.loads(run("diff", "", "", "--json").output) == []
+
+
+def test_two_runs_are_compared_by_their_folders(run, tmp_path):
+    for name, n in (("one run", 4), ("another", 6)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(shown_yaml(load_config([f"rollout.n={n}"])))
+    done = run("diff", str(tmp_path / "one run"), str(tmp_path / "another"))
+    assert done.output.startswith("rollout.n: 4 (")
+    assert ") -> 6 (" in done.output
 
 
 def test_a_program_can_read_the_plan(run):
@@ -217,7 +228,9 @@ WRONG = {
     "launch slurm trainer.n_gpus_per_node=0 --cpus none": "--cpus",
     "launch slurm trainer.n_gpus_per_node=0 --image a": "--image",
     "import-verl /no/such.yaml": "/no/such.yaml",
-    "samples /no/such/run": "/no/such/run is no folder",
+    "samples /no/such/run": "/no/such/run is no folder of a run",
+    "diff /no/such a=1": "/no/such",
+    "diff / a=1": "/ is no folder of a run",
     "samples RUN --step 3": "there are those of steps 0, 5",
     "samples RUN --sort size": "--sort must be one of key, reward, length",
     "samples RUN --limit 0": "--limit",

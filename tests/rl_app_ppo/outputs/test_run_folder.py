@@ -13,8 +13,16 @@ import pytest
 
 from rl_app_ppo.outputs import run_folder
 from rl_app_ppo.outputs.metrics_file import JSONLSink
-from rl_app_ppo.outputs.run_folder import check_room, create_run_folder, is_free, occupied, publish_folder, writing
-from rl_protocol import OutputError
+from rl_app_ppo.outputs.run_folder import (
+    check_room,
+    create_run_folder,
+    files_of,
+    is_free,
+    occupied,
+    publish_folder,
+    writing,
+)
+from rl_protocol import ConfigError, OutputError
 
 
 def test_a_full_disk_is_an_output_error_that_names_the_path():
@@ -110,3 +118,19 @@ def test_a_reader_that_holds_the_lock_for_a_moment_does_not_keep_a_run_out(tmp_p
             assert len(waits) == 1
             assert not is_free(tmp_path)
     assert is_free(tmp_path)
+
+
+def test_who_names_no_run_reads_which_runs_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for age, name in enumerate(("old", "new")):
+        (tmp_path / "outputs" / name).mkdir(parents=True)
+        (tmp_path / "outputs" / name / "config.yaml").touch()
+        os.utime(tmp_path / "outputs" / name / "config.yaml", (age, age))
+    assert files_of(tmp_path / "outputs" / "new").folder == tmp_path / "outputs" / "new"
+    monkeypatch.chdir(tmp_path)
+    for given in ("outputs", "outputs/neu"):
+        with pytest.raises(
+            ConfigError, match=rf"^{given} is no folder of a run.*; there are outputs/new, outputs/old\.$"
+        ):
+            files_of(Path(given))
+    with pytest.raises(ConfigError, match=r"printed at its start\.$"):
+        files_of(tmp_path / "elsewhere" / "run")

@@ -19,7 +19,7 @@ def replay(*words):
 @pytest.mark.parametrize(
     ("metrics", "words"),
     [
-        (None, "is no run: "),
+        (None, "is no folder of a run"),
         ([0, 1, 2], "--step must be a trained step in "),
         ([0, 1, 2], "one of 1..2; got 9."),
         ([], "one of none; got 9."),

@@ -29,6 +29,7 @@ from rl_protocol import RLError
 from rl_trainer import StepGraph
 
 logger = logging.getLogger(__name__)
+INTERRUPTED = "interrupted: the run ends its processes, which takes up to 10 s while they start"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,8 @@ class Attempts:
             )
             if config.trainer.live_panel:
                 stack.enter_context(live_panel(files.folder, screen))
-            return run_interruptibly(_run_after(death.restart.wait_s if death else 0.0, plan, screen, startup))
+            work = _run_after(death.restart.wait_s if death else 0.0, plan, screen, startup)
+            return run_interruptibly(work, lambda: screen.note(INTERRUPTED))
 
 
 async def _run_after(wait_s: float, plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import threading
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -18,12 +18,16 @@ _LOOK_S = 0.5
 """Seconds between looks at pending signals: one that comes just before a wait does not end it."""
 
 
-def run_interruptibly(work: Coroutine[Any, Any, T]) -> T:
+def run_interruptibly(work: Coroutine[Any, Any, T], interrupted: Callable[[], None] = lambda: None) -> T:
     """Run a coroutine to its end in an event loop of its own.
 
     In the main thread, Ctrl-C and SIGTERM cancel it. If an event loop runs in this thread already,
     as in a notebook, the coroutine runs in another thread, and this one waits for it; Ctrl-C
     cancels it there too.
+
+    Args:
+        work: the coroutine.
+        interrupted: called once, before the coroutine is cancelled by a signal.
 
     Raises:
         KeyboardInterrupt: a signal has cancelled the coroutine.
@@ -31,21 +35,21 @@ def run_interruptibly(work: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return _run_here(work)
-    return _run_in_thread(work)
+        return _run_here(work, interrupted)
+    return _run_in_thread(work, interrupted)
 
 
-def _run_here(work: Coroutine[Any, Any, T]) -> T:
+def _run_here(work: Coroutine[Any, Any, T], interrupted: Callable[[], None]) -> T:
     if threading.current_thread() is not threading.main_thread():
         return asyncio.run(work)  # signals reach the main thread alone
     try:
         with _handlers_restored():
-            return asyncio.run(_cancelled_by_signals(work))
+            return asyncio.run(_cancelled_by_signals(work, interrupted))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
 
 
-def _run_in_thread(work: Coroutine[Any, Any, T]) -> T:
+def _run_in_thread(work: Coroutine[Any, Any, T], interrupted: Callable[[], None]) -> T:
     started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = Future()
 
     async def cancellable() -> T:
@@ -60,6 +64,7 @@ def _run_in_thread(work: Coroutine[Any, Any, T]) -> T:
                 pass
             return running.result()
         except KeyboardInterrupt:
+            interrupted()
             loop, task = started.result()
             with suppress(RuntimeError):  # the coroutine has just ended, and its loop is closed
                 loop.call_soon_threadsafe(task.cancel)
@@ -81,7 +86,7 @@ def _handlers_restored() -> Generator[None]:
                 signal.signal(number, handler)
 
 
-async def _cancelled_by_signals(work: Coroutine[Any, Any, T]) -> T:
+async def _cancelled_by_signals(work: Coroutine[Any, Any, T], interrupted: Callable[[], None]) -> T:
     """Cancel the work at the first Ctrl-C or SIGTERM and ignore later ones.
 
     `uv run` forwards a Ctrl-C that the terminal has already sent to this process; the second one
@@ -92,6 +97,7 @@ async def _cancelled_by_signals(work: Coroutine[Any, Any, T]) -> T:
     def end() -> None:
         for number in _SIGNALS:
             loop.add_signal_handler(number, logger.info, "ending already")
+        interrupted()
         task.cancel()
 
     for number in _SIGNALS:

@@ -31,6 +31,7 @@ from rl_app_ppo.outputs.startup_times import Startup
 from rl_app_ppo.report.page import write_report
 from rl_ckpt_engine import PluginPolicy
 from rl_protocol import ConfigError, RLError
+from rl_trainer.checkpoints.checkpoint_folder import step_of
 from rl_transferqueue.journal.disk_journal import remove_journal
 
 
@@ -114,7 +115,9 @@ def _print_outcome(recorder: Recorder, screen: Screen, files: RunFiles) -> None:
 
 @contextmanager
 def _reported(files: RunFiles, screen: Screen) -> Generator[None]:
-    """Write the report of a run, also of one that fails, but not of one that is refused."""
+    """Write the report of a run, also of one that fails or is interrupted in a step, but not of one
+    that is refused.
+    """
     try:
         yield
     except ConfigError:
@@ -123,7 +126,24 @@ def _reported(files: RunFiles, screen: Screen) -> Generator[None]:
         _write_report(files, screen)
         screen.note(f"report: {files.report}")
         raise
+    except KeyboardInterrupt:
+        if files.metrics.exists():
+            _write_report(files, screen)
+            screen.note(f"report: {files.report}")
+            screen.note(_about_resuming(files))
+        raise
     _write_report(files, screen)
+
+
+def _about_resuming(files: RunFiles) -> str:
+    """How to resume an interrupted run."""
+    steps = [step for path in files.checkpoints.glob("*") if (step := step_of(path.name)) is not None]
+    words = f"give the same command with trainer.run_name={files.folder.name} trainer.resume_mode=auto"
+    if steps:
+        return f"to resume it after step {max(steps)}, {words}"
+    if files.journal.exists():
+        return f"to resume it on the responses in its journal, {words}"
+    return "it has no checkpoint to resume from; trainer.save_freq=10 writes one every 10 steps"
 
 
 def _write_report(files: RunFiles, screen: Screen) -> None:

@@ -6,22 +6,59 @@ or the output folder is wrong; 130 interrupted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import FrameType
 
 from rich.console import Console
 from rich.text import Text
 
 from rl_protocol import ConfigError, OutputError, RLError
 
+SAME_S = 1.0
+"""A Ctrl-C that comes so soon after another is the same one."""
+INTERRUPTED = 130
+
 
 def exit_code(work: Callable[[], int], err: Console) -> int:
     """The exit code that the work returns, or that of its error, which is printed."""
     try:
-        return work()
+        with _interrupts_counted_once():
+            return work()
     except RLError as error:
         wrong_input = isinstance(error, ConfigError | OutputError)
         err.print(Text(f"{'error' if wrong_input else 'the run failed'}: {error}"), soft_wrap=True)
         return 2 if wrong_input else 1
     except KeyboardInterrupt:
         err.print(Text("interrupted; everything written so far is kept"))
-        return 130
+        return INTERRUPTED
+
+
+@contextmanager
+def _interrupts_counted_once() -> Generator[None]:
+    """Raise KeyboardInterrupt once for a Ctrl-C that arrives twice.
+
+    A terminal sends it to `uv run` and to this process, and `uv run` forwards it; the second one
+    would interrupt the clean-up after the first.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield
+        return
+    last = -SAME_S
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= SAME_S:
+            last = now
+            signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

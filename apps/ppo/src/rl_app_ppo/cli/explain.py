@@ -11,6 +11,7 @@ from rl_app_ppo.config.full_keys import with_full_keys
 from rl_app_ppo.config.loading import Resolved, options, resolve, unknown_key
 from rl_app_ppo.config.placement import described_groups
 from rl_app_ppo.config.verl_keys.aliases import OLD_LOG_PROB, SPELLINGS
+from rl_app_ppo.outputs.run_folder import files_of
 from rl_protocol.support.option_tree import Option
 from rl_trainer.algorithms.old_log_prob import recompute_reason
 
@@ -94,11 +95,14 @@ def read_side(text: str) -> Resolved:
     """Resolve one side of `--diff`.
 
     Args:
-        text: a YAML file, or overrides such as "algorithm=ppo rollout.n=4"; empty: the defaults.
+        text: a YAML file, the folder of a run, or overrides such as "algorithm=ppo rollout.n=4";
+            empty: the defaults.
 
     Raises:
         ConfigError: it can't be resolved.
     """
+    if text and (folder := Path(text)).is_dir():
+        return resolve([], files_of(folder).config)
     words = shlex.split(text)
     if len(words) == 1 and "=" not in words[0]:
         return resolve([], Path(words[0]))

@@ -42,7 +42,7 @@ Trains a language model with PPO or GRPO. Without arguments: the demo, on this m
 {job_flags}
   --schema         print a JSON schema of --config files, with which editors complete and check them, and exit
   --explain KEY    print the meaning, value and origin of a key, or of each key of a group, and exit
-  --diff A B       print the differences of two configurations and exit; each is a YAML file, or overrides such as "algorithm=ppo rollout.n=4"
+  --diff A B       print the differences of two configurations and exit; each is a YAML file, a run folder, or "algorithm=ppo rollout.n=4"
   --from-verl FILE convert a verl 0.9 configuration (YAML, a list of overrides, or a shell script), print the result and exit;
                    exit code 1 if a setting that changes the result of training has no counterpart
   --accept-losses  with --from-verl: exit code 0 in spite of lost settings

@@ -208,7 +208,7 @@ def _explain_key(
 @app.command("diff", rich_help_panel=BEFORE)
 @_coded
 def _diff(a: str, b: str, trust: Trust = None, as_json: Json = False) -> None:
-    """Print how two YAML files or quoted overrides differ."""
+    """Print how two runs, YAML files or quoted overrides differ."""
     with trusting((), trust, _err()):
         sides = read_side(a), read_side(b)
         if as_json:

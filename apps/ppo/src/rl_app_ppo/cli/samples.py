@@ -10,6 +10,7 @@ import msgspec
 
 from rl_app_ppo.cli.columns import columns
 from rl_app_ppo.outputs.answers import one_line
+from rl_app_ppo.outputs.run_folder import files_of
 from rl_app_ppo.outputs.run_record import read_run
 from rl_protocol import ConfigError, RowKey
 from rl_trainer.record.record_rows import TrajectoryRow
@@ -36,8 +37,7 @@ def read_samples(run: Path, step: int | None, *, train: bool, sort: str) -> list
     """
     if sort not in SORTS:
         raise ConfigError(f"--sort must be one of {', '.join(SORTS)}; got {sort!r}.")
-    if not run.is_dir():
-        raise ConfigError(f"{run} is no folder; give the folder of a run, which its end printed.")
+    files_of(run)
     rows = _chosen(_trained(run) if train else _validated(run), run, step, train=train)
     if sort == "reward":
         return sorted(rows, key=_reward_or_least)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rl_app_ppo.config.loading import to_yaml
 from rl_app_ppo.config.schema import AppConfig
-from rl_protocol import OutputError
+from rl_protocol import ConfigError, OutputError
 from rl_protocol.support.disk_writes import write_errors
 from rl_trainer.checkpoints.checkpoint_folder import sweep
 
@@ -41,6 +41,8 @@ JOURNAL = "journal"
 LOCK_S = 0.5
 """How long a run tries to lock its folder, seconds."""
 _LOCK_AGAIN_S = 0.02
+_MOST_RUNS = 3
+"""Runs that a message names."""
 ATTEMPTS = "attempts"
 """Name of the folder for the files of attempts that ended before a checkpoint."""
 
@@ -298,6 +300,33 @@ class RunFiles:
             "logs": self.logs,
         }
         return {name: path for name, path in found.items() if path.exists()}
+
+
+def files_of(folder: Path) -> RunFiles:
+    """The files of a run that has begun, by the path of its folder.
+
+    Raises:
+        ConfigError: it is no folder of a run; names runs in it or beside it.
+    """
+    files = RunFiles(folder=folder.resolve())
+    if files.config.is_file():
+        return files
+    known = [run for place in (files.folder, files.folder.parent) for run in _newest_runs(place)]
+    shown = f"; there are {', '.join(str(_short(run)) for run in known[:_MOST_RUNS])}" if known else ""
+    raise ConfigError(
+        f"{folder} is no folder of a run, which has a config.yaml. Give the folder that the run printed at its start{shown}."
+    )
+
+
+def _newest_runs(folder: Path) -> list[Path]:
+    """The runs in a folder, the newest first."""
+    found = [file for file in folder.glob("*/config.yaml") if file.is_file()]
+    return [file.parent for file in sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)]
+
+
+def _short(path: Path) -> Path:
+    """A path relative to the current folder if it lies below."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def write_config(config: AppConfig, files: RunFiles) -> None:

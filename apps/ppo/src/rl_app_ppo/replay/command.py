@@ -14,7 +14,7 @@ from rl_app_ppo.config.model_path import given_model
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.inputs.demo_model import cached_demo_model
 from rl_app_ppo.inputs.tokenizer import load_tokenizer, raw_decoder
-from rl_app_ppo.outputs.run_folder import RunFiles
+from rl_app_ppo.outputs.run_folder import RunFiles, files_of
 from rl_app_ppo.replay.against import against
 from rl_app_ppo.replay.generate_again import generate_again
 from rl_app_ppo.replay.outcome import Outcome, steps_of
@@ -110,12 +110,7 @@ def _decoder(config: AppConfig) -> Decode:
 
 
 def _config_of(files: RunFiles) -> AppConfig:
-    try:
-        return from_yaml(files.config.read_text())
-    except OSError as error:
-        raise ConfigError(
-            f"{files.folder} is no run: {files.config} can't be read, {error.strerror}. Give the folder that the end of a run printed."
-        ) from error
+    return from_yaml(files_of(files.folder).config.read_text())
 
 
 def _require_step(files: RunFiles, step: int) -> None:

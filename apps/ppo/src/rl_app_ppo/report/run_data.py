@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rl_app_ppo.config.full_keys import with_full_keys
 from rl_app_ppo.outputs.metrics_file import read_metrics
-from rl_app_ppo.outputs.run_folder import RunFiles
+from rl_app_ppo.outputs.run_folder import files_of
 from rl_app_ppo.outputs.run_record import read_run
 from rl_app_ppo.report.packing import ColumnPlace, Packer
 from rl_protocol import ConfigError
@@ -39,11 +39,7 @@ class RunData:
         Raises:
             ConfigError: it is no folder of a run, or a file can't be read.
         """
-        files = RunFiles(folder=folder.resolve())
-        if not files.config.is_file():
-            raise ConfigError(
-                f"{folder} is no folder of a run, which has a config.yaml; give the folder that its end printed."
-            )
+        files = files_of(folder)
         try:
             config, metrics = files.config.read_text(encoding="utf-8"), read_metrics(files.metrics)
         except OSError as error:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_app_ppo.outputs.metrics_file import more_metrics
-from rl_app_ppo.outputs.run_folder import RunFiles, is_free
+from rl_app_ppo.outputs.run_folder import files_of, is_free
 from rl_protocol import ConfigError
 from rl_trainer.record.read_record import Record, RecordReader
 
@@ -48,11 +48,7 @@ class FollowedRun:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._files = RunFiles(folder=folder.resolve())
-        if not self._files.config.is_file():
-            raise ConfigError(
-                f"{folder} is no folder of a run, which has a config.yaml; give the folder that the run printed at its start."
-            )
+        self._files = files_of(folder)
         self._reader = RecordReader(self._files.record, recent_s=RECENT_S)
         self._seen = Seen(name=self._files.folder.name)
         self._file: tuple[int, int] | None = None
