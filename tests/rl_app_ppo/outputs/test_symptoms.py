@@ -110,7 +110,9 @@ def test_in_later_steps_equal_rewards_are_a_symptom_with_zero_advantages_or_thre
     assert found(SAME | LEARNS, SAME | LEARNS) == set()
     assert found(SAME | LEARNS, {**LEARNS, "critic/score/min": 0.0, "critic/score/max": 1.0}, SAME | LEARNS) == set()
     assert found(SAME | LEARNS, SAME | LEARNS, SAME | LEARNS) == {"equal rewards"}
-    assert found(SAME | {"critic/advantages/min": 0.0, "critic/advantages/max": 0.0}) == {"equal rewards"}
+    zero = {"critic/advantages/min": 0.0, "critic/advantages/max": 0.0, "actor/grad_norm": 0.0}
+    assert found(SAME | zero) == {"equal rewards"}
+    assert found({"actor/grad_norm": 0.0}) == {"gradient"}
 
 
 def test_a_gradient_norm_is_a_spike_beside_the_median_of_at_least_five_steps():

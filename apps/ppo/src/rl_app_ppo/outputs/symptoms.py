@@ -53,8 +53,9 @@ def symptoms(
         target_kl: algorithm.kl_ctrl.target_kl, nats per token; None: there is no target.
     """
     found = _of_step(last[-1], tools=tools) | _of_gradients(last)
-    if rewarded:
-        found = _of_rewards(last, first_step=first_step, reward=reward) | found
+    if rewarded and (equal := _of_rewards(last, first_step=first_step, reward=reward)):
+        found = equal | found
+        found.pop("gradient", None)  # zero for that reason
     if len(last) >= STEPS:
         newest = last[-STEPS:]
         found = _of_trends(first, newest) | _of_waiting(newest) | _of_divergence(newest, target_kl) | found
