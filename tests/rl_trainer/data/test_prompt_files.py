@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import subprocess
@@ -69,6 +70,16 @@ def test_files_are_read_in_order_and_the_prompt_may_have_another_name(tmp_path, 
     a, b = write_jsonl(tmp_path / "a.jsonl", rows[:4]), write_jsonl(tmp_path / "b.jsonl", rows[4:])
     data = open_files(files(b, a, prompt_key="question"), encoder, tmp_path / "cache")
     assert "".join(text_of(data[i]) for i in range(6)) == "450123"
+
+
+def test_lines_that_a_windows_program_has_written_are_read(tmp_path, encoder):
+    path, rows = tmp_path / "a.jsonl", [row("1+2="), row("3+4=")]
+    path.write_bytes(codecs.BOM_UTF8 + "".join(json.dumps(one) + "\r\n" for one in rows).encode() + b"\r\n")
+    data = open_files(files(path), encoder, tmp_path / "cache")
+    assert [text_of(data[i]) for i in range(len(data))] == ["1+2=", "3+4="]
+    path.write_bytes(codecs.BOM_UTF8)
+    with pytest.raises(ConfigError, match=r"a\.jsonl"):
+        open_files(files(path), encoder, tmp_path / "cache")
 
 
 TOOL = {"type": "function", "function": {"name": "clock", "parameters": {}}}

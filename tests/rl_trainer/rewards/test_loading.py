@@ -77,6 +77,40 @@ def test_a_file_that_can_not_be_loaded_ends_the_run_before_it_begins(tmp_path, c
         asyncio.run(ScorerPool.open(f"{path}:{function}", workers=1, timeout_s=60, memory_mb=2048))
 
 
+@pytest.mark.parametrize(
+    ("parameters", "takes"),
+    [
+        ("response", "at most 1"),
+        ("a, b, c", "at most 3"),
+        ("a, b, c, *, extra_info=None", "at most 3"),
+        ("a, b, c, d, e", "at least 5"),
+    ],
+)
+@pytest.mark.parametrize("keyword", ["def", "async def"])
+def test_a_function_that_takes_other_arguments_is_refused_before_it_runs(tmp_path, parameters, takes, keyword):
+    file = write(tmp_path, f"raise RuntimeError\n{keyword} score({parameters}): ...\n")
+    with pytest.raises(ConfigError, match=rf"mine\.py:2 takes {takes} positional arguments\. It is called with 4"):
+        check_reward(f"{file}:score")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def score(a, b, c, d): ...",
+        "def score(a, b, c, d=None, e=None, **more): ...",
+        "def score(a, *rest): ...",
+        "def score(a, /, b, c, d=None): ...",
+        "def score(a): ...\ndef score(a, b, c, d): ...",
+        "@wraps\ndef score(a): ...",
+        "class score: ...",
+        "score = make(3)",
+        "from elsewhere import score",
+    ],
+)
+def test_a_function_that_may_take_four_arguments_is_not_refused(tmp_path, code):
+    check_reward(f"{write(tmp_path, code)}:score")
+
+
 def test_an_installed_package_offers_a_function_by_name_where_it_is_allowed(install_plugins):
     install_plugins("rl_trainer.rewards", other="rl_trainer.rewards.functions:exact_match")
     check_reward("other")

@@ -152,12 +152,41 @@ def find_object(name: str, key: str, environment: Mapping[str, str] = os.environ
     Raises:
         ConfigError: as `read_trusted`.
     """
+    path, found = _definition(name, key, environment)
+    return f"{path}:{found.lineno}" if found else ""
+
+
+def positional_arguments(
+    name: str, key: str, environment: Mapping[str, str] = os.environ
+) -> tuple[int, int | None] | None:
+    """The fewest and most positional arguments that the function `path.py:name` takes, without
+    running the file; most is None: any number.
+
+    Returns:
+        None if only running the file can tell: it is no function, or one with decorators.
+
+    Raises:
+        ConfigError: as `read_trusted`.
+    """
+    _, found = _definition(name, key, environment)
+    if found is None or isinstance(found, ast.ClassDef) or found.decorator_list:
+        return None
+    arguments = found.args
+    most = len(arguments.posonlyargs) + len(arguments.args)
+    return most - len(arguments.defaults), None if arguments.vararg else most
+
+
+def _definition(
+    name: str, key: str, environment: Mapping[str, str]
+) -> tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None]:
+    """The file of `path.py:name`, and its last statement that defines the name; None: none does."""
     file, _, attribute = _split(name, key)
     path, content = read_trusted(file, key, environment)
+    found = None
     for one in ast.parse(content).body:
         if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and one.name == attribute:
-            return f"{path}:{one.lineno}"
-    return ""
+            found = one
+    return path, found
 
 
 def load_object(name: str, key: str, environment: Mapping[str, str] = os.environ) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -245,8 +246,9 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if not line.isspace():
-                    yield number, _decode(line)
+                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if text and not text.isspace():
+                    yield number, _decode(text)
     except OSError as error:
         raise SchemaError(f"it can't be read: {error.strerror}") from error
 

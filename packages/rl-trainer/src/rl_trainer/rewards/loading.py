@@ -18,7 +18,7 @@ from typing import Any
 from rl_protocol import ConfigError
 from rl_protocol.support.options import nearest
 from rl_protocol.support.plugins import check_installed, load_installed
-from rl_protocol.support.trusted_files import check_object, find_object, load_object
+from rl_protocol.support.trusted_files import check_object, find_object, load_object, positional_arguments
 from rl_trainer.config.registry import installed
 
 ENTRY_POINTS = "rl_trainer.rewards"
@@ -34,17 +34,35 @@ BUILT_IN: Mapping[str, str] = {
 HARMLESS = frozenset({"exact_match", "gsm8k", "gsm8k_flexible"})
 """Built-in functions that return quickly for any response; they need no separate process."""
 
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""What a reward function is called with, as verl's `compute_score`."""
+
 
 def check_reward(name: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Check without importing it that the function exists and may be loaded.
+    """Check without importing it that the function exists, may be loaded, and takes the arguments
+    of a reward function.
 
     Raises:
         ConfigError: says what is missing and what to do.
     """
     if ":" in name:
         check_object(name, KEY, environment)
+        _check_arguments(name, environment)
     elif name not in BUILT_IN:
         check_installed(_find(name), environment)
+
+
+def _check_arguments(name: str, environment: Mapping[str, str]) -> None:
+    counts = positional_arguments(name, KEY, environment)
+    if counts is None:
+        return
+    least, most = counts
+    if least > len(ARGUMENTS) or (most is not None and most < len(ARGUMENTS)):
+        takes = f"at least {least}" if least > len(ARGUMENTS) else f"at most {most}"
+        raise ConfigError(
+            f"{KEY}={name!r}: {find_object(name, KEY, environment)} takes {takes} positional arguments. It is called with {len(ARGUMENTS)}; "
+            f"give it the parameters ({', '.join(ARGUMENTS)}=None)."
+        )
 
 
 def written_at(name: str, environment: Mapping[str, str] = os.environ) -> str:
