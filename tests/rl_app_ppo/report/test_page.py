@@ -126,6 +126,14 @@ def test_a_folder_without_a_run_is_refused(tmp_path, words):
     assert "/no/such/run is no folder of a run" in done.output
 
 
+@pytest.mark.parametrize("target", ["none/report.html", "a"])
+def test_a_target_that_is_no_file_in_a_folder_is_refused(tmp_path, target):
+    run = write_run(tmp_path / "a", texts=("t",))
+    done = CliRunner().invoke(rl.app, ["report", str(run), "--out", str(tmp_path / target)])
+    assert done.exit_code == 2
+    assert f"--out {tmp_path / target} must be a file in a folder that exists" in done.output.replace("\n", " ")
+
+
 def test_a_damaged_record_is_named(tmp_path):
     run = write_run(tmp_path / "a", texts=("t",))
     (run / "record" / "odd.jsonl.gz").write_bytes(gzip.compress(msgspec.json.encode({"type": "unheard"})))

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from rl_app_ppo.outputs.run_folder import RunFiles
 from rl_app_ppo.report.page import write_report
+from rl_protocol import ConfigError
 
 
 def report(run: Path, other: Path | None, target: Path | None, out: Console) -> None:
@@ -21,11 +22,13 @@ def report(run: Path, other: Path | None, target: Path | None, out: Console) -> 
         out: where to print.
 
     Raises:
-        ConfigError: a folder holds no run, or it can't be read.
+        ConfigError: a folder holds no run, or it can't be read; or `target` is in no folder.
         OutputError: the file can't be written.
     """
     folders = [run, *([other] if other is not None else [])]
     beside = RunFiles(folder=run).report if other is None else run / f"compared-with-{other.resolve().name}.html"
     path = target or beside
+    if target is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ConfigError(f"--out {path} must be a file in a folder that exists, such as report.html.")
     size = write_report(folders, path)
     out.print(Text(f"{path.resolve()} ({size / 1e6:.2f} MB)"), soft_wrap=True)
