@@ -22,7 +22,14 @@ from rl_protocol import (
     pack_arrays,
     ragged,
 )
-from rl_protocol.rl_columns import IMAGE_COLUMNS, KEPT_COLUMNS, PROMPT_SCHEMA, TRAJECTORY_SCHEMA, prompt_partition
+from rl_protocol.rl_columns import (
+    IMAGE_COLUMNS,
+    KEPT_COLUMNS,
+    PROMPT_SCHEMA,
+    TEACHER_PROMPTS,
+    TRAJECTORY_SCHEMA,
+    prompt_partition,
+)
 
 SCHEMA = BatchSchema(
     (
@@ -156,7 +163,8 @@ def test_rl_schemas_say_who_writes_what():
         for spec in schema.columns.values():
             assert spec.writer
             assert spec.meaning
-            assert bool(spec.absence) == (spec.writer != "rollout" or spec.name in (*IMAGE_COLUMNS, *KEPT_COLUMNS))
+            optional = spec.name in (*IMAGE_COLUMNS, *KEPT_COLUMNS, TEACHER_PROMPTS)
+            assert bool(spec.absence) == (spec.writer != "rollout" or optional)
     for law in TRAJECTORY_SCHEMA.laws:
         assert isinstance(law, SameLength | LengthIsRuns | LengthIsSum)
         assert all(TRAJECTORY_SCHEMA[name].kind == "ragged" for name in law.columns)

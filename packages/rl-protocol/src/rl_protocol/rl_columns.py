@@ -18,6 +18,8 @@ PROMPT_SUFFIX = "/prompts"
 PATCHES, GRIDS = "image_patches", "image_grids"
 IMAGE_COLUMNS = (PATCHES, PATCHES + SHAPES_SUFFIX, GRIDS)
 """The image columns that a vision-language policy reads."""
+TEACHER_PROMPTS = "teacher_prompts"
+"""The prompt that the reference policy sees in place of the policy's."""
 KEPT_COLUMNS = ("kept_counts", "kept_words")
 """The tokens that top-p and top-k kept where each response token was sampled (`KeptSets`)."""
 _BLIND = "the policy reads text alone"
@@ -26,6 +28,14 @@ _UNREPLAYED = "tokens are sampled from all, or log-probs are over all"
 PROMPT_SCHEMA = BatchSchema(
     (
         ColumnSpec(name="prompts", kind="ragged", dtype="int64", writer="rollout", meaning="prompt token ids"),
+        ColumnSpec(
+            name=TEACHER_PROMPTS,
+            kind="ragged",
+            dtype="int64",
+            writer="rollout",
+            meaning="prompt token ids of the reference policy",
+            absence="the reference policy sees the prompt of the policy",
+        ),
         ColumnSpec(name="data_source", kind="object", writer="rollout", meaning="name of the data set, str"),
         ColumnSpec(
             name="ground_truth", kind="object", writer="rollout", meaning="what the reward function compares with, str"

@@ -137,6 +137,10 @@ class TorchPolicyBackend:
         with self._model.disable_adapter():
             return self._compute(batch, temperature, squares=False, top=self._top)
 
+    def compute_teacher_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
+        """`log_probs`, `entropy` and the most probable tokens of this policy as it is."""
+        return self._compute(batch, temperature, squares=False, top=self._top)
+
     def update(self, batch: BatchData, *, temperature: float) -> dict[str, float]:
         """Update the policy; metrics are named actor/* unless their name contains a slash."""
         mini_batches = list(schedule_rows(lengths_of(batch), self._schedule, self._updates))

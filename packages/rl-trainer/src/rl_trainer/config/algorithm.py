@@ -11,6 +11,10 @@ from rl_trainer.config.rollout_correction import RolloutCorrectionConfig
 KL_CONTROLLERS = ("fixed", "adaptive")
 
 
+ANSWER = "{answer}"
+"""Stands for the data's answer in `AlgorithmConfig.teacher_context`."""
+
+
 FILTER_METRICS = ("acc", "score")
 
 
@@ -86,6 +90,17 @@ class AlgorithmConfig(Options):
         "weight of the cross-entropy of what tools and environments answer, in the responses of agents: the policy also learns what follows "
         "from its actions",
         ge=0,
+    )
+    teacher_context: str = option(
+        "",
+        f"self-distillation: text that the reference policy sees before each prompt and the policy does not; {ANSWER} in it stands for the data's "
+        "answer. It may name special tokens of the model, such as those around a system message",
+        needs="reads_reference",
+    )
+    teacher_is_policy: bool = option(
+        False,
+        "the reference policy is the policy as it is before each update, with teacher_context; false: the initial one",
+        needs="teacher_context",
     )
     gamma: float = option(1.0, "discount per token; gigpo: per turn", ge=0, le=1, verl=".")
     lam: float = option(1.0, "lambda of GAE", ge=0, le=1, needs="trains_critic", verl=".")

@@ -33,6 +33,14 @@ class Demonstrations:
         Raises:
             ConfigError: the row has no such text.
         """
+        return (*self.tokenizer.encode(self.text(row)), self.eos_id)
+
+    def text(self, row: PromptRow) -> str:
+        """The row's answer.
+
+        Raises:
+            ConfigError: the row has no such text.
+        """
         text = row.ground_truth if self.key == GROUND_TRUTH else row.extra_info.get(self.key)
         if not isinstance(text, str) or not text:
             found = ", ".join([GROUND_TRUTH, *map(str, row.extra_info)])
@@ -40,7 +48,7 @@ class Demonstrations:
                 f"Demonstrations.key={self.key!r} must name a text of each row: {GROUND_TRUTH}, or a key of extra_info; got {text!r} in a row "
                 f"of {row.data_source!r} that has {found}."
             )
-        return (*self.tokenizer.encode(text), self.eos_id)
+        return text
 
     def trajectory(self, row: PromptRow, version: int, longest: int) -> Trajectory:
         """The answer as a trajectory.

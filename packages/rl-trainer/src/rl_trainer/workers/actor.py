@@ -12,6 +12,7 @@ import numpy as np
 from rl_protocol import BatchData, WorkerError
 from rl_protocol.bridge import declaration, tqbridge
 from rl_protocol.ports import DataPlane, PolicyBackend
+from rl_protocol.rl_columns import TEACHER_PROMPTS
 from rl_trainer.algorithms.old_log_prob import INTERPOLATION, LogProbGap, interpolation
 from rl_trainer.checkpoints.resumable import Exportable, Write
 from rl_trainer.workers.columns import MASK_AS, TRAINER_SCHEMA, StepColumns
@@ -20,7 +21,8 @@ from rl_trainer.workers.model import ModelWorker, ranked, resumable
 from rl_trainer.workers.stateful import StatefulWorker
 
 _reference = tqbridge(
-    reads=lambda step: step.sampled_tokens,
+    reads=lambda step: step.reference_tokens,
+    reads_as={TEACHER_PROMPTS: "prompts"},
     writes=lambda step: ("ref_log_prob", *step.reference_top),
     schema=TRAINER_SCHEMA,
 )
@@ -58,8 +60,23 @@ class WithReference(Protocol):
         ...
 
 
+@runtime_checkable
+class TeachesItself(Protocol):
+    """A policy under training that finds the most probable tokens, as the teacher of itself."""
+
+    def compute_teacher_log_probs(self, batch: BatchData, *, temperature: float) -> BatchData:
+        """Like PolicyBackend.compute_log_probs, with the most probable tokens."""
+        ...
+
+
 class ActorWorker(ModelWorker, StatefulWorker):
-    """The policy under training; with adapters, also the reference."""
+    """The policy under training; with adapters, also the reference.
+
+    Args:
+        plane, columns, backend: see ModelWorker.
+        temperature: of the log-probs.
+        teacher_is_policy: whether the stage `ref` computes with the policy as it is.
+    """
 
     handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {
         "log_prob_gap": StageCall,
@@ -71,10 +88,19 @@ class ActorWorker(ModelWorker, StatefulWorker):
         **StatefulWorker.state_handlers,
     }
 
-    def __init__(self, plane: DataPlane, columns: StepColumns, backend: PolicyBackend, temperature: float) -> None:
+    def __init__(
+        self,
+        plane: DataPlane,
+        columns: StepColumns,
+        backend: PolicyBackend,
+        temperature: float,
+        *,
+        teacher_is_policy: bool = False,
+    ) -> None:
         super().__init__(plane, columns, backend)
         self._backend = backend
         self._temperature = temperature
+        self._teacher_is_policy = teacher_is_policy
 
     @tqbridge(reads=lambda step: (*step.sampled_tokens, "response_mask", "rollout_log_probs"))
     async def log_prob_gap(self, data: BatchData, _: StageCall) -> LogProbGap:
@@ -128,7 +154,13 @@ class ActorWorker(ModelWorker, StatefulWorker):
 
     @_reference
     async def ref(self, data: BatchData, _: StageCall) -> BatchData:
-        """As `ReferenceWorker.ref`, of this policy without its adapters."""
+        """As `ReferenceWorker.ref`, of this policy without its adapters, or as it is."""
+        if self._teacher_is_policy:
+            policy = self._backend
+            compute = (
+                policy.compute_teacher_log_probs if isinstance(policy, TeachesItself) else policy.compute_log_probs
+            )
+            return _of_reference(compute(data, temperature=self._temperature))
         if not isinstance(self._backend, WithReference):
             raise WorkerError(f"{type(self._backend).__name__} contains no reference policy; start a reference worker.")
         return _of_reference(self._backend.compute_reference_log_probs(data, temperature=self._temperature))

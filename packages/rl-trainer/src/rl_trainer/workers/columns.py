@@ -7,7 +7,14 @@ from dataclasses import dataclass, field, replace
 
 from rl_protocol import KVBatchMeta, Tag
 from rl_protocol.batch.schema import BatchSchema, ColumnSpec, SameLength
-from rl_protocol.rl_columns import IMAGE_COLUMNS, KEPT_COLUMNS, TRAIN_PARTITION, TRAJECTORY_SCHEMA, VALIDATION_PARTITION
+from rl_protocol.rl_columns import (
+    IMAGE_COLUMNS,
+    KEPT_COLUMNS,
+    TEACHER_PROMPTS,
+    TRAIN_PARTITION,
+    TRAJECTORY_SCHEMA,
+    VALIDATION_PARTITION,
+)
 from rl_trainer.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from rl_trainer.algorithms.loss_parts import loss_parts
 from rl_trainer.algorithms.losses import POLICY_LOSSES
@@ -153,6 +160,7 @@ class StepColumns:
     Attributes:
         images: of prompts, for a policy that sees images.
         kept: the tokens from which each token was sampled, where log-probs are over these.
+        teacher_prompts: what the reference policy sees in place of the prompts.
         reward_components: parts of the reward.
         filter: decides which prompts are informative.
         old: log-probs that the ratio of the policy loss is to: of the actor before its update, or
@@ -176,6 +184,7 @@ class StepColumns:
 
     images: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    teacher_prompts: tuple[str, ...] = ()
     reward_components: tuple[str, ...] = ()
     filter: tuple[str, ...] = ()
     old: tuple[str, ...] = ("old_log_probs",)
@@ -203,6 +212,12 @@ class StepColumns:
     def sampled_tokens(self) -> tuple[str, ...]:
         """What a policy reads to compute the log-probs of a trajectory."""
         return (*self.tokens, *self.kept)
+
+    @property
+    def reference_tokens(self) -> tuple[str, ...]:
+        """What a reference policy reads to compute the log-probs of a trajectory."""
+        prompts = self.teacher_prompts or ("prompts",)
+        return (*prompts, "responses", *self.images, *self.kept)
 
     @property
     def mask(self) -> tuple[str, ...]:
@@ -239,6 +254,7 @@ def step_columns(
     columns = StepColumns(
         images=IMAGE_COLUMNS if images else (),
         kept=KEPT_COLUMNS if kept else (),
+        teacher_prompts=(TEACHER_PROMPTS,) if algorithm.teacher_context else (),
         reward_components=("reward_components",) if algorithm.gdpo_reward_keys else (),
         filter=(FILTER_COLUMNS[filtering.metric],) if filtering.enable else (),
         sum_pi_squared=("sum_pi_squared",) if "sum_pi_squared" in estimator.reads else (),

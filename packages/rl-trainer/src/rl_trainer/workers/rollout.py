@@ -12,12 +12,20 @@ import numpy as np
 from rl_protocol import BatchData, ConfigError, KeptSets, KVBatchMeta, ObjectColumn, RLError, Tag, ragged
 from rl_protocol.bridge import Output, tqbridge
 from rl_protocol.ports import DataPlane, ImageInput, Lease, RolloutEngine, SessionResult, settle
-from rl_protocol.rl_columns import IMAGE_COLUMNS, KEPT_COLUMNS, PROMPT_SCHEMA, TRAIN_PARTITION, prompt_partition
+from rl_protocol.rl_columns import (
+    IMAGE_COLUMNS,
+    KEPT_COLUMNS,
+    PROMPT_SCHEMA,
+    TEACHER_PROMPTS,
+    TRAIN_PARTITION,
+    prompt_partition,
+)
 from rl_trainer.asyncio_tasks import gather_or_cancel
 from rl_trainer.data import PromptDataset, PromptRow
 from rl_trainer.data.image_columns import ImageReader, image_columns
 from rl_trainer.rollout.demonstrations import Demonstrations
 from rl_trainer.rollout.session_turns import SINGLE_TURN, SessionKind, SessionRef, Tokenizer, Trajectory, run_sessions
+from rl_trainer.rollout.teacher_context import TeacherContext
 from rl_trainer.rollout.trajectory_stats import FULL
 from rl_trainer.workers.base import Worker
 from rl_trainer.workers.columns import NEWEST_VERSION, ROW_TAG, TASK_COLUMNS, TRAINER_SCHEMA, TRUNCATED, StepColumns
@@ -39,6 +47,7 @@ class RolloutWorker(Worker):
         restart: whether sessions start again when an update of the weights aborts one of their
             requests; otherwise the new weights continue it.
         kept_sets: whether the tokens that top-p and top-k keep are written.
+        teacher: writes the prompts of the reference policy; None: it sees those of the policy.
     """
 
     handlers: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"rollout": RolloutCall}
@@ -55,13 +64,16 @@ class RolloutWorker(Worker):
         demonstrations: Demonstrations | None = None,
         restart: bool = False,
         kept_sets: bool = False,
+        teacher: TeacherContext | None = None,
     ) -> None:
         self.plane = plane
         self.columns = StepColumns(
             images=IMAGE_COLUMNS if images is not None else (),
             demonstration=() if demonstrations is None else ("demonstration",),
             kept=KEPT_COLUMNS if kept_sets else (),
+            teacher_prompts=() if teacher is None else (TEACHER_PROMPTS,),
         )
+        self._teacher = teacher
         self._demonstrations = demonstrations
         self._engine = engine
         self._datasets = datasets
@@ -170,7 +182,7 @@ class RolloutWorker(Worker):
             return ()
         return await asyncio.to_thread(self._images, row.images, row.prompt_ids)
 
-    @tqbridge(writes=lambda step: ("prompts", *step.images, *TASK_COLUMNS), schema=PROMPT_SCHEMA)
+    @tqbridge(writes=lambda step: ("prompts", *step.teacher_prompts, *step.images, *TASK_COLUMNS), schema=PROMPT_SCHEMA)
     async def write_prompts(
         self, _: BatchData, tags: Sequence[Tag], rows: Sequence[PromptRow], images: Sequence[Sequence[ImageInput]]
     ) -> Output[None]:
@@ -185,6 +197,9 @@ class RolloutWorker(Worker):
                 **pixels,
             }
         )
+        if self._teacher is not None:
+            prompts = ragged([self._teacher.prompt(row) for row in rows], "int64")
+            columns = columns.union(BatchData({TEACHER_PROMPTS: prompts}))
         return Output(columns=columns, tags=tags, result=None)
 
     @tqbridge(
