@@ -73,3 +73,16 @@ def test_a_teacher_of_another_size_draws_an_adapter_to_it(app, base_model, tmp_p
     for step in done.metrics[1:] if not by_loss else []:
         assert step["critic/returns/mean"] == pytest.approx(-step["actor/ref_kl"], rel=1e-4)
         assert step["critic/advantages/mean"] == pytest.approx(0.0, abs=1e-4 * step["critic/advantages/max"])
+
+
+@pytest.mark.slow
+def test_the_policy_is_its_own_teacher_with_more_to_read(app):
+    """From the first step the teacher differs, though its weights are those of the policy."""
+    itself = ("algorithm.teacher_context='{answer}='", "algorithm.teacher_is_policy=true")
+    done = app(*MEGATRON, "algorithm=opd_pg", *itself, "actor.optim.lr=1e-3", "rollout.ignore_eos=true")
+    assert done.code == 0, done.err
+    assert not from_yaml((done.folder / "config.yaml").read_text()).loads_reference
+    assert len(done.metrics) == 3
+    for step in done.metrics[1:]:
+        assert abs(step["actor/ref_kl"]) > 1e-3
+        assert step["critic/returns/mean"] == pytest.approx(-step["actor/ref_kl"], rel=1e-4)

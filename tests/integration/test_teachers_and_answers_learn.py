@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 from pathlib import Path
 
@@ -46,6 +47,53 @@ def test_a_student_needs_at_most_half_of_the_steps_of_its_teacher(curve, tmp_pat
     student = curve("student", "algorithm=opd", f"reference.path={checkpoint}", f"trainer.total_training_steps={steps}")
     assert student[0] == teacher[0]
     assert max(student.values()) >= GOOD
+
+
+def write_sums(path, rows, *, told):
+    """Rows of the demo's task in verl's format; `told` is put before each problem as its answer."""
+    with path.open("w") as file:
+        for (a, b), answer in zip(rows, told or [a + b for a, b in rows], strict=True):
+            prompt = f"{answer}={a}+{b}=" if told else f"{a}+{b}="
+            row = {"prompt": prompt, "data_source": "two_digit_addition"}
+            file.write(json.dumps({**row, "reward_model": {"ground_truth": str(answer)}}) + "\n")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(2400)
+def test_a_policy_learns_from_itself_knowing_the_answer(curve, tmp_path):
+    """It learns to repeat what precedes a problem, which teaches no sums; then to do without."""
+    chance, rows = random.Random(0), [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    chance.shuffle(rows)
+    for name, part in (("train", rows[:4000]), ("val", rows[4000:4256])):
+        write_sums(tmp_path / f"{name}-True.jsonl", part, told=[chance.randrange(20, 199) for _ in part])
+        write_sums(tmp_path / f"{name}-False.jsonl", part, told=[])
+    shared = ("rollout.response_length=4", "actor.optim.lr=1e-3", "trainer.test_freq=5")
+
+    def files(told):
+        return tuple(f"data.{name}_files={tmp_path / f'{name}-{told}.jsonl'}" for name in ("train", "val"))
+
+    curve("start", "trainer.total_training_steps=1")
+    start = tmp_path / "start" / "checkpoint"
+    sizes = ("data.train_batch_size=256", "actor.ppo_mini_batch_size=64", "trainer.total_training_steps=30")
+    told = curve("told", "algorithm=sft", *files(told=True), *shared, *sizes, f"model.path={start}")
+    assert told[max(told)] >= 0.95
+    sizes = (
+        "rollout.n=8",
+        "data.train_batch_size=64",
+        "actor.ppo_mini_batch_size=4",
+        "trainer.total_training_steps=15",
+    )
+    optimizer = ("actor.optim.beta2=0.95", "actor.optim.weight_decay=0", "actor.optim.lr_warmup_steps=4")
+    untold = curve(
+        "untold",
+        "algorithm=opd",
+        "algorithm.teacher_context='{answer}='",
+        f"model.path={tmp_path / 'told' / 'checkpoint'}",
+        *files(told=False),
+        *(*shared, *sizes, *optimizer),
+    )
+    assert untold[0] <= 0.6
+    assert untold[max(untold)] >= GOOD
 
 
 @pytest.mark.nightly

@@ -11,6 +11,25 @@ from rl_protocol import ConfigError
 from rl_trainer.data.model_families import why_padded
 
 
+def check_teacher_prompt(config: AppConfig, longest: int, context: int) -> None:
+    """Check that the teacher's prompts fit the policy, which is its own teacher.
+
+    Args:
+        config: the configuration of the run.
+        longest: tokens of the longest prompt of the teacher.
+        context: of the model.
+
+    Raises:
+        ConfigError: they don't.
+    """
+    most = longest + config.rollout.response_length
+    if most > context and not config.reference.path:
+        raise ConfigError(
+            f"algorithm.teacher_context makes prompts of up to {longest} tokens, and with rollout.response_length={config.rollout.response_length} "
+            f"that is {most}, more than the model's context of {context}; shorten it, or lower rollout.response_length."
+        )
+
+
 def check_reference(config: AppConfig, vocabulary: dict[str, int], longest: int) -> Path | None:
     """Check the model of `reference.path`; returns its folder.
 

@@ -13,12 +13,12 @@ from rl_app_ppo.checks.machine import check_gpus, check_hosts, check_installed_e
 from rl_app_ppo.checks.memory import check_plane_size, step_bytes
 from rl_app_ppo.checks.model import check_context, check_model, check_models_fit
 from rl_app_ppo.checks.ray_clusters import check_address_is_read, check_cluster, check_no_other
-from rl_app_ppo.checks.reference import check_reference
+from rl_app_ppo.checks.reference import check_reference, check_teacher_prompt
 from rl_app_ppo.checks.rewards import check_rewards, check_source
 from rl_app_ppo.config.devices import idle_gpus
 from rl_app_ppo.config.full_keys import full_keys_in_errors
 from rl_app_ppo.demo.settings import ModelSettings
-from rl_app_ppo.inputs.data import check_answers, train_order
+from rl_app_ppo.inputs.data import check_answers, longest_teacher_prompt, train_order
 from rl_app_ppo.inputs.tokenizer import session_tokenizer
 from rl_app_ppo.outputs.metric_sinks import check_installed, logger_names
 from rl_app_ppo.outputs.run_folder import check_new, check_room
@@ -130,7 +130,12 @@ def _answers(facts: Facts) -> None:
 
 
 def _reference(facts: Facts) -> None:
-    most = facts.longest + facts.config.rollout.response_length
+    config, tokenizer = facts.config, session_tokenizer(facts.tokenizer)
+    longest = facts.longest
+    if config.algorithm.teacher_context:
+        longest = max(longest_teacher_prompt(config, tokenizer, rows) for rows in facts.data.values())
+        check_teacher_prompt(config, longest, facts.context)
+    most = longest + config.rollout.response_length
     check_reference(facts.config, facts.tokenizer.get_vocab(), most)
 
 

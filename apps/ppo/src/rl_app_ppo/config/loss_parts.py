@@ -34,9 +34,16 @@ def check_loss_parts(config: AppConfig, path: str) -> None:
     # where nothing is learned but the reference policy, it must be another model
     distils = algorithm.adv_estimator == DISTILLATION if algorithm.rl_coef else not algorithm.sft_coef
     require(
-        not distils or bool(config.reference.path),
+        not distils or bool(config.reference.path or algorithm.teacher_context),
         f"{path}reference.path",
-        "the teacher's checkpoint folder with algorithm.adv_estimator=opd, and where the divergence from the reference is the only loss",
+        "the teacher's checkpoint folder, unless algorithm.teacher_context is set, with algorithm.adv_estimator=opd, and where the divergence "
+        "from the reference is the only loss",
+        config.reference.path,
+    )
+    require(
+        not (algorithm.teacher_is_policy and config.reference.path),
+        f"{path}reference.path",
+        "empty with algorithm.teacher_is_policy=true",
         config.reference.path,
     )
     require(

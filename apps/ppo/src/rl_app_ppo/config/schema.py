@@ -85,8 +85,8 @@ class DataConfig(Options):
     )
     answer_key: str = option(
         "ground_truth",
-        "answer that algorithm.sft_coef trains on: ground_truth, or the key of a text in a row's extra_info, such as answer",
-        needs="demonstrates",
+        "answer for algorithm.sft_coef and teacher_context: ground_truth, or the key of a text in a row's extra_info, such as answer",
+        needs="demonstrates or algorithm.teacher_context",
     )
     max_prompt_length: int = option(512, "most tokens of a prompt from a file", ge=1, needs="train_files", verl=".")
     filter_overlong_prompts: bool = option(
@@ -444,10 +444,9 @@ class AppConfig(Options):
 
     @property
     def loads_reference(self) -> bool:
-        """Whether the reference is a model of its own; with LoRA it may be the actor without its
-        adapter.
-        """
-        return self.reads_reference and (not self.lora.rank or bool(self.reference.path))
+        """Whether the reference is a model of its own, and not the actor or its base."""
+        in_actor = self.lora.rank or self.algorithm.teacher_is_policy
+        return self.reads_reference and bool(self.reference.path or not in_actor)
 
     @condition("lora.rank greater than 0")
     def trains_adapters(self) -> bool:

@@ -19,6 +19,7 @@ from rl_trainer.data.curricula.scored_order import ScoredOrder
 from rl_trainer.data.curriculum import NamedCurriculum
 from rl_trainer.data.validation_split import PreparedPrompts, Subset, hold_out
 from rl_trainer.rollout.demonstrations import Demonstrations
+from rl_trainer.rollout.teacher_context import TeacherContext
 
 if TYPE_CHECKING:
     from rl_trainer.data.chat_template import PromptEncoder
@@ -127,6 +128,22 @@ def _from_files(config: AppConfig, model_path: Path | None) -> Mapping[str, Prep
 def demonstrations(config: AppConfig, tokenizer: SessionTokenizer, eos_id: int) -> Demonstrations:
     """Reads the answers of training rows (data.answer_key)."""
     return Demonstrations(tokenizer=tokenizer, eos_id=eos_id, key=config.data.answer_key)
+
+
+def teacher_context(config: AppConfig, tokenizer: SessionTokenizer, eos_id: int) -> TeacherContext:
+    """Writes the prompts of the teacher in self-distillation."""
+    answers = demonstrations(config, tokenizer, eos_id)
+    return TeacherContext(text=config.algorithm.teacher_context, answers=answers)
+
+
+def longest_teacher_prompt(config: AppConfig, tokenizer: SessionTokenizer, rows: PreparedPrompts) -> int:
+    """Most tokens of the teacher's prompts.
+
+    Raises:
+        ConfigError: a row has no answer for it.
+    """
+    teacher = teacher_context(config, tokenizer, eos_id=0)
+    return max(len(teacher.prompt(rows[row])) for row in range(len(rows)))
 
 
 def check_answers(config: AppConfig, tokenizer: SessionTokenizer, rows: PreparedPrompts) -> None:

@@ -17,7 +17,7 @@ from rl_app_ppo.config.rollout_engines import RolloutSetup
 from rl_app_ppo.config.schema import AppConfig
 from rl_app_ppo.config.training_backends import TrainingBackendSpec
 from rl_app_ppo.demo.demos import DEMOS
-from rl_app_ppo.inputs.data import demonstrations, open_data
+from rl_app_ppo.inputs.data import demonstrations, open_data, teacher_context
 from rl_app_ppo.inputs.session import session_of
 from rl_app_ppo.inputs.tokenizer import decoder, eos_of, load_tokenizer, raw_decoder, session_tokenizer, vision_of
 from rl_app_ppo.worker.cores import cores_of_each
@@ -204,6 +204,7 @@ def _rollout(config: AppConfig, call: BuildCall, plane: DataPlane, engine: Rollo
         demonstrations=demonstrations(config, tokenizer, eos_of(path)) if config.demonstrates else None,
         restart=restart,
         kept_sets=config.rollout.records_kept_sets,
+        teacher=teacher_context(config, tokenizer, eos_of(path)) if config.algorithm.teacher_context else None,
     )
     return worker, receiver
 
@@ -309,7 +310,8 @@ def _trained(
     )
     if shares_base(config) and isinstance(generator, SharesBase):
         generator.share_base(policy.base_weights())
-    return ActorWorker(plane, columns, policy, temperature), sender_of(config, call, policy)
+    itself = config.algorithm.teacher_is_policy
+    return ActorWorker(plane, columns, policy, temperature, teacher_is_policy=itself), sender_of(config, call, policy)
 
 
 def weight_engine(config: AppConfig, call: BuildCall) -> CheckpointEngine:

@@ -101,7 +101,10 @@ def build_megatron(
         policy = megatron_policy(config, path, ranks)
         if call.adapter_path:
             policy.load_adapter(Path(call.adapter_path))
-        return ActorWorker(plane, columns, policy, temperature), sender_of(config, call, policy)
+        itself = config.algorithm.teacher_is_policy
+        return ActorWorker(plane, columns, policy, temperature, teacher_is_policy=itself), sender_of(
+            config, call, policy
+        )
 
     return build
 
