@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from two_namespaces import HEAD, OTHER, PORT, namespaces, private_cluster, two_nodes_in
 from two_nodes import two_nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -28,8 +25,6 @@ RANKS = (
     *("fsdp.device=cpu", "placement=actor+ref", "rollout.num_workers=2", "actor.use_kl_loss=true"),
     *("actor.optim.lr=1e-3", "trainer.val_before_train=false"),
 )
-HEAD, OTHER, PORT = "10.77.0.1", "10.77.0.2", 6399
-"""Addresses and a port that exist in the two network namespaces alone."""
 
 
 @pytest.fixture(scope="module")
@@ -86,63 +81,13 @@ def test_ranks_that_train_on_rows_of_their_own_host_move_fewer_bytes_between_hos
     assert crossed[1] < 0.8 * crossed[0]
 
 
-@contextmanager
-def namespaces() -> Generator[tuple[str, str]]:
-    """Two network namespaces with a cable between them, without a way to any other network."""
-    names = [f"rl{uuid.uuid4().hex[:8]}" for _ in range(2)]
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
-        for name, address in zip(names, (HEAD, OTHER), strict=True):
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", "cable", "up")
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"NOT TESTED: ranks in two network namespaces, which this machine refuses: {error}")
-    try:
-        yield names[0], names[1]
-    finally:
-        for name in names:
-            ip("netns", "del", name)
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=60)
-
-
-@contextmanager
-def node(namespace: str, environment: dict[str, str], *words: str) -> Generator[None]:
-    """A Ray node in a network namespace."""
-    ray = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--num-cpus=2", *words]
-    process = subprocess.Popen(
-        ["ip", "netns", "exec", namespace, *ray, f"--object-store-memory={80 << 20}"],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
 def test_two_network_namespaces_learn_what_one_host_does(app, base_model, tmp_path, monkeypatch):
     """Ranks and the ends of the weight sync find the cable by the way to the head of Ray: loopback
     leads to no other process.
     """
-    key = tmp_path / "key"
-    key.touch(0o600)
-    key.write_text(secrets.token_hex(32))
     alone = app(*RANKS, "trainer.run_name=one")
     assert alone.code == 0, alone.err
-    for name in ("RL_TQ_KEY_FILE", "RL_CKPT_KEY_FILE"):
-        monkeypatch.setenv(name, str(key))
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    monkeypatch.setenv("RL_HOST", "a")  # namespaces of the network alone would share memory
+    private_cluster(monkeypatch, tmp_path)
     address, environment = f"{HEAD}:{PORT}", dict(os.environ)
     settings = (
         *(f"model.path={base_model}", f"trainer.output_dir={tmp_path}", "trainer.run_name=two"),
@@ -151,23 +96,14 @@ def test_two_network_namespaces_learn_what_one_host_does(app, base_model, tmp_pa
         *("checkpoint_engine.backend=tcp", "ray.start_timeout_s=400"),
     )
     words = [sys.executable, str(Path(__file__).parents[2] / "apps" / "ppo"), *RANKS, "trainer.nnodes=2", *settings]
-    head = (f"--node-ip-address={HEAD}", f"--port={PORT}", "--head", "--include-dashboard=false")
-    with namespaces() as (first, second), node(first, environment, *head):
-        reachable = ["ip", "netns", "exec", second, sys.executable, "-c", REACHED, HEAD, str(PORT)]
-        deadline = time.monotonic() + 200
-        while subprocess.run(reachable, check=False, capture_output=True, timeout=60).returncode:
-            assert time.monotonic() < deadline
-        with node(second, {**environment, "RL_HOST": "b"}, f"--node-ip-address={OTHER}", f"--address={address}"):
-            done = until_both_nodes(["ip", "netns", "exec", first, *words])
+    with namespaces() as (first, second), two_nodes_in(first, second, environment):
+        done = until_both_nodes(["ip", "netns", "exec", first, *words])
     assert done.returncode == 0, done.stderr
     assert f"node {HEAD}: " in done.stdout
     assert f"node {OTHER}: " in done.stdout
     assert "data plane: 2 storage units on each of 2 hosts" in done.stdout
     assert all(shared > network > loopback == 0 for shared, loopback, network in moved(tmp_path / "two"))
     assert_equal(learned(tmp_path, "two"), learned(tmp_path, "one"), load_file(base_model / "model.safetensors"))
-
-
-REACHED = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 5)"
 
 
 def until_both_nodes(words: list[str]) -> subprocess.CompletedProcess[str]:

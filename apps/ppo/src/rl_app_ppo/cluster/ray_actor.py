@@ -81,6 +81,8 @@ class RayProcess:
         self._cpus = cpus
         self._gpus = gpus
         self._host = host
+        self._address = ""
+        """Of the node, in a run on several hosts."""
         self._built: tuple[bytes, float] | None = None
         self._folder: Path | None = None
         self._sockets: Path | None = None
@@ -154,6 +156,9 @@ class RayProcess:
                 ) from None
             raise self._translate(self.name, "start", error, timeout_s) from None
         self.pid, self.host = (pid, "") if host == socket.gethostname() else (0, host)
+        if self._host is not None:
+            node = self.node()
+            self._address = next(one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node)
 
     def node(self) -> str:
         """Ray's id of the node that it runs on."""
@@ -263,6 +268,16 @@ class RayProcess:
             self.roles, self.name, self._log_path, self._threads, hide_gpus=not self._gpus
         )
 
+    @property
+    def _where(self) -> str:
+        """Its host, and in a run on several hosts the node, for messages: hosts may have equal
+        names.
+        """
+        node = f"node {self._address}" if self._address else ""
+        if not self.host:
+            return f" on {node}" if node else ""
+        return f" on {self.host} ({node})" if node else f" on {self.host}"
+
     def _translate(self, name: str, method: str, error: Exception, timeout_s: float | None) -> RLError:
         log = f"Its log: {self._log_path}"
         if isinstance(error, RayTaskError):
@@ -275,8 +290,7 @@ class RayProcess:
         if isinstance(error, RayActorError) and _CREATION in str(error):  # another one would fail, too
             return WorkerError(f"Worker {name} failed in {method}: {reason_of(error)} {log}")
         if isinstance(error, RayActorError):
-            where = f" on {self.host}" if self.host else ""
-            return WorkerDiedError(f"Worker {name}{where} died during {method}: {reason_of(error)} {log}")
+            return WorkerDiedError(f"Worker {name}{self._where} died during {method}: {reason_of(error)} {log}")
         return WorkerError(
             f"Worker {name} did not answer {method} within {timeout_s:g} s; raise trainer.stage_timeout_s or see its log. {log}"
         )
