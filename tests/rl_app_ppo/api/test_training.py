@@ -111,6 +111,19 @@ def test_an_interrupted_run_with_a_journal_resumes_without_a_checkpoint(launch, 
     assert "responses in its journal, give the same command" in said
 
 
+def test_a_report_that_cannot_be_written_is_not_named_and_leaves_nothing(launch, tmp_path):
+    def fails(plan):
+        plan.files.report.mkdir()  # as a full disk: the file can't be put there
+        return WorkerError("actor died")
+
+    with pytest.raises(WorkerError):
+        launch([fails])
+    said = " ".join(launch.out.getvalue().split())
+    assert "the report can't be written: " in said
+    assert "report: " not in said
+    assert not (tmp_path / "out" / "a" / ".report.html").exists()
+
+
 def test_a_run_that_is_interrupted_before_its_first_step_has_no_report(launch, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         launch(KeyboardInterrupt())

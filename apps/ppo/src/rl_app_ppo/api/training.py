@@ -123,13 +123,11 @@ def _reported(files: RunFiles, screen: Screen) -> Generator[None]:
     except ConfigError:
         raise
     except RLError:
-        _write_report(files, screen)
-        screen.note(f"report: {files.report}")
+        _write_report(files, screen, "report: ")
         raise
     except KeyboardInterrupt:
         if files.metrics.exists():
-            _write_report(files, screen)
-            screen.note(f"report: {files.report}")
+            _write_report(files, screen, "report: ")
             screen.note(_about_resuming(files))
         raise
     _write_report(files, screen)
@@ -146,11 +144,15 @@ def _about_resuming(files: RunFiles) -> str:
     return "it has no checkpoint to resume from; trainer.save_freq=10 writes one every 10 steps"
 
 
-def _write_report(files: RunFiles, screen: Screen) -> None:
+def _write_report(files: RunFiles, screen: Screen, label: str = "") -> None:
+    """Write the report, and print its path after the label if there is one."""
     try:
         write_report([files.folder], files.report)
     except RLError as error:
         screen.note(f"the report can't be written: {error}")
+    else:
+        if label:
+            screen.note(f"{label}{files.report}")
 
 
 @contextmanager

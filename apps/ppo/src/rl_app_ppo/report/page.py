@@ -43,8 +43,11 @@ def write_report(folders: Sequence[Path], target: Path) -> int:
     page = report_page([RunData.read(folder) for folder in folders])
     with writing(target):
         unfinished = target.with_name(f".{target.name}")
-        unfinished.write_bytes(page)
-        os.replace(unfinished, target)  # noqa: PTH105 - see publish_folder
+        try:
+            unfinished.write_bytes(page)
+            os.replace(unfinished, target)  # noqa: PTH105 - see publish_folder
+        finally:
+            unfinished.unlink(missing_ok=True)
     return len(page)
 
 
