@@ -15,7 +15,7 @@ CRITIC_AGG_MODES = tuple(mode for mode in LOSS_AGG_MODES if mode != "seq-mean-to
 class CriticOptimConfig(OptimConfig):
     """AdamW of the critic, which learns faster than the policy."""
 
-    lr: float = option(1e-5, "learning rate of AdamW", gt=0, verl=".")
+    lr: float = option(1e-5, "learning rate of AdamW", ge=0, verl=".")
 
 
 @dataclass(frozen=True, kw_only=True)

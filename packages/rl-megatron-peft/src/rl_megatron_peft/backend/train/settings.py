@@ -35,7 +35,7 @@ class AdamConfig:
     """Settings of AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101).
 
     Attributes:
-        lr: learning rate, above 0.
+        lr: learning rate, at least 0.
         beta1: decay of the first moment, in [0, 1).
         beta2: decay of the second moment, in [0, 1).
         weight_decay: at least 0.
@@ -53,7 +53,7 @@ class AdamConfig:
 
     def __post_init__(self) -> None:
         in_range = {
-            "lr": 0 < self.lr < math.inf,
+            "lr": 0 <= self.lr < math.inf,
             "beta1": 0 <= self.beta1 < 1,
             "beta2": 0 <= self.beta2 < 1,
             "weight_decay": 0 <= self.weight_decay < math.inf,
