@@ -356,11 +356,12 @@ class DataPlaneSuite(ConsumptionSuite):
     def test_row_hosts_counts_the_bytes_of_each_row(self) -> None:
         async def body(plane: DataPlane) -> None:
             await plane.put("p", ["none"], tags=[{"n": 1}])
-            await plane.put("p", ["a", "b"], BatchData({"x": dense(np.ones((2, 4096), np.int64))}))
+            two = {name: dense(np.ones((2, 4096), np.int64)) for name in ("x", "z")}
+            await plane.put("p", ["a", "b"], BatchData(two))
             await plane.put("p", ["b"], BatchData({"y": dense(np.ones((1, 4096), np.int64))}))
             found = await plane.row_hosts("p", ["b", "none", "a"])
             assert found.nbytes.shape == (3, len(found.hosts))
-            assert found.nbytes.sum(axis=1).tolist() == [2 * 4096 * 8, 0, 4096 * 8]
+            assert found.nbytes.sum(axis=1).tolist() == [3 * 4096 * 8, 0, 2 * 4096 * 8]
             assert (await plane.row_hosts("p", [])).nbytes.shape == (0, len(found.hosts))
             with pytest.raises(MissingDataError, match="ghost"):
                 await plane.row_hosts("p", ["a", "ghost"])
