@@ -47,12 +47,17 @@ def read_samples(run: Path, step: int | None, *, train: bool, sort: str) -> list
 
 
 def samples_text(rows: Sequence[SampleRow]) -> str:
-    """One line per sample."""
-    lines = [("key", "reward", "prompt", "response", "ground truth")]
+    """One line per sample, with the parts of its reward: what the function returned beside `score`
+    and `acc`.
+    """
+    parts = sorted({name for row in rows for name in _numbers(row)} - {"score", "acc"})
+    lines = [("key", "reward", *parts, "prompt", "response", "ground truth")]
     for row in rows:
-        reward = _reward(row)
+        numbers = _numbers(row)
+        reward = f"{numbers['score']:.3f}" if "score" in numbers else "failed"
+        shown = (f"{numbers[name]:.3f}" if name in numbers else "" for name in parts)
         prompt, response, truth = (one_line(text, _WIDTH) for text in (row.prompt, row.response, row.ground_truth))
-        lines.append((row.key, "failed" if reward is None else f"{reward:.3f}", prompt, response, truth))
+        lines.append((row.key, reward, *shown, prompt, response, truth))
     return columns(lines)
 
 
@@ -105,8 +110,13 @@ def _read(path: Path) -> list[SampleRow]:
         raise ConfigError(f"The samples {path} can't be read: {error}.") from error
 
 
+def _numbers(row: SampleRow) -> Mapping[str, float]:
+    """What the reward function returned; empty: it failed."""
+    return row.outcome.numbers if isinstance(row.outcome, Scored) else {}
+
+
 def _reward(row: SampleRow) -> float | None:
-    return row.outcome.numbers["score"] if isinstance(row.outcome, Scored) and row.outcome.numbers else None
+    return _numbers(row).get("score")
 
 
 def _reward_or_least(row: SampleRow) -> float:
