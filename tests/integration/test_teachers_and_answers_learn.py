@@ -67,7 +67,7 @@ def test_a_policy_learns_from_itself_knowing_the_answer(curve, tmp_path):
     for name, part in (("train", rows[:4000]), ("val", rows[4000:4256])):
         write_sums(tmp_path / f"{name}-True.jsonl", part, told=[chance.randrange(20, 199) for _ in part])
         write_sums(tmp_path / f"{name}-False.jsonl", part, told=[])
-    shared = ("rollout.response_length=4", "actor.optim.lr=1e-3", "trainer.test_freq=5")
+    shared = ("rollout.response_length=4", "actor.optim.lr=1e-3")
 
     def files(told):
         return tuple(f"data.{name}_files={tmp_path / f'{name}-{told}.jsonl'}" for name in ("train", "val"))
@@ -81,7 +81,7 @@ def test_a_policy_learns_from_itself_knowing_the_answer(curve, tmp_path):
         "rollout.n=8",
         "data.train_batch_size=64",
         "actor.ppo_mini_batch_size=4",
-        "trainer.total_training_steps=15",
+        "trainer.total_training_steps=40",
     )
     optimizer = ("actor.optim.beta2=0.95", "actor.optim.weight_decay=0", "actor.optim.lr_warmup_steps=4")
     untold = curve(
@@ -92,8 +92,8 @@ def test_a_policy_learns_from_itself_knowing_the_answer(curve, tmp_path):
         *files(told=False),
         *(*shared, *sizes, *optimizer),
     )
-    assert untold[0] <= 0.6
-    assert untold[max(untold)] >= GOOD
+    assert untold[0] <= 0.05
+    assert untold[max(untold)] >= 0.6
 
 
 @pytest.mark.nightly

@@ -41,7 +41,7 @@ from rl_trainer.data.validation_split import PreparedPrompts
 from rl_trainer.driver.checkpoint_writer import CheckpointWriter
 from rl_trainer.driver.hooks import Hook, named_hooks
 from rl_trainer.driver.trainer_parts import BatchFolder
-from rl_trainer.rewards import parse_terms
+from rl_trainer.rewards import functions_of, parse_terms
 from rl_trainer.rewards.loading import written_at
 from rl_trainer.workers.columns import PARTITIONS
 from rl_transferqueue import LocalPlane, connect
@@ -132,7 +132,7 @@ async def run(plan: RunPlan, screen: Screen, startup: Startup) -> Recorder:
 
 def _warnings(plan: RunPlan, screen: Screen) -> TrainingWarnings:
     config = plan.config
-    rewards = ", ".join(written_at(term.name) for term in parse_terms(config.reward.function))
+    rewards = ", ".join(written_at(name) for name in functions_of(parse_terms(config.reward.function)))
     control = config.algorithm.kl_ctrl
     return TrainingWarnings(
         screen.note,

@@ -7,7 +7,7 @@ from pathlib import Path
 from rl_app_ppo.config.schema import RewardConfig
 from rl_app_ppo.inputs.tokenizer import load_tokenizer
 from rl_protocol import ConfigError
-from rl_trainer.rewards import CombinedScorer, InlineScorer, Scorer, ScorerPool, load_reward, parse_terms
+from rl_trainer.rewards import CombinedScorer, InlineScorer, Scorer, ScorerPool, functions_of, load_reward, parse_terms
 from rl_trainer.rewards.loading import HARMLESS
 from rl_trainer.rewards.scorer_toml import RemoteScorerConfig, RewardModelConfig, is_scorer_toml, read_scorer_toml
 
@@ -26,7 +26,7 @@ async def open_scorer(config: RewardConfig, policy: Path) -> Scorer:
         ConfigError: a function can't be loaded.
     """
     terms = parse_terms(config.function)
-    return CombinedScorer(terms, [await _open(term.name, config, policy) for term in terms])
+    return CombinedScorer(terms, [await _open(name, config, policy) for name in functions_of(terms)])
 
 
 async def _open(name: str, config: RewardConfig, policy: Path) -> Scorer:

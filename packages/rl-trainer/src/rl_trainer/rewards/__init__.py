@@ -4,7 +4,7 @@ from rl_trainer.rewards.function_pool import ScorerPool
 from rl_trainer.rewards.functions import InlineScorer
 from rl_trainer.rewards.loading import check_reward, load_reward
 from rl_trainer.rewards.scorer import Failure, Outcome, Sample, Scored, Scorer
-from rl_trainer.rewards.weighted_sum import CombinedScorer, Term, combine, parse_terms
+from rl_trainer.rewards.weighted_sum import CombinedScorer, Term, combine, functions_of, parse_terms
 
 __all__ = [
     "CombinedScorer",
@@ -18,6 +18,7 @@ __all__ = [
     "Term",
     "check_reward",
     "combine",
+    "functions_of",
     "load_reward",
     "parse_terms",
 ]
