@@ -26,6 +26,7 @@ def test_the_whole_translation():
         "top_k": 50,
         "seed": request_seed(11, "p7", 3, 2),
         "ignore_eos": True,
+        "stop": [],
         "stop_token_ids": [],
         "logprobs": 0,
         "detokenize": False,
@@ -42,6 +43,14 @@ def test_stop_tokens_end_a_response_unless_they_are_to_be_ignored():
     assert sampling_arguments(REQUEST, params, (1, 7))["stop_token_ids"] == [1, 7]
     ignoring = SamplingParams(max_new_tokens=1, ignore_eos=True)
     assert sampling_arguments(REQUEST, ignoring, (1, 7))["stop_token_ids"] == []
+
+
+def test_stop_strings_need_text_and_stop_tokens_add_to_those_of_the_model():
+    params = SamplingParams(max_new_tokens=1, stop=("</tool_call>", "\n"), stop_token_ids=(9,))
+    got = sampling_arguments(REQUEST, params, (1, 7))
+    assert (got["stop"], got["detokenize"], got["stop_token_ids"]) == (["</tool_call>", "\n"], True, [1, 7, 9])
+    ignoring = SamplingParams(max_new_tokens=1, ignore_eos=True, stop_token_ids=(9,))
+    assert sampling_arguments(REQUEST, ignoring, (1, 7))["stop_token_ids"] == [9]
 
 
 def test_request_seed_by_hand():

@@ -14,7 +14,7 @@ import pytest
 
 from rl_protocol import BatchData, DenseColumn, RLError, WeightTensor
 from rl_protocol.ports import CriticBackend, GenerationRequest, MetricSink, PolicyBackend, RolloutEngine, SamplingParams
-from rl_protocol.testing.bigram_model import BigramCritic, BigramEngine, BigramPolicy, ListSink
+from rl_protocol.testing.bigram_model import BigramCritic, BigramEngine, BigramPolicy, ListSink, letters
 from rl_protocol.testing.metrics_suite import MetricSinkSuite
 from rl_protocol.testing.reward_suite import RewardCase, RewardFunctionSuite
 from rl_protocol.testing.rollout_suite import RolloutEngineSuite
@@ -23,6 +23,7 @@ from rl_protocol.testing.training_suite import CriticBackendSuite, PolicyBackend
 
 class TestBigramEngine(RolloutEngineSuite):
     make: Callable[[], RolloutEngine] = BigramEngine
+    decode = staticmethod(letters)
 
     @contextmanager
     def open_engine(self) -> Iterator[tuple[RolloutEngine, Sequence[WeightTensor]]]:

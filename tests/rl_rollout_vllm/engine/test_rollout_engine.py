@@ -48,6 +48,19 @@ def test_it_is_a_rollout_engine(opened):
     assert isinstance(opened()[0], RolloutEngine)
 
 
+# -- stop strings
+def test_stop_strings_need_a_tokenizer_and_no_continuation(opened):
+    params = SamplingParams(max_new_tokens=6, stop=("a",))
+    engine, _ = opened()
+    with pytest.raises(ConfigError, match=r"need an engine with VLLMConfig\.tokenizer=True"):
+        asyncio.run(engine.generate([request()], params))
+    engine, client = opened(tokenizer=True)
+    asyncio.run(engine.generate([request()], params))
+    assert client.seen[0][1]["stop"] == ["a"]
+    with pytest.raises(ConfigError, match="on_update='continue' can't be used with stop strings"):
+        asyncio.run(engine.ranges([request()], params, on_update="continue"))
+
+
 # -- admission and aborts
 async def started(client, count):
     """Wait until this number of requests has started."""

@@ -66,6 +66,19 @@ def model(seed, tied=False):
     return Qwen2ForCausalLM(config).float().eval()
 
 
+LETTERS = ("<pad>", "<eos>", *"abcdefghijkl")
+
+
+def write_tokenizer(folder):
+    """Write a tokenizer with a letter per token."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(LETTERS)}, unk_token="<pad>"))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+
+
 def weights_of(model, *, without=()):
     from rl_protocol.torch import to_weight
 
@@ -130,6 +143,7 @@ def running(path, **settings):
 def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("untied")
     model(0).save_pretrained(folder)
+    write_tokenizer(folder)
     return folder
 
 
@@ -156,7 +170,7 @@ def orphans(owner):
 @pytest.fixture(scope="module")
 def engine(path, owner):
     """The engine of most tests. A test may change its weights but must leave it working."""
-    with running(path, adapter=ADAPTER) as engine:
+    with running(path, adapter=ADAPTER, tokenizer=True) as engine:
         yield engine
 
 
@@ -173,6 +187,10 @@ def test_what_is_installed_is_what_the_table_knows():
 
 class TestVLLM(RolloutEngineSuite):
     """The port's suite over one engine; each test starts with the first weights."""
+
+    @staticmethod
+    def decode(ids):
+        return "".join(LETTERS[token] for token in ids if token > 1)
 
     @pytest.fixture(autouse=True)
     def _engine(self, engine):

@@ -51,6 +51,7 @@ def test_a_transcript_names_the_version_of_each_token():
 
     class Policy:
         response_length = 20
+        stop = ()
 
         async def __call__(self, context, max_tokens=None):
             return answers.pop(0)

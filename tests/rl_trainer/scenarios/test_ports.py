@@ -59,6 +59,11 @@ class TestTorchCritic(_WithModel, CriticBackendSuite):
 
 
 class TestHFRollout(_WithModel, RolloutEngineSuite):
+    @staticmethod
+    def decode(ids: Sequence[int]) -> str:
+        """As the tokenizer of the model, whose words are the digits and `+` and `=`."""
+        return " ".join("0123456789+="[token - 2] for token in ids if token > 1)
+
     @contextmanager
     def open_engine(self) -> Iterator[tuple[RolloutEngine, Sequence[WeightTensor]]]:
         policy = TorchPolicyBackend(self.path, None)

@@ -56,6 +56,7 @@ class VLLMConfig:
         prefix_caching: keep keys and values of prompts for later requests, until the next update.
         bucket_bytes: most bytes of weights sent at once; a larger tensor is sent alone.
         threads: compute threads of each process of the engine, on CPU.
+        tokenizer: load the tokenizer of the model folder, which requests with stop strings need.
         tensor_parallel_size: processes, or GPUs, per layer. Each gets all weights of an update and
             keeps its shard.
         sleep_mode: let vLLM allocate GPU memory so that `sleep` can give it back; not needed on
@@ -80,6 +81,7 @@ class VLLMConfig:
     prefix_caching: bool = True
     bucket_bytes: int = 64 << 20
     threads: int = 1
+    tokenizer: bool = False
     tensor_parallel_size: int = 1
     sleep_mode: bool = False
     adapter: AdapterConfig | None = None

@@ -8,11 +8,12 @@ top_p             top_p
 top_k             top_k             0 means all in both
 ignore_eos        ignore_eos
 seed              seed              derived per request from (seed, uid, session, prompt length)
--                 stop_token_ids    the model's end-of-sequence tokens; vLLM has no tokenizer here
+stop              stop              with the text that vLLM makes if there are any: detokenize
+stop_token_ids    stop_token_ids    and the model's end-of-sequence tokens
 -                 n=1               each of n samples is a request with its own session
 -                 logprobs          0: log-probability of the sampled token only; top_k where kept
                                     sets are asked for: also those of the kept tokens
--                 detokenize=False  only token ids are needed
+-                 detokenize        only for stop strings: else only token ids are needed
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class SamplingArguments(TypedDict):
     top_k: int
     seed: int
     ignore_eos: bool
+    stop: list[str]
     stop_token_ids: list[int]
     logprobs: int
     detokenize: bool
@@ -49,7 +51,12 @@ class SamplingArguments(TypedDict):
 def sampling_arguments(
     request: GenerationRequest, params: SamplingParams, eos_ids: Sequence[int] = ()
 ) -> SamplingArguments:
-    """Return the keyword arguments for one request, whose response ends at the first of `eos_ids`.
+    """Return the keyword arguments for one request.
+
+    Args:
+        request: the request.
+        params: sampling parameters.
+        eos_ids: the model's end-of-sequence tokens.
 
     Raises:
         ConfigError: a parameter is out of range; names it.
@@ -66,9 +73,10 @@ def sampling_arguments(
         top_k=params.top_k,
         seed=request_seed(params.seed, request.uid, request.session, len(request.prompt_ids)),
         ignore_eos=params.ignore_eos,
-        stop_token_ids=[] if params.ignore_eos else list(eos_ids),
+        stop=list(params.stop),
+        stop_token_ids=[*(() if params.ignore_eos else eos_ids), *params.stop_token_ids],
         logprobs=params.top_k if params.reports_kept_sets else 0,
-        detokenize=False,
+        detokenize=bool(params.stop),
     )
 
 

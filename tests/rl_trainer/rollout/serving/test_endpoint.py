@@ -54,7 +54,7 @@ class Gated(BigramEngine):
     """
 
     def __init__(self):
-        super().__init__()
+        super().__init__(decode=lambda ids: Letters().decode(ids, special=False))
         self.open, self.waiting, self.gone, self.asked = asyncio.Event(), asyncio.Event(), asyncio.Event(), []
         self.open.set()
         self.aborts = 0
@@ -215,6 +215,29 @@ def test_a_stop_text_cuts_tokens_log_probs_and_words():
     assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])]
     assert list(recorded.response_ids) == cut["token_ids"]
     assert len(recorded.log_probs) == len(cut["token_ids"])
+    assert (cut["stop_reason"], whole["stop_reason"]) == (stop, None)
+    kept, _ = asyncio.run(body(stop=["nothing", stop], include_stop_str_in_output=True))
+    assert kept["text"] == cut["text"] + stop
+
+
+def test_the_engine_stops_at_the_stop_text():
+    """It generates no tokens that would be cut off."""
+
+    async def body():
+        async with serving(tokenizer=Letters(), sampling=SamplingParams(max_new_tokens=20, stop=("c",))) as (
+            engine,
+            session,
+        ):
+            await post(session, "completions", {"prompt": "cd", "stop": "dd"})
+            return [params.stop for _, params in engine.asked]
+
+    assert asyncio.run(body()) == [("c", "dd")]
+
+
+def test_stop_texts_of_the_run_need_a_tokenizer():
+    sampling = SamplingParams(max_new_tokens=20, stop=("c",))
+    with pytest.raises(ConfigError, match="stop strings needs a tokenizer"):
+        Endpoint(EndpointConfig(model="m", context=9, sampling=sampling, key=KEY.encode()))
 
 
 def test_a_stream_is_one_piece_and_an_end():
@@ -259,6 +282,7 @@ def test_who_has_no_key_learns_nothing():
         ({"prompt": "cd"}, 400, "no tokenizer: send prompt_token_ids"),
         ({"prompt": []}, 400, "must begin with"),
         ({"stop": "x"}, 400, "no tokenizer"),
+        ({"stop": ["x", ""]}, 400, "no empty strings"),
         ({"n": 1000}, 400, r"n must be in 1\.\.128; got 1000"),
         ({"temperature": 0.5}, 400, "temperature is 1.0 here, for what is made is trained on"),
         ({"logprobs": 5}, 400, "logprobs must be 0 or 1"),

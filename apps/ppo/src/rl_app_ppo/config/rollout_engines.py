@@ -26,6 +26,7 @@ from rl_rollout_vllm import (
 from rl_trainer.config.backends import require_gpu
 from rl_trainer.config.lora import LoraConfig
 from rl_trainer.config.registry import Registry
+from rl_trainer.data.prompt_rows import TOOL_AGENT
 
 if TYPE_CHECKING:
     from rl_app_ppo.config.schema import GenerationConfig
@@ -242,6 +243,7 @@ class _VLLM(RolloutEngineKind):
                 max_logprobs=rollout.top_k if rollout.records_kept_sets else 0,
                 logprobs_mode=required_logprobs_mode(rollout.sampling()) or "processed_logprobs",
                 threads=setup.threads,
+                tokenizer=bool(rollout.stop) or rollout.session not in ("single_turn", TOOL_AGENT),
                 tensor_parallel_size=rollout.tensor_model_parallel_size,
                 adapter=room_for_adapters(setup.lora) if setup.lora is not None else None,
                 sleep_mode=rollout.free_cache_engine,

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rl_protocol.batch.kept_sets import KeptSets
+from rl_protocol.errors import ConfigError
 from rl_protocol.ports.weights import WeightReceiver
 
 
@@ -24,7 +25,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     """0 means all tokens."""
     ignore_eos: bool = False
-    """Generate exactly max_new_tokens."""
+    """The end-of-sequence token does not end a response."""
+    stop: tuple[str, ...] = ()
+    """A response ends with the token that completes one of these strings first, in its text without
+    special tokens. That token is the last one of the response. None of the strings is empty."""
+    stop_token_ids: tuple[int, ...] = ()
+    """A response ends with the first of these tokens, besides the end-of-sequence token."""
     seed: int = 0
     """Seed of the run; the random stream of a request is derived from (seed, uid, session)."""
     kept_sets: bool = False
@@ -34,6 +40,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def reports_kept_sets(self) -> bool:
         """Whether a response has `kept`: that is asked for, and top-p or top-k exclude tokens."""
         return self.kept_sets and self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
+    def __post_init__(self) -> None:
+        if "" in self.stop:
+            raise ConfigError(f"Sampling parameter stop must have no empty strings; got {self.stop!r}.", field="stop")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +71,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """One generated response."""
 
     response_ids: tuple[int, ...]
-    """[R] token ids, including the end-of-sequence token if it was generated."""
+    """[R] token ids as sampled, including the token that ended the response: end of sequence, a
+    stop token, or the one that completed a stop string."""
     log_probs: tuple[float, ...]
     """[R] natural log-probability of each token under softmax(logits / temperature), before top-p
     and top-k; with `kept`, over the kept tokens.
@@ -85,5 +96,6 @@ class RolloutEngine(WeightReceiver, Protocol):
         Raises:
             RolloutError: names a request that can't be served (empty or too long prompt,
                 unsupported images).
+            ConfigError: the engine can't serve the parameters, such as `stop` without a tokenizer.
         """
         ...

@@ -7,7 +7,7 @@ row. Needs only numpy. For tests of training loops and of the conformance suites
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -110,12 +110,23 @@ class BigramCritic:
         return {"critic/vf_loss": float(0.5 * np.mean(np.square(error))) if error.size else 0.0}
 
 
+def letters(ids: Sequence[int]) -> str:
+    """Token ids as text: a letter each, from `a` on; EOS has none."""
+    return "".join(chr(ord("a") + token) for token in ids if token != EOS)
+
+
 class BigramEngine:
-    """RolloutEngine over the same table."""
+    """RolloutEngine over the same table.
+
+    Args:
+        seed: of the table.
+        decode: text of token ids, in which stop strings are searched.
+    """
 
     capabilities = WeightCapabilities()
 
-    def __init__(self, *, seed: int = 0) -> None:
+    def __init__(self, *, seed: int = 0, decode: Callable[[Sequence[int]], str] = letters) -> None:
+        self._decode = decode
         self._table = initial_table(seed)
         self._version = 0
 
@@ -149,6 +160,7 @@ class BigramEngine:
         numbers = np.random.default_rng(list(digest)).random(params.max_new_tokens)
         log_p = log_softmax(self._table, params.temperature)
         tokens: list[int] = []
+        stopped = False
         last = request.prompt_ids[-1]
         for number in numbers:
             row = log_p[last]
@@ -156,16 +168,23 @@ class BigramEngine:
             drawn = int(np.searchsorted(share, number * share[-1], side="right"))
             last = int(row.argmax()) if params.temperature == 0 else min(drawn, VOCABULARY - 1)
             tokens.append(last)
-            if last == EOS and not params.ignore_eos:
+            stopped = self._ends(tokens, params)
+            if stopped:
                 break
         before = [request.prompt_ids[-1], *tokens[:-1]]
-        stopped = tokens[-1:] == [EOS] and not params.ignore_eos
         return Generation(
             response_ids=tuple(tokens),
             log_probs=tuple(log_p[before, tokens].tolist()),
             finish_reason="stop" if stopped else "length",
             weight_version=self._version,
         )
+
+    def _ends(self, tokens: Sequence[int], params: SamplingParams) -> bool:
+        """Whether a response ends with its last token."""
+        if tokens[-1] in params.stop_token_ids or (tokens[-1] == EOS and not params.ignore_eos):
+            return True
+        text = self._decode(tokens) if params.stop else ""
+        return any(stop in text for stop in params.stop)
 
 
 class ListSink:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -30,6 +30,8 @@ class RolloutEngineSuite(WeightReceiverSuite):
     )
     """Prompts of different lengths over token ids 2..5; override if the model lacks them."""
     max_new_tokens: int = 6
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Text of token ids, without special tokens; None: the engine is not given stop strings."""
 
     def open_engine(self) -> AbstractContextManager[tuple[RolloutEngine, Sequence[WeightTensor]]]:
         """A new engine, and weights that fit it and differ from its own."""
@@ -47,12 +49,19 @@ class RolloutEngineSuite(WeightReceiverSuite):
         temperature: float = 1.0,
         seed: int = 0,
         ignore_eos: bool = False,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
     ) -> list[Generation]:
         """Generate for these requests (default: all) and check the invariants of each
         generation."""
         requests = self.requests if requests is None else requests
         params = SamplingParams(
-            max_new_tokens=self.max_new_tokens, temperature=temperature, seed=seed, ignore_eos=ignore_eos
+            max_new_tokens=self.max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            ignore_eos=ignore_eos,
+            stop=tuple(stop),
+            stop_token_ids=tuple(stop_token_ids),
         )
         generations = asyncio.run(engine.generate(requests, params))
         assert len(generations) == len(requests)
@@ -119,6 +128,29 @@ class RolloutEngineSuite(WeightReceiverSuite):
         with self.open_engine() as (engine, _):
             for generation in self.generate(engine, ignore_eos=True):
                 assert (len(generation.response_ids), generation.finish_reason) == (self.max_new_tokens, "length")
+
+    def test_a_stop_token_ends_a_response_and_is_its_last_token(self) -> None:
+        with self.open_engine() as (engine, _):
+            whole = self.generate(engine, ignore_eos=True)
+            for request, one in zip(self.requests, whole, strict=True):
+                token = one.response_ids[len(one.response_ids) // 2]
+                (cut,) = self.generate(engine, [request], ignore_eos=True, stop_token_ids=[token])
+                assert cut.response_ids == one.response_ids[: one.response_ids.index(token) + 1]
+                assert cut.finish_reason == "stop"
+
+    def test_the_token_that_completes_a_stop_string_is_the_last_one(self) -> None:
+        decode = type(self).decode
+        if decode is None:
+            pytest.skip("The engine of this suite has no tokenizer.")
+        with self.open_engine() as (engine, _):
+            whole = self.generate(engine, ignore_eos=True)
+            for request, one in zip(self.requests, whole, strict=True):
+                text = decode(one.response_ids[1:4])
+                stops = ["no such text", text] if text else ["no such text"]
+                (cut,) = self.generate(engine, [request], ignore_eos=True, stop=stops)
+                ends = [n for n in range(1, len(one.response_ids) + 1) if text and text in decode(one.response_ids[:n])]
+                assert cut.response_ids == one.response_ids[: ends[0] if ends else None]
+                assert cut.finish_reason == ("stop" if ends else "length")
 
     def test_a_request_that_cannot_be_served_is_named(self) -> None:
         with self.open_engine() as (engine, _):

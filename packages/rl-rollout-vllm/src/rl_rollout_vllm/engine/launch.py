@@ -55,7 +55,7 @@ def engine_arguments(config: VLLMConfig, model: Checkpoint, capabilities: VLLMCa
     whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(context, _BATCHED_TOKENS)}
     return {
         "model": str(model.path),
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not config.tokenizer,
         "generation_config": "vllm",
         "dtype": config.dtype,
         "max_model_len": context,

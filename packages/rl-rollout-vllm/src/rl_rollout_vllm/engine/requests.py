@@ -29,6 +29,8 @@ def check_requests(
         ConfigError: vLLM, or this engine's logprobs_mode, can't serve the parameters.
         RolloutError: a request can't be served; names it.
     """
+    if params.stop and not config.tokenizer:
+        raise ConfigError("Stop strings need an engine with VLLMConfig.tokenizer=True; this one reads no text.")
     mode = required_logprobs_mode(params)
     if mode not in (None, config.logprobs_mode):
         raise ConfigError(

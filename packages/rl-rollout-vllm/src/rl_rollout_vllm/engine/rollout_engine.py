@@ -122,8 +122,11 @@ class VLLMRolloutEngine:
 
         Raises:
             RLError: as `generate`.
+            ConfigError: `continue` with stop strings. vLLM would miss one that the continuation
+                completes.
         """
         check_requests(requests, params, self._config, self._model)
+        _check_policy(params, on_update)
         return await self._loop.call(self._requests.run_all(requests, params, on_update))
 
     async def stream(
@@ -131,6 +134,7 @@ class VLLMRolloutEngine:
     ) -> AsyncGenerator[TokenRange]:
         """Yield the tokens of one response as they are generated; otherwise like `ranges`."""
         check_requests([request], params, self._config, self._model)
+        _check_policy(params, on_update)
         remote = RemoteIterator(self._requests.token_ranges(request, params, on_update, stream=True))
         try:
             while (made := await self._loop.call(remote.next())) is not None:
@@ -231,6 +235,13 @@ class VLLMRolloutEngine:
 
     def _update(self, load: Callable[[], Awaitable[None]], version: int) -> None:
         self._loop.run(self._control.update(load, version), self._config.call_timeout_s)
+
+
+def _check_policy(params: SamplingParams, on_update: OnUpdate) -> None:
+    if params.stop and on_update == "continue":
+        raise ConfigError(
+            "on_update='continue' can't be used with stop strings: set 'abort', and request the rest with `continued`."
+        )
 
 
 async def _start(start: StartEngine, config: VLLMConfig, model: Checkpoint) -> EngineClient:

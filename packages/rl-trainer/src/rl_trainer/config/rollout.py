@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rl_protocol.ports import SamplingParams
-from rl_protocol.support.options import Options, group, option
+from rl_protocol.support.options import Options, group, option, require
 from rl_trainer.config.agent import AgentConfig
 
 ROUTERS = ("even", "least_loaded", "prefix_sticky")
@@ -45,6 +45,10 @@ class RolloutConfig(Options):
     response_length: int = option(512, "most tokens per response", ge=1, verl=(".", "data.max_response_length"))
     session: str = option("single_turn", "how a session runs", plugins="rl_trainer.sessions")
     agent: AgentConfig = group(AgentConfig, "the policy calls tools", needs="session=tool_agent")
+    stop: tuple[str, ...] = option(
+        (), "strings that end a response, which keeps the token that completes one; rewards see it"
+    )
+    stop_token_ids: tuple[int, ...] = option((), "tokens that end a response, besides the end of sequence", ge=0)
     ignore_eos: bool = option(False, "do not stop at the end-of-sequence token", verl=".")
     max_batch_size: int = option(512, "responses generated side by side in one replica", ge=1, resume="free")
     dtype: str = option(
@@ -53,6 +57,9 @@ class RolloutConfig(Options):
         choices=("float32", "bfloat16"),
     )
     val_kwargs: ValidationSampling = group(ValidationSampling, "sampling for validation", resume="free", verl=".")
+
+    def check(self, path: str) -> None:
+        require("" not in self.stop, path + "stop", "without empty strings", self.stop)
 
     @property
     def records_kept_sets(self) -> bool:
@@ -67,6 +74,8 @@ class RolloutConfig(Options):
             top_p=self.top_p,
             top_k=self.top_k,
             ignore_eos=self.ignore_eos,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
             seed=seed,
             kept_sets=self.records_kept_sets,
         )

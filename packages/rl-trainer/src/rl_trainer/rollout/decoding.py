@@ -20,6 +20,7 @@ from rl_trainer.rollout.kept_steps import KeptSteps
 from rl_trainer.rollout.kv_cache import keep_rows, new_cache
 from rl_trainer.rollout.llama_decoder import decodes, next_logits
 from rl_trainer.rollout.sampling import Sampler
+from rl_trainer.rollout.stop_strings import StopSearch
 
 LEAVE = 32
 """Finished rows leave the batch once they are at least one in so many."""
@@ -107,18 +108,28 @@ class DecodingBatch:
         prompts: of the rows, on the model's device.
         sampler: chooses the tokens.
         max_new_tokens: of each row.
-        eos_id: token that ends a row; None: no token does.
+        end_ids: tokens that end a row.
+        searches: of each row, for its stop strings; empty: there are none.
 
     Attributes:
-        made: tokens that each row has got, unless `eos_id` has ended it.
+        made: tokens that each row has got, unless it has ended.
     """
 
     def __init__(
-        self, model: Any, prompts: Prompts, sampler: Sampler, *, max_new_tokens: int, eos_id: int | None
+        self,
+        model: Any,
+        prompts: Prompts,
+        sampler: Sampler,
+        *,
+        max_new_tokens: int,
+        end_ids: Sequence[int],
+        searches: Sequence[StopSearch] = (),
     ) -> None:
-        self._model, self._sampler, self._eos_id = model, sampler, eos_id
-        self._prompts = prompts
+        self._model, self._sampler = model, sampler
+        self._prompts, self._searches = prompts, searches
         device = prompts.source.device
+        self._end_ids = torch.tensor(end_ids, dtype=torch.int64, device=device)
+        self._lengths = torch.zeros(len(prompts.source), dtype=torch.int64, device=device)
         self._rows = torch.arange(len(prompts.source), device=device)  # the request of each row still in the batch
         self._alive = torch.ones(len(self._rows), dtype=torch.bool, device=device)
         self._cache: Any = new_cache(model.config, prompts.ids.shape[1] + max_new_tokens)
@@ -146,9 +157,15 @@ class DecodingBatch:
         self.made += 1
         return not ended and self.made < self._tokens.shape[1]
 
-    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and log-probs, both [requests, made]; what follows `eos_id` has no meaning."""
-        return self._tokens[:, : self.made], self._log_probs[:, : self.made]
+    def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What was generated.
+
+        Returns:
+            tokens: int64 [B, made]; those after the end of a row have no meaning.
+            log_probs: float32 [B, made].
+            lengths: int64 [B], tokens of each row that has ended, 0 for the others.
+        """
+        return self._tokens[:, : self.made], self._log_probs[:, : self.made], self._lengths
 
     def kept_sets(self) -> Sequence[KeptSets | None]:
         """The tokens from which those of each request were sampled; None: from all."""
@@ -191,14 +208,24 @@ class DecodingBatch:
             self._kept.add(self._rows.cpu().numpy(), kept.cpu().numpy())
         self._tokens[self._rows, step] = tokens
         self._log_probs[self._rows, step] = log_probs
-        if self._eos_id is not None:
-            self._alive &= tokens != self._eos_id
+        if len(self._end_ids) or self._searches:
+            ended = torch.isin(tokens, self._end_ids)
+            if self._searches:
+                ended |= self._completed(tokens)
+            before = self._lengths[self._rows]
+            self._lengths[self._rows] = torch.where(ended & self._alive, step + 1, before)
+            self._alive &= ~ended
             left = int(self._alive.sum())
             if not left:
                 return True
             if (len(self._alive) - left) * LEAVE >= len(self._alive):
                 self._drop_finished()
         return False
+
+    def _completed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """bool [B]: whether the token completes a stop string of its row."""
+        rows = zip(self._rows.tolist(), tokens.tolist(), strict=True)
+        return torch.tensor([self._searches[row].completed_by(token) for row, token in rows], device=tokens.device)
 
     def _drop_finished(self) -> None:
         order = keep_rows(self._alive)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from rl_protocol import KeptSets, RolloutError, WeightSyncError, WeightTensor
+from rl_protocol import ConfigError, KeptSets, RolloutError, WeightSyncError, WeightTensor
 from rl_protocol.ports import Generation, GenerationRequest, Memory, SamplingParams, WeightCapabilities
 from rl_protocol.torch import TORCH_DTYPES, lent_weight, torch_dtype_name
 from rl_trainer.backends.loading import Facts, load_model
@@ -19,6 +19,7 @@ from rl_trainer.backends.world import CPU
 from rl_trainer.config.lora import LoraConfig
 from rl_trainer.rollout.decoding import DecodingBatch, read_prompts
 from rl_trainer.rollout.sampling import Sampler
+from rl_trainer.rollout.stop_strings import Decode, StopSearch
 
 if TYPE_CHECKING:
     from rl_trainer.backends.peft_lora import MergedAdapter
@@ -58,6 +59,8 @@ class HFRolloutEngine:
             whole = load_model(path).to(device)
             self._merged = MergedAdapter(whole, lora)
             self._model = whole.to(TORCH_DTYPES[dtype])
+        self._path = Path(path)
+        self._decode: Decode | None = None
         self._device = device
         self._max_batch_size = max_batch_size
         self._interruptible = interruptible
@@ -201,6 +204,7 @@ class HFRolloutEngine:
 
         Raises:
             RolloutError: a request is invalid, or adopted weights were overwritten meanwhile.
+            ConfigError: `params.stop` is given, and the checkpoint folder has no tokenizer.
         """
         for request in requests:
             self._check(request, params)
@@ -253,30 +257,36 @@ class HFRolloutEngine:
             read_prompts(self._model, self._facts, requests).to(self._device),
             Sampler(requests, params, self._facts.banned, self._device),
             max_new_tokens=params.max_new_tokens,
-            eos_id=None if params.ignore_eos else self._eos_id,
+            end_ids=(*(() if params.ignore_eos else (self._eos_id,)), *params.stop_token_ids),
+            searches=self._searches(requests, params.stop),
         )
         version = self._version
         while batch.step() and not await self._interrupted():
             pass
         end = "length" if batch.made == params.max_new_tokens else "abort"
-        eos_id = None if params.ignore_eos else self._eos_id
         rows = zip(*(column.tolist() for column in batch.result()), strict=True)
         return [
-            _generation(tokens, log_probs, kept, end, eos_id, version)
-            for (tokens, log_probs), kept in zip(rows, batch.kept_sets(), strict=True)
+            _generation(tokens, log_probs, kept, length, end, version)
+            for (tokens, log_probs, length), kept in zip(rows, batch.kept_sets(), strict=True)
         ]
+
+    def _searches(self, requests: Sequence[GenerationRequest], stops: tuple[str, ...]) -> list[StopSearch]:
+        if not stops:
+            return []
+        if self._decode is None:
+            self._decode = _decoder(self._path)
+        return [StopSearch(stops, self._decode, request.prompt_ids) for request in requests]
 
 
 def _generation(
     tokens: list[int],
     log_probs: list[float],
     kept: KeptSets | None,
+    length: int,
     end: Literal["length", "abort"],
-    eos_id: int | None,
     version: int,
 ) -> Generation:
-    """A response of these tokens up to `eos_id`; without that token its finish reason is `end`."""
-    length = tokens.index(eos_id) + 1 if eos_id is not None and eos_id in tokens else 0
+    """A response of the first `length` tokens; 0: of all, and then its finish reason is `end`."""
     return Generation(
         response_ids=tuple(tokens[: length or None]),
         log_probs=tuple(log_probs[: length or None]),
@@ -284,6 +294,22 @@ def _generation(
         weight_version=version,
         kept=None if kept is None else kept.head(length or len(tokens)),
     )
+
+
+def _decoder(folder: Path) -> Decode:
+    """Decodes with the tokenizer of a checkpoint folder, without special tokens.
+
+    Raises:
+        ConfigError: its tokenizer.json can't be read.
+    """
+    from tokenizers import Tokenizer  # only stop strings need it
+
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"Stop strings need the model's tokenizer: {path} can't be read: {error}.") from error
+    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
 def _checked_weights(

@@ -23,6 +23,7 @@ from rl_protocol.ports import Generation, GenerationRequest, ImageInput, Rollout
 from rl_trainer.asyncio_tasks import gather_or_cancel
 from rl_trainer.data import PromptRow
 from rl_trainer.rollout.partial_generation import generate_turn
+from rl_trainer.rollout.stop_strings import tokens_until_stop
 from rl_trainer.rollout.token_versions import VersionRuns, check_runs, joined_runs
 from rl_trainer.rollout.trajectory_stats import RolloutStats
 
@@ -110,9 +111,33 @@ class Generate(Protocol):
         """
         ...
 
-    def __call__(self, context: Sequence[int], max_tokens: int | None = None) -> Awaitable[Generation]:
-        """Generate at most `max_tokens` tokens after these, by default rollout.response_length."""
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Strings that end each generation, see `SamplingParams.stop`."""
         ...
+
+    def __call__(
+        self, context: Sequence[int], max_tokens: int | None = None, *, stop: Sequence[str] = ()
+    ) -> Awaitable[Generation]:
+        """Generate one response.
+
+        Args:
+            context: [C] token ids before it.
+            max_tokens: most tokens of it; None: rollout.response_length.
+            stop: strings that end it, besides those of the property `stop`.
+
+        Raises:
+            ConfigError: a stop string is empty.
+        """
+        ...
+
+
+def stop_check(generate: Generate, stop: Sequence[str] = ()) -> Callable[[Sequence[int]], int | None] | None:
+    """What `generate_turn` needs to find stop strings in a turn of several parts; None: there are
+    none.
+    """
+    stops = (*generate.stop, *stop)
+    return (lambda ids: tokens_until_stop(ids, generate.tokenizer.decode, stops)) if stops else None
 
 
 @dataclass(frozen=True)
@@ -128,7 +153,9 @@ class SessionKind:
 
 async def _single_turn(row: PromptRow, generate: Generate) -> Sequence[Trajectory]:
     budget = generate.response_length
-    parts, finish = await generate_turn(lambda made, left: generate((*row.prompt_ids, *made), left), budget)
+    parts, finish = await generate_turn(
+        lambda made, left: generate((*row.prompt_ids, *made), left), budget, stop_check(generate)
+    )
     return [Trajectory.of(*parts[:-1], msgspec.structs.replace(parts[-1], finish_reason=finish))]
 
 
@@ -180,6 +207,7 @@ async def run_sessions(
 @dataclass(frozen=True, slots=True)
 class _Wait:
     max_tokens: int
+    stops: tuple[str, ...]
     request: GenerationRequest
     answer: asyncio.Future[Generation]
 
@@ -238,9 +266,9 @@ class _RequestBatcher:
         _check(ref, trajectories, self.sampling)
         return trajectories
 
-    async def generate(self, request: GenerationRequest, max_tokens: int) -> Generation:
+    async def generate(self, request: GenerationRequest, max_tokens: int, stops: tuple[str, ...]) -> Generation:
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Wait(max_tokens, request, answer))
+        self._waiting.append(_Wait(max_tokens, stops, request, answer))
         await self._serve_when_all_wait()
         return await answer
 
@@ -248,13 +276,13 @@ class _RequestBatcher:
         if not self._waiting or len(self._waiting) < self._running:
             return
         waiting, self._waiting = sorted(self._waiting, key=lambda wait: (wait.request.uid, wait.request.session)), []
-        budgets = sorted({wait.max_tokens for wait in waiting})
+        limits = sorted({(wait.max_tokens, wait.stops) for wait in waiting})
         await gather_or_cancel(
-            *(self._serve(budget, [wait for wait in waiting if wait.max_tokens == budget]) for budget in budgets)
+            *(self._serve(*one, [wait for wait in waiting if (wait.max_tokens, wait.stops) == one]) for one in limits)
         )
 
-    async def _serve(self, budget: int, served: Sequence[_Wait]) -> None:
-        sampling = msgspec.structs.replace(self.sampling, max_new_tokens=budget)
+    async def _serve(self, budget: int, stops: tuple[str, ...], served: Sequence[_Wait]) -> None:
+        sampling = msgspec.structs.replace(self.sampling, max_new_tokens=budget, stop=stops)
         try:
             generations = await self._engine.generate([wait.request for wait in served], sampling)
         except RLError as error:
@@ -307,12 +335,19 @@ class _SessionHandle:
             raise ConfigError("This session reads and writes text: RolloutWorker must be given a tokenizer.")
         return self._batcher.tokenizer
 
-    async def __call__(self, context: Sequence[int], max_tokens: int | None = None) -> Generation:
+    @property
+    def stop(self) -> tuple[str, ...]:
+        return self._batcher.sampling.stop
+
+    async def __call__(
+        self, context: Sequence[int], max_tokens: int | None = None, *, stop: Sequence[str] = ()
+    ) -> Generation:
         ref, turn = self._ref, self._turns
         self._turns += 1
         request = request_of_turn(ref.uid, ref.session, turn, context, ref.images)
         if not self.aborted:
-            generation = await self._batcher.generate(request, max_tokens or self.response_length)
+            stops = msgspec.structs.replace(self._batcher.sampling, stop=(*self.stop, *stop)).stop  # checks them
+            generation = await self._batcher.generate(request, max_tokens or self.response_length, stops)
             if not self._batcher.restart or generation.finish_reason != "abort":
                 return generation
             self.aborted = True

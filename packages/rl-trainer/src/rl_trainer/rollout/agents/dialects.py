@@ -40,6 +40,11 @@ class Answer:
 class Dialect(Protocol):
     """The format of calls and of their answers."""
 
+    @property
+    def end(self) -> str:
+        """What ends a turn of the policy; put after a turn that a stop string ended before it."""
+        ...
+
     def calls(self, text: str) -> Sequence[Call | Malformed]:
         """The calls in one turn of the policy, in order. None: the turn is its final answer. Never
         raises.
@@ -61,12 +66,14 @@ class Markup:
 
     opening: str
     closing: str
+    end: str
+    """What ends a turn."""
 
     def around(self, text: str) -> str:
         return self.opening + text + self.closing
 
 
-CHATML = Markup(opening="\n<|im_start|>user\n", closing="<|im_end|>\n<|im_start|>assistant\n")
+CHATML = Markup(opening="\n<|im_start|>user\n", closing="<|im_end|>\n<|im_start|>assistant\n", end="<|im_end|>")
 """Qwen and its relatives."""
 
 
@@ -80,6 +87,10 @@ class Hermes:
     """
 
     markup: Markup = CHATML
+
+    @property
+    def end(self) -> str:
+        return self.markup.end
 
     def calls(self, text: str) -> list[Call | Malformed]:
         found: list[Call | Malformed] = []
@@ -106,6 +117,10 @@ class PlainJSON:
     """
 
     markup: Markup = CHATML
+
+    @property
+    def end(self) -> str:
+        return self.markup.end
 
     def calls(self, text: str) -> list[Call | Malformed]:
         bare = text.strip()

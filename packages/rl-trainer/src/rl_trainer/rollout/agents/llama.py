@@ -15,6 +15,7 @@ import msgspec
 from rl_trainer.rollout.agents.dialects import Answer, Call, Malformed
 
 _TAGS = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
+_END = "<|eot_id|>"
 _CALLS = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
 _NAMES = {"true": True, "false": False, "null": None}
 
@@ -31,7 +32,7 @@ def llama_message(text: str) -> str:
 
 
 def _message(role: str, text: str) -> str:
-    return f"{_head(role)}{text}<|eot_id|>"
+    return f"{_head(role)}{text}{_END}"
 
 
 def _head(role: str) -> str:
@@ -46,6 +47,10 @@ class Llama3JSON:
     >>> Llama3JSON().calls('{"name": "add", "parameters": {"a": 1}}')
     [Call(tool='add', arguments={'a': 1}, as_text=False)]
     """
+
+    @property
+    def end(self) -> str:
+        return _END
 
     def calls(self, text: str) -> list[Call | Malformed]:
         body = text.strip().removeprefix(_TAGS[0]).strip()
@@ -80,6 +85,10 @@ class Pythonic:
     [Call(tool='add', arguments={'a': 1, 'b': ['x']}, as_text=False),
      Call(tool='now', arguments={}, as_text=False)]
     """
+
+    @property
+    def end(self) -> str:
+        return _END
 
     def calls(self, text: str) -> list[Call | Malformed]:
         bare = text

@@ -26,6 +26,10 @@ class Mistral:
     [Call(tool='add', arguments={'a': 1}, as_text=False)]
     """
 
+    @property
+    def end(self) -> str:
+        return "</s>"
+
     def calls(self, text: str) -> list[Call | Malformed]:
         if _MARK not in text:
             return _named(text) if _NAMED.match(text) else PlainJSON().calls(text)

@@ -21,6 +21,10 @@ class Qwen3Coder:
 
     markup: Markup = CHATML
 
+    @property
+    def end(self) -> str:
+        return self.markup.end
+
     def calls(self, text: str) -> list[Call | Malformed]:
         return [_call(part) for part in text.split("<tool_call>")[1:]]
 

@@ -84,7 +84,8 @@ class ToolAgent:
                 if said is None:
                     finish = "stop"
                     break
-                ids = generate.tokenizer.encode(said)
+                cut = any(stop in text for stop in generate.stop)
+                ids = generate.tokenizer.encode(self._dialect.end + said if cut else said)
                 told += len(ids)
                 finish = self._no_room(told, transcript.left - len(ids))
                 if finish is None:

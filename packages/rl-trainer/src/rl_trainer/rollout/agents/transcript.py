@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 from rl_protocol import KeptSets
 from rl_protocol.ports import Generation
 from rl_trainer.rollout.partial_generation import generate_turn
-from rl_trainer.rollout.session_turns import Generate, Trajectory
+from rl_trainer.rollout.session_turns import Generate, Trajectory, stop_check
 from rl_trainer.rollout.token_versions import version_runs
 from rl_trainer.rollout.trajectory_stats import RolloutStats
 
@@ -41,9 +41,9 @@ class Transcript:
         """Tokens left for the trajectory."""
         return self._generate.response_length - len(self._ids)
 
-    async def turn(self, max_tokens: int = 0) -> Generation:
+    async def turn(self, max_tokens: int = 0, *, stop: Sequence[str] = ()) -> Generation:
         """Generate one turn of at most `max_tokens` tokens (0: what is left, which must be at least
-        1).
+        1), or up to a string of `stop` or of the run's `rollout.stop`.
 
         A turn that an update of the weights aborts is continued with the new weights. The result is
         the whole turn, with the oldest of its weight versions.
@@ -51,7 +51,9 @@ class Transcript:
         budget = min(max_tokens or self.left, self.left)
         assert budget > 0, "a turn needs room for a token"
         context = (*self._prompt, *self._ids)
-        parts, finish = await generate_turn(lambda made, left: self._generate((*context, *made), left), budget)
+        parts, finish = await generate_turn(
+            lambda made, left: self._ask((*context, *made), left, stop), budget, stop_check(self._generate, stop)
+        )
         turn = Generation(
             response_ids=tuple(token for part in parts for token in part.response_ids),
             log_probs=tuple(value for part in parts for value in part.log_probs),
@@ -63,6 +65,9 @@ class Transcript:
         self._add(turn.response_ids, turn.log_probs, versions, turn.kept)
         self._newest = parts[-1].weight_version
         return turn
+
+    def _ask(self, context: Sequence[int], left: int, stop: Sequence[str]) -> Awaitable[Generation]:
+        return self._generate(context, left, stop=stop) if stop else self._generate(context, left)
 
     def observe(self, ids: Sequence[int]) -> None:
         """Append tokens that the policy reads, and is not trained on."""

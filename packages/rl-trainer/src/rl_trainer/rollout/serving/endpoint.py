@@ -9,7 +9,6 @@ client whose path is fixed uses http://127.0.0.1:PORT/v1 with the header `X-Sess
 from __future__ import annotations
 
 import asyncio
-import bisect
 import hmac
 import itertools
 import json
@@ -38,6 +37,7 @@ from rl_trainer.rollout.serving.openai_api import (
 from rl_trainer.rollout.serving.policy import Policy
 from rl_trainer.rollout.serving.recorder import Completion, Recorder
 from rl_trainer.rollout.serving.tokenizer import ChatTokenizer
+from rl_trainer.rollout.stop_strings import text_until_stop, tokens_until_stop
 
 ENDPOINT_KEY = SecretSource(
     "RL_ENDPOINT_KEY", "RL_ENDPOINT_KEY_FILE", "the rollout endpoint", "the endpoint and its agents"
@@ -57,7 +57,7 @@ class EndpointConfig:
         context: most tokens of prompt and response together.
         sampling: how responses are sampled. Log-probs are recorded for training, so a request can't
             choose another temperature, top_p or top_k. `max_new_tokens` is the default and the
-            limit of a request; `ignore_eos` and `seed` apply as they are.
+            limit of a request; its own `stop` is added to `stop`; the rest applies as it is.
         key: bearer token of the agents, at least 32 characters.
         port: 0: any free port.
         request_timeout_s: longest time of a request, admission included.
@@ -123,9 +123,14 @@ class Endpoint:
     Args:
         config: see EndpointConfig.
         tokenizer: for agents that send text; None: requests must be token ids.
+
+    Raises:
+        ConfigError: `config.sampling.stop` is given, and there is no tokenizer.
     """
 
     def __init__(self, config: EndpointConfig, tokenizer: ChatTokenizer | None = None) -> None:
+        if config.sampling.stop and tokenizer is None:
+            raise ConfigError("An endpoint whose EndpointConfig.sampling has stop strings needs a tokenizer.")
         self._config = config
         self._codec = tokenizer
         self._sessions: dict[str, ServedSession] = {}
@@ -261,50 +266,46 @@ class Endpoint:
                 raise _Refused(409, "session_closed", "The session ended while this was generated.")
             said = text + self._codec.decode(completion.response_ids, special=True) if text and self._codec else ""
             session.recorder.add(completion, said)
-            choices.append(self._choice(completion, finish, asked.stops, spell))
+            choices.append(self._choice(completion, finish, asked, spell))
         return choices, ids
 
     async def _whole(
         self, policy: Policy, context: tuple[int, ...], budget: int, asked: CompletionRequest | ChatRequest
     ) -> tuple[Completion, str]:
         """Generate one completion, continuing it when an update of the weights aborts it."""
-        parts, finish = await generate_turn(lambda made, left: policy((*context, *made), left, asked.seed), budget)
+        stops = self._stops(asked)
+        parts, finish = await generate_turn(
+            lambda made, left: policy((*context, *made), left, asked.seed, asked.stops),
+            budget,
+            lambda made: tokens_until_stop(made, self._plain, stops),
+        )
         ids = tuple(token for part in parts for token in part.response_ids)
         log_probs = tuple(value for part in parts for value in part.log_probs)
         versions = tuple(part.weight_version for part in parts for _ in part.response_ids)
-        count = self._until_stop(ids, asked.stops)
-        finish = "stop" if count < len(ids) else finish
         sets = KeptSets.joined((len(part.response_ids), part.kept) for part in parts)
-        whole = Completion(
-            context=context,
-            response_ids=ids[:count],
-            log_probs=log_probs[:count],
-            versions=versions[:count],
-            kept=None if sets is None else sets.head(count),
-        )
+        whole = Completion(context=context, response_ids=ids, log_probs=log_probs, versions=versions, kept=sets)
         return whole, finish
 
-    def _until_stop(self, ids: tuple[int, ...], stops: Sequence[str]) -> int:
-        """Number of tokens up to the one that completes the first stop text."""
-        if not stops:
-            return len(ids)
-        words = self._words()
+    def _stops(self, asked: CompletionRequest | ChatRequest) -> tuple[str, ...]:
+        """Strings that end the choices of a request."""
+        return (*self._config.sampling.stop, *asked.stops)
 
-        def stopped(count: int) -> bool:
-            text = words.decode(ids[:count], special=False)
-            return any(stop in text for stop in stops)
+    def _plain(self, ids: Sequence[int]) -> str:
+        return self._words().decode(ids, special=False)
 
-        if not stopped(len(ids)):
-            return len(ids)
-        return bisect.bisect_left(range(len(ids)), True, key=lambda last: stopped(last + 1)) + 1
-
-    def _choice(self, completion: Completion, finish: str, stops: Sequence[str], spell: bool) -> Choice:
+    def _choice(
+        self, completion: Completion, finish: str, asked: CompletionRequest | ChatRequest, spell: bool
+    ) -> Choice:
         ids, words = completion.response_ids, self._codec
-        text = words.decode(ids, special=False) if words else ""
-        ends = [text.index(stop) for stop in stops if stop in text]
+        text, stop = text_until_stop(
+            words.decode(ids, special=False) if words else "",
+            self._stops(asked),
+            include=asked.include_stop_str_in_output,
+        )
         return Choice(
-            text=text[: min(ends)] if ends else text,
-            finish_reason="stop" if finish == "stop" or ends else "length",
+            text=text,
+            finish_reason="stop" if finish == "stop" else "length",
+            stop_reason=stop,
             token_ids=ids,
             tokens=tuple(words.decode([token], special=True) if words else f"token_id:{token}" for token in ids)
             if spell
@@ -320,6 +321,8 @@ class Endpoint:
             )
         if not 1 <= asked.n <= MAX_CHOICES:
             raise _Refused(400, "invalid_request_error", f"n must be in 1..{MAX_CHOICES}; got {asked.n}.")
+        if "" in asked.stops:
+            raise _Refused(400, "invalid_request_error", f"stop must have no empty strings; got {asked.stop!r}.")
         ours = self._config.sampling
         for name in ("temperature", "top_p", "top_k"):
             wanted = getattr(asked, name)

@@ -39,6 +39,8 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     n: int = 1
     seed: int | None = None
     stop: str | tuple[str, ...] | None = None
+    include_stop_str_in_output: bool = False
+    """vLLM's extension: keep the stop string in the text."""
     stream: bool = False
     temperature: float | None = None
     top_p: float | None = None
@@ -80,6 +82,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str
     finish_reason: Literal["stop", "length"]
+    stop_reason: str | None
+    """The stop string that ended it."""
     token_ids: tuple[int, ...]
     tokens: tuple[str, ...]
     """[R] each token as text; empty where log-probs were not asked for."""
@@ -141,6 +145,7 @@ def _common(index: int, choice: Choice, request: _Request) -> dict[str, Any]:
     common: dict[str, Any] = {
         "index": index,
         "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
         "weight_version": min(choice.versions),
     }
     if request.return_token_ids:

@@ -17,8 +17,16 @@ from rl_trainer.rollout.session_turns import Generate, request_of_turn
 class Policy(Protocol):
     """The policy as one session calls it."""
 
-    async def __call__(self, context: Sequence[int], max_tokens: int, seed: int | None) -> Generation:
-        """Generate at most `max_tokens` tokens after these ids.
+    async def __call__(
+        self, context: Sequence[int], max_tokens: int, seed: int | None, stop: Sequence[str]
+    ) -> Generation:
+        """Generate one response.
+
+        Args:
+            context: [C] token ids before it.
+            max_tokens: most tokens of it.
+            seed: of its random stream; None: the policy's.
+            stop: strings that end it, besides those of the policy's sampling parameters.
 
         Raises:
             ConfigError: a seed was given where none can be chosen.
@@ -35,10 +43,13 @@ def over_engine(engine: RolloutEngine, sampling: SamplingParams, uid: str, sessi
     """
     numbers = itertools.count()
 
-    async def ask(context: Sequence[int], max_tokens: int, seed: int | None) -> Generation:
+    async def ask(context: Sequence[int], max_tokens: int, seed: int | None, stop: Sequence[str]) -> Generation:
         request = request_of_turn(uid, session, next(numbers), context)
         params = msgspec.structs.replace(
-            sampling, max_new_tokens=max_tokens, seed=sampling.seed if seed is None else seed
+            sampling,
+            max_new_tokens=max_tokens,
+            seed=sampling.seed if seed is None else seed,
+            stop=(*sampling.stop, *stop),
         )
         (generation,) = await engine.generate([request], params)
         return generation
@@ -51,9 +62,9 @@ def over_session(generate: Generate) -> Policy:
     seed.
     """
 
-    async def ask(context: Sequence[int], max_tokens: int, seed: int | None) -> Generation:
+    async def ask(context: Sequence[int], max_tokens: int, seed: int | None, stop: Sequence[str]) -> Generation:
         if seed is not None:
             raise ConfigError("The seed of a run's sessions is LoopConfig.seed; leave seed out.")
-        return await asyncio.shield(asyncio.ensure_future(generate(context, max_tokens)))
+        return await asyncio.shield(asyncio.ensure_future(generate(context, max_tokens, stop=stop)))
 
     return ask
