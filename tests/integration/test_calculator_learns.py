@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -61,6 +62,74 @@ def test_without_the_tool_nothing_is_right(app, calculator_model):
     assert [m[ACCURACY] for m in lines if ACCURACY in m] == [0.0, 0.0]
     assert max(m["critic/score/max"] for m in lines[1:]) == 0.0
     assert not any("num_turns/mean" in m for m in lines)
+
+
+SERVER = """
+import anyio
+import mcp.types as types
+from mcp.server.lowlevel import Server
+from mcp.server.stdio import stdio_server
+
+from rl_trainer.rollout.agents import Calculator, described
+
+FUNCTION = described(Calculator())["function"]
+TOOL = types.Tool(name=FUNCTION["name"], description=FUNCTION["description"], inputSchema=FUNCTION["parameters"])
+
+
+async def listed(context, params):
+    return types.ListToolsResult(tools=[TOOL])
+
+
+async def called(context, params):
+    expression = Calculator.arguments(**params.arguments)
+    try:
+        text, failed = Calculator().call(expression), False
+    except (ValueError, ArithmeticError) as error:
+        text, failed = str(error), True
+    return types.CallToolResult(content=[types.TextContent(type="text", text=text)], isError=failed)
+
+
+async def main():
+    server = Server("calculator", on_list_tools=listed, on_call_tool=called)
+    async with stdio_server() as streams:
+        await server.run(*streams, server.create_initialization_options())
+
+
+anyio.run(main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_score_rises_with_a_calculator_that_an_mcp_server_has(app, calculator_model, tmp_path):
+    """The demo's tool, described and called in another process; a stop string ends each call."""
+    (tmp_path / "server.py").write_text(SERVER)
+    entry = {"command": sys.executable, "args": [str(tmp_path / "server.py")]}
+    (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": {"calculator": entry}}))
+    common = (
+        "algorithm=grpo_calculator",
+        f"model.path={calculator_model}",
+        "data.val_size=64",
+        "data.train_batch_size=32",
+        "trainer.test_freq=0",
+        "rollout.agent.tools=[]",
+        "rollout.agent.mcp.servers=servers.json",
+    )
+    refused = app(*common)
+    assert refused.code == 2
+    assert "rollout.agent.mcp.servers='servers.json'" in refused.err
+    assert "add --trust servers.json" in refused.err
+    stop = "rollout.stop=['</tool_call>']"  # a part of the token that completes it
+    done = app(*common, stop, "trainer.total_training_steps=5", "--trust", "servers.json", timeout=500)
+    assert done.code == 0, done.err
+    before, *steps = done.metrics
+    assert before[ACCURACY] <= 0.2
+    assert steps[-1][ACCURACY] >= 0.6
+    assert steps[-1]["agent/tool_calls/mean"] > 0.5
+    assert steps[-1]["agent/tool_errors/mean"] < 0.5
+    assert max(m["training/rollout_log_probs_diff_max"] for m in steps) < 1e-4
+    samples = [json.loads(line) for line in (done.folder / "samples" / "5.jsonl").read_text().splitlines()]
+    assert any("</tool_call>\n<|im_start|>user\n<tool_response>\n" in sample["response"] for sample in samples)
 
 
 CHECKED = """

@@ -27,7 +27,13 @@ PARAMETER = re.compile(r"(?<![\w.])([A-Za-z]\w+)\.([a-z]\w*)(?![\w(])")
 WITHOUT_KEY = {
     *("BatchMeta.concat", "BatchMeta.union", "KVBatchMeta.concat"),  # methods
     *("KVBatchMeta.extra_info", "Locate.generations", "WantedPiece.rows"),  # parts of messages
-    *("VLLMConfig.adapter", "VLLMConfig.max_logprobs", "VLLMConfig.sleep_mode"),  # the app sets them
+    *(
+        "VLLMConfig.adapter",
+        "VLLMConfig.max_logprobs",
+        "VLLMConfig.sleep_mode",
+        "VLLMConfig.tokenizer",
+    ),  # the app sets them
+    "EndpointConfig.sampling",  # of an endpoint that a program opens
     *("Generation.kept", "Trajectory.kept"),  # what a session returns
 }
 """Parameters in messages that no option sets."""

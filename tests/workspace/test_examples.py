@@ -19,6 +19,11 @@ LIGHT = {
         "eighty-two raised ValueError: ",
     ],
     "packages/rl-trainer/examples/tool.py": ["<tool_response>", "2", "91 of 176 tokens are trained on"],
+    "packages/rl-trainer/examples/mcp_tool.py": [
+        "described to the model: The number of words of a text.",
+        "<tool_response>",
+        "2",
+    ],
     "packages/rl-trainer/examples/agent_loop.py": [
         "7237+45=82 {'score': 1.0, 'first': 0.0, 'pred': '82'}",
         "6 of 12 tokens are trained on",

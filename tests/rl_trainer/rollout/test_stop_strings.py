@@ -1,4 +1,4 @@
-"""Stop strings: the token that completes one, token by token and at once, and the text before it."""
+"""Stop strings: the token that completes one, while tokens come and afterwards; the text before."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def byte_level():
 
 
 def metaspace():
-    """A tokenizer of words that drops the leading space of a text, as those of Llama 2 and Mistral."""
+    """A tokenizer of words that drops the leading space of a text, as that of Llama 2."""
     vocabulary = {word: i for i, word in enumerate(["▁the", "▁end", "s", ".", "▁", "▁of"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="▁"))
     tokenizer.decoder = decoders.Metaspace()

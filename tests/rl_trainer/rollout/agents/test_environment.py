@@ -62,7 +62,7 @@ def told(*rows, words=("a", "b")):
     """What the shelf answers in a session of each row, one word after the other."""
 
     async def session(one):
-        async with environment().open(one, 60.0) as opened:
+        async with environment().open(one, Limits(call_timeout_s=60.0)) as opened:
             return [(await opened.answers([Call("shelf", {"word": word})]))[0].text for word in words]
 
     async def main():

@@ -311,6 +311,8 @@ def test_the_calculator_is_exact(pair):
 class Questions:
     """A dialect of letters: each ? in a turn calls the tool named by the letter after it."""
 
+    end = "^"
+
     def calls(self, text):
         return [Call(part[:1], {"seconds": len(part)}) for part in text.split("?")[1:]]
 
@@ -325,7 +327,8 @@ class Tool(Odd):
 class Scripted:
     """An engine with a script of texts for each session, one per turn.
 
-    `.` is the end-of-sequence token, and a final `/` aborts the turn.
+    `.` is the end-of-sequence token, a final `/` aborts the turn, and a final `|` stands for a stop
+    string that ended it.
     """
 
     def __init__(self, *scripts, versions=None):
@@ -341,8 +344,8 @@ class Scripted:
 
     def one(self, request, budget):
         text = self.scripts[int(request.uid[1])].pop(0)
-        ids = [EOS if letter == "." else ord(letter) for letter in text.rstrip("/")]
-        reason = "abort" if text.endswith("/") else "stop" if text.endswith(".") else "length"
+        ids = [EOS if letter == "." else ord(letter) for letter in text.rstrip("/|")]
+        reason = "abort" if text.endswith("/") else "stop" if text.endswith((".", "|")) else "length"
         assert len(ids) <= budget
         return Generation(
             response_ids=tuple(ids),
@@ -358,12 +361,13 @@ def agent(**limits):
     )
 
 
-def play(kind, engine, length=40, tokenizer=LETTERS):
+def play(kind, engine, length=40, tokenizer=LETTERS, stop=()):
     refs = [
         SessionRef(f"p{i}", 0, PromptRow(prompt_ids=tuple(map(ord, "ab")), data_source="d", ground_truth=""))
         for i in range(len(engine.scripts))
     ]
-    return asyncio.run(run_sessions(kind, refs, engine, SamplingParams(max_new_tokens=length), tokenizer))
+    sampling = SamplingParams(max_new_tokens=length, stop=stop)
+    return asyncio.run(run_sessions(kind, refs, engine, sampling, tokenizer))
 
 
 def text(trajectory):
@@ -372,6 +376,42 @@ def text(trajectory):
     return "".join(
         letter if made else letter.upper() for letter, made in zip(letters, trajectory.response_mask, strict=True)
     )
+
+
+def test_a_turn_that_a_stop_string_ended_is_closed_before_the_answer():
+    """What the model did not write is put there, and not trained on; a turn with an end has it."""
+    ((one,),) = play(agent(), Scripted(["x?t|", "yz."]), stop=("?t",))
+    assert text(one) == "x?t^<OK>yz."
+    ((one,),) = play(agent(), Scripted(["x?t.", "yz."]), stop=("other",))
+    assert text(one) == "x?t.<OK>yz."
+
+
+def test_a_stop_string_that_an_update_cut_in_two_ends_the_turn():
+    """`?t` is completed by the continuation, whose further letters are dropped."""
+    ((one,),) = play(agent(), Scripted(["x?/", "tab.", "yz."], versions=[3, 4, 5]), stop=("?t",))
+    assert text(one) == "x?t^<OK>yz."
+    assert one.versions == ((3, 2), (4, 6), (5, 3))
+
+
+def test_a_session_ends_single_turns_with_strings_of_its_own():
+    """Calls with different strings are generated apart, each with those of the run."""
+
+    async def run(row, generate):
+        transcript = Transcript(row.prompt_ids, generate)
+        await transcript.turn(stop=("b",) if row.prompt_ids[-1] == ord("b") else ())
+        return [transcript.trajectory()]
+
+    asked = []
+
+    class Asked(Scripted):
+        async def generate(self, requests, params):
+            asked.append((len(requests), params.stop))
+            return await super().generate(requests, params)
+
+    play(SessionKind(run), Asked(["x."], ["y."]), stop=("run",))
+    assert asked == [(2, ("run", "b"))]
+    with pytest.raises(ConfigError, match="stop must have no empty strings"):
+        play(SessionKind(lambda row, generate: generate(row.prompt_ids, stop=("",))), Asked(["x."]))
 
 
 def test_a_trajectory_is_the_tokens_as_they_were_sampled_and_what_was_told_in_between():

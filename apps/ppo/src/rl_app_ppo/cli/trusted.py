@@ -23,6 +23,8 @@ from rl_protocol.support.trusted_files import digest, given_files, variables_for
 
 _NAMED = re.compile(r"([^\s=,\[\]*'\"]+(?:\.py(?=:)|\.toml))")
 """A file of code, or of a scorer, in the value of a setting."""
+_SERVERS = "rollout.agent.mcp.servers"
+"""The setting that names a file of programs to start."""
 Ask = Callable[[str], bool]
 
 
@@ -91,8 +93,9 @@ def _asker(err: Console) -> Ask | None:
 
 def _files_of(words: Sequence[str]) -> list[Path]:
     """The files that the words name in or below the current folder, where symbolic links end."""
-    values = [value for _, equals, value in (word.partition("=") for word in words) if equals]
-    paths = [Path(file).resolve() for value in values for file in _NAMED.findall(value)]
+    settings = [(key, value) for key, equals, value in (word.partition("=") for word in words) if equals]
+    files = [one for key, value in settings for one in ([value] if key == _SERVERS else _NAMED.findall(value))]
+    paths = [Path(file).resolve() for file in files]
     return [path for path in dict.fromkeys(paths) if path.is_relative_to(Path.cwd()) and path.is_file()]
 
 

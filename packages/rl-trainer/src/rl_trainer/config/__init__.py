@@ -4,7 +4,7 @@ Types are plain, so that any YAML reader can fill them.
 """
 
 from rl_trainer.config.actor import ActorConfig, PolicyLossConfig
-from rl_trainer.config.agent import AgentConfig, Limits
+from rl_trainer.config.agent import AgentConfig, Limits, MCPConfig
 from rl_trainer.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControlConfig, OverlongConfig
 from rl_trainer.config.async_rl import AsyncConfig
 from rl_trainer.config.critic import CriticConfig, CriticOptimConfig
@@ -25,6 +25,7 @@ __all__ = [
     "KLControlConfig",
     "Limits",
     "LoopConfig",
+    "MCPConfig",
     "OptimConfig",
     "OverlongConfig",
     "PolicyLossConfig",

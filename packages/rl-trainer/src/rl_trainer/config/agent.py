@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rl_protocol.support.options import Options, option
+from rl_protocol.support.options import Options, group, option
 
 AUTO = "auto"
 """Value of AgentConfig.dialect that takes the dialect of the model's chat template."""
@@ -26,7 +26,20 @@ class Limits(Options):
         0, "most tokens of all answers of a session; 0: what is left of the response", ge=0
     )
     answer_chars: int = option(4096, "most characters of one answer; the rest is cut off", ge=1)
+    calls: int = option(0, "most tool calls of a session, whose further calls get an error; 0: no limit", ge=0)
     call_timeout_s: float = option(10.0, "longest duration of one call, seconds", gt=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MCPConfig(Options):
+    """Tools of MCP servers."""
+
+    servers: str = option("", "JSON file of MCP servers (mcpServers), whose tools the policy can call")
+    tools: tuple[str, ...] = option((), "which tools of these servers; empty: all", needs="servers")
+    start_timeout_s: float = option(30.0, "longest start of a server, seconds", gt=0, needs="servers")
+    answer_chars: int = option(
+        65536, "an answer of a server with more characters is an error, whatever answer_chars is", ge=1, needs="servers"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +47,7 @@ class AgentConfig(Limits):
     """Tools that the policy can call, and how."""
 
     tools: tuple[str, ...] = option((), "tools that the policy can call", plugins="rl_trainer.tools")
+    mcp: MCPConfig = group(MCPConfig, "tools of MCP servers")
     interactions: tuple[str, ...] = option(
         (),
         "what interaction_kwargs of a row may name, to reply to turns that call no tool",

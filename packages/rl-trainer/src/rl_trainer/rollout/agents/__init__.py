@@ -10,7 +10,7 @@ from rl_trainer.rollout.agents.mistral import Mistral
 from rl_trainer.rollout.agents.named import TOOLS
 from rl_trainer.rollout.agents.qwen3_coder import Qwen3Coder
 from rl_trainer.rollout.agents.tool_agent import ToolAgent
-from rl_trainer.rollout.agents.tools import Tool, ToolKind, described
+from rl_trainer.rollout.agents.tools import Tool, ToolError, ToolKind, described
 from rl_trainer.rollout.agents.transcript import Transcript
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "Qwen3Coder",
     "Tool",
     "ToolAgent",
+    "ToolError",
     "ToolKind",
     "Transcript",
     "described",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+import itertools
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from rl_protocol import ConfigError
+from rl_trainer.config import Limits
 from rl_trainer.data import PromptRow
 from rl_trainer.rollout.agents.dialects import Answer, Call, Malformed
 from rl_trainer.rollout.agents.interactions import Interaction, InteractionKind, replied
@@ -28,10 +30,26 @@ class OpenEnvironment:
     interaction: Interaction | None
     timeout_s: float
     """Longest duration of a call or a reply."""
+    most_calls: int
+    """Most calls of the session; 0: no limit."""
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     async def answers(self, calls: Sequence[Call | Malformed]) -> list[Answer]:
-        """The answers to the calls of one turn, which are made at the same time."""
-        return await asyncio.gather(*(answer(call, self.tools, self.timeout_s, self.execute_kwargs) for call in calls))
+        """The answers to the calls of one turn, which are made at the same time.
+
+        Those beyond `most_calls` of the session are not made, which their answers say.
+        """
+        allowed = [
+            call if not self.most_calls or next(self._numbers) < self.most_calls else Malformed(self._no_more)
+            for call in calls
+        ]
+        return await asyncio.gather(
+            *(answer(call, self.tools, self.timeout_s, self.execute_kwargs) for call in allowed)
+        )
+
+    @property
+    def _no_more(self) -> str:
+        return f"no call is left: a session may make {self.most_calls}"
 
     async def reply(self, text: str) -> str | None:
         """The next message of the user, after a turn without calls; None: there is none.
@@ -64,8 +82,9 @@ class Environment:
         """The tools as chat templates expect them."""
 
     @asynccontextmanager
-    async def open(self, row: PromptRow, timeout_s: float) -> AsyncGenerator[OpenEnvironment]:
+    async def open(self, row: PromptRow, limits: Limits) -> AsyncGenerator[OpenEnvironment]:
         """The environment of a session of this row, which `check` has passed."""
+        await asyncio.gather(*(kind.ready() for kind in self._kinds.values() if kind.ready is not None))
         given = RowSettings.read(row.extra_info)
         of_row, interaction = given.tools, given.interaction
         kind = self._interactions[interaction.pop("name")] if interaction else None
@@ -73,7 +92,8 @@ class Environment:
             {name: kind.make(**of_row[name].create() if name in of_row else {}) for name, kind in self._kinds.items()},
             {name: one.execute() for name, one in of_row.items()},
             None if kind is None else kind.make(**interaction),
-            timeout_s,
+            limits.call_timeout_s,
+            limits.calls,
         )
 
     def check(self, row: PromptRow) -> None:

@@ -9,6 +9,7 @@ from rl_trainer.config.registry import Registry
 from rl_trainer.rollout.agents.calculator import Calculator
 from rl_trainer.rollout.agents.dialect_names import dialect_of_template
 from rl_trainer.rollout.agents.interactions import INTERACTIONS
+from rl_trainer.rollout.agents.mcp import mcp_tools
 from rl_trainer.rollout.agents.tool_agent import ToolAgent
 from rl_trainer.rollout.agents.tools import ToolKind
 
@@ -25,10 +26,11 @@ def configured_agent(config: AgentConfig, template: str) -> ToolAgent:
     Raises:
         ConfigError: there is no tool, a name is unknown, or the template does not tell the dialect.
     """
-    if not config.tools:
+    tools = [TOOLS.get(name) for name in config.tools] + mcp_tools(config)
+    if not tools:
         raise ConfigError(
             f"AgentConfig.tools must name at least one tool for this session; there are {', '.join(TOOLS.names())}."
         )
     dialect = dialect_of_template(template) if config.dialect == AUTO else config.dialect
     interactions = {name: INTERACTIONS.get(name) for name in config.interactions}
-    return ToolAgent([TOOLS.get(name) for name in config.tools], dialect, config, interactions)
+    return ToolAgent(tools, dialect, config, interactions)

@@ -66,7 +66,7 @@ class ToolAgent:
         turns = told = 0
         answers: list[Answer] = []
         finish: Finish | None = None
-        async with self._environment.open(row, limits.call_timeout_s) as environment:
+        async with self._environment.open(row, limits) as environment:
             while finish is None:
                 turn = await transcript.turn(limits.turn_tokens)
                 turns += 1

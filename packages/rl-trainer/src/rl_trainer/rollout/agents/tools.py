@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import msgspec
 
+from rl_protocol import RLError
 from rl_protocol.errors import UNREADABLE
 from rl_trainer.rollout.agents.dialects import Answer, Call, Malformed
 from rl_trainer.rollout.agents.threads import in_thread
+
+
+class ToolError(RLError):
+    """A call failed; the policy reads the message, which tells it what to do otherwise."""
 
 
 class Tool(Protocol):
@@ -34,8 +39,11 @@ class Tool(Protocol):
         ...
 
     @property
-    def arguments(self) -> type[msgspec.Struct]:
-        """Type of the arguments, which are checked against it. The policy sees its JSON schema."""
+    def arguments(self) -> type[msgspec.Struct] | Mapping[str, Any]:
+        """Type of the arguments, which are checked against it. The policy sees its JSON schema.
+
+        Or the JSON schema itself; the tool then gets a dict, and checks it.
+        """
         ...
 
     @property
@@ -54,13 +62,20 @@ class ToolKind:
     """Makes the tool of one session, from the row's create_kwargs. Without arguments it makes one
     that is only described.
     """
+    ready: Callable[[], Awaitable[None]] | None = None
+    """Waits until the tool can be called, before each session; None: it always can."""
 
 
 def described(tool: Tool) -> dict[str, Any]:
     """The tool as chat templates expect it, in the form of OpenAI's functions."""
+    if isinstance(tool.arguments, Mapping):
+        return _function(tool, dict(tool.arguments))
     (_,), components = msgspec.json.schema_components([tool.arguments], ref_template="#/$defs/{name}")
     schema = components.pop(tool.arguments.__name__)
-    parameters = {**schema, "$defs": components} if components else schema
+    return _function(tool, {**schema, "$defs": components} if components else schema)
+
+
+def _function(tool: Tool, parameters: dict[str, Any]) -> dict[str, Any]:
     return {
         "type": "function",
         "function": {"name": tool.name, "description": tool.description, "parameters": parameters},
@@ -87,8 +102,7 @@ async def answer(
     if tool is None:
         return _failed(f"there is no tool {call.tool!r}; there are {', '.join(tools)}")
     try:
-        given = _read(call.arguments, tool.arguments) if call.as_text else dict(call.arguments)
-        arguments = msgspec.convert(given, tool.arguments)
+        arguments = _arguments(call, tool.arguments)
     except msgspec.ValidationError as error:
         return _failed(f"{tool.name}: {error}")
     more = (row or {}).get(call.tool, {})
@@ -97,6 +111,29 @@ async def answer(
             return await in_thread(lambda: _made(tool, arguments, more))
     except TimeoutError:
         return _failed(f"{tool.name} took longer than {timeout_s:g} s")
+
+
+def _arguments(call: Call, wanted: type[msgspec.Struct] | Mapping[str, Any]) -> msgspec.Struct | dict[str, Any]:
+    """The arguments as the tool gets them.
+
+    Raises:
+        msgspec.ValidationError: they are not of its type.
+    """
+    if isinstance(wanted, Mapping):
+        return _read_by_schema(call.arguments, wanted) if call.as_text else dict(call.arguments)
+    return msgspec.convert(_read(call.arguments, wanted) if call.as_text else dict(call.arguments), wanted)
+
+
+def _read_by_schema(texts: Mapping[str, str], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of these texts: as they are where the schema allows a text, else as JSON."""
+    values: dict[str, Any] = dict(texts)
+    properties = schema.get("properties", {})
+    for name, text in texts.items():
+        kinds = properties.get(name, {}).get("type", "string")
+        if "string" not in ([kinds] if isinstance(kinds, str) else kinds):
+            with contextlib.suppress(*UNREADABLE, ValueError):
+                values[name] = msgspec.json.decode(text.encode("utf-8", "replace"))
+    return values
 
 
 def _read(texts: Mapping[str, str], arguments: type[msgspec.Struct]) -> dict[str, Any]:
@@ -115,9 +152,11 @@ def _read(texts: Mapping[str, str], arguments: type[msgspec.Struct]) -> dict[str
     return values
 
 
-def _made(tool: Tool, arguments: msgspec.Struct, more: Mapping[str, Any]) -> Answer:
+def _made(tool: Tool, arguments: msgspec.Struct | Mapping[str, Any], more: Mapping[str, Any]) -> Answer:
     try:
         text = cast(object, tool.call(arguments, **more))  # tools may ignore their declared return type
+    except ToolError as error:
+        return _failed(f"{tool.name}: {error}")
     except Exception as error:  # noqa: BLE001 - user code: an exception is the answer to that call
         return _failed(f"{tool.name}: {type(error).__name__}: {error}")
     if not isinstance(text, str):
