@@ -24,7 +24,7 @@ from rl_protocol import ConfigError
 from rl_protocol.ports import Generation, SamplingParams
 from rl_trainer.data.chat_template import PromptEncoder
 from rl_trainer.rollout.agents import DIALECTS, Answer, Calculator, Call, described
-from rl_trainer.rollout.agents.dialect_names import dialect_of_template
+from rl_trainer.rollout.agents.dialects.names import dialect_of_template
 from rl_trainer.rollout.session_turns import SessionRef, run_sessions
 
 DEMO = DEMOS["calculator"]

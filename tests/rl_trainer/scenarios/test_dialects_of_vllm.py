@@ -27,6 +27,9 @@ PARAMETERS = ARGUMENTS.replace("arguments", "parameters")
 CODER = (
     "<function=weather>\n<parameter=city>\nDallas\n</parameter>\n<parameter=metric>\nwarm\n</parameter>\n</function>"
 )
+JSON = '{"city": "Dallas", "days": 3, "metric": true}'
+DEEPSEEK = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{JSON}\n```<｜tool▁call▁end｜>"
+KIMI = f"<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{JSON}<|tool_call_end|>"
 TURNS = [
     ("hermes", f"<tool_call>\n{ARGUMENTS}\n</tool_call>"),
     ("hermes", f"I look.\n<tool_call>{ARGUMENTS}</tool_call>\n<tool_call>{ARGUMENTS}</tool_call>"),
@@ -37,7 +40,9 @@ TURNS = [
     ("pythonic", "[weather(city='Dallas', days=-1), weather(city=\"x]\", metric=False)]"),
     ("qwen3_coder", f"I look.\n<tool_call>\n{CODER}\n</tool_call>"),
     ("mistral", '[TOOL_CALLS]weather{"city": "Dallas", "days": 3, "metric": true}'),
-    *((name, "It is warm.") for name in ("hermes", "llama3_json", "pythonic", "qwen3_coder", "mistral")),
+    ("deepseek_v3", f"I look.<｜tool▁calls▁begin｜>{DEEPSEEK}\n{DEEPSEEK}<｜tool▁calls▁end｜>"),
+    ("kimi_k2", f"I look.<|tool_calls_section_begin|>{KIMI}{KIMI}<|tool_calls_section_end|>"),
+    *((name, "It is warm.") for name in ("hermes", "llama3_json", "pythonic", "qwen3_coder", "mistral", "deepseek_v3")),
 ]
 
 
@@ -45,7 +50,12 @@ class Tokenizer:
     """Has the tokens that the parsers look for."""
 
     def get_vocab(self):
-        names = ("<|python_tag|>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]")
+        names = (
+            *("<|python_tag|>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"),
+            *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+            *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
+            "<|tool_call_argument_begin|>",
+        )
         return {name: number for number, name in enumerate(names)}
 
     def encode(self, text, **_):

@@ -8,7 +8,17 @@ from rl_protocol.support.options import Options, group, option
 
 AUTO = "auto"
 """Value of AgentConfig.dialect that takes the dialect of the model's chat template."""
-DIALECT_NAMES = ("hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic")
+DIALECT_NAMES = (
+    "hermes",
+    "qwen3_coder",
+    "llama3_json",
+    "mistral",
+    "pythonic",
+    "glm45",
+    "deepseek_v3",
+    "kimi_k2",
+    "openai",
+)
 """Dialects, by the names that vLLM gives its parsers of tool calls (`--tool-call-parser`)."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from rl_protocol import ConfigError
 from rl_trainer.config import Limits
 from rl_trainer.data import PromptRow
-from rl_trainer.rollout.agents.dialects import Answer, Call, Malformed
+from rl_trainer.rollout.agents.dialects.base import Answer, Call, Malformed
 from rl_trainer.rollout.agents.interactions import Interaction, InteractionKind, replied
 from rl_trainer.rollout.agents.row_settings import RowSettings
 from rl_trainer.rollout.agents.tools import Tool, ToolKind, answer, described

@@ -7,7 +7,7 @@ from rl_trainer.config import AgentConfig
 from rl_trainer.config.agent import AUTO
 from rl_trainer.config.registry import Registry
 from rl_trainer.rollout.agents.calculator import Calculator
-from rl_trainer.rollout.agents.dialect_names import dialect_of_template
+from rl_trainer.rollout.agents.dialects.names import dialect_of_template
 from rl_trainer.rollout.agents.interactions import INTERACTIONS
 from rl_trainer.rollout.agents.mcp import mcp_tools
 from rl_trainer.rollout.agents.tool_agent import ToolAgent

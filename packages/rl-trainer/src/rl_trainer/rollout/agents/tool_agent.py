@@ -7,12 +7,13 @@ Token ids go in and come out; see `Transcript`. An answer is encoded once, when 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from rl_trainer.config import Limits
 from rl_trainer.data import PromptRow
-from rl_trainer.rollout.agents.dialect_names import dialect_of
-from rl_trainer.rollout.agents.dialects import Answer, Dialect
+from rl_trainer.rollout.agents.dialects.base import Answer, Dialect
+from rl_trainer.rollout.agents.dialects.names import dialect_of
 from rl_trainer.rollout.agents.environment import Environment, OpenEnvironment
 from rl_trainer.rollout.agents.interactions import InteractionKind
 from rl_trainer.rollout.agents.tools import ToolKind
@@ -104,7 +105,7 @@ class ToolAgent:
 
     def _shortened(self, one: Answer) -> Answer:
         most = self._limits.answer_chars
-        return one if len(one.text) <= most else Answer(one.text[:most] + "...", failed=one.failed)
+        return one if len(one.text) <= most else replace(one, text=one.text[:most] + "...")
 
     def _no_room(self, told: int, left: int) -> Finish | None:
         """Why an observation does not fit; None: it does."""

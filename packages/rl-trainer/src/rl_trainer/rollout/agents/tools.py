@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import msgspec
 
 from rl_protocol import RLError
 from rl_protocol.errors import UNREADABLE
-from rl_trainer.rollout.agents.dialects import Answer, Call, Malformed
+from rl_trainer.rollout.agents.dialects.base import Answer, Call, Malformed
 from rl_trainer.rollout.agents.threads import in_thread
 
 
@@ -98,6 +98,10 @@ async def answer(
     """
     if isinstance(call, Malformed):
         return _failed(call.why)
+    return replace(await _answer(call, tools, timeout_s, (row or {}).get(call.tool, {})), call_id=call.id)
+
+
+async def _answer(call: Call, tools: Mapping[str, Tool], timeout_s: float, more: Mapping[str, Any]) -> Answer:
     tool = tools.get(call.tool)
     if tool is None:
         return _failed(f"there is no tool {call.tool!r}; there are {', '.join(tools)}")
@@ -105,7 +109,6 @@ async def answer(
         arguments = _arguments(call, tool.arguments)
     except msgspec.ValidationError as error:
         return _failed(f"{tool.name}: {error}")
-    more = (row or {}).get(call.tool, {})
     try:
         async with asyncio.timeout(timeout_s):
             return await in_thread(lambda: _made(tool, arguments, more))

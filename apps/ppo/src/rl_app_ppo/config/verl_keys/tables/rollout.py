@@ -13,6 +13,8 @@ _ENGINE = "the rollout engine's own settings are not passed on"
 _LAYOUT = "rollout.num_workers replicas of rollout.tensor_model_parallel_size processes generate"
 _SESSION = "set rollout.session to a session that an installed package offers"
 _TOP_K = "rollout.top_k rollout.sampling_replay"
+_VERL_DIALECTS = {"gpt-oss": "openai", "kimi": "kimi_k2", "glm": "glm45"}
+"""verl's names of dialects -> ours."""
 _QUEUE = "the data plane is always used, on this host"
 
 
@@ -22,7 +24,7 @@ def _multi_turn(group: str) -> Iterator[Entry]:
     yield converted(
         f"{group}.format",
         "rollout.agent.dialect",
-        conversions.one_of("rollout.agent.dialect", {name: name for name in DIALECT_NAMES}),
+        conversions.one_of("rollout.agent.dialect", {name: name for name in DIALECT_NAMES} | _VERL_DIALECTS),
         needs=on,
     )
     yield converted(

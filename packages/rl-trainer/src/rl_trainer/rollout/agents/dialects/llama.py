@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import msgspec
 
-from rl_trainer.rollout.agents.dialects import Answer, Call, Malformed
+from rl_trainer.rollout.agents.dialects.base import Answer, Call, Malformed
 
 _TAGS = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
 _END = "<|eot_id|>"

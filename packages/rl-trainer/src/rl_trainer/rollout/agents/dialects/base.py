@@ -19,6 +19,8 @@ class Call:
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     as_text: bool = False
     """Whether the values are texts, to be read by the types of the tool's arguments."""
+    id: str = field(default="", compare=False, repr=False)
+    """What the answer must repeat, in dialects whose answers name their call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class Answer:
     text: str
     failed: bool = False
     """Whether the text is an error message."""
+    call_id: str = field(default="", compare=False, repr=False)
+    """Of the call; empty: the dialect has none, or the call was unreadable."""
 
 
 class Dialect(Protocol):
@@ -147,6 +151,14 @@ class _Written(msgspec.Struct, frozen=True):
 
     name: str
     arguments: dict[str, Any] = {}
+
+
+def arguments_of(tool: str, text: str) -> Call | Malformed:
+    """The call of a tool with the arguments in this text, a JSON object."""
+    try:
+        return Call(tool, msgspec.json.decode(_bytes(text), type=dict[str, Any]))
+    except (*UNREADABLE, ValueError) as error:
+        return Malformed(f"the arguments of {tool} are not a JSON object: {error}")
 
 
 def _call(body: str) -> Call | Malformed:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl_trainer.rollout.agents.dialects import Answer, Call, Malformed, PlainJSON
+from rl_trainer.rollout.agents.dialects.base import Answer, Call, Malformed, PlainJSON
 
 _MARK = "[TOOL_CALLS]"
 _NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\{)")

@@ -14,7 +14,7 @@ from rl_protocol import ConfigError
 from rl_trainer.config import RolloutConfig
 from rl_trainer.config.agent import DIALECT_NAMES
 from rl_trainer.rollout.agents import DIALECTS, AgentConfig, Answer, Call, Malformed, ToolAgent
-from rl_trainer.rollout.agents.dialect_names import dialect_of_template
+from rl_trainer.rollout.agents.dialects.names import dialect_of_template
 from rl_trainer.rollout.agents.named import configured_agent
 from rl_trainer.rollout.agents.tools import answer
 from rl_trainer.rollout.session_kinds import session_kind
@@ -38,6 +38,12 @@ fahrenheit
 </tool_call>"""
 HERMES_JSON = '{"name": "get_current_weather", "arguments": {"city": "Dallas", "state": "TX", "unit": "fahrenheit"}}'
 LLAMA_JSON = HERMES_JSON.replace("arguments", "parameters")
+GLM = "get_current_weather" + "".join(
+    f"\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>" for key, value in DALLAS.items()
+)
+ARGUMENTS = '{"city": "Dallas", "state": "TX", "unit": "fahrenheit"}'
+DEEPSEEK = "function<｜tool▁sep｜>get_current_weather\n```json\n" + ARGUMENTS + "\n```<｜tool▁call▁end｜>"
+KIMI = "functions.get_current_weather:0<|tool_call_argument_begin|>" + ARGUMENTS + "<|tool_call_end|>"
 PYTHON = "get_current_weather(city='Dallas', state='TX', unit='fahrenheit')"
 
 
@@ -112,6 +118,51 @@ PYTHON = "get_current_weather(city='Dallas', state='TX', unit='fahrenheit')"
         ("pythonic", "[add(a=1)][0]", ["must be a list of calls"]),
         ("pythonic", "[add(a={[1]: 2})]", ["must be a literal"]),
         ("pythonic", r"[grep(pattern='\d+')]", [Call("grep", {"pattern": r"\d+"})]),
+        ("glm45", f"I look.\n<tool_call>{GLM}\n</tool_call>", [Call(WEATHER.tool, DALLAS, as_text=True)]),
+        (
+            "glm45",
+            f"<tool_call>{GLM}</tool_call>".replace("\n", "") * 2,
+            [Call(WEATHER.tool, DALLAS, as_text=True)] * 2,
+        ),
+        ("glm45", "<tool_call>now</tool_call>", [Call("now", as_text=True)]),
+        ("glm45", "<tool_call>now", ["a call is <tool_call>NAME"]),
+        ("glm45", "<tool_call>now<arg_key>a</arg_key></tool_call>", ["an argument is <arg_key>"]),
+        ("glm45", "It is warm.", []),
+        (
+            "deepseek_v3",
+            f"I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{DEEPSEEK}\n<｜tool▁call▁begin｜>{DEEPSEEK}<｜tool▁calls▁end｜>",
+            [WEATHER, WEATHER],
+        ),
+        ("deepseek_v3", f"<｜tool▁call▁begin｜>{DEEPSEEK[:-20]}", ["a call is"]),
+        ("deepseek_v3", f"<｜tool▁call▁begin｜>{DEEPSEEK.replace('{', '[')}", ["are not a JSON object"]),
+        ("deepseek_v3", "It is warm.", []),
+        (
+            "kimi_k2",
+            f"I look.<|tool_calls_section_begin|><|tool_call_begin|>{KIMI}<|tool_call_begin|>{KIMI}<|tool_calls_section_end|>",
+            [WEATHER, WEATHER],
+        ),
+        ("kimi_k2", "<|tool_call_begin|>now<|tool_call_argument_begin|>{}<|tool_call_end|>", ["functions.NAME:NUMBER"]),
+        ("kimi_k2", f"<|tool_call_begin|>{KIMI.replace('}', '')}", ["are not a JSON object"]),
+        ("kimi_k2", "It is warm.", []),
+        (
+            "openai",
+            "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.get_current_weather "
+            f"<|constrain|>json<|message|>{ARGUMENTS}<|call|>",
+            [WEATHER],
+        ),
+        (
+            "openai",  # decoding left the special tokens out
+            f"analysisI look.assistantcommentary to=functions.get_current_weather json{ARGUMENTS}",
+            [WEATHER],
+        ),
+        (
+            "openai",
+            "<|start|>assistant to=functions.get_current_weather<|channel|>commentary json<|message|>" + ARGUMENTS,
+            [WEATHER],
+        ),
+        ("openai", "commentary to=functions.now json", ["a call is commentary to=functions.NAME"]),
+        ("openai", "commentary to=functions.now json{", ["are not a JSON object"]),
+        ("openai", "<|channel|>final<|message|>It is warm.", []),
         ("pythonic", "[1, 2]", []),
         ("pythonic", "It is warm.", []),
     ],
@@ -146,15 +197,52 @@ def test_calls_are_read_as_the_model_writes_them(name, text, found):
             '[TOOL_RESULTS] {"content": "3", "call_id": "000000000"}[/TOOL_RESULTS]'
             '[TOOL_RESULTS] {"content": "warm", "call_id": "000000001"}[/TOOL_RESULTS]',
         ),
+        (
+            "glm45",
+            "\n<tool_response>\n3\n</tool_response>\n<tool_response>\nwarm\n</tool_response><|assistant|>",
+        ),
+        (
+            "deepseek_v3",
+            "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>3<｜tool▁output▁end｜>\n"
+            "<｜tool▁output▁begin｜>warm<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
+        ),
     ],
 )
 def test_answers_look_as_the_chat_templates_write_them(name, observation):
     assert DIALECTS[name].observation([Answer("3"), Answer("warm")]) == observation
 
 
+@pytest.mark.parametrize(
+    ("name", "call", "observation"),
+    [
+        (
+            "kimi_k2",
+            f"<|tool_call_begin|>{KIMI}<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>",
+            "<|im_system|>tool<|im_middle|>## Return of functions.get_current_weather:0\nerror: there is no tool "
+            "'get_current_weather'; there are show<|im_end|>"
+            "<|im_system|>tool<|im_middle|>## Return of functions.now:1\nerror: there is no tool 'now'; there are "
+            "show<|im_end|><|im_assistant|>assistant<|im_middle|>",
+        ),
+        (
+            "openai",
+            'commentary to=functions.show json{"text": "x"}',
+            "<|start|>functions.show to=assistant<|channel|>commentary<|message|>('x', 0, None, False, [])<|end|>"
+            "<|start|>assistant",
+        ),
+    ],
+)
+def test_answers_repeat_the_id_of_their_call(name, call, observation):
+    async def answered():
+        return [await answer(one, {"show": Show()}, 60.0) for one in DIALECTS[name].calls(call)]
+
+    assert DIALECTS[name].observation(asyncio.run(answered())) == observation
+
+
 FRAGMENTS = (
     "<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>", ">", "[TOOL_CALLS]",
     "[ARGS]", "<|python_tag|>", "[add(", "a=", ")]", '{"name":', '"add"', ',"parameters":', "{", "}", "[", "]", '"',
+    "<|tool_call_begin|>", "functions.a:1", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<arg_key>", "</arg_key>",
+    "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "\n```json\n", "\n```", "<｜tool▁call▁end｜>", "commentary to=functions.", "<arg_value>",
     ";", "1e999", "\\u", "\\d", "\x00", "add",
 )  # fmt: skip
 HOSTILE = st.one_of(st.text(), st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=3))).map("".join))
@@ -219,6 +307,10 @@ TOLD = {
     "llama3_json": """Environment: ipython\\n{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}""",
     "mistral": "{{- '[TOOL_CALLS][' }}",
     "pythonic": "[func_name1(params_name1=params_value1), func_name2(params)]",
+    "glm45": "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value>",
+    "deepseek_v3": "'<｜tool▁sep｜>' + tool['function']['name'] + '\\n' + '```json'",
+    "kimi_k2": "<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>",
+    "openai": "{{- '<|start|>assistant to=' }}{{- 'functions.' + tool_call.name + '<|channel|>commentary ' }}",
 }
 """What chat templates of each dialect's models have."""
 
@@ -234,7 +326,6 @@ def test_the_chat_template_tells_the_dialect():
     [
         ("", "is missing"),
         ("{{ messages }}", "tells none"),
-        ("<tool_call>{name}\n<arg_key>", "tells none"),  # GLM
         (QWEN + TOLD["mistral"], "fits hermes and mistral"),
     ],
 )
@@ -260,4 +351,4 @@ def test_the_session_tool_agent_follows_from_the_settings():
 
 def test_an_unknown_dialect_is_refused():
     with pytest.raises(ConfigError, match="must be one of hermes, qwen3_coder, llama3_json, mistral, pythonic"):
-        ToolAgent([], "deepseek_v3")
+        ToolAgent([], "deepseek_v9")

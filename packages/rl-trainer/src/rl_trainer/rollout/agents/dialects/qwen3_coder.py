@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl_trainer.rollout.agents.dialects import CHATML, Answer, Call, Malformed, Markup
+from rl_trainer.rollout.agents.dialects.base import CHATML, Answer, Call, Malformed, Markup
 
 
 @dataclass(frozen=True, slots=True)

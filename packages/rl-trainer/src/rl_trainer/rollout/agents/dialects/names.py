@@ -7,10 +7,14 @@ from collections.abc import Mapping
 
 from rl_protocol import ConfigError
 from rl_protocol.support.options import nearest
-from rl_trainer.rollout.agents.dialects import Dialect, Hermes
-from rl_trainer.rollout.agents.llama import Llama3JSON, Pythonic
-from rl_trainer.rollout.agents.mistral import Mistral
-from rl_trainer.rollout.agents.qwen3_coder import Qwen3Coder
+from rl_trainer.rollout.agents.dialects.base import Dialect, Hermes
+from rl_trainer.rollout.agents.dialects.deepseek import DeepSeekV3
+from rl_trainer.rollout.agents.dialects.glm import GLM45
+from rl_trainer.rollout.agents.dialects.gpt_oss import GptOss
+from rl_trainer.rollout.agents.dialects.kimi import KimiK2
+from rl_trainer.rollout.agents.dialects.llama import Llama3JSON, Pythonic
+from rl_trainer.rollout.agents.dialects.mistral import Mistral
+from rl_trainer.rollout.agents.dialects.qwen3_coder import Qwen3Coder
 
 DIALECTS: Mapping[str, Dialect] = {
     "hermes": Hermes(),
@@ -18,6 +22,10 @@ DIALECTS: Mapping[str, Dialect] = {
     "llama3_json": Llama3JSON(),
     "mistral": Mistral(),
     "pythonic": Pythonic(),
+    "glm45": GLM45(),
+    "deepseek_v3": DeepSeekV3(),
+    "kimi_k2": KimiK2(),
+    "openai": GptOss(),
 }
 
 _MARKS: Mapping[str, re.Pattern[str]] = {
@@ -26,6 +34,10 @@ _MARKS: Mapping[str, re.Pattern[str]] = {
     "llama3_json": re.compile(r"ipython.*[\"']parameters[\"']:", re.DOTALL),
     "mistral": re.compile(r"\[TOOL_CALLS\]"),
     "pythonic": re.compile(r"\[func_name1\("),
+    "glm45": re.compile(r"<arg_key>"),
+    "deepseek_v3": re.compile(r"<｜tool▁sep｜>.*```json", re.DOTALL),
+    "kimi_k2": re.compile(r"<\|tool_call_argument_begin\|>"),
+    "openai": re.compile(r"<\|channel\|>commentary"),
 }
 """What the chat templates of a dialect's models tell or show the model."""
 
