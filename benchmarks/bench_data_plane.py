@@ -198,7 +198,7 @@ def compare(ours: Ours, peers: list[Peer], pairs: int, kind: str, only: set[str]
             Subject("memcpy", memcpy(ours.payload), [me]),
         ]
         timings = take_turns(subjects, pairs)
-        must, aim = (3, 5) if kind == "dense" else (4, 6)
+        must, aim = (4, 5) if kind == "dense" else (9, 9)
         rows.append(against(f"put, {kind}", timings, names, must, aim, figures=summary(timings, nbytes)))
         if kind == "dense":
             ratio = paired(timings, "ours", "memcpy")
@@ -221,7 +221,7 @@ def compare(ours: Ours, peers: list[Peer], pairs: int, kind: str, only: set[str]
             assert [x if isinstance(x, list) else round(x, 1) for x in read_ours(got)] == [
                 x if isinstance(x, list) else round(x, 1) for x in (read_peer(theirs.select(*got.field_names)))
             ], "what was read differs"
-        must, aim = (20, 75) if kind == "dense" else (6, 12)
+        must, aim = (130, 130) if kind == "dense" else (30, 30)
         what = "every page touched" if kind == "dense" else "every page touched, all strings decoded"
         rows.append(against(f"get, {kind}, {what}", timings, names, must, aim, figures=summary(timings, nbytes)))
         for side in (ours, *peers):
