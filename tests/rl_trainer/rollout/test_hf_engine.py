@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from rl_protocol import BatchData, RolloutError, WeightSyncError, ragged
 from rl_protocol.kept_tokens import KeptTokens
@@ -197,6 +198,18 @@ def test_stopping(engine):
     for generation in generate(engine, REQUESTS, ignore_eos=True):
         assert len(generation.response_ids) == 6
         assert generation.finish_reason == "length"
+
+
+def test_a_model_may_have_several_tokens_that_end_a_response(model_path, tmp_path, engine):
+    whole = generate(engine, REQUESTS, max_new_tokens=20, ignore_eos=True)
+    folder = shutil.copytree(model_path, tmp_path / "model")
+    config = GenerationConfig.from_pretrained(folder)
+    config.eos_token_id = ends = [config.eos_token_id, whole[0].response_ids[2]]
+    config.save_pretrained(folder)
+    for cut, one in zip(generate(HFRolloutEngine(folder), REQUESTS, max_new_tokens=20), whole, strict=True):
+        first = next((n for n, token in enumerate(one.response_ids, 1) if token in ends), None)
+        assert cut.response_ids == one.response_ids[:first]
+        assert cut.finish_reason == ("length" if first is None else "stop")
 
 
 def test_requests_that_cannot_be_served_are_named(engine):

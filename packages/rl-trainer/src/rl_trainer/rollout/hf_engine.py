@@ -7,7 +7,7 @@ import ctypes
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -68,8 +68,7 @@ class HFRolloutEngine:
         self._version = 0
         self._watch: Callable[[], None] | None = None  # set while the weights are borrowed memory
         self._dropped: dict[torch.nn.Parameter, torch.Size] = {}  # during sleep
-        config = self._model.generation_config
-        self._eos_id = int(config.eos_token_id if config.eos_token_id is not None else self._model.config.eos_token_id)
+        self._eos_ids = _eos_ids(self._model)
         self._facts = Facts.of(self._model)
 
     @property
@@ -257,7 +256,7 @@ class HFRolloutEngine:
             read_prompts(self._model, self._facts, requests).to(self._device),
             Sampler(requests, params, self._facts.banned, self._device),
             max_new_tokens=params.max_new_tokens,
-            end_ids=(*(() if params.ignore_eos else (self._eos_id,)), *params.stop_token_ids),
+            end_ids=(*(() if params.ignore_eos else self._eos_ids), *params.stop_token_ids),
             searches=self._searches(requests, params.stop),
         )
         version = self._version
@@ -276,6 +275,13 @@ class HFRolloutEngine:
         if self._decode is None:
             self._decode = _decoder(self._path)
         return [StopSearch(stops, self._decode, request.prompt_ids) for request in requests]
+
+
+def _eos_ids(model: Any) -> tuple[int, ...]:
+    """The tokens that end a response, of which some models have several."""
+    configs = (model.generation_config, model.config)
+    eos = next((config.eos_token_id for config in configs if config.eos_token_id is not None), ())
+    return (eos,) if isinstance(eos, int) else tuple(eos)
 
 
 def _generation(
