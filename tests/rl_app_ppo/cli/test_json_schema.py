@@ -69,7 +69,7 @@ def test_what_the_loader_accepts_is_valid(text):
         ("rollout: {n: 0}", "$.rollout.n"),
         ("rollout: {n: many}", "$.rollout.n"),
         ("rollout: {top_p: 1.5}", "$.rollout.top_p"),
-        ("actor: {optim: {lr: 0}}", "$.actor.optim.lr"),
+        ("actor: {optim: {lr: -1}}", "$.actor.optim.lr"),
         ("actor: {policy_loss: {loss_mode: vanila}}", "$.actor.policy_loss.loss_mode"),
         ("algorithm: {adv_estimator: gea}", "$.algorithm"),
         ("algorithm: pppo", "$.algorithm"),

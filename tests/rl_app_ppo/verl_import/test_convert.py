@@ -174,7 +174,7 @@ def test_no_setting_of_an_algorithm_of_ours_stands_in_for_verls(algorithm):
         ("actor_rollout_ref.rollout.agent.default_agent_loop=mine", "set rollout.session to a session"),
         ("actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml", "register each tool as a ToolKind"),
         (f"{MULTI_TURN}=True {MULTI_TURN[:-6]}max_parallel_calls=4", "all calls of a turn are made"),
-        (f"{MULTI_TURN}=True {MULTI_TURN[:-6]}format=gpt-oss", "gpt-oss is not supported"),
+        (f"{MULTI_TURN}=True {MULTI_TURN[:-6]}format=gemma4", "gemma4 is not supported"),
         ("actor_rollout_ref.rollout.do_sample=False", "greedy samples"),
         ("actor_rollout_ref.actor.qat.enable=True", "not quantized"),
         ("distillation.enabled=True", "reference.path with algorithm=opd"),

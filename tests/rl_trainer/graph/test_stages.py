@@ -112,7 +112,7 @@ def test_an_unknown_estimator_is_refused():
 @pytest.mark.parametrize(
     ("build", "key"),
     [
-        (lambda: OptimConfig(lr=0), "lr"),
+        (lambda: OptimConfig(lr=-1e-6), "lr"),
         (lambda: OptimConfig(grad_clip=-1), "grad_clip"),
         (lambda: ActorConfig(ppo_mini_batch_size=-4), "ppo_mini_batch_size"),
         (lambda: ActorConfig(clip_ratio_low=1.5), "clip_ratio_low"),

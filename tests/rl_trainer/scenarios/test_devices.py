@@ -34,11 +34,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*copying from a non-meta parame
 
 OPTIM = OptimConfig(lr=1e-2)
 HOST_WAITS = {
+    "aggregate.py:add_masked": "sums for metrics, and the masked values that they are of",
     "forward_passes.py:_aligned": "results leave the device here and nowhere else",
     "optimizer.py:MiniBatchOptimizer._accumulate": "a step is skipped if the norm of its gradients is not finite",
-    "policy_objective.py:_report": "sums for metrics, and the masked values that they are of",
     "policy_objective.py:PolicyObjective._correct": "rejection and weights of a rollout correction are computed in numpy",
-    "value_loss.py:ValueObjective.__call__": "sums for metrics, and the masked values that they are of",
 }
 """Functions of a training step in which the host waits for the device, and why they must."""
 

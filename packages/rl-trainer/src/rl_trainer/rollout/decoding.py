@@ -129,7 +129,9 @@ class DecodingBatch:
         self._prompts, self._searches = prompts, searches
         device = prompts.source.device
         self._end_ids = torch.tensor(end_ids, dtype=torch.int64, device=device)
-        self._lengths = torch.zeros(len(prompts.source), dtype=torch.int64, device=device)
+        self._may_end = bool(end_ids or searches)
+        # those of rows that can't end are 0, which needs no device
+        self._lengths = torch.zeros(len(prompts.source), dtype=torch.int64, device=device if self._may_end else "cpu")
         self._rows = torch.arange(len(prompts.source), device=device)  # the request of each row still in the batch
         self._alive = torch.ones(len(self._rows), dtype=torch.bool, device=device)
         self._cache: Any = new_cache(model.config, prompts.ids.shape[1] + max_new_tokens)
@@ -208,7 +210,7 @@ class DecodingBatch:
             self._kept.add(self._rows.cpu().numpy(), kept.cpu().numpy())
         self._tokens[self._rows, step] = tokens
         self._log_probs[self._rows, step] = log_probs
-        if len(self._end_ids) or self._searches:
+        if self._may_end:
             ended = torch.isin(tokens, self._end_ids)
             if self._searches:
                 ended |= self._completed(tokens)
