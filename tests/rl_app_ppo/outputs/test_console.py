@@ -35,6 +35,18 @@ def test_the_banner_has_the_whole_path_of_the_run_on_a_narrow_terminal():
     assert str(folder) in "".join(line[-1] for line in lines[2:-1])
 
 
+@pytest.mark.parametrize(
+    ("values", "scale"), [((0.5, 0.75), "0.00 1.00"), ((3.0, 5.0), "0.00 5.00"), ((-4.0, -2.0), "-4.00 1.00")]
+)
+def test_the_curve_shows_values_beyond_0_and_1(values, scale):
+    out = io.StringIO()
+    Screen(Console(file=out, width=80)).curve({"reward": [*enumerate(values)], "accuracy": [(0, 0.25), (1, 0.5)]})
+    least, most = scale.split()
+    rows = [line.split("┤")[0].strip() for line in out.getvalue().splitlines() if "┤" in line]
+    assert (rows[-1], rows[0]) == (least, most)
+    assert "reward" in out.getvalue()
+
+
 def test_the_step_line_keeps_its_columns():
     metrics = {
         "critic/score/mean": 0.5,

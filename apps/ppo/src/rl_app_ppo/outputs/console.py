@@ -180,14 +180,15 @@ class Screen:
             self._task = None
 
     def curve(self, curves: Mapping[str, Sequence[tuple[int, float]]]) -> None:
-        """Draw learning curves in the terminal."""
+        """Draw learning curves in the terminal, at least from 0 to 1."""
         plotext.clear_figure()
         plotext.theme("clear")
         plotext.plot_size(min(self._console.width, 80), 16)
         for name, points in curves.items():
             if points:
                 plotext.plot([s for s, _ in points], [v for _, v in points], label=name)
-        plotext.ylim(0, 1)
+        values = [value for points in curves.values() for _, value in points]
+        plotext.ylim(min([0, *values]), max([1, *values]))  # plotext fails if a curve has no point inside
         plotext.xlabel("step")
         self._console.print(Text.from_ansi(plotext.build()))
 
