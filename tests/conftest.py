@@ -275,3 +275,36 @@ def make_vision_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
         return path
 
     return make
+
+
+@pytest.fixture(scope="session")
+def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of an untrained Qwen3-MoE model for the demo; two of four experts read each token."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from rl_app_ppo.demo.model import build_tokenizer
+    from rl_app_ppo.demo.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCABULARY
+
+    config = Qwen3MoeConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        pad_token_id=PAD_ID,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+    )
+    folder = tmp_path_factory.mktemp("moe")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder

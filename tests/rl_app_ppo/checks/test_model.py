@@ -1,4 +1,4 @@
-"""Settings that a vision model can't be combined with are refused before a process starts."""
+"""Settings that a model can't be combined with are refused before a process starts."""
 
 from __future__ import annotations
 
@@ -88,3 +88,16 @@ def test_a_reward_model_would_not_see_them(overrides, tmp_path):
 def test_the_context_is_that_of_the_part_that_reads_text(overrides):
     with pytest.raises(ConfigError, match="do not fit the model's context of 128"):
         check(*overrides, "rollout.response_length=124")
+
+
+def test_modules_that_get_no_adapters_are_named(moe_model):
+    demo = (f"model.path={moe_model}", "lora.rank=4")
+    attention = "lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
+    with pytest.raises(
+        ConfigError,
+        match=r"names gate_proj, up_proj, down_proj, of experts.*Set lora.target_modules=\[q_proj,k_proj,v_proj,o_proj\]",
+    ):
+        check(*demo)
+    check(*demo, attention)
+    with pytest.raises(ConfigError, match=r"lora.target_modules names down_proj.*Set lora.rank=0"):
+        check(*demo, "lora.target_modules=[down_proj]")

@@ -32,6 +32,7 @@ def check_model(facts: Facts) -> None:
         if facts.sees_images:
             _check_sight(config, path)
         _check_padding(config, path)
+        _check_targets(config, path)
     _check_adapter(config, path, sees_images=facts.sees_images)
     config.generator.check_model(facts.model_config, config.rollout)
     if path is not None:
@@ -129,6 +130,22 @@ def _check_adapter(config: AppConfig, path: Path | None, *, sees_images: bool) -
             f"lora.adapter_path={config.lora.adapter_path!r} needs checkpoint_engine.enabled=true, by which the rollout gets the adapter; got "
             "false."
         )
+
+
+def _check_targets(config: AppConfig, path: Path) -> None:
+    """Check that the model has the modules that get adapters; those of experts get none."""
+    weights = [name.split(".") for name in matrices(path)]
+    if not config.lora.rank or not weights:  # they are in no safetensors file
+        return
+    present = {parts[-1] for parts in weights if "experts" not in parts}
+    missing = [name for name in config.lora.targets() if name not in present]
+    if not missing:
+        return
+    left = [name for name in config.lora.targets() if name in present]
+    inside = {parts[-1] for parts in weights if "experts" in parts}
+    why = "of experts, which get no adapters" if inside.issuperset(missing) else "which this model does not have"
+    remedy = f"lora.target_modules=[{','.join(left)}]" if left else "lora.rank=0"
+    raise ConfigError(f"lora.target_modules names {', '.join(missing)}, {why}. Set {remedy}.")
 
 
 def _check_padding(config: AppConfig, path: Path) -> None:

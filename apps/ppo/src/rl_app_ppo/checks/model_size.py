@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.moe import ExpertsInterface
 
 from rl_app_ppo.checks.role_memory import ModelSize
 from rl_app_ppo.demo.model import model_config
@@ -18,7 +19,7 @@ from rl_trainer.backends.output_head import OutputHead
 from rl_trainer.config.lora import LoraConfig
 
 _SHAPES = "rl_app_ppo_shapes"
-"""Name for `attn_implementation`."""
+"""Name for `attn_implementation` and `experts_implementation`."""
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
@@ -68,8 +69,11 @@ def _of_blocks(model: Any) -> int:
 def _shapes(config: Any, dtype: torch.dtype) -> Any:
     """The model on `meta`: shapes without memory."""
     AttentionInterface.register(_SHAPES, _attention)
+    ExpertsInterface.register(_SHAPES, _experts)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_SHAPES)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_SHAPES)
+    model.set_experts_implementation(_SHAPES)
+    return model
 
 
 def _kept_bytes(model: Any, tokens: int) -> int:
@@ -107,3 +111,31 @@ def _attention(
     del module, mask
     out: torch.Tensor = _Kept.apply(query, key, value)  # pyright: ignore[reportUnknownMemberType]: untyped in torch
     return out.transpose(1, 2).contiguous(), None
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """What a product of each row with the weight of its expert keeps: the rows."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: torch.Tensor, weight: torch.Tensor, width: int) -> torch.Tensor:
+        ctx.save_for_backward(rows, weight)
+        return rows.new_empty((len(rows), width))
+
+
+def _experts(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Shapes of experts, as transformers calls them: `hidden` [tokens, H], and [tokens, K] which
+    experts read a token, and how they are weighted.
+
+    The grouped product of torch has shapes in bfloat16 alone.
+    """
+
+    def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        width = weight.shape[-1 if module.is_transposed else -2]
+        return _GroupedProduct.apply(rows, weight, width)  # pyright: ignore[reportUnknownMemberType]: untyped in torch
+
+    rows = product(
+        hidden.repeat_interleave(chosen.shape[-1], 0), module.gate_up_proj if module.has_gate else module.up_proj
+    )
+    rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+    out = product(rows, module.down_proj) * weights.reshape(-1, 1)
+    return out.view(len(hidden), -1, hidden.shape[-1]).sum(1).to(hidden.dtype)
