@@ -73,7 +73,9 @@ class ActorWorker(ModelWorker, StatefulWorker):
     """The policy under training; with adapters, also the reference.
 
     Args:
-        plane, columns, backend: see ModelWorker.
+        plane: see ModelWorker.
+        columns: see ModelWorker.
+        backend: the policy.
         temperature: of the log-probs.
         teacher_is_policy: whether the stage `ref` computes with the policy as it is.
     """
